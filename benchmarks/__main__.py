@@ -1,0 +1,165 @@
+"""`python -m benchmarks`: the commands. Each measures one thing, prints it, and writes it down as JSON."""
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks import ce as cross_entropy
+from benchmarks import gemm as chunk_gemms
+from benchmarks import picture, readme
+from benchmarks.ce_peers import PEERS
+from benchmarks.measure import DeviceLost
+from benchmarks.report import RESULTS, new_document, newest
+
+app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
+
+Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
+Out = Annotated[Path | None, typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick).")]
+Quick = Annotated[bool, typer.Option(help="Tiny shapes, any device, seconds: shows that everything runs, measures nothing.")]
+Device = Annotated[str, typer.Option(help="cuda or cpu. Default: cuda where there is one.")]
+Only = Annotated[list[str] | None, typer.Option(help="Measure only implementations whose name is or contains this; repeatable.")]
+Skip = Annotated[list[str] | None, typer.Option(help="Leave out implementations whose name is or contains this; repeatable.")]
+Seconds = Annotated[float, typer.Option(help="Time to spend on the timed rounds of each shape.")]
+
+
+@app.command()
+def ce(
+    shapes: Shapes = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 10.0,
+) -> None:
+    """Cross-entropy: us and every installed peer, at the four shapes of the design and with half the labels ignored."""
+    default = cross_entropy.QUICK_SHAPES if quick else cross_entropy.SHAPES
+    compare("ce", parsed(shapes) or default, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+
+
+@app.command()
+def sweep(
+    max_tokens: Annotated[int, typer.Option(min=1024, help="The largest N; the sizes double from 1,024.")] = 131072,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 3.0,
+) -> None:
+    """Cross-entropy against N at H=2048, V=151936, until memory runs out: what the picture is drawn from."""
+    shapes = cross_entropy.QUICK_SHAPES[:1] if quick else cross_entropy.sweep_shapes(max_tokens)
+    names = tuple(only or cross_entropy.SWEEP_NAMES)
+    compare("sweep", shapes, out, quick, device, names, tuple(skip or ()), seconds)
+
+
+@app.command()
+def gemm(
+    shapes: Shapes = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    seconds: Seconds = 10.0,
+) -> None:
+    """The three bare products against the chunk size: time per token, to choose the engine's chunks by."""
+    target = chosen_device(device, quick)
+    default = [shape for shape in cross_entropy.SHAPES if not shape.ignored]
+    picked = parsed(shapes) or (cross_entropy.QUICK_SHAPES[:1] if quick else tuple(default))
+    chunks = chunk_gemms.QUICK_CHUNKS if quick else chunk_gemms.CHUNKS
+    document = new_document("gemm", target, quick=quick)
+    path = out_path(out, document)
+    chunk_gemms.run(document, picked, chunks, target, seconds=0.0 if quick else seconds, out=path, say=speaker())
+    finish(path)
+
+
+@app.command()
+def plot(
+    results: Annotated[Path, typer.Option(help="Where the JSON files lie.")] = RESULTS,
+    readme_path: Annotated[Path, typer.Option("--readme", help="The file with the markers.")] = RESULTS.parents[1] / "README.md",
+    picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1] / "docs" / "ce.png",
+) -> None:
+    """Rewrite the README's table from the newest `ce` result, and draw the picture of the newest `sweep`."""
+    if table := newest("ce", results):
+        source, document = table
+        try:
+            readme.rewrite(readme_path, "ce", readme.ce_table(document, f"benchmarks/results/{source.name}"))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        typer.echo(f"{readme_path}: table from {source}")
+    if curve := newest("sweep", results):
+        source, document = curve
+        picture.draw(document, picture_path)
+        typer.echo(f"{picture_path}: drawn from {source}")
+    if not (table or curve):
+        raise typer.BadParameter(f"--results: expected a complete ce or sweep result in {results}; run `python -m benchmarks ce`.")
+
+
+def compare(
+    benchmark: str,
+    shapes: tuple[cross_entropy.Shape, ...],
+    out: Path | None,
+    quick: bool,
+    device: str,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    seconds: float,
+) -> None:
+    """Runs the cross-entropy comparison over `shapes`; exits with 1 unless our own rows are all right."""
+    target = chosen_device(device, quick)
+    document = new_document(benchmark, target, quick=quick, versions=PEERS.versions())
+    path = out_path(out, document)
+    seconds = 0.0 if quick else seconds
+    try:
+        cross_entropy.run(document, shapes, target, only=only, skip=skip, seconds=seconds, out=path, say=speaker())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except DeviceLost as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    finish(path)
+    if failed := cross_entropy.ours_failed(document):
+        typer.echo("not right: " + "; ".join(failed), err=True)
+        raise typer.Exit(1)
+
+
+def chosen_device(name: str, quick: bool) -> torch.device:
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("--device: expected a device of this machine, got cuda, which it lacks; pass --device cpu --quick.")
+    if device.type != "cuda" and not quick:
+        raise typer.BadParameter(f"--device: expected cuda for the full shapes, got {device.type}; pass --quick.")
+    return device
+
+
+def parsed(shapes: list[str] | None) -> tuple[cross_entropy.Shape, ...]:
+    try:
+        return tuple(cross_entropy.Shape.parse(text) for word in shapes or () for text in word.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def out_path(out: Path | None, document: dict) -> Path | None:
+    if out is not None or document["quick"]:
+        return out
+    device = re.sub(r"[^a-z0-9]+", "-", document["device"].lower()).strip("-")
+    return RESULTS / f"{document['benchmark']}-{device}-{document['date'][:10]}.json"
+
+
+def speaker() -> Callable[[str], None]:
+    """Prints with the seconds since the start, at once, so that a run cut short has said how far it came."""
+    start = time.perf_counter()
+    return lambda text: print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
+
+
+def finish(path: Path | None) -> None:
+    if path is not None:
+        typer.echo(f"written: {path}")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,99 @@
+"""Cross-entropy as each library offers it: `(hidden (N, H), weight (V, H), targets (N,)) -> loss`, mean over targets != -100.
+
+Signatures were checked against liger-kernel 0.8.5, cut-cross-entropy 25.1.1, trl 1.16.0, quack-kernels 0.6.5 and torch 2.13.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.peers import Absent, Peers
+
+PEERS = Peers()
+
+
+@PEERS.add("logitless")
+def logitless():
+    from logitless import CrossEntropyLoss
+
+    return CrossEntropyLoss()
+
+
+@PEERS.add("logitless, bf16 d_weight")
+def logitless_bf16():
+    from logitless import CrossEntropyLoss
+
+    return CrossEntropyLoss(accum_dtype=torch.bfloat16)
+
+
+def eager_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.t()).float(), targets)
+
+
+@PEERS.add("eager, fp32 upcast")
+def eager():
+    return eager_loss
+
+
+@PEERS.add("torch.compile", needs_cuda=True)
+def compiled():
+    # A graph for every shape, so that the peer is not slowed down by symbolic sizes.
+    return torch.compile(eager_loss, dynamic=False)
+
+
+@PEERS.add("torch F.linear_cross_entropy")
+def torch_linear_cross_entropy():
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Absent(f"not in torch {torch.__version__}, it came with 2.13")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda hidden, weight, targets: F.linear_cross_entropy(hidden, weight, targets, options=options)
+
+
+@PEERS.add("Liger", package="liger-kernel", needs_cuda=True)
+def liger():
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy
+
+
+@PEERS.add("Liger, accum_dtype fp32", package="liger-kernel", needs_cuda=True)
+def liger_fp32():
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as loss
+
+    return lambda hidden, weight, targets: loss(hidden, weight, targets, accum_dtype=torch.float32)
+
+
+@PEERS.add("CCE (filtered)", package="cut-cross-entropy", needs_cuda=True)
+def cce():
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
+@PEERS.add("CCE (exact)", package="cut-cross-entropy", needs_cuda=True)
+def cce_exact():
+    from cut_cross_entropy import linear_cross_entropy
+
+    # 25.1.1 has no impl="cce_exact" (later sources do); the gradient filter off is its exact mode.
+    return lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, targets, filter_eps=None)
+
+
+@PEERS.add("TRL ChunkedLogProb", package="trl")
+def trl():
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as vocab_chunk
+
+    # As the trainers call it (trl/trainer/utils.py, `_fused_forward`): supervised rows only, no optional outputs.
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        mask = targets != -100
+        logps = ChunkedLogProbFunction.apply(hidden[mask], weight, None, targets[mask], 1.0, vocab_chunk, None, 1.0, ())[0]
+        return -logps.sum() / mask.sum().clamp(min=1)
+
+    return loss
+
+
+@PEERS.add("QuACK", package="quack-kernels", needs_cuda=True)
+def quack():
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy

@@ -1,0 +1,166 @@
+"""One problem, many implementations: agreement with the truth first, then milliseconds, ratio and peak bytes."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import one_line
+from benchmarks.timing import Case, interleave, peak_bytes, release, spread
+from benchmarks.yardstick import summary, yardstick
+
+# Above these a result is wrong and gets no time. bf16 alone costs 3e-3 of a gradient and the roughest peer 1.5e-2 (peers.md);
+# a forgotten term, mask or normalizer costs far more, on inputs where every term matters.
+GRADIENT_LIMIT = 5e-2
+LOSS_LIMIT = 1e-2
+# Freed memory is filled with NaN before a check, so that reading what was never written shows.
+POISON_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The loss and the gradient of each leaf, computed in fp32."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class DeviceLost(RuntimeError):
+    """An implementation left the device unusable: nothing after it can be measured in this process."""
+
+
+def measure(
+    calls: dict[str, Callable[[], object]],  # name -> the public call, returning a loss or something with `.loss`
+    leaves: dict[str, Tensor],  # the tensors that get gradients; "hidden" (N, H) and "weight" (V, H) set the yardstick
+    truth: Truth,
+    *,
+    seconds: float,
+    say: Callable[[str], None],
+) -> tuple[dict, list[dict]]:
+    """Checks every call, then times the right ones interleaved with the yardstick, then takes their peak memory.
+
+    Returns the yardstick's numbers and one row for each call, in their order. `row["verdict"]` is "ok", "wrong",
+    "out of memory" or "failed"; only "ok" rows have a time.
+    """
+    hidden, weight = leaves["hidden"], leaves["weight"]
+    device = hidden.device
+    rows = {}
+    for name, call in calls.items():
+        rows[name] = check(name, call, leaves, truth)
+        say(f"  {name}: {describe_check(rows[name])}")
+    right = {name: calls[name] for name, row in rows.items() if row["verdict"] == "ok"}
+
+    gemms = yardstick(hidden, weight)
+    cases = {name: backward_case(call, leaves) for name, call in right.items()}
+    times = interleave(gemms | cases, device, seconds=seconds)
+    bare = summary({chunk: times[chunk] for chunk in gemms}, *hidden.shape, len(weight))
+
+    for name, call in right.items():
+        if not times[name]:
+            rows[name]["verdict"] = "out of memory"
+            continue
+        rows[name] |= spread(times[name])
+        rows[name]["ratio"] = rows[name]["ms"] / bare["ms"]
+        rows[name] |= memory(call, leaves)
+    clear(leaves)
+    return bare, list(rows.values())
+
+
+def check(name: str, call: Callable[[], object], leaves: dict[str, Tensor], truth: Truth) -> dict:
+    """Runs the call once on poisoned memory and compares it with the truth."""
+    device = leaves["hidden"].device
+    row: dict = {"name": name}
+    clear(leaves)
+    poison(device)
+    try:
+        row |= first_call(call, leaves, truth)
+        row["verdict"] = "ok" if sound(row) else "wrong"
+    except torch.OutOfMemoryError:
+        row["verdict"] = "out of memory"
+    # A peer may fail in any way on a shape it was not made for; the others must still be measured.
+    except Exception as error:
+        row |= {"verdict": "failed", "reason": one_line(error)}
+    clear(leaves)
+    try:
+        release(device)
+    except RuntimeError as error:
+        raise DeviceLost(f"{name} left the device unusable ({one_line(error)}); run again with --skip '{name}'.") from error
+    return row
+
+
+def first_call(call: Callable[[], object], leaves: dict[str, Tensor], truth: Truth) -> dict:
+    """The seconds and the errors of one call, and the plan it followed where it tells."""
+    start = time.perf_counter()
+    output = call()
+    loss = loss_of(output)
+    loss.backward()
+    synchronize(loss.device)
+    row = {"first_call_seconds": time.perf_counter() - start}
+    row["loss_error"] = abs(loss.item() - truth.loss) / abs(truth.loss)
+    for leaf, gradient in truth.gradients.items():
+        row[f"d_{leaf}_error"] = relative_l2(leaves[leaf].grad, gradient)
+    plan = getattr(output, "plan", None)
+    return row if plan is None else row | {"plan": plan.describe(), "budget_bytes": plan.budget}
+
+
+def sound(row: dict) -> bool:
+    """Every error within its limit; NaN never is."""
+    gradients = [error for key, error in row.items() if key.startswith("d_") and key.endswith("_error")]
+    return row["loss_error"] <= LOSS_LIMIT and all(error <= GRADIENT_LIMIT for error in gradients)
+
+
+def backward_case(call: Callable[[], object], leaves: dict[str, Tensor]) -> Case:
+    def prepare():
+        clear(leaves)
+        return lambda: loss_of(call()).backward()
+
+    return prepare
+
+
+def memory(call: Callable[[], object], leaves: dict[str, Tensor]) -> dict:
+    """Peak bytes beyond the inputs, and what of them is not the gradients handed back."""
+    device = leaves["hidden"].device
+    run = backward_case(call, leaves)()
+    try:
+        peak = peak_bytes(run, device)
+    except torch.OutOfMemoryError:
+        peak = None
+    returned = sum(leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None)
+    clear(leaves)
+    return {"peak_bytes": peak, "beyond_gradients_bytes": None if peak is None else peak - returned}
+
+
+def relative_l2(value: Tensor | None, truth: Tensor) -> float:
+    if value is None:
+        return math.inf
+    return (torch.linalg.vector_norm(value.float() - truth) / torch.linalg.vector_norm(truth)).item()
+
+
+def loss_of(output: object) -> Tensor:
+    return getattr(output, "loss", output)
+
+
+def clear(leaves: dict[str, Tensor]) -> None:
+    for leaf in leaves.values():
+        leaf.grad = None
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def poison(device: torch.device) -> None:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        torch.full((min(POISON_BYTES, free // 4) // 4,), math.nan, device=device)
+
+
+def describe_check(row: dict) -> str:
+    if row["verdict"] in ("failed", "out of memory"):
+        return f"{row['verdict']} {row.get('reason', '')}".strip()
+    errors = [f"{key.removesuffix('_error')} {value:.1e}" for key, value in row.items() if key.endswith("_error")]
+    return f"{row['verdict']} ({', '.join(errors)}), first call {row['first_call_seconds']:.1f} s"

@@ -1,0 +1,64 @@
+"""The README's table, written from the newest result between its two markers."""
+
+import re
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks.report import GIB
+
+
+def rewrite(readme: Path, benchmark: str, body: str) -> None:
+    """Replaces what stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`."""
+    first, last = f"<!-- benchmarks:{benchmark} -->", f"<!-- /benchmarks:{benchmark} -->"
+    text = readme.read_text() if readme.is_file() else ""
+    if not re.search(f"{re.escape(first)}.*{re.escape(last)}", text, re.DOTALL):
+        raise ValueError(f"--readme: expected {readme} to hold the lines {first} and {last}; add them where the table goes.")
+    head, _, rest = text.partition(first)
+    _, _, tail = rest.partition(last)
+    readme.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
+
+
+def ce_table(document: dict, source: str) -> str:
+    """Ratio to the bare products and peak memory for every implementation and shape, in Markdown."""
+    sections = document["sections"]
+    headers = ["", *map(column, sections), "largest gradient error"]
+    body = [["three bare GEMMs", *(f"{section['yardstick']['ms']:.1f} ms" for section in sections), ""]]
+    for name in dict.fromkeys(row["name"] for section in sections for row in section["rows"]):
+        rows = [next((row for row in section["rows"] if row["name"] == name), None) for section in sections]
+        cells = [name, *map(cell, rows), worst(rows)]
+        body.append([entry and f"**{entry}**" for entry in cells] if name.startswith("logitless") else cells)
+    align = ("left", *["right"] * (len(headers) - 1))
+    return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True) + "\n\n" + caption(document, source)
+
+
+def column(section: dict) -> str:
+    shape = section["shape"]
+    ignored = f", {shape['ignored']:.0%} ignored" if shape["ignored"] else ""
+    return f"N {shape['N']:,}, H {shape['H']:,}, V {shape['V']:,}{ignored}"
+
+
+def cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    if row["verdict"] != "ok":
+        return row["verdict"]
+    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.1f} GiB"
+    return f"{row['ratio']:.2f}x{memory}"
+
+
+def worst(rows: list[dict | None]) -> str:
+    errors = [row[key] for row in rows if row for key in ("d_hidden_error", "d_weight_error") if key in row]
+    return f"{max(errors):.0e}" if errors else ""
+
+
+def caption(document: dict, source: str) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
+    absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
+    return (
+        f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call with its defaults. "
+        "Time as a multiple of the three bare matrix products, interleaved in the same run (over all rows, the ignored ones "
+        "too); peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative L2. "
+        f"{versions}.{f' Absent: {absent}.' if absent else ''} "
+        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+    )

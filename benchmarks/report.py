@@ -1,0 +1,107 @@
+"""What a run leaves behind: the JSON document, and its tables for the terminal and for the README."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from benchmarks.peers import package_version
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+
+
+def new_document(benchmark: str, device: torch.device, *, quick: bool, versions: dict | None = None) -> dict:
+    """The head of a result: what was run, where, with which versions. The seed is fresh, so that no two runs share inputs."""
+    now = datetime.now(UTC)
+    packages = {name: package_version(name) for name in ("torch", "triton", "transformers", "logitless")}
+    return {
+        "benchmark": benchmark,
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "date": now.isoformat(timespec="seconds"),
+        "quick": quick,
+        "seed": int(now.timestamp()),
+        "device": device_name(device),
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "commit": commit(),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | packages | (versions or {}),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+
+
+def commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() or None if run.returncode == 0 else None
+
+
+def write_json(path: Path | None, document: dict) -> None:
+    """Replaces the file in one step, so that an interrupted run leaves the last whole state."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(document, indent=1) + "\n")
+    draft.replace(path)
+
+
+def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
+    """The latest complete full-size result of a benchmark, by the date inside the file."""
+    found = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    usable = [
+        (path, document)
+        for path, document in found
+        if document.get("benchmark") == benchmark and document["complete"] and not document["quick"]
+    ]
+    return max(usable, key=lambda pair: pair[1]["date"], default=None)
+
+
+def ce_lines(section: dict) -> str:
+    """One shape's table for the terminal."""
+    bare = section["yardstick"]
+    headers = ["", "ms", "x GEMMs", "target", "peak GiB", "beyond grads", "limit", "loss err", "dX err", "dW err", "first call s"]
+    body = [["three bare GEMMs", f"{bare['ms']:.2f}", "1.000"] + [None] * 8]
+    for row in section["rows"]:
+        verdict = row["verdict"]
+        body.append(
+            [
+                row["name"],
+                text(row.get("ms"), "{:.2f}") if verdict == "ok" else verdict,
+                text(row.get("ratio"), "{:.3f}"),
+                text(row.get("target"), "{:.2f}"),
+                text(gib(row.get("peak_bytes")), "{:.2f}"),
+                text(gib(row.get("beyond_gradients_bytes")), "{:.2f}"),
+                text(gib(row.get("memory_limit_bytes")), "{:.2f}"),
+                text(row.get("loss_error"), "{:.1e}"),
+                text(row.get("d_hidden_error"), "{:.1e}"),
+                text(row.get("d_weight_error"), "{:.1e}"),
+                text(row.get("first_call_seconds"), "{:.1f}"),
+            ]
+        )
+    return title(section) + "\n" + tabulate(body, headers, disable_numparse=True, stralign="right")
+
+
+def title(section: dict) -> str:
+    shape, bare = section["shape"], section["yardstick"]
+    ignored = f", {shape['ignored']:.0%} of the labels ignored" if shape["ignored"] else ""
+    return f"N={shape['N']} H={shape['H']} V={shape['V']}{ignored}: bare GEMMs at {bare['tflops']:.0f} TFLOP/s in chunks of {bare['chunk']}"
+
+
+def gib(count: int | None) -> float | None:
+    return None if count is None else count / GIB
+
+
+def text(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)

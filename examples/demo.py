@@ -1,0 +1,305 @@
+"""Trains one small language model three times on Python's own source code, and shows what the full logits cost.
+
+    full logits   transformers' Trainer: the model builds logits for every token, then their loss
+    stock TRL     trl.SFTTrainer
+    logitless     our SFTTrainer with use_chunked_loss=True
+
+Same text, same first weights, same batches, each run in a process of its own. Prints a table, saves a picture, and fails
+unless the curves agree, the loss fell, the memory fell and the chunked engine is what ran. Needs no network:
+
+    python examples/demo.py            # or: make demo
+    python examples/demo.py --help
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from demo_report import (
+    FULL,
+    MIB,
+    OURS,
+    RUNS,
+    STOCK,
+    WARM_UP,
+    Result,
+    failures,
+    picture,
+    table,
+)
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+
+
+@dataclass
+class Setup:
+    """One experiment. The three runs differ in nothing but the loss."""
+
+    device: str
+    steps: int
+    vocab: int
+    rows: int
+    row_tokens: int  # predictions a row; a row has one token more
+    hidden: int
+    layers: int
+    corpus_bytes: int
+    tolerance: float  # largest difference between the curves
+    learning_rate: float = 2e-3
+    seed: int = 0
+
+    @property
+    def logits_bytes(self) -> int:
+        """One copy of a step's logits, in the dtype of the computation."""
+        return self.rows * self.row_tokens * self.vocab * (4 if self.device == "cpu" else 2)
+
+    @property
+    def logits_budget(self) -> int:
+        return self.logits_bytes // 16
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.rows * self.row_tokens:,} tokens a step, vocabulary {self.vocab:,}: one copy of the logits is "
+            f"{self.logits_bytes / MIB:,.0f} MiB, the budget {self.logits_budget / MIB:,.0f} MiB"
+        )
+
+
+def default_setup(device: str, steps: int) -> Setup:
+    if device == "cpu":
+        return Setup(device, steps, 32_768, 8, 512, 128, 2, corpus_bytes=4 * MIB, tolerance=1e-3)
+    rows = 16 if torch.cuda.get_device_properties(0).total_memory > 48 * 1024 * MIB else 4
+    # bf16: a rounding of the logits' last bit is 3e-2 at 8, and training spreads it
+    return Setup(device, steps, 128_256, rows, 1024, 1024, 6, corpus_bytes=16 * MIB, tolerance=3e-2, learning_rate=5e-4)
+
+
+# --- the text -------------------------------------------------------------------------------------------------------------
+
+
+def source_files(limit: int) -> Iterator[str]:
+    """The standard library's modules, in an order that is shuffled but the same on every call, up to `limit` bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    random.Random(0).shuffle(paths)
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        yield text
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def prepare(setup: Setup, folder: Path) -> None:
+    """Trains the tokenizer and cuts the text into the rows that every run will see, in this order."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    files = list(source_files(setup.corpus_bytes))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=setup.vocab,
+        min_frequency=1,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(files, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    width, count = setup.row_tokens + 1, setup.steps * setup.rows
+    stream: list[int] = []
+    for file in files:
+        stream += [*tokenizer.encode(file).ids, tokenizer.token_to_id("<eos>")]
+        if len(stream) >= width * count:
+            break
+    stream *= -(-width * count // len(stream))  # a long run reads the text more than once
+    torch.save(torch.tensor(stream[: width * count]).view(count, width), folder / "rows.pt")
+
+
+# --- one run, in its own process ------------------------------------------------------------------------------------------
+
+
+class MemoryWatch:
+    """Peak memory of a step above what was held before it: the allocator's own count on a GPU, else the process's RSS."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.before = self.peak = 0
+        if not self.cuda:
+            self.process = psutil.Process()
+            threading.Thread(target=self.sample, daemon=True).start()
+
+    def sample(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.process.memory_info().rss)
+            time.sleep(0.002)
+
+    def start(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        else:
+            self.before = self.peak = self.process.memory_info().rss
+
+    def stop(self) -> int:
+        if self.cuda:
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated()
+        return self.peak - self.before
+
+
+def build_trainer(name: str, setup: Setup, folder: Path) -> Any:
+    import transformers
+    import trl
+    from datasets import Dataset
+    from logitless.trl_integration import SFTConfig, SFTTrainer
+
+    transformers.set_seed(setup.seed)
+    config = transformers.LlamaConfig(
+        vocab_size=setup.vocab,
+        hidden_size=setup.hidden,
+        intermediate_size=3 * setup.hidden,
+        num_hidden_layers=setup.layers,
+        num_attention_heads=setup.hidden // 64,
+        num_key_value_heads=setup.hidden // 64,
+        max_position_embeddings=setup.row_tokens + 1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    rows = torch.load(folder / "rows.pt").tolist()
+    settings = {
+        "output_dir": str(folder / "checkpoints"),
+        "max_steps": setup.steps,
+        "per_device_train_batch_size": setup.rows,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": setup.learning_rate,
+        "warmup_steps": 3,
+        "seed": setup.seed,
+        "use_cpu": setup.device == "cpu",
+        "bf16": setup.device != "cpu",
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    given = {"model": model, "train_dataset": Dataset.from_dict({"input_ids": rows, "labels": rows})}
+    if name == FULL:
+        return transformers.Trainer(args=transformers.TrainingArguments(**settings), **given)
+
+    given["processing_class"] = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), pad_token="<pad>", eos_token="<eos>"
+    )
+    settings |= {"gradient_checkpointing": False, "max_length": None}
+    if name == STOCK:
+        return trl.SFTTrainer(args=trl.SFTConfig(**settings), **given)
+    settings |= {"use_chunked_loss": True, "logits_budget": setup.logits_budget}
+    return SFTTrainer(args=SFTConfig(**settings), **given)
+
+
+def run_one(name: str, folder: Path) -> None:
+    """Trains, says `step N` after each step for the progress bar, and leaves a `Result` in the folder."""
+    from transformers import PrinterCallback, TrainerCallback
+
+    setup = Setup(**json.loads((folder / "setup.json").read_text()))
+    trainer = build_trainer(name, setup, folder)
+    watch, result = MemoryWatch(setup.device), Result()
+
+    class Meter(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.start()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            result.step_bytes.append(watch.stop())
+            result.step_seconds.append(time.perf_counter() - self.began)
+            print(f"step {state.global_step}", flush=True)
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Meter())
+    trainer.train()
+    result.losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    if plan := getattr(trainer, "last_plan", None):
+        result.strategy, result.chunks, result.plan = plan.strategy, plan.chunks, plan.describe()
+    (folder / f"{name}.json").write_text(json.dumps(asdict(result)))
+
+
+# --- the comparison -------------------------------------------------------------------------------------------------------
+
+
+def run_all(setup: Setup, folder: Path, console: Console) -> dict[str, Result]:
+    (folder / "setup.json").write_text(json.dumps(asdict(setup)))
+    # glibc keeps freed blocks for later unless told to hand large ones back; RSS would then show the past.
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
+    environment = quiet | {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)} | os.environ
+    environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        for name in RUNS:
+            task = progress.add_task(name, total=setup.steps)
+            command = [sys.executable, __file__, "--output", str(folder), "--run", name]
+            with open(folder / f"{name}.log", "w+") as log:
+                pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+                with subprocess.Popen(command, env=environment, **pipes) as process:
+                    for line in process.stdout:
+                        if line.startswith("step "):
+                            progress.update(task, completed=int(line.split()[1]))
+                if process.returncode:
+                    log.seek(0)
+                    console.print(log.read()[-4000:], markup=False, highlight=False)
+                    raise SystemExit(f"The run '{name}' failed; its output is above and in {log.name}.")
+    return {name: Result(**json.loads((folder / f"{name}.json").read_text())) for name in RUNS}
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=WARM_UP + 1, help="Optimizer steps of each run.")] = 16,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = "",
+    vocab: Annotated[int, typer.Option(help="Vocabulary; by default 32,768 on a CPU and 128,256 on a GPU.")] = 0,
+    rows: Annotated[int, typer.Option(help="Sequences a step; by default 8 of 512 tokens, or 16 of 1,024.")] = 0,
+    output: Annotated[Path, typer.Option(help="Where the picture and the logs go.")] = Path("demo_output"),
+    run: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Train a small language model with the full logits, with stock TRL and with logitless, and compare."""
+    if run:
+        return run_one(run, output)
+    console = Console()
+    output.mkdir(parents=True, exist_ok=True)
+    setup = default_setup(device or ("cuda" if torch.cuda.is_available() else "cpu"), steps)
+    setup.vocab, setup.rows = vocab or setup.vocab, rows or setup.rows
+    with console.status("training a tokenizer on Python's standard library"):
+        prepare(setup, output)
+
+    results = run_all(setup, output, console)
+    console.print(table(results, setup.device))
+    console.print(f"the engine: {results[OURS].plan}", highlight=False)
+    picture(results, setup.title, output / "demo.png")
+    console.print(f"the picture: {output / 'demo.png'}", highlight=False)
+    if missing := failures(results, setup.tolerance):
+        raise SystemExit("The demo failed.\n" + "\n".join(missing))
+
+
+if __name__ == "__main__":
+    typer.run(main)

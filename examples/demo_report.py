@@ -1,0 +1,89 @@
+"""What the demo makes of its three runs: the table, the picture, and whether it kept its promises."""
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.table import Table
+
+MIB = 2**20
+FULL, STOCK, OURS = RUNS = ("full logits", "stock TRL", "logitless")
+COLORS = {FULL: "#9aa5b1", STOCK: "#e07a3f", OURS: "#1f6feb"}
+# Steps that allocate the optimizer's state and warm caches up; neither timed nor measured
+WARM_UP = 2
+
+
+@dataclass
+class Result:
+    """What one run reports."""
+
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    step_bytes: list[int] = field(default_factory=list)  # peak above the memory held before the step
+    strategy: str | None = None
+    chunks: int = 0
+    plan: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.step_seconds[WARM_UP:])
+
+    @property
+    def memory(self) -> int:
+        return max(self.step_bytes[WARM_UP:])
+
+
+def difference(result: Result, other: Result) -> float:
+    return max(abs(a - b) for a, b in zip(result.losses, other.losses, strict=True))
+
+
+def failures(results: dict[str, Result], tolerance: float) -> list[str]:
+    """What the demo promises and these results do not show."""
+    full, ours = results[FULL], results[OURS]
+    gap = difference(ours, full)
+    checks = {
+        f"memory: expected less than {full.memory / MIB:.0f} MiB, got {ours.memory / MIB:.0f}": ours.memory < full.memory,
+        f"curves: expected a difference of at most {tolerance}, got {gap:.2e}": gap <= tolerance,
+        f"loss: expected it to fall, got {ours.losses[0]:.3f} to {ours.losses[-1]:.3f}": ours.losses[-1] < ours.losses[0],
+        f"engine: expected the fused strategy in several chunks, got {ours.plan}": ours.strategy == "fused"
+        and ours.chunks > 1,
+    }
+    return [text for text, passed in checks.items() if not passed]
+
+
+def table(results: dict[str, Result], device: str) -> Table:
+    full = results[FULL]
+    memory = "peak GPU memory" if device == "cuda" else "peak RSS"
+    columns = ("", "final loss", "largest gap\nto full logits", "seconds\nper step", f"{memory}\nabove start of step", "")
+    view = Table(*columns[:1], title="One model, one text, three losses", title_style="bold")
+    for column in columns[1:]:
+        view.add_column(column, justify="right")
+    for name, result in results.items():
+        gap = "" if name == FULL else f"{difference(result, full):.1e}"
+        share = "" if name == FULL else f"{result.memory / full.memory:.0%}"
+        cells = (name, f"{result.losses[-1]:.4f}", gap, f"{result.seconds:.2f}", f"{result.memory / MIB:,.0f} MiB", share)
+        view.add_row(*cells, style="bold" if name == OURS else None)
+    return view
+
+
+def picture(results: dict[str, Result], title: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1.5, 1), layout="constrained")
+    for (name, result), width, style in zip(results.items(), (7, 3, 1.6), ("-", "-", "--"), strict=True):
+        color = COLORS[name] if name != OURS else "#0b2545"
+        curves.plot(range(1, len(result.losses) + 1), result.losses, style, color=color, linewidth=width, label=name)
+    curves.set(xlabel="step", ylabel="cross-entropy", title="The same training")
+    curves.legend(frameon=False)
+
+    names, sizes = list(results), [result.memory / MIB for result in results.values()]
+    drawn = bars.bar(names, sizes, color=[COLORS[name] for name in names], width=0.6)
+    bars.bar_label(drawn, [f"{size:,.0f} MiB" for size in sizes], padding=3)
+    bars.set(ylabel="MiB above start of step", title="Peak memory of a step", ylim=(0, 1.12 * max(sizes)))
+    for axis in (curves, bars):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150)

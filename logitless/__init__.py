@@ -1,0 +1,8 @@
+"""Post-training losses straight from hidden states and the LM head: the logits never exist."""
+
+from logitless import losses
+from logitless._version import __version__
+from logitless.losses import *  # noqa: F403
+
+
+__all__ = [*losses.__all__, "__version__"]

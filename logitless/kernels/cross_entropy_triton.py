@@ -1,0 +1,226 @@
+"""Triton kernels over one chunk of logits `[C, V]`; `cross_entropy.py` says what they compute and holds their twins.
+
+One program walks one row, block by block. Both kernels are bound by memory traffic (an H200 needs 0.5 ms to read and write a
+chunk of 4,096 x 128,256 bf16 logits, its exponentials a quarter of that), so what counts is how often a logit is touched:
+
+* `row_kernel` reads each logit once. For the softmax it needs no maximum beforehand: exponentials are taken relative to a
+  provisional shift k, the maximum of the first block. Only a row that drifts more than DRIFT above k has its sums (and what was
+  already stored of it) scaled down. With WRITE it also leaves exp(z - k), with the target's entry set so that the row is
+  d log p(target) / d logits up to the factor -1/sum, which is returned per row and applied by the engine on the narrow
+  [C, H] side of the gradient products: one read and one write per logit, where normalizing in place would take two reads.
+* `logits_gradient_kernel` reads and writes each logit once; it serves the gradients that do not have that shape.
+
+Rows of 0.25-0.5 MB do not survive in L2 for a second read. Sums are kept per lane and reduced once a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside fp32, and bf16 and fp32
+# store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16 gradients away from WRITE.
+DRIFT = tl.constexpr(30.0)
+BLOCK, WARPS = 4096, 8
+
+
+@triton.jit
+def head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` = scale/softcap, `cap` = softcap/T."""
+    x = x.to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        # tanh(u) = 2 sigmoid(2u) - 1
+        squashed = 2.0 / (1.0 + tl.exp(-2.0 * squash * x)) - 1.0
+        z = cap * squashed
+        slope = gain * (1.0 - squashed * squashed)
+    else:
+        z = gain * x
+        slope = gain
+    # After the transform: tanh(-inf) would make the tail finite, a negative scale would make it +inf.
+    return tl.where(mask, z, -float("inf")), slope
+
+
+@triton.jit
+def log1p(u):
+    w = 1.0 + u
+    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def row_kernel(
+    logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
+    logps_ptr, lse_ptr, entropy_ptr, sum_logits_ptr, log_sum_sq_ptr, is_top1_ptr, row_scale_ptr,
+    logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, SUM: tl.constexpr, WRITE: tl.constexpr,
+    ALIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    grad_ptr += row * grad_stride
+    lane = tl.arange(0, BLOCK)
+    y = tl.load(targets_ptr + row)
+    if y == ignore_index:
+        tl.store(logps_ptr + row, 0.0)
+        tl.store(lse_ptr + row, 0.0)
+        if EXTRA:
+            tl.store(entropy_ptr + row, 0.0)
+            tl.store(log_sum_sq_ptr + row, 0.0)
+            tl.store(is_top1_ptr + row, 0.0)
+        if SUM:
+            tl.store(sum_logits_ptr + row, 0.0)
+        if WRITE:
+            tl.store(row_scale_ptr + row, 0.0)
+            for start in range(0, V, BLOCK):
+                cols = start + lane
+                tl.store(grad_ptr + cols, tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < V)
+        return
+
+    known = (y >= 0) & (y < V)
+    z_y, slope_y = head_logits(tl.load(logits_ptr + y, mask=known, other=0.0), bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    # Nobody may store over the target's logit before everybody has read it.
+    tl.debug_barrier()
+    shift = -1e30
+    # Every sum leaves the target out: 1 - p is then exact for a confident token, where 1 - exp(logp) cancels.
+    rest = tl.zeros([BLOCK], tl.float32)
+    if EXTRA:
+        rest_z = tl.zeros([BLOCK], tl.float32)
+        rest_sq = tl.zeros([BLOCK], tl.float32)
+        rivals = tl.zeros([BLOCK], tl.int32)
+    if SUM:
+        weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + lane
+        mask = cols < V
+        x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
+        z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+        top = tl.max(z, 0)
+        if top > shift + DRIFT:
+            # The first block always comes here, with nothing to scale; later ones hardly ever.
+            shrink = tl.exp(shift - top)
+            if EXTRA:
+                rest_z = tl.where(rest > 0.0, shrink * (rest_z + (shift - top) * rest), 0.0)
+                rest_sq *= shrink * shrink
+            rest *= shrink
+            if WRITE:
+                tl.debug_barrier()
+                for begin in range(0, start, BLOCK):
+                    before = grad_ptr + begin + lane
+                    tl.store(before, (tl.load(before).to(tl.float32) * shrink).to(grad_ptr.dtype.element_ty))
+            shift = top
+        e = tl.where(cols == y, 0.0, tl.exp(z - shift))
+        rest += e
+        if EXTRA:
+            rest_z += tl.where(e > 0.0, e * (z - shift), 0.0)
+            rest_sq += e * e
+            # The arg-max is the first of equal maxima, as in torch.
+            rivals |= ((z > z_y) | ((z == z_y) & (cols < y))).to(tl.int32)
+        if SUM:
+            weighted += tl.where(mask, z * tl.load(class_weights_ptr + cols, mask=mask, other=0.0).to(tl.float32), 0.0)
+        if WRITE:
+            if ALIAS:
+                # The narrow gradient overlays the wide logits, always at or before the block just read.
+                tl.debug_barrier()
+            tl.store(grad_ptr + cols, (e * slope).to(grad_ptr.dtype.element_ty), mask=mask)
+
+    others = tl.sum(rest, 0)
+    e_y = tl.exp(z_y - shift)
+    total = others + e_y
+    lse = shift + tl.log(total)
+    confident = others < e_y
+    logp = tl.where(confident, -log1p(others / tl.where(confident, e_y, 1.0)), z_y - lse)
+    tl.store(logps_ptr + row, logp)
+    tl.store(lse_ptr + row, lse)
+    if EXTRA:
+        mean_z = (tl.sum(rest_z, 0) + e_y * (z_y - shift)) / total
+        tl.store(entropy_ptr + row, tl.log(total) - mean_z)
+        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * tl.log(total))
+        tl.store(is_top1_ptr + row, 1.0 - tl.max(rivals, 0).to(tl.float32))
+    if SUM:
+        tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
+    if WRITE:
+        tl.store(row_scale_ptr + row, -1.0 / total)
+        tl.debug_barrier()
+        tl.store(grad_ptr + y, (-others * slope_y).to(grad_ptr.dtype.element_ty), mask=known)
+
+
+@triton.jit
+def logits_gradient_kernel(
+    logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
+    lse_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
+    logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the target."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    grad_ptr += row * grad_stride
+    y = tl.load(targets_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    g_logp = tl.load(g_logp_ptr + row)
+    g_softmax = tl.load(g_lse_ptr + row) - g_logp
+    if EXTRA:
+        entropy = tl.load(entropy_ptr + row)
+        g_entropy = tl.load(g_entropy_ptr + row)
+        g_sum = tl.load(g_sum_ptr + row)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        # An ignored row is zeroed, whatever its logits hold.
+        mask = (cols < V) & (y != ignore_index)
+        x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
+        z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+        p = tl.exp(z - lse)
+        g = g_softmax * p + tl.where(cols == y, g_logp, 0.0)
+        if EXTRA:
+            # p = 0 contributes nothing, though its log is -inf.
+            g -= g_entropy * tl.where(p > 0.0, p * (z - lse + entropy), 0.0)
+            g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        g = tl.where(mask, g * slope, 0.0)
+        if ALIAS:
+            tl.debug_barrier()
+        tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=cols < V)
+
+
+def _head_arguments(head, logits: Tensor, bias: Tensor | None):
+    """Scalars and constexprs of the head transform, as both kernels take them."""
+    gain = head.logit_scale / head.temperature
+    softcap = head.softcap or 1.0
+    return (
+        (gain, head.logit_scale / softcap, softcap / head.temperature),
+        {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": head.softcap is not None},
+    )
+
+
+def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient):
+    scalars, flags = _head_arguments(head, logits, bias)
+    write = gradient is not None
+    if out.sum_logits is not None and class_weights is None:
+        class_weights = torch.ones(logits.shape[1], device=logits.device)
+    row_scale = torch.empty_like(out.lse) if write else out.lse
+    grad = gradient if write else logits
+    unused = out.lse
+    row_kernel[(logits.shape[0],)](
+        logits, grad, targets,
+        unused if bias is None else bias, unused if class_weights is None else class_weights,
+        out.logps, out.lse,
+        *(unused if x is None else x for x in (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)), row_scale,
+        logits.stride(0), grad.stride(0), logits.shape[1], ignore_index, *scalars,
+        **flags, EXTRA=out.entropy is not None, SUM=out.sum_logits is not None, WRITE=write,
+        ALIAS=grad.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return row_scale if write else None
+
+
+def logits_gradient(logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, head, ignore_index, gradient):
+    scalars, flags = _head_arguments(head, logits, bias)
+    extra = grads.entropy is not None or grads.sum_logits is not None
+    zeros = torch.zeros_like(stats.lse)
+    if extra and class_weights is None:
+        class_weights = torch.ones(logits.shape[1], device=logits.device)
+    logits_gradient_kernel[(logits.shape[0],)](
+        logits, gradient, targets, zeros if bias is None else bias, zeros if class_weights is None else class_weights, stats.lse,
+        *(zeros if x is None else x for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
+        logits.stride(0), gradient.stride(0), logits.shape[1], ignore_index, *scalars,
+        **flags, EXTRA=extra, ALIAS=gradient.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip

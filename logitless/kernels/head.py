@@ -1,0 +1,37 @@
+"""What happens between the product `hidden @ weight.T` and the logits that a loss sees.
+
+    z = softcap * tanh(logit_scale * (x + bias) / softcap) / temperature        (with a softcap)
+    z = logit_scale * (x + bias) / temperature                                  (without)
+
+`Head` holds the three numbers; `Head.logits` is the PyTorch form, `kernels/cross_entropy_triton.py` holds the Triton one.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Head(NamedTuple):
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+
+    def logits(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+        """Logits and their derivative d z / d x, both in promote(x.dtype, fp32), for a block of raw products `x`."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if bias is not None:
+            x = x + bias
+        gain = self.logit_scale / self.temperature
+        if self.softcap is None:
+            return (x if gain == 1.0 else x * gain), gain
+        squashed = torch.tanh(x * (self.logit_scale / self.softcap))
+        return squashed * (self.softcap / self.temperature), (1 - squashed * squashed) * gain
+
+    def derivative_at(self, z: Tensor) -> Tensor | float:
+        """d z / d x from the logit `z` itself, which is all that is left of it once the chunk is gone."""
+        gain = self.logit_scale / self.temperature
+        if self.softcap is None:
+            return gain
+        squashed = z * (self.temperature / self.softcap)
+        return (1 - squashed * squashed) * gain

@@ -1,0 +1,84 @@
+"""The three products of a chunk, each written where it is needed and rounded once.
+
+    logits    = hidden @ weight.T     [C, V]
+    d_hidden  = d_logits @ weight     [C, H], returned in fp32
+    d_weight += d_logits.T @ hidden   [V, H], accumulated in place
+
+On CUDA, `out_dtype` makes cuBLAS read half precision and write fp32. Elsewhere the same is done from fp32-upcast pieces of the
+vocabulary, a block at a time, so that no upcast copy of a chunk or of the head ever exists.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this device multiplies `dtype` matrices into fp32 ones; asked of the device itself, once."""
+    probe = torch.ones(16, 16, device=device_type, dtype=dtype)
+    wide = torch.ones(16, 16, device=device_type)
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32)
+        torch.addmm(wide, probe, probe, out_dtype=torch.float32, out=wide)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def _piece(V: int) -> int:
+    return max(256, V // 32)
+
+
+def _vocabulary_pieces(V: int):
+    step = _piece(V)
+    return (slice(start, min(start + step, V)) for start in range(0, V, step))
+
+
+def piece_bytes(device: torch.device, dtype: torch.dtype, logits_dtype: torch.dtype, V: int, H: int) -> int:
+    """Memory of an upcast piece of the head, where the products need one."""
+    wide = torch.promote_types(logits_dtype, torch.float32)
+    if dtype == wide or (wide == torch.float32 and _has_out_dtype(device.type, dtype)):
+        return 0
+    return min(V, _piece(V)) * H * wide.itemsize
+
+
+def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """`out[C, V] = hidden @ weight.T`, in out's dtype: the operands' own, or a wider one."""
+    if out.dtype == hidden.dtype:
+        return torch.mm(hidden, weight.t(), out=out)
+    if out.dtype == torch.float32 and _has_out_dtype(hidden.device.type, hidden.dtype):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+    wide = hidden.to(out.dtype)
+    for piece in _vocabulary_pieces(weight.shape[0]):
+        out[:, piece] = wide @ weight[piece].to(out.dtype).t()
+    return out
+
+
+def hidden_gradient(d_logits: Tensor, weight: Tensor) -> Tensor:
+    """`d_logits @ weight` [C, H] in promote(dtype, fp32)."""
+    if d_logits.dtype == torch.promote_types(d_logits.dtype, torch.float32):
+        return torch.mm(d_logits, weight)
+    if _has_out_dtype(d_logits.device.type, d_logits.dtype):
+        return torch.mm(d_logits, weight, out_dtype=torch.float32)
+    total = torch.zeros(d_logits.shape[0], weight.shape[1], device=d_logits.device)
+    for piece in _vocabulary_pieces(weight.shape[0]):
+        total.addmm_(d_logits[:, piece].float(), weight[piece].float())
+    return total
+
+
+def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor, *, first: bool) -> None:
+    """`total[V, H] (+)= d_logits.T @ hidden`: the first chunk writes, later ones add; no [V, H] temporary."""
+    transposed = d_logits.t()
+    if total.dtype == d_logits.dtype:
+        torch.mm(transposed, hidden, out=total) if first else total.addmm_(transposed, hidden)
+    elif total.dtype == torch.float32 and _has_out_dtype(total.device.type, hidden.dtype):
+        if first:
+            torch.mm(transposed, hidden, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, transposed, hidden, out_dtype=torch.float32, out=total)
+    else:
+        wide = hidden.to(total.dtype)
+        for piece in _vocabulary_pieces(total.shape[0]):
+            total[piece].addmm_(transposed[piece].to(total.dtype), wide, beta=0 if first else 1)

@@ -1,0 +1,23 @@
+"""The losses, and what is needed to write another."""
+
+from logitless.kernels.cross_entropy import TokenStats
+from logitless.losses.base import LogitsLoss, LossOutput, TokenLoss
+from logitless.losses.batch import Batch, Term
+from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
+from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
+from logitless.losses.plan import BudgetWarning, Plan
+
+__all__ = [
+    "Batch",
+    "BudgetWarning",
+    "CrossEntropyLoss",
+    "LogitsLoss",
+    "LossOutput",
+    "Plan",
+    "Term",
+    "TokenLogprobs",
+    "TokenLoss",
+    "TokenStats",
+    "linear_cross_entropy",
+    "linear_logprobs",
+]

@@ -1,0 +1,219 @@
+"""What a loss is handed beside the numbers of its tokens, and what it hands back."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.losses.checks import expect
+
+
+class Term(NamedTuple):
+    """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
+
+    Args:
+        values: any shape; the engine sums it.
+        over: "tokens", "sequences" or "pairs"; None leaves the sum as it is.
+    """
+
+    values: Tensor
+    over: str | None = "tokens"
+
+
+UNITS = ("tokens", "sequences", "pairs")
+
+
+class Scales(NamedTuple):
+    """What the sums over each unit are multiplied by: 0-d tensors, by unit."""
+
+    loss: Mapping[str, Tensor]
+    metrics: Mapping[str, Tensor]
+
+
+def reduce_terms(terms: Mapping[str, Term], metrics: Mapping[str, Term], scales: Scales) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+    """The one place where a reduction is applied: the scaled loss of a slice, and (it again, the slice's share of each metric)."""
+
+    def total(term: Term, scale: Mapping[str, Tensor]) -> Tensor:
+        return term.values.sum() if term.over is None else term.values.sum() * scale[term.over]
+
+    loss = sum(total(term, scales.loss) for term in terms.values())
+    return loss, (loss.detach(), {name: total(term, scales.metrics).detach() for name, term in metrics.items()})
+
+
+def unreduced(terms: Mapping[str, Term]) -> Tensor:
+    """The sum of the terms, still one value per unit; they must share it."""
+    units = {term.over for term in terms.values()}
+    expect(
+        len(units) == 1, "reduction", "'mean' or 'sum' for a loss of several units", f"'none' with {sorted(map(str, units))}", "reduce it"
+    )
+    return sum(term.values for term in terms.values())
+
+
+class Segments(NamedTuple):
+    """Sequences of a span of rows. Rows run group by group; a sequence's number is `role * groups + group`, so that the
+    chosen sequences come first and the rejected ones after them, as in the call."""
+
+    lengths: Tensor  # (sequences,) int64, in row order
+    groups: int
+    roles: int
+
+    @property
+    def ids(self) -> Tensor:  # (rows,) in row order
+        return torch.repeat_interleave(self.lengths)
+
+    def to_sequence_order(self, x: Tensor) -> Tensor:
+        return x.view(self.groups, self.roles).t().reshape(-1)
+
+    def to_row_order(self, x: Tensor) -> Tensor:
+        return x.view(self.roles, self.groups).t().reshape(-1)
+
+
+class _SegmentSum(torch.autograd.Function):
+    """Sum of consecutive runs, without atomics in either direction; `_Spread` is its transpose."""
+
+    @staticmethod
+    def forward(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+        return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, unsafe=True)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, ctx.lengths, ctx.ids = inputs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Spread.apply(grad, ctx.lengths, ctx.ids), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+        return x[ids]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, ctx.lengths, ctx.ids = inputs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _SegmentSum.apply(grad, ctx.lengths, ctx.ids), None, None
+
+
+class Batch:
+    """The slice of a call that a loss is looking at; its declared inputs are attributes, cut to the same slice.
+
+    Attributes:
+        targets: (n,) int64 token ids.
+        V: size of the vocabulary.
+        lengths: (sequences,) supervised tokens of each sequence in the slice.
+        logits of a teacher: `teacher_logits` (n, V) where the loss declares one.
+    """
+
+    def __init__(
+        self, targets: Tensor, V: int, inputs: Mapping[str, Tensor | None], segments: Segments | None = None, *,
+        ignore_index: int | None = None,
+    ):  # fmt: skip
+        self.targets = targets
+        self.V = V
+        self.segments = segments
+        # None where every row of the slice is supervised.
+        self._ignored = None if ignore_index is None else targets == ignore_index
+        for name, value in inputs.items():
+            setattr(self, name, value)
+
+    @property
+    def lengths(self) -> Tensor:
+        if self._ignored is None:
+            return self.segments.to_sequence_order(self.segments.lengths)
+        return self.sum_by_sequence((~self._ignored).float())
+
+    def sum_by_sequence(self, x: Tensor) -> Tensor:
+        """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
+        segments = self.segments
+        x = x if self._ignored is None else x.masked_fill(self._ignored, 0.0)
+        return segments.to_sequence_order(_SegmentSum.apply(x, segments.lengths, segments.ids))
+
+    def masked(self, *parts: Mapping[str, Term]) -> tuple[dict[str, Term], ...]:
+        """Terms with the per-token values of unsupervised rows set to zero."""
+
+        def masked(term: Term) -> Term:
+            per_token = self._ignored is not None and term.values.shape == self._ignored.shape
+            return term._replace(values=term.values.masked_fill(self._ignored, 0.0)) if per_token else term
+
+        return tuple({name: masked(term) for name, term in part.items()} for part in parts)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(sequences,) per sequence -> (n,) per token; the transpose of `sum_by_sequence`."""
+        segments = self.segments
+        return _Spread.apply(segments.to_row_order(x), segments.lengths, segments.ids)
+
+
+class Rows(NamedTuple):
+    """The supervised tokens of a call in the order in which they are walked: whole groups side by side."""
+
+    count: int
+    index: Tensor | None  # (count,) int64 positions in the flat call; None: all of them, in place
+    group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
+    sequence_sizes: Tensor | None  # (sequences,) in row order
+    roles: int = 1
+
+    def slice(self, start: int, stop: int) -> slice | Tensor:
+        return slice(start, stop) if self.index is None else self.index[start:stop]
+
+    def segments(self, first: int, last: int) -> Segments | None:
+        if self.sequence_sizes is None:
+            return None
+        return Segments(self.sequence_sizes[first * self.roles : last * self.roles], last - first, self.roles)
+
+    def sequences(self, first: int, last: int) -> Tensor:
+        """Numbers of the sequences of groups first:last, role by role."""
+        groups = self.sequence_sizes.shape[0] // self.roles
+        device = self.sequence_sizes.device
+        return (torch.arange(self.roles, device=device)[:, None] * groups + torch.arange(first, last, device=device)).reshape(-1)
+
+
+def select_rows(
+    supervised: Tensor,  # (N,) bool
+    bad: Tensor,  # () how many supervised targets lie outside the vocabulary
+    V: int,
+    *,
+    compact: bool,
+    grouped: bool,
+    sequences: int,
+    roles: int,
+    cu_seqlens: Tensor | None,
+) -> Rows:
+    """Which rows to walk. The call's only host sync is here; with compact=False there is none and every row is walked."""
+    N, device = supervised.shape[0], supervised.device
+    order = sizes = None
+    if grouped or sequences:
+        if cu_seqlens is None:
+            length = N // sequences
+            per_sequence = supervised.view(sequences, length)
+            counts = per_sequence.sum(1) if compact else torch.full((sequences,), length, device=device)
+            if roles > 1:
+                order = torch.arange(N, device=device).view(roles, -1, length).transpose(0, 1).reshape(-1)
+        else:
+            ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
+            counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
+            if roles > 1:
+                number = torch.repeat_interleave(cu_seqlens.diff(), output_size=N)
+                groups = sequences // roles
+                order = torch.argsort(number % groups * roles + number // groups, stable=True)
+        sizes = counts.view(roles, -1).t().reshape(-1)
+    if not compact:
+        torch._assert_async(bad == 0, f"targets: expected ids in [0, {V}) or ignore_index, got ids outside; fix the labels.")
+        if sizes is None:
+            return Rows(N, order, None, None)
+        group_sizes = sizes.view(-1, roles).sum(1).tolist() if grouped else None
+        return Rows(N, order, group_sizes, sizes, roles)
+
+    parts = [supervised.sum(), bad] if sizes is None else [supervised.sum(), bad, *sizes.view(-1, roles).sum(1).unbind()]
+    count, wrong, *group_sizes = torch.stack(parts).tolist()
+    if wrong:
+        raise ValueError(f"targets: expected ids in [0, {V}) or ignore_index, got {wrong} outside; fix the labels or set ignore_index.")
+    index = order
+    if count < N:
+        index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
+        index = index if order is None else order[index]
+    return Rows(count, index, group_sizes if grouped else None, sizes, roles)

@@ -1,0 +1,275 @@
+"""Forward and backward pass of a call on plain tensors, below autograd: choose rows, plan, walk, scale.
+
+Everything here runs eagerly, also inside a compiled graph, where it is the body of an opaque operator.
+"""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenStats, allocate_stats, twin_row_bytes
+from logitless.kernels.matmul import piece_bytes
+from logitless.losses.batch import Rows, Scales, select_rows
+from logitless.losses.measure import logits_loss_row_bytes
+from logitless.losses.plan import MIB, BudgetWarning, Plan, default_budget, make_plan
+from logitless.losses.walk import LogitsWalk, Needs, TokenWalk, Walk, scale_rows
+
+if TYPE_CHECKING:
+    from logitless.losses.base import LinearLoss
+
+# Rows that the backward pass of a frozen head scales at a time: a few [rows, H] temporaries, small beside d_hidden.
+SCALED_ROWS = 2048
+
+
+class Problem(NamedTuple):
+    """One call's tensors, flattened to N tokens."""
+
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H)
+    bias: Tensor | None  # (V,)
+    targets: Tensor  # (N,) int64
+    num_items: Tensor | None  # ()
+    cu_seqlens: Tensor | None  # (sequences + 1,)
+    inputs: Mapping[str, Tensor | None]  # by declared name
+    sequences: int  # 0 where the call has none
+    dtype: torch.dtype  # of the products
+    needs: Needs
+
+    @property
+    def stat_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def supervised(self, ignore_index: int) -> Tensor:
+        return self.targets != ignore_index
+
+
+class Solved(NamedTuple):
+    """The loss, and its gradients up to the factor `pending`."""
+
+    loss: Tensor
+    metrics: Tensor
+    pending: Tensor
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+
+
+def _rows(loss: "LinearLoss", problem: Problem) -> Rows:
+    V = problem.weight.shape[0]
+    supervised = problem.supervised(loss.ignore_index)
+    bad = (supervised & ((problem.targets < 0) | (problem.targets >= V))).sum()
+    grouped = loss.scope != "token"
+    roles = max(1, problem.sequences) if loss.scope == "batch" else loss.sequences_per_group
+    return select_rows(
+        supervised, bad, V, compact=loss.compact, grouped=grouped, sequences=problem.sequences, roles=roles,
+        cu_seqlens=problem.cu_seqlens,
+    )  # fmt: skip
+
+
+def accumulation_dtype(loss: "LinearLoss", problem: Problem, several_chunks: bool) -> torch.dtype:
+    return loss.accum_dtype or (problem.stat_dtype if several_chunks else problem.dtype)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, BudgetWarning, stacklevel=6)
+
+
+def _linear_in_logps(loss: "LinearLoss") -> bool:
+    return not loss.is_logits_loss and set(loss.differentiates) <= {"logps", "lse"}
+
+
+def keeps_vectors(loss: "LinearLoss", needs: Needs) -> bool:
+    """Whether a call that hands out per-token numbers keeps d logp / d hidden with them."""
+    return _linear_in_logps(loss) and needs.hidden and not needs.head
+
+
+def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rewalk: bool = False) -> Plan:
+    V, H = problem.weight.shape
+    device = problem.weight.device
+    logits_dtype = loss.logits_dtype or problem.dtype
+    stat = problem.stat_dtype.itemsize
+    # Beside the logits: the gathered rows, their scaled copy, and the fp32 product that becomes d_hidden.
+    row_bytes = V * logits_dtype.itemsize + H * (2 * problem.dtype.itemsize + stat) + 32 * stat
+    if loss.is_logits_loss:
+        row_bytes += logits_loss_row_bytes(loss, problem, logits_dtype)
+    else:
+        row_bytes += twin_row_bytes(device, logits_dtype, V)
+    budget = loss.logits_budget or default_budget(device)
+    usable = budget - piece_bytes(device, problem.dtype, logits_dtype, V, H)
+    if usable < row_bytes:
+        _warn_once(
+            f"logits_budget: one row of logits and its temporaries take {row_bytes} bytes, more than the {budget} given; "
+            f"working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
+        )
+    plan = make_plan(
+        rows=rows.count, groups=rows.group_sizes, row_bytes=row_bytes, budget=max(usable, row_bytes), H=H, device=device,
+        differentiable=problem.needs.any, trainable_head=problem.needs.head,
+        linear_in_logps=_linear_in_logps(loss), solved=solved, rewalk=rewalk, rereads=loss.is_logits_loss,
+    )  # fmt: skip
+    if solved and "recompute" in plan.parts:
+        need = max(rows.group_sizes) * row_bytes
+        _warn_once(
+            f"logits_budget: the largest group of tokens needs {need / MIB:.0f} MiB to stay resident, more than the "
+            f"{budget / MIB:.0f} given, and is walked twice (4 products for 3); set logits_budget={need} to avoid that."
+        )
+    return plan
+
+
+def scales(loss: "LinearLoss", problem: Problem, *, reduced: bool) -> tuple[Scales, Tensor | None]:
+    """Factors of each unit, and the power of two that stays out of the chunks.
+
+    With the factor of the main unit as m * 2^e, m in [0.5, 1) goes into the gradients that enter the chunks and 2^e is left for the
+    backward pass: no gradient underflows in fp16, however many tokens there are, and applying 2^e rounds nothing.
+    """
+    targets, stat = problem.targets, problem.stat_dtype
+
+    def number(x) -> Tensor:
+        x = torch.as_tensor(x, device=targets.device).to(stat)
+        return torch.where(x == 0, 1.0, x)
+
+    counts = {
+        "tokens": problem.supervised(loss.ignore_index).sum(),
+        "sequences": problem.sequences,
+        "pairs": problem.sequences // 2,
+    }
+    metrics = {unit: 1 / number(count) for unit, count in counts.items()}
+    if not reduced:
+        return Scales(None, metrics), None
+    if loss.reduction == "sum":
+        factors = {unit: number(1) for unit in counts}
+    else:
+        normalizers = loss.normalizers(counts, targets, problem.inputs)
+        if problem.num_items is not None:
+            normalizers[loss.unit] = problem.num_items
+        factors = {unit: 1 / number(count) for unit, count in normalizers.items()}
+    mantissa, exponent = torch.frexp(factors[loss.unit])
+    pending = torch.ldexp(torch.ones_like(mantissa), exponent)
+    return Scales({unit: factor / pending for unit, factor in factors.items()}, metrics), pending
+
+
+def _walk(loss: "LinearLoss", problem: Problem, rows: Rows, factors: Scales | None, **more) -> Walk:
+    make = LogitsWalk if loss.is_logits_loss else TokenWalk
+    weight = problem.weight.to(problem.dtype)
+    return make(loss, problem.hidden, weight, problem.bias, problem.targets, problem.inputs, rows, problem.needs, factors, **more)
+
+
+def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows) -> dict:
+    """Per-token vectors that a TokenWalk fills. Gradients start as those of log p itself, for plans that keep its vectors."""
+    if loss.is_logits_loss:
+        return {}
+    device, stat = problem.weight.device, problem.stat_dtype
+    grads = {name: torch.zeros(rows.count, dtype=stat, device=device) for name in loss.differentiates}
+    if "logps" in grads:
+        grads["logps"].fill_(1.0)
+    stats = allocate_stats((*loss.differentiates, *loss.observes), rows.count, stat, device)
+    return {"stats": stats, "grads": TokenStats(**grads)}
+
+
+def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved, Plan]:
+    """The loss and its gradients in one pass. `static`: dtypes may not depend on the number of tokens."""
+    rows = _rows(loss, problem)
+    plan = _plan(loss, problem, rows, solved=True)
+    factors, pending = scales(loss, problem, reduced=True)
+    walk = _walk(loss, problem, rows, factors, vectors=plan.strategy == "row_scaled", **_token_buffers(loss, problem, rows))
+    walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
+    if plan.strategy == "row_scaled":
+        _scale_all(walk.d_hidden, walk.d_hidden, walk, rows)
+    loss_value = sum(value for value, _ in walk.reports) * pending
+    metrics = [sum(found[name] for _, found in walk.reports).to(loss_value.dtype) for name in _metric_names(loss, walk.reports)]
+    stacked = torch.stack(metrics) if metrics else loss_value.new_zeros(0)
+    return Solved(loss_value, stacked, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
+
+
+def _metric_names(loss: "LinearLoss", reports: list) -> tuple[str, ...]:
+    found = set(reports[0][1])
+    if found != set(loss.metric_names):
+        raise ValueError(
+            f"metric_names: expected the metrics that {type(loss).__name__}.terms returns, {sorted(found)}, "
+            f"got {sorted(loss.metric_names)}; declare them on the class."
+        )
+    return loss.metric_names
+
+
+def _scale_all(d_logp: Tensor, out: Tensor, walk: TokenWalk, rows: Rows) -> None:
+    """`out` rows from d logp / d hidden rows (they may be the same tensor) and the gradients in `walk.grads`."""
+    for start in range(0, rows.count, SCALED_ROWS):
+        stop = min(start + SCALED_ROWS, rows.count)
+        at = rows.slice(start, stop)
+        scaled = scale_rows(d_logp[at], walk.weight, walk.targets[at], walk.stats[start:stop], walk.grads[start:stop], walk.loss.head).to(
+            out.dtype
+        )
+        if isinstance(at, slice):
+            out[at] = scaled
+        else:
+            out.index_copy_(0, at, scaled)
+
+
+def _scatter(x: Tensor, rows: Rows, N: int) -> Tensor:
+    if rows.index is None:
+        return x
+    return x.new_zeros(N, *x.shape[1:]).index_copy_(0, rows.index, x)
+
+
+def token_numbers(loss: "LinearLoss", problem: Problem) -> tuple[dict[str, Tensor], Tensor | None, Rows, Plan]:
+    """Per-token numbers `[N]`, zero where ignored, and d logp / d hidden `[N, H]` where the plan keeps it."""
+    rows = _rows(loss, problem)
+    plan = _plan(loss, problem, rows, solved=False)
+    N = problem.targets.shape[0]
+    if loss.is_logits_loss:
+        factors, _ = scales(loss, problem, reduced=False)
+        walk = _walk(loss, problem, rows, factors, values=torch.zeros(rows.count, dtype=problem.stat_dtype, device=problem.targets.device))
+        walk.run(plan, None)
+        metrics = {name: sum(found[name] for _, found in walk.reports) for name in loss.metric_names} if walk.reports else {}
+        return {"values": _scatter(walk.values, rows, N)} | metrics, None, rows, plan
+    walk = _walk(loss, problem, rows, None, vectors=plan.strategy == "row_scaled", **_token_buffers(loss, problem, rows))
+    walk.run(plan, problem.dtype if keeps_vectors(loss, problem.needs) else None)
+    return {name: _scatter(x, rows, N) for name, x in walk.stats.items()}, walk.d_hidden, rows, plan
+
+
+def token_gradients(
+    loss: "LinearLoss", problem: Problem, numbers: Mapping[str, Tensor], grads: Mapping[str, Tensor], d_logp: Tensor | None,
+    rows: Rows | None, *, static: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(pending, d_hidden, d_weight, d_bias) once the gradients of the per-token numbers are known."""
+    rows = _rows(loss, problem) if rows is None else rows
+    everything = rows.slice(0, rows.count)
+    given = {name: grad[everything].to(problem.stat_dtype) for name, grad in grads.items()}
+    known = {name: x[everything] for name, x in numbers.items()}
+    one = torch.ones((), dtype=problem.stat_dtype, device=problem.targets.device)
+    if d_logp is not None:
+        given.setdefault("logps", torch.zeros_like(known["lse"]))
+        walk = _walk(loss, problem, rows, None, stats=TokenStats(**known), grads=TokenStats(**given))
+        out = torch.zeros_like(d_logp)
+        _scale_all(d_logp, out, walk, rows)
+        return one, out, None, None
+    # At order one, whatever their size: the exponent of the largest is left for the end.
+    largest = torch.stack([g.abs().amax() if g.numel() else one * 0 for g in given.values()]).amax()
+    _, exponent = torch.frexp(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
+    pending = torch.ldexp(one, exponent)
+    given = {name: g / pending for name, g in given.items()}
+    plan = _plan(loss, problem, rows, solved=False, rewalk=True)
+    if loss.is_logits_loss:
+        factors, _ = scales(loss, problem, reduced=False)
+        walk = _walk(loss, problem, rows, factors, upstream=given["values"])
+    else:
+        walk = _walk(loss, problem, rows, None, stats=TokenStats(**known), grads=TokenStats(**given))
+    walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
+    return pending, walk.d_hidden, walk.d_weight, walk.d_bias
+
+
+def finish(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, owned: bool) -> Tensor | None:
+    """`gradient * scale` in `dtype`, in fp32 arithmetic and one pass; in place where nobody else will read the gradient."""
+    if gradient is None:
+        return None
+    if torch.compiler.is_compiling():
+        return (gradient.to(scale.dtype) * scale).to(dtype)
+    # One dimension, not none: a 0-d tensor would be rounded to the gradient's dtype first.
+    scale = scale.reshape(1)
+    if owned and gradient.dtype == dtype:
+        return gradient.mul_(scale)
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))

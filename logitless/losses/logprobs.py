@@ -1,0 +1,63 @@
+"""Differentiable log-probabilities of given tokens: the general primitive, for losses that are not written yet."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from logitless.losses.base import TokenLoss, _names_out, call, prepare
+from logitless.losses.checks import check_choice
+
+
+class TokenLogprobs(NamedTuple):
+    """fp32 tensors of the targets' shape, 0 where ignored; `entropy` (nats) is None unless asked for."""
+
+    logps: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Logprobs(TokenLoss):
+    entropy: bool | str = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("entropy", self.entropy, (False, True, "metric"))
+
+    @property
+    def differentiates(self) -> tuple[str, ...]:
+        return ("logps", "lse", "entropy") if self.entropy is True else ("logps", "lse")
+
+    @property
+    def observes(self) -> tuple[str, ...]:
+        return ("entropy",) if self.entropy == "metric" else ()
+
+    reduction: ClassVar = "none"
+
+
+def linear_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    entropy: bool | str = False, **head,
+) -> TokenLogprobs:  # fmt: skip
+    """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time.
+
+    With a trainable head the backward pass walks the chunks again (4 products in all); with a frozen one it only scales one vector
+    per token, kept by the forward pass (2), for any later loss of logps and lse. A differentiable entropy of a frozen head costs one more.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        targets: (...) int64.
+        bias: (V,).
+        entropy: False; True: differentiable; "metric": without gradient, for nothing.
+        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact, as in every loss.
+
+    Returns:
+        TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.
+    """
+    loss = _Logprobs(ignore_index=ignore_index, entropy=entropy, **head)
+    problem = prepare(loss, hidden, weight, targets, bias, None, False, None, {})
+    numbers, _ = call(loss, problem, solved=False)
+    named = {name: x.view(targets.shape) for name, x in zip(_names_out(loss), numbers, strict=True)}
+    return TokenLogprobs(named["logps"], named["entropy"] if entropy else None, named["lse"])

@@ -1,0 +1,78 @@
+"""How many bytes a row of logits costs inside a `LogitsLoss`: measured once per loss and vocabulary, not asked of its author."""
+
+import functools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from logitless.losses.batch import Scales
+from logitless.losses.walk import logits_evaluation, logits_function
+
+if TYPE_CHECKING:
+    from logitless.losses.base import LinearLoss
+    from logitless.losses.engine import Problem
+
+ROWS = 64
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes alive at once among the storages created while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    self._count(storage._cdata, storage.nbytes())
+                    weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+        return result
+
+    def _count(self, key, size):
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _release(self, key, size):
+        self._seen.discard(key)
+        self.live -= size
+
+
+def logits_loss_row_bytes(loss: "LinearLoss", problem: "Problem", logits_dtype: torch.dtype) -> int:
+    teacher = problem.inputs["teacher_weight"].shape[0] if loss.teacher else 0
+    widths = tuple((name, x.shape[1:], x.dtype) for name, x in problem.inputs.items() if x is not None and name in loss.token_inputs)
+    bytes_ = _measure(loss, problem.weight.shape[0], teacher, widths, logits_dtype, problem.weight.device, problem.needs.any)
+    return bytes_ + teacher * logits_dtype.itemsize
+
+
+@functools.cache
+def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differentiate: bool) -> int:
+    """Bytes a row: what the compiled function allocates on a GPU; on other devices what the uncompiled one does, its upper bound."""
+    on_gpu = device.type == "cuda"
+    where = device if on_gpu else "meta"
+    make = functools.partial(torch.zeros, device=where)
+    inputs = {name: make(ROWS, *shape, dtype=dtype) for name, shape, dtype in widths if not name.startswith("teacher")}
+    inputs |= {name: None for name in loss.inputs if name not in inputs and not name.startswith("teacher")}
+    if loss.teacher:
+        inputs |= {"teacher_logits": make(ROWS, teacher_V, dtype=logits_dtype), "teacher_bias": None}
+    one = make((), dtype=torch.float32) + 1
+    units = {unit: one for unit in ("tokens", "sequences", "pairs")}
+    arguments = (make(ROWS, V, dtype=logits_dtype), None, make(ROWS, dtype=torch.int64), inputs, Scales(units, units), None)
+    if not on_gpu:
+        with PeakBytes() as watch:
+            logits_evaluation(loss, differentiate)(*arguments)
+        return -(-watch.peak // ROWS)
+    evaluate = logits_function(loss, differentiate)
+    evaluate(*arguments)
+    before = torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"]
+    evaluate(*arguments)
+    return -(-(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"] - before) // ROWS)

@@ -1,0 +1,183 @@
+"""The losses on full logits, in plain PyTorch, written from the papers: the truth that the tests compare with.
+
+Nothing here is chunked, fused or clever, and nothing is shared with the engine. Every function is generic in the dtype of its
+operands, which gives both numbers of the tolerance rule: on fp64 operands it is the truth, on bf16, fp16 or fp32 operands it is
+the naive computation (one GEMM in the operands' dtype, then the logits upcast to at least fp32).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def head_logits(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    bias: Tensor | None = None,  # (V,)
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Logits of a language-model head.
+
+    `z = softcap * tanh(logit_scale * (h·w + b) / softcap) / temperature`; without a soft cap
+    `z = logit_scale * (h·w + b) / temperature`.
+
+    Args:
+        hidden: `(..., H)` hidden states.
+        weight: `(V, H)` head, in the dtype of `hidden`.
+        bias: `(V,)`, or None.
+        softcap: bound on `|z| * temperature`, or None.
+        logit_scale: factor on the raw logits (Cohere, Granite).
+        temperature: divisor of the capped logits.
+
+    Returns:
+        `(..., V)` logits, in fp32 or in the operands' dtype if that is wider.
+
+    References:
+        Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, section 2 (soft cap).
+    """
+    raw = F.linear(hidden, weight, bias)
+    logits = logit_scale * raw.to(torch.promote_types(raw.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
+def shift_left(values: Tensor, fill: float) -> Tensor:
+    """Aligns labels with the positions that predict them: `out[..., i] = values[..., i + 1]`, the last one `fill`.
+
+    Args:
+        values: `(..., T)`, one value per label.
+        fill: value of the last position of each sequence, which predicts nothing.
+
+    Returns:
+        `(..., T)`, in the dtype of `values`.
+    """
+    return torch.cat([values[..., 1:], torch.full_like(values[..., :1], fill)], dim=-1)
+
+
+def token_logprobs(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy of each prediction and log-sum-exp of its logits.
+
+    `logp = z_y - lse`, `entropy = -Σ_v p_v log p_v`, `lse = log Σ_v exp(z_v)`, with `p = softmax(z)`.
+
+    Args:
+        hidden: `(..., H)` hidden states.
+        weight: `(V, H)` head.
+        targets: `(...)` int64, in `[0, V)` or `ignore_index`.
+        bias: `(V,)`, or None.
+        ignore_index: target of the tokens that do not count.
+        softcap, logit_scale, temperature: as in `head_logits`.
+
+    Returns:
+        `(logps, entropy, lse)`, each of the shape of `targets`, 0 where ignored.
+
+    References:
+        Shannon, "A Mathematical Theory of Communication", 1948, section 6 (entropy).
+    """
+    logits = head_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    logprobs = logits.log_softmax(-1)
+    ignored = targets == ignore_index
+    labels = targets.masked_fill(ignored, 0)
+
+    logps = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    lse = logits.logsumexp(-1)
+    return logps.masked_fill(ignored, 0), entropy.masked_fill(ignored, 0), lse.masked_fill(ignored, 0)
+
+
+def cross_entropy(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,  # (V,)
+    token_weights: Tensor | None = None,  # (...)
+    dft: bool = False,
+    shift: bool = False,
+    num_items: float | Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Cross-entropy of a language-model head.
+
+    Per supervised token, with class weights `c` (1 without), smoothing `ε`, token weight `a` (1 without) and `p = softmax(z)`:
+
+        loss = a * ((1 - ε) * nll + ε / V * Σ_v -c_v log p_v + z_loss * lse²)
+        nll  = -c_y log p_y,  or with dft  -c_y stop_gradient(p_y) log p_y
+
+    The mean divides the sum by `num_items`, else by `Σ c_y` over the supervised tokens (their number without class weights).
+    A normalizer of zero gives 0 where `torch.nn.functional.cross_entropy` gives NaN.
+
+    Args:
+        hidden: `(..., H)` hidden states.
+        weight: `(V, H)` head.
+        targets: `(...)` int64, in `[0, V)` or `ignore_index`.
+        bias: `(V,)`, or None.
+        ignore_index: target of the tokens that do not count.
+        reduction: "none", "mean" or "sum".
+        label_smoothing: `ε`, in `[0, 1]`.
+        z_loss: coefficient of `lse²`, neither class-weighted nor scaled by the smoothing.
+        class_weights: `(V,)`, or None.
+        token_weights: `(...)`, one factor per target, or None. They do not enter the normalizer.
+        dft: multiply the nll by the detached probability of the target.
+        shift: targets and token_weights are unshifted: position `i` predicts `targets[..., i + 1]`, and the last position of
+            each sequence predicts nothing.
+        num_items: normalizer of the mean, in tokens; a number or a 0-d tensor.
+        softcap, logit_scale, temperature: as in `head_logits`.
+
+    Returns:
+        0-d loss, or with reduction "none" one loss per target, 0 where ignored.
+
+    References:
+        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section 7 (label smoothing).
+        de Brébisson and Vincent, "The Z-loss: a shift and scale invariant classification loss", 2016; Chowdhery et al.,
+        "PaLM", 2022, section 5 (z-loss as used here).
+        Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification", 2025 (dft).
+    """
+    if shift:
+        targets = shift_left(targets, ignore_index)
+        token_weights = None if token_weights is None else shift_left(token_weights, 0.0)
+
+    logits = head_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    logprobs = logits.log_softmax(-1)
+    ignored = targets == ignore_index
+    labels = targets.masked_fill(ignored, 0)
+    weights = logits.new_ones(weight.shape[0]) if class_weights is None else class_weights.to(logits.dtype)
+    target_weights = weights[labels].masked_fill(ignored, 0)
+
+    logps = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    nll = -target_weights * logps
+    if dft:
+        nll = nll * logps.detach().exp()
+    smoothing = -(logprobs * weights).sum(-1) / weight.shape[0]
+
+    losses = (1 - label_smoothing) * nll + label_smoothing * smoothing + z_loss * logits.logsumexp(-1).square()
+    if token_weights is not None:
+        losses = losses * token_weights.to(losses.dtype)
+    losses = losses.masked_fill(ignored, 0)
+
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    normalizer = target_weights.sum() if num_items is None else torch.as_tensor(num_items, dtype=losses.dtype)
+    return losses.sum() / torch.where(normalizer == 0, torch.ones_like(normalizer), normalizer)

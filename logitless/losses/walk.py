@@ -1,0 +1,291 @@
+"""The one chunk loop: walks a plan's steps over the rows of a call.
+
+`Walk` projects, multiplies out and accumulates; what happens to a chunk of logits in between is the affair of its two kinds:
+`TokenWalk` (a loss of per-token numbers, through the kernels) and `LogitsWalk` (any function of the logits, differentiated by
+`torch.func.grad_and_value` under `torch.compile`).
+
+Gradients enter a chunk at order one. Wherever the gradient of a row is a multiple of what the chunk already holds, that factor
+(`row_scale`) is applied on the narrow [C, H] side of the products instead of rewriting [C, V] logits.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from logitless.kernels import cross_entropy as kernels
+from logitless.kernels.cross_entropy import TokenStats
+from logitless.kernels.head import Head
+from logitless.kernels.matmul import accumulate, hidden_gradient, project
+from logitless.losses.batch import Batch, Rows, Scales, Term, reduce_terms, unreduced
+from logitless.losses.plan import Plan, Span, Step
+
+if TYPE_CHECKING:
+    from logitless.losses.base import LinearLoss
+
+
+@dataclass
+class Needs:
+    """Which of the head's operands need a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+    @property
+    def head(self) -> bool:
+        return self.weight or self.bias
+
+
+@dataclass
+class Walk:
+    loss: "LinearLoss"
+    hidden: Tensor  # (N, H)
+    weight: Tensor  # (V, H), in the dtype of the products
+    bias: Tensor | None  # (V,)
+    targets: Tensor  # (N,)
+    inputs: Mapping[str, Tensor | None]
+    rows: Rows
+    needs: Needs
+    scales: Scales | None
+    reports: list = field(default_factory=list)
+    d_hidden: Tensor | None = None
+    d_weight: Tensor | None = None
+    d_bias: Tensor | None = None
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self.loss.logits_dtype or self.weight.dtype
+
+    def run(self, plan: Plan, accum_dtype: torch.dtype | None) -> None:
+        """Walk the plan; leaves the terms in `reports` and, given a dtype to sum d_weight in, the gradients that are needed."""
+        N, (V, H) = self.hidden.shape[0], self.weight.shape
+        buffer = self.weight.new_empty((plan.token_chunk, V), dtype=self.logits_dtype)
+        if self.needs.hidden and accum_dtype:
+            make = torch.empty if plan.rows == N else torch.zeros
+            self.d_hidden = make(N, H, dtype=self.weight.dtype, device=self.weight.device)
+        if self.needs.weight and accum_dtype:
+            self.d_weight = torch.empty(V, H, dtype=accum_dtype, device=self.weight.device)
+        if self.needs.bias and accum_dtype:
+            self.d_bias = torch.empty(V, 1, dtype=torch.promote_types(self.weight.dtype, torch.float32), device=self.weight.device)
+        first = True
+        for step in plan.steps:
+            if step.stop > step.start:
+                x, targets = self._take(step)
+                logits = project(x, self.weight, buffer[: step.stop - step.start])
+                row_scale = self._read(step, logits, targets) if step.read else None
+            if step.solve is not None:
+                self._solve(step.solve)
+            if step.write:
+                gradient, row_scale = self._write(step, logits, targets, row_scale)
+                self._multiply_out(step, x, gradient, row_scale, first)
+                first = False
+        if first:
+            for total in (self.d_weight, self.d_bias):
+                if total is not None:
+                    total.zero_()
+
+    def _take(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Hidden states and targets of a step's rows, in the dtype of the products."""
+        at = self.rows.slice(step.start, step.stop)
+        return self.hidden[at].to(self.weight.dtype), self.targets[at]
+
+    def _multiply_out(self, step: Step, x: Tensor, gradient: Tensor, row_scale: Tensor | None, first: bool) -> None:
+        if self.needs.hidden:
+            d_hidden = hidden_gradient(gradient, self.weight)
+            if row_scale is not None:
+                d_hidden *= row_scale[:, None]
+            at = self.rows.slice(step.start, step.stop)
+            if isinstance(at, slice):
+                self.d_hidden[at] = d_hidden
+            else:
+                self.d_hidden.index_copy_(0, at, d_hidden.to(self.d_hidden.dtype))
+            del d_hidden
+        if self.needs.weight:
+            scaled = x if row_scale is None else torch.mul(x, row_scale[:, None], out=torch.empty_like(x))
+            accumulate(self.d_weight, gradient, scaled, first=first)
+        if self.needs.bias:
+            column = torch.ones(x.shape[0], device=x.device) if row_scale is None else row_scale
+            accumulate(self.d_bias, gradient, column[:, None].to(gradient.dtype), first=first)
+
+    def _batch(self, span: Span) -> Batch:
+        """The declared inputs, cut to a span: per token, per sequence, or whole."""
+        at = self.rows.slice(span.start, span.stop)
+        sequences = self.rows.sequences(span.first, span.last) if self.loss.sequence_inputs else None
+        cut = {}
+        for name, value in self.inputs.items():
+            if value is None or name in (*self.loss.shared_inputs, "teacher_weight", "teacher_bias"):
+                cut[name] = value
+            else:
+                cut[name] = value[sequences if name in self.loss.sequence_inputs else at]
+        ignore_index = None if self.loss.compact else self.loss.ignore_index
+        segments = self.rows.segments(span.first, span.last)
+        return Batch(self.targets[at], self.weight.shape[0], cut, segments, ignore_index=ignore_index)
+
+    def _read(self, step: Step, logits: Tensor, targets: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
+    def _solve(self, span: Span) -> None:
+        raise NotImplementedError
+
+    def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
+
+
+def _overlay(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient's place: the logits themselves, or their first bytes seen in a narrower dtype."""
+    return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
+
+
+@dataclass
+class TokenWalk(Walk):
+    stats: TokenStats = None  # (rows,) each, filled by reading
+    grads: TokenStats = None  # (rows,) each, filled by solving, or given
+    vectors: bool = False  # whether d logp / d hidden itself is kept, to be scaled afterwards
+
+    @property
+    def _head(self) -> dict:
+        return {"head": self.loss.head, "bias": self.bias, "ignore_index": self.loss.ignore_index}
+
+    def _read(self, step: Step, logits: Tensor, targets: Tensor) -> Tensor | None:
+        out = self.stats[step.start : step.stop]
+        multiple_of_d_logp = self.vectors or tuple(self.loss.differentiates) == ("logps",)
+        if step.write and multiple_of_d_logp and kernels.single_pass(self.weight.dtype):
+            return kernels.logprob_gradient(logits, targets, out, gradient=_overlay(logits, self.weight.dtype), **self._head)
+        kernels.token_statistics(logits, targets, out, class_weights=self.inputs.get("class_weights"), **self._head)
+        return None
+
+    def _solve(self, span: Span) -> None:
+        """Terms of a span, and their gradient with respect to the numbers that the loss differentiates."""
+        batch, stats = self._batch(span), self.stats[span.start : span.stop]
+        constants = {name: x for name, x in stats.items() if name not in self.loss.differentiates}
+
+        def objective(variables: dict[str, Tensor]):
+            return reduce_terms(*batch.masked(*self.loss.terms(TokenStats(**variables, **constants), batch)), self.scales)
+
+        variables = {name: getattr(stats, name) for name in self.loss.differentiates}
+        if self.needs.any:
+            gradients, (_, report) = torch.func.grad_and_value(objective, has_aux=True)(variables)
+            for name, gradient in gradients.items():
+                getattr(self.grads, name)[span.start : span.stop] = gradient
+        else:
+            _, report = objective(variables)
+        self.reports.append(report)
+
+    def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        gradient = _overlay(logits, self.weight.dtype)
+        grads = self.grads[step.start : step.stop]
+        if self.vectors:
+            grads = TokenStats(logps=torch.ones_like(grads.logps))
+        if row_scale is not None:
+            return gradient, row_scale * grads.logps
+        kernels.logits_gradient(
+            logits, targets, self.stats[step.start : step.stop], grads,
+            gradient=gradient, class_weights=self.inputs.get("class_weights"), **self._head,
+        )  # fmt: skip
+        return gradient, None
+
+
+@dataclass
+class LogitsWalk(Walk):
+    values: Tensor | None = None  # (rows,) per-token losses, where they are not reduced here
+    upstream: Tensor | None = None  # (rows,) their gradients, in a second walk
+
+    def _read(self, step: Step, logits: Tensor, targets: Tensor) -> None:
+        """A function of logits sees each token alone, so that a chunk is solved as soon as it is read."""
+        self._evaluate(Span(step.start, step.stop), logits, differentiate=step.write)
+
+    def _solve(self, span: Span) -> None:
+        if span.stop == span.start:
+            self._evaluate(span, self.weight.new_empty((0, self.weight.shape[0]), dtype=self.logits_dtype), differentiate=False)
+
+    def _evaluate(self, span: Span, logits: Tensor, differentiate: bool) -> None:
+        batch = self._batch(span)
+        inputs = {name: getattr(batch, name) for name in self.inputs}
+        if self.loss.teacher:
+            teacher, weight = inputs.pop("teacher_hidden"), inputs.pop("teacher_weight")
+            inputs["teacher_logits"] = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
+        upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
+        evaluate = logits_function(self.loss, differentiate)
+        self._gradient, values, report = evaluate(logits, self.bias, batch.targets, inputs, self.scales, upstream)
+        self.reports.append(report)
+        if self.values is not None:
+            self.values[span.start : span.stop] = values
+
+    def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: None) -> tuple[Tensor, None]:
+        gradient, self._gradient = self._gradient, None
+        return gradient.to(self.weight.dtype), None
+
+
+def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, upstream):
+    """A LogitsLoss on one chunk of raw products: (scalar to differentiate, (per-token values, report))."""
+    z, _ = loss.head.logits(logits, bias)
+    if loss.teacher:
+        teacher, _ = loss.teacher_head.logits(inputs["teacher_logits"], inputs.get("teacher_bias"))
+        inputs = inputs | {"teacher_logits": teacher}
+    batch = Batch(targets, logits.shape[1], inputs, ignore_index=None if loss.compact else loss.ignore_index)
+    terms, metrics = batch.masked(*loss.terms(z, batch))
+    if scales.loss is not None:
+        total, report = reduce_terms(terms, metrics, scales)
+        return total, (None, report)
+    values = unreduced(terms)
+    total, report = reduce_terms({"upstream": Term(values if upstream is None else values * upstream, None)}, metrics, scales)
+    return total, (values.detach(), report)
+
+
+def logits_evaluation(loss: "LinearLoss", differentiate: bool) -> Callable:
+    """(logits, bias, targets, inputs, scales, upstream) -> (gradient or None, values or None, report or None), in plain PyTorch."""
+
+    def evaluate(logits, *arguments):
+        def objective(z):
+            return logits_objective(loss, z, *arguments)
+
+        if differentiate:
+            gradient, (_, (values, report)) = torch.func.grad_and_value(objective, has_aux=True)(logits)
+            return gradient, values, report
+        _, (values, report) = objective(logits)
+        return None, values, report
+
+    return evaluate
+
+
+@functools.cache
+def logits_function(loss: "LinearLoss", differentiate: bool) -> Callable:
+    """`logits_evaluation` under torch.compile; where no compiler works, as it is, with one warning."""
+    plain = logits_evaluation(loss, differentiate)
+    state = {"run": torch.compile(plain, dynamic=True)}
+
+    def evaluate(*arguments):
+        try:
+            return state["run"](*arguments)
+        except Exception as error:
+            if state["run"] is plain:
+                raise
+            result = plain(*arguments)  # an error of the loss itself is raised from here
+            state["run"] = plain
+            warnings.warn(f"{type(loss).__name__} runs uncompiled, slower and in more memory: {error}", stacklevel=2)
+            return result
+
+    return evaluate
+
+
+def scale_rows(d_logp: Tensor, weight: Tensor, targets: Tensor, stats: TokenStats, grads: TokenStats, head: Head) -> Tensor:
+    """d loss / d hidden of some rows from d logp / d hidden of each: the whole backward pass of a frozen head.
+
+    d lse / d hidden is what is left when d logp / d hidden is taken from d z(target) / d hidden, a row of the head.
+    """
+    scaled = d_logp.to(stats.lse.dtype)
+    if grads.lse is None:
+        return scaled * grads.logps[:, None]
+    slope = grads.lse * head.derivative_at(stats.logps + stats.lse)
+    scaled = scaled * (grads.logps - grads.lse)[:, None]
+    known = torch.where(slope != 0, targets, 0)  # with compact=False a row may have no target; its gradients are zero
+    return torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))

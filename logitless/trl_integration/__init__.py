@@ -1,0 +1,18 @@
+"""One flag in TRL: the trainers you know, with a loss that never builds the full logits.
+
+    from logitless.trl_integration import SFTConfig, SFTTrainer
+
+    SFTTrainer(model, args=SFTConfig(use_chunked_loss=True), train_dataset=dataset).train()
+
+Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off it *is* TRL's
+pair. This is the only folder of the library that imports trl or transformers.
+"""
+
+from .versions import SUPPORTED, require_supported
+
+require_supported()
+
+from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin  # noqa: E402
+from .sft import SFTConfig, SFTTrainer  # noqa: E402
+
+__all__ = ["SUPPORTED", "ChunkedLossConfigMixin", "ChunkedLossTrainerMixin", "SFTConfig", "SFTTrainer"]

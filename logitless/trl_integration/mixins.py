@@ -1,0 +1,115 @@
+"""What every Config/Trainer pair shares: the flag, and the swap of TRL's fused head for ours.
+
+A pair is two short classes:
+
+    @dataclass
+    class SFTConfig(ChunkedLossConfigMixin, trl.SFTConfig): ...
+
+    class SFTTrainer(ChunkedLossTrainerMixin, trl.SFTTrainer):
+        stock_module = trl.trainer.sft_trainer
+
+        def chunked_score(self, model, **stock_options): ...
+
+The constructors of TRL's trainers (SFT, DPO, KTO, GRPO, RLOO) call `add_fused_lm_head` for the policy, and DPO uses the patched
+reference model before its constructor ends. So the name is exchanged in that trainer's module, and only while it constructs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, ClassVar
+
+from transformers import PreTrainedModel
+
+from .head import Score, attach_chunked_head
+
+
+@contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes that `owner` already has, and puts the old values back on the way out."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@dataclass
+class ChunkedLossConfigMixin:
+    """Adds `use_chunked_loss` and `logits_budget` to a TRL config.
+
+    Raises:
+        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with the flag off.
+        ValueError: the config, with the flag on, is given to a trainer that would ignore it.
+    """
+
+    use_chunked_loss: bool = field(
+        default=False,
+        metadata={"help": "Compute the loss from the hidden states and the LM head, chunk by chunk, without full logits."},
+    )
+    logits_budget: int | None = field(
+        default=None,
+        metadata={"help": "Bytes that the logits alive at one time may take. Unset: the library's default."},
+    )
+
+    # Whether one of our trainers is being constructed with this config
+    _claimed = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logits_budget is None:
+            return
+        if not isinstance(self.logits_budget, int) or isinstance(self.logits_budget, bool):
+            raise TypeError(f"logits_budget: expected a whole number of bytes, got {self.logits_budget!r}; 256 MiB is 256 * 2**20.")
+        if self.logits_budget <= 0:
+            raise ValueError(f"logits_budget: expected at least 1 byte, got {self.logits_budget}; leave it out for the default.")
+        if not self.use_chunked_loss:
+            raise ValueError(
+                f"logits_budget: expected None with use_chunked_loss=False, got {self.logits_budget}; set use_chunked_loss=True."
+            )
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one moment at which a
+        # config can see that it came to a trainer that does not know the flag.
+        if self.use_chunked_loss and not self._claimed:
+            raise ValueError(
+                "use_chunked_loss: expected a trainer that honours it, got one that would ignore it; import the trainer "
+                "from logitless.trl_integration too."
+            )
+        return super().place_model_on_device
+
+
+class ChunkedLossTrainerMixin:
+    """Puts our head on the models of a TRL trainer, if its config says so.
+
+    `last_plan` is the `plan` of the most recent loss call, or None if the engine has not run.
+    """
+
+    # The TRL module whose `add_fused_lm_head` the stock constructor calls
+    stock_module: ClassVar[ModuleType]
+    last_plan: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        configs = (value for value in (*args, *kwargs.values()) if isinstance(value, ChunkedLossConfigMixin))
+        config = next(configs, None)
+        if config is None or not config.use_chunked_loss:
+            super().__init__(*args, **kwargs)
+            return
+        with swapped(self.stock_module, add_fused_lm_head=self._add_chunked_head), swapped(config, _claimed=True):
+            super().__init__(*args, **kwargs)
+
+    @property
+    def uses_chunked_loss(self) -> bool:
+        return getattr(self.args, "use_chunked_loss", False)
+
+    def chunked_score(self, model: PreTrainedModel, **stock_options: Any) -> Score:
+        """The scorer for `model`; `stock_options` are what TRL passes to `add_fused_lm_head` (`temperature`, `outputs`, …)."""
+        raise NotImplementedError
+
+    def _add_chunked_head(self, model: PreTrainedModel, **stock_options: Any) -> None:
+        attach_chunked_head(model, self.chunked_score(model, **stock_options))

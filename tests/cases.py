@@ -1,0 +1,58 @@
+"""The cases that tests of several losses share: dtypes, ragged shapes, what is trainable, operands and covering arrays."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from allpairspy import AllPairs
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+# Shape of the targets, H and V.
+SHAPES = {"1": ((1,), 16, 1000), "7": ((7,), 8, 17), "129": ((129,), 24, 1000), "3x43": ((3, 43), 8, 17), "2x3": ((2, 3), 8, 50257)}
+
+TRAINABLE = {
+    "all": ("hidden", "weight", "bias"),
+    "hidden": ("hidden",),
+    "head": ("weight", "bias"),
+    "all but weight": ("hidden", "bias"),
+    "nothing": (),
+}
+
+one_row_warning = pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+
+
+def operands(shape: tuple[int, ...], hidden: int, vocab: int, dtype: torch.dtype, *, seed: int = 0, ignored: float = 0.0):
+    """Hidden states, head, targets and bias whose logits have a standard deviation of about 2."""
+    generator = torch.Generator().manual_seed(seed)
+    h = torch.randn(*shape, hidden, generator=generator).to(dtype)
+    w = (torch.randn(vocab, hidden, generator=generator) * 2 / hidden**0.5).to(dtype)
+    b = torch.randn(vocab, generator=generator).to(dtype)
+    targets = torch.randint(vocab, shape, generator=generator)
+    order = torch.randperm(targets.numel(), generator=generator)
+    targets.view(-1)[order[: round(ignored * targets.numel())]] = -100
+    return h, w, targets, b
+
+
+def trained(trainable: str, h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    """Switches requires_grad on for the operands that `TRAINABLE[trainable]` names, and returns those."""
+    named = {"hidden": h, "weight": w, "bias": b}
+    return [named[name].requires_grad_() for name in TRAINABLE[trainable]]
+
+
+def covering_array(factors: dict[str, list], has_effect: Callable[[dict], bool]) -> list:
+    """Cases in which every pair of values of two factors occurs; each has a seed, and an id that names what is switched on.
+
+    Args:
+        factors: values by name of the factor.
+        has_effect: tells of a case, which may be partial, whether its values can all matter together.
+    """
+    names, off = list(factors), ("", None, False, 1.0)
+    pairs = AllPairs(list(factors.values()), filter_func=lambda values: has_effect(dict(zip(names, values))))
+    cases = []
+    for seed, values in enumerate(pairs):
+        case = dict(zip(names, values))
+        named = [name if value is True else f"{name}={value}" for name, value in case.items() if value is True or value not in off]
+        cases.append(pytest.param({**case, "seed": seed}, id=" ".join(named)))
+    return cases

@@ -1,0 +1,156 @@
+"""Bad input: every error names the argument, what was expected, what came, and the remedy."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, linear_cross_entropy, linear_logprobs
+
+FORM = re.compile(r"^\w+: expected .*, got .*; .+", re.DOTALL)
+HIDDEN, WEIGHT, TARGETS = torch.randn(2, 6, 8), torch.randn(20, 8), torch.arange(12).view(2, 6)
+
+
+def with_loss_object(hidden, weight, targets, **options):
+    arguments = {"bias", "class_weights", "token_weights", "shift", "num_items"} & options.keys()
+    call = {name: options.pop(name) for name in arguments}
+    return CrossEntropyLoss(**options)(hidden, weight, targets, **call)
+
+
+ENTRIES = {"CrossEntropyLoss": with_loss_object, "linear_cross_entropy": linear_cross_entropy, "linear_logprobs": linear_logprobs}
+
+
+def changed_target(value: int) -> torch.Tensor:
+    targets = TARGETS.clone()
+    targets[1, 2] = value
+    return targets
+
+
+# What every entry point refuses: the argument that the message must name, and the call's changes.
+OPERANDS = {
+    "hidden 0-d": ("hidden", {"hidden": torch.tensor(1.0)}),
+    "hidden of another size": ("hidden|weight", {"hidden": torch.randn(2, 6, 7)}),
+    "hidden of integers": ("hidden", {"hidden": torch.ones(2, 6, 8, dtype=torch.int64)}),
+    "weight 1-d": ("weight", {"weight": torch.randn(8)}),
+    "weight 3-d": ("weight", {"weight": torch.randn(1, 20, 8)}),
+    "weight transposed": ("hidden|weight", {"weight": torch.randn(8, 20)}),
+    "weight of another dtype": ("hidden|weight", {"weight": WEIGHT.bfloat16()}),
+    "weight of integers": ("weight", {"weight": torch.ones(20, 8, dtype=torch.int8)}),
+    "weight quantized": ("weight", {"weight": torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8)}),
+    "weight sparse": ("weight", {"weight": WEIGHT.to_sparse()}),
+    "weight on another device": ("hidden|weight", {"weight": WEIGHT.to("meta")}),
+    "weight without rows": ("weight", {"weight": torch.empty(0, 8)}),
+    "targets of another shape": ("targets", {"targets": TARGETS[:, :5]}),
+    "targets flat": ("targets", {"targets": TARGETS.flatten()}),
+    "targets of floats": ("targets", {"targets": TARGETS.float()}),
+    "targets on another device": ("targets", {"targets": TARGETS.to("meta")}),
+    "target too large": ("targets", {"targets": changed_target(20)}),
+    "target much too large": ("targets", {"targets": changed_target(2**40)}),
+    "target negative": ("targets", {"targets": changed_target(-1)}),
+    "target -100 that is not ignore_index": ("targets", {"targets": changed_target(-100), "ignore_index": -1}),
+    "bias of another size": ("bias", {"bias": torch.randn(21)}),
+    "bias 2-d": ("bias", {"bias": torch.randn(20, 1)}),
+    "bias on another device": ("bias", {"bias": torch.empty(20, device="meta")}),
+    "negative budget": ("logits_budget", {"logits_budget": -1}),
+    "no budget": ("logits_budget", {"logits_budget": 0}),
+    "softcap 0": ("softcap", {"softcap": 0.0}),
+    "softcap negative": ("softcap", {"softcap": -5.0}),
+    "temperature 0": ("temperature", {"temperature": 0.0}),
+    "temperature negative": ("temperature", {"temperature": -1.0}),
+}
+CROSS_ENTROPY = {
+    "reduction": ("reduction", {"reduction": "average"}),
+    "label_smoothing above 1": ("label_smoothing", {"label_smoothing": 1.1}),
+    "label_smoothing negative": ("label_smoothing", {"label_smoothing": -0.1}),
+    "label_smoothing nan": ("label_smoothing", {"label_smoothing": float("nan")}),
+    "class_weights of another length": ("class_weights", {"class_weights": torch.ones(19)}),
+    "class_weights 2-d": ("class_weights", {"class_weights": torch.ones(20, 1)}),
+    "token_weights of another shape": ("token_weights", {"token_weights": torch.ones(2, 5)}),
+    "shift with aligned targets": ("targets", {"targets": TARGETS[:, 1:], "shift": True}),
+    "shift of no dimension": ("shift|targets", {"hidden": torch.randn(8), "targets": torch.tensor(3), "shift": True}),
+    "num_items of several": ("num_items", {"num_items": torch.ones(2)}),
+}
+
+
+def check_refusal(entry, argument: str, changes: dict) -> None:
+    arguments = {"hidden": HIDDEN, "weight": WEIGHT, "targets": TARGETS, **changes}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        entry(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("targets"), **arguments)
+    message = str(caught.value)
+    assert FORM.match(message), message
+    assert re.match(rf"({argument}): ", message), message
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize(("argument", "changes"), OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_refused_by_every_entry(entry, argument, changes):
+    check_refusal(entry, argument, changes)
+
+
+@pytest.mark.parametrize(("argument", "changes"), CROSS_ENTROPY.values(), ids=CROSS_ENTROPY)
+@pytest.mark.parametrize("entry", [with_loss_object, linear_cross_entropy], ids=["CrossEntropyLoss", "linear_cross_entropy"])
+def test_refused_by_cross_entropy(entry, argument, changes):
+    check_refusal(entry, argument, changes)
+
+
+def test_logprobs_refuses_an_unknown_entropy():
+    check_refusal(linear_logprobs, "entropy", {"entropy": "yes"})
+
+
+@pytest.mark.parametrize("value", [20, -1, 2**40])
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_bad_targets_never_reach_the_loss_without_compaction(entry, value):
+    # On a device the check is then an assertion in the kernel; on CPU it can be raised where it happens.
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        entry(HIDDEN, WEIGHT, changed_target(value), compact=False)
+
+
+def test_ignored_targets_may_be_out_of_range():
+    targets = changed_target(20)
+    losses = linear_cross_entropy(HIDDEN, WEIGHT, targets, ignore_index=20, reduction="none")
+    assert losses[1, 2] == 0 and (losses != 0).sum() == 11
+
+
+def test_choices_of_reduction_are_listed():
+    with pytest.raises(ValueError, match="'?none'?.*'?mean'?.*'?sum'?|'?mean'?.*'?none'?.*'?sum'?"):
+        linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, reduction="average")
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("trainable", ["hidden", "weight"])
+def test_create_graph(entry, trainable):
+    leaves = {"hidden": HIDDEN.clone(), "weight": WEIGHT.clone()}
+    leaf = leaves[trainable].requires_grad_()
+    output = entry(leaves["hidden"], leaves["weight"], TARGETS)
+    value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", output[0]).sum()
+    with pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad(value, leaf, create_graph=True)
+    assert FORM.match(str(caught.value)), str(caught.value)
+
+
+SMALL_BUDGET = """
+import torch, warnings
+from logitless import CrossEntropyLoss
+torch.manual_seed(0)
+hidden, weight, targets = torch.randn(5, 4, requires_grad=True), torch.randn(100, 4), torch.arange(5)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")
+    for _ in range(3):
+        output = CrossEntropyLoss(logits_budget=16)(hidden, weight, targets)
+expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
+print(output.plan.chunks, output.plan.token_chunk, torch.allclose(output.loss, expected))
+for warning in caught:
+    print(warning.category.__name__, warning.message)
+"""
+
+
+def test_budget_below_one_row_works_and_warns_once():
+    # In a process of its own: "once" counts from the start of the process.
+    result = subprocess.run([sys.executable, "-c", SMALL_BUDGET], capture_output=True, text=True, check=True)
+    facts, *warned = result.stdout.strip().splitlines()
+    assert facts == "5 1 True"
+    assert len(warned) == 1 and warned[0].startswith("UserWarning"), warned
+    assert FORM.match(warned[0].removeprefix("UserWarning ")), warned

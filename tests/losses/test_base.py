@@ -1,0 +1,306 @@
+"""The engine's contracts: autograd, memory, GEMMs, strides, determinism and the edges, for every strategy a loss may run under."""
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, linear_cross_entropy, linear_logprobs
+from tests.cases import TRAINABLE, operands, trained
+from tests.support import AllocationWatcher, GemmCounter, run
+
+
+def fused(hidden, weight, targets, *, bias=None, **options):
+    return linear_cross_entropy(hidden, weight, targets, bias=bias, label_smoothing=0.1, z_loss=0.1, **options)
+
+
+def per_token(hidden, weight, targets, *, bias=None, **options):
+    return linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", **options)
+
+
+def logprobs(hidden, weight, targets, *, bias=None, **options):
+    logps, entropy, lse = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, **options)
+    return 0.1 * lse**2 - logps - 0.3 * entropy
+
+
+STRATEGIES = {
+    "fused": (fused, "all"),
+    "fused, frozen head": (fused, "hidden"),
+    "fused, frozen hidden": (fused, "head"),
+    "recompute": (per_token, "all"),
+    "row_scaled": (per_token, "hidden"),
+    "logprobs": (logprobs, "all"),
+    "logprobs, frozen head": (logprobs, "hidden"),
+    "logprobs, frozen hidden": (logprobs, "head"),
+}
+strategies = pytest.mark.parametrize(("loss", "trainable"), STRATEGIES.values(), ids=STRATEGIES)
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one.value, other.value, rtol=1e-10, atol=1e-13)
+    assert one.grads.keys() == other.grads.keys()
+    for name in one.grads:
+        torch.testing.assert_close(one.grads[name], other.grads[name], rtol=1e-10, atol=1e-13)
+
+
+def small(**options):
+    return operands((20,), 6, 40, torch.float64, **options)
+
+
+@strategies
+def test_rows_are_independent_of_their_order(loss, trainable):
+    h, w, targets, b = small(ignored=0.2)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    straight = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    permuted = run(loss, h[order], w, targets[order], b, requires=TRAINABLE[trainable])
+    if straight.value.dim():
+        straight.value = straight.value[order]
+    if "hidden" in straight.grads:
+        straight.grads["hidden"] = straight.grads["hidden"][order]
+    assert_same(straight, permuted)
+
+
+@strategies
+def test_masked_equals_sliced(loss, trainable):
+    h, w, targets, b = small(ignored=0.4)
+    kept = targets != -100
+    masked = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    sliced = run(loss, h[kept], w, targets[kept], b, requires=TRAINABLE[trainable])
+    if masked.value.dim():
+        assert not masked.value[~kept].any()
+        masked.value = masked.value[kept]
+    if "hidden" in masked.grads:
+        assert not masked.grads["hidden"][~kept].any()
+        masked.grads["hidden"] = masked.grads["hidden"][kept]
+    assert_same(masked, sliced)
+
+
+@strategies
+def test_a_constant_added_to_the_logits_changes_nothing(loss, trainable):
+    def unshifted(*tensors, bias):
+        if loss is logprobs:
+            logps, entropy, _ = linear_logprobs(*tensors, bias=bias, entropy=True)
+            return logps + entropy
+        return linear_cross_entropy(*tensors, bias=bias, reduction="none" if loss is per_token else "mean")
+
+    h, w, targets, b = small()
+    outcomes = [run(unshifted, h, w, targets, b + constant, requires=TRAINABLE[trainable]) for constant in (0, 30)]
+    assert_same(*outcomes)
+
+
+@strategies
+def test_all_ignored_is_zero_with_the_graph_intact(loss, trainable):
+    h, w, targets, b = small(ignored=1.0)
+    outcome = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    assert not outcome.value.any()
+    for grad in outcome.grads.values():
+        assert grad is not None and not grad.any()
+
+
+@strategies
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
+def test_no_tokens(loss, trainable, shape):
+    h, w, targets, b = operands(shape, 6, 40, torch.float64)
+    outcome = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    assert outcome.value.shape == (() if loss is fused else shape)
+    assert not outcome.value.any()
+    for name, grad in outcome.grads.items():
+        assert grad.shape == {"hidden": h, "weight": w, "bias": b}[name].shape and not grad.any()
+
+
+@strategies
+def test_a_single_token_without_a_batch_dimension(loss, trainable):
+    h, w, targets, b = operands((1,), 6, 40, torch.float64)
+    one = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    bare = run(loss, h[0], w, targets[0], b, requires=TRAINABLE[trainable])
+    assert bare.value.shape == ()
+    torch.testing.assert_close(bare.value, one.value.sum())
+    if "hidden" in bare.grads:
+        torch.testing.assert_close(bare.grads["hidden"], one.grads["hidden"][0])
+
+
+@strategies
+def test_nan_in_nan_out(loss, trainable):
+    h, w, targets, b = small()
+    h[3] = torch.nan
+    outcome = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    if outcome.value.dim():
+        assert outcome.value.isnan().nonzero().flatten().tolist() == [3]
+    else:
+        assert outcome.value.isnan()
+    if "hidden" in outcome.grads:
+        assert outcome.grads["hidden"][3].isnan().all()
+    if "weight" in outcome.grads:
+        assert outcome.grads["weight"].isnan().any()
+
+
+@strategies
+def test_second_backward_repeats_the_first(loss, trainable):
+    h, w, targets, b = small()
+    wanted = trained(trainable, h, w, b)
+    value = loss(h, w, targets, bias=b).sum()
+    first = torch.autograd.grad(3 * value, wanted, retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    second = torch.autograd.grad(-6 * value, wanted)
+    for one, unchanged, two in zip(first, kept, second):
+        assert torch.equal(one, unchanged)
+        torch.testing.assert_close(-2 * one, two)
+
+
+@strategies
+def test_create_graph_is_refused(loss, trainable):
+    h, w, targets, b = small()
+    wanted = trained(trainable, h, w, b)
+    value = loss(h, w, targets, bias=b).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph: expected .*, got .*; .+"):
+        torch.autograd.grad(value, wanted, create_graph=True)
+
+
+@strategies
+def test_inputs_are_never_modified(loss, trainable):
+    h, w, targets, b = small(ignored=0.3)
+    extras = {}
+    if loss is not logprobs:
+        extras = {"class_weights": torch.rand(40), "token_weights": torch.rand(20)}
+    trained(trainable, h, w, b)
+    tensors = [h, w, targets, b, *extras.values()]
+    copies, versions = [tensor.detach().clone() for tensor in tensors], [tensor._version for tensor in tensors]
+    loss(h, w, targets, bias=b, **extras).sum().backward()
+    assert [tensor._version for tensor in tensors] == versions
+    for tensor, copy in zip(tensors, copies):
+        assert torch.equal(tensor, copy)
+
+
+@strategies
+def test_non_contiguous_inputs(loss, trainable):
+    h, w, targets, b = operands((4, 5), 6, 40, torch.float64, ignored=0.2)
+    strided = [h.transpose(0, 1).contiguous().transpose(0, 1), w.T.contiguous().T]
+    strided_targets = targets.repeat_interleave(2, dim=1)[:, ::2]
+    strided_bias = b.repeat_interleave(3)[::3]
+    assert not any(tensor.is_contiguous() for tensor in (*strided, strided_targets, strided_bias))
+    expected = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+
+    # `run` clones its operands, which would make the strided bias contiguous: so it enters as a view of a leaf.
+    def through_views(hidden, weight, targets, *, bias):
+        return loss(hidden, weight, targets, bias=bias.repeat_interleave(3)[::3])
+
+    actual = run(through_views, *strided, strided_targets, b, requires=TRAINABLE[trainable])
+    assert_same(actual, expected)
+
+
+@strategies
+def test_expanded_upstream_gradient_and_hidden(loss, trainable):
+    h, w, targets, b = operands((1, 5), 6, 40, torch.float64)
+    targets = targets.expand(4, 5)
+
+    def expanded(hidden, weight, targets, *, bias):
+        return loss(hidden.expand(4, 5, 6), weight, targets, bias=bias)
+
+    def repeated(hidden, weight, targets, *, bias):
+        return loss(hidden.repeat(4, 1, 1), weight, targets.contiguous(), bias=bias)
+
+    outcomes = [run(function, h, w, targets, b, requires=TRAINABLE[trainable]) for function in (expanded, repeated)]
+    assert_same(*outcomes)
+
+
+@strategies
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_same_call_same_bits(loss, trainable, dtype):
+    h, w, targets, b = operands((200,), 16, 300, dtype, ignored=0.2)
+    one, two = (
+        run(lambda *a, **k: loss(*a, **k, logits_budget=50_000), h, w, targets, b, requires=TRAINABLE[trainable]) for _ in "12"
+    )
+    assert torch.equal(one.value, two.value)
+    for name in one.grads:
+        assert torch.equal(one.grads[name], two.grads[name])
+
+
+def test_metrics_and_metric_entropy_carry_no_gradient():
+    h, w, targets, _ = small()
+    output = CrossEntropyLoss()(h.requires_grad_(), w, targets)
+    assert output.loss.requires_grad
+    assert not any(metric.requires_grad for metric in output.metrics.values())
+    assert not linear_logprobs(h, w, targets, entropy="metric").entropy.requires_grad
+
+
+# Loss, what is trainable, share of ignored tokens, and the GEMMs of forward and backward together.
+GEMMS = {
+    "fused": (fused, "all", 0, 3),
+    "fused, frozen head": (fused, "hidden", 0, 2),
+    "fused, frozen weight": (fused, "all but weight", 0, 2),
+    "fused, frozen hidden": (fused, "head", 0, 2),
+    "loss_only": (fused, "nothing", 0, 1),
+    "fused, half ignored": (fused, "all", 0.5, 1.5),
+    "fused, all ignored": (fused, "all", 1.0, 0),
+    "recompute": (per_token, "all", 0, 4),
+    "recompute, half ignored": (per_token, "all", 0.5, 2),
+    "recompute, frozen hidden": (per_token, "head", 0, 3),
+    "row_scaled": (per_token, "hidden", 0, 2),
+    "logprobs with entropy": (logprobs, "all", 0, 4),
+    "logprobs with entropy, frozen head": (logprobs, "hidden", 0, 3),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 60_000], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize(("loss", "trainable", "ignored", "gemms"), GEMMS.values(), ids=GEMMS)
+def test_gemms(loss, trainable, ignored, gemms, budget):
+    tokens, hidden, vocab = 64, 32, 501
+    h, w, targets, b = operands((tokens,), hidden, vocab, torch.float32, ignored=ignored)
+    with GemmCounter(tokens, vocab, hidden) as counter:
+        run(lambda *a, **k: loss(*a, **k, logits_budget=budget), h, w, targets, b, requires=TRAINABLE[trainable])
+    assert counter.gemms == pytest.approx(gemms, abs=0.03)
+
+
+@pytest.mark.parametrize(("trainable", "gemms"), [("all", 4), ("hidden", 2), ("head", 3), ("nothing", 1)])
+@pytest.mark.parametrize("entropy", [False, "metric"])
+def test_gemms_of_logprobs(trainable, gemms, entropy):
+    tokens, hidden, vocab = 64, 32, 501
+    h, w, targets, _ = operands((tokens,), hidden, vocab, torch.float32)
+
+    def policy_loss(*tensors, bias=None):
+        out = linear_logprobs(*tensors, entropy=entropy, logits_budget=60_000)
+        return (out.logps.exp() * out.lse).sum()
+
+    with GemmCounter(tokens, vocab, hidden) as counter:
+        run(policy_loss, h, w, targets, requires=TRAINABLE[trainable])
+    assert counter.gemms == pytest.approx(gemms, abs=0.03)
+
+
+MEMORY = {
+    "one token": (fused, "all", 1, torch.float32, 0),
+    "fused": (fused, "all", 1000, torch.float32, 0),
+    "fused bf16": (fused, "all", 1000, torch.bfloat16, 0),
+    "fused fp16, half ignored": (fused, "all", 1000, torch.float16, 0.5),
+    "fused, frozen head": (fused, "hidden", 1000, torch.bfloat16, 0),
+    "fused, frozen hidden": (fused, "head", 1000, torch.bfloat16, 0),
+    "loss_only": (fused, "nothing", 1000, torch.bfloat16, 0),
+    "recompute": (per_token, "all", 1000, torch.bfloat16, 0),
+    "row_scaled": (per_token, "hidden", 1000, torch.bfloat16, 0),
+    "logprobs": (logprobs, "all", 1000, torch.bfloat16, 0.5),
+    "logprobs, frozen head": (logprobs, "hidden", 1000, torch.float32, 0),
+    "long, fused": (fused, "all", 131_072, torch.bfloat16, 0.2),
+    "long, logprobs": (logprobs, "hidden", 131_072, torch.float32, 0.8),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": False, "softcap": 30.0}], ids=["defaults", "softcap, not compact"])
+@pytest.mark.parametrize(("loss", "trainable", "tokens", "dtype", "ignored"), MEMORY.values(), ids=MEMORY)
+def test_memory_stays_within_the_budget(loss, trainable, tokens, dtype, ignored, options):
+    if options and tokens > 1000:
+        pytest.skip("slow, and the length changes nothing here")
+    hidden, vocab, budget = 8, 2003, 1 << 20
+    h, w, targets, b = operands((tokens,), hidden, vocab, dtype, ignored=ignored)
+    wanted = trained(trainable, h, w, b)
+
+    with AllocationWatcher() as watcher:
+        value = loss(h, w, targets, bias=b, logits_budget=budget, **options)
+        if wanted:
+            value.backward(torch.ones_like(value))
+
+    returned = sum(tensor.nbytes for tensor in wanted)
+    # What a strategy may save for the backward pass: one or two [N, H] in the operands' dtype, and d_weight and d_bias in fp32.
+    saved = 2 * h.nbytes * h.requires_grad + 4 * w.numel() * w.requires_grad + 4 * b.numel() * b.requires_grad
+    # Rows gathered for one chunk and their gradient, a few [C, H].
+    rows = 4 * hidden * 4 * min(tokens, budget // (vocab * dtype.itemsize))
+    per_token_vectors = 150 * tokens
+    assert watcher.peak <= 1.02 * budget + returned + saved + rows + per_token_vectors
+    assert watcher.largest <= max(1.02 * budget, 4 * h.numel(), 4 * w.numel())
+    assert watcher.peak >= min(budget // 4, tokens * vocab * dtype.itemsize), "the watcher did not see the logits"

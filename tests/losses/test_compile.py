@@ -1,0 +1,172 @@
+"""A model that ends in our loss compiles as one graph, and two graphs serve every length (three with a length of one)."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from logitless import CrossEntropyLoss, linear_cross_entropy, linear_logprobs
+
+VOCAB, WIDTH = 64, 8
+# Eight rows of fp32 logits, or fewer where the engine needs temporaries: up to twenty chunks at 160 tokens.
+BUDGET = 8 * VOCAB * 4
+LENGTHS = [24, 40, 157, 8, 3, 160, 96, 5]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """Embedding, one layer, head and loss: `forward` returns a tuple whose first member is the scalar to take back."""
+
+    def __init__(self, loss: Callable, frozen: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.loss = loss
+        for name in frozen:
+            getattr(self, name).requires_grad_(False)
+
+    def forward(self, tokens: Tensor, targets: Tensor, *extra: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(self.body(self.embed(tokens)))
+        return self.loss(hidden, self.head.weight, targets, *extra, bias=self.head.bias)
+
+
+def ce_object(hidden, weight, targets, *, bias):
+    output = CrossEntropyLoss(label_smoothing=0.1, z_loss=0.1, logits_budget=BUDGET)(hidden, weight, targets, bias=bias)
+    return output.loss, *output.metrics.values()
+
+
+def ce_function(hidden, weight, targets, *, bias):
+    return (linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=5.0, logits_budget=BUDGET),)
+
+
+def ce_none(hidden, weight, targets, *, bias):
+    losses = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="none", logits_budget=BUDGET)
+    return losses.square().sum(), losses
+
+
+def ce_shifted(hidden, weight, targets, *, bias):
+    return (linear_cross_entropy(hidden, weight, targets, bias=bias, shift=True, compact=False, logits_budget=BUDGET),)
+
+
+def logprobs(hidden, weight, targets, *, bias):
+    logps, entropy, lse = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, logits_budget=BUDGET)
+    return (logps.exp() - 0.1 * entropy + 0.01 * lse.square()).sum(), logps
+
+
+def logprobs_metric(hidden, weight, targets, *, bias):
+    logps, entropy, _ = linear_logprobs(hidden, weight, targets, bias=bias, entropy="metric", logits_budget=BUDGET)
+    return logps.exp().sum(), entropy
+
+
+LOSSES = {function.__name__: function for function in (ce_object, ce_function, ce_none, ce_shifted, logprobs, logprobs_metric)}
+
+
+def batch(*shape: int, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    tokens, targets = torch.randint(VOCAB, (2, *shape), generator=generator)
+    # The first target stays, unless all are ignored: a loss of zero would compare nothing.
+    mask = torch.rand(shape, generator=generator) < ignored
+    mask.view(-1)[:2] = ignored == 1
+    return tokens, targets.masked_fill(mask, -100)
+
+
+def assert_same_step(compiled: nn.Module, model: Model, *inputs: Tensor) -> None:
+    """Value and parameter gradients of the compiled model equal the eager ones."""
+    results = []
+    for function in (model, compiled):
+        model.zero_grad()
+        outputs = function(*inputs)
+        outputs[0].backward()
+        results.append((outputs, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+    (eager, eager_grads), (ours, our_grads) = results
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(our_grads, eager_grads, rtol=1e-4, atol=1e-6)
+    if (inputs[1][..., 1:] != -100).any():
+        assert all(grad.any() for grad in our_grads.values())
+
+
+def compile_counted(model: Model) -> tuple[Callable, CompileCounterWithBackend]:
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, backend=counter, fullgraph=True), counter
+
+
+@pytest.mark.parametrize("frozen", [(), ("head",), ("embed", "body")], ids=["trainable", "frozen head", "frozen body"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_two_graphs_serve_every_length(loss, frozen):
+    model = Model(loss, frozen)
+    compiled, counter = compile_counted(model)
+    for length in LENGTHS:
+        assert_same_step(compiled, model, *batch(length))
+    assert counter.frame_count <= 2
+    assert_same_step(compiled, model, *batch(104, ignored=1.0))
+    assert counter.frame_count <= 2
+    assert_same_step(compiled, model, *batch(1))
+    assert counter.frame_count <= 3
+
+
+def test_the_lengths_give_one_to_twenty_chunks():
+    loss = CrossEntropyLoss(logits_budget=BUDGET)
+    weight = torch.randn(VOCAB, WIDTH)
+    chunks = [loss(torch.randn(length, WIDTH), weight, torch.zeros(length, dtype=torch.int64)).plan.chunks for length in LENGTHS]
+    assert min(chunks) == 1 and max(chunks) >= 20 and len(set(chunks)) >= 5
+
+
+def test_two_graphs_serve_every_batch_of_sequences():
+    model = Model(ce_shifted)
+    compiled, counter = compile_counted(model)
+    for shape in [(2, 12), (3, 20), (4, 33), (2, 50), (5, 7)]:
+        assert_same_step(compiled, model, *batch(*shape))
+    assert counter.frame_count <= 2
+
+
+def test_no_grad_compiles_too():
+    model = Model(ce_object)
+    compiled, counter = compile_counted(model)
+    with torch.no_grad():
+        for length in (24, 40, 157):
+            inputs = batch(length)
+            torch.testing.assert_close(compiled(*inputs), model(*inputs), rtol=1e-4, atol=1e-6)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("kind", ["tensor", "int"])
+def test_num_items_does_not_recompile(kind):
+    def loss(hidden, weight, targets, num_items, *, bias):
+        return (linear_cross_entropy(hidden, weight, targets, bias=bias, num_items=num_items, logits_budget=BUDGET),)
+
+    model = Model(loss)
+    compiled, counter = compile_counted(model)
+    for num_items in (5, 11, 17, 23):
+        value = torch.tensor(num_items) if kind == "tensor" else num_items
+        assert_same_step(compiled, model, *batch(40), value)
+    assert counter.frame_count <= 2
+
+
+def test_token_and_class_weights_compile():
+    def loss(hidden, weight, targets, class_weights, token_weights, *, bias):
+        options = {"class_weights": class_weights, "token_weights": token_weights, "dft": True, "logits_budget": BUDGET}
+        return (linear_cross_entropy(hidden, weight, targets, bias=bias, **options),)
+
+    model = Model(loss)
+    compiled, counter = compile_counted(model)
+    for length in (24, 40, 157):
+        extra = torch.linspace(0.5, 2, VOCAB), torch.linspace(0, 2, length)
+        assert_same_step(compiled, model, *batch(length), *extra)
+    assert counter.frame_count <= 2
+
+
+def test_inductor():
+    model = Model(ce_object)
+    compiled = torch.compile(model, fullgraph=True)
+    for length in (40, 157, 24):
+        assert_same_step(compiled, model, *batch(length))

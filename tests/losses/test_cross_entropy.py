@@ -1,0 +1,347 @@
+"""Cross-entropy against the fp64 reference: every pair of options meets in one case, then the regimes that break a fused loss."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless import CrossEntropyLoss, linear_cross_entropy
+from logitless.losses import reference
+from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
+from tests.support import assert_close, relative_error, run, sum_error
+
+NUM_ITEMS = {"": None, "int": 7, "float": 2.5, "tensor": torch.tensor(33), "float tensor": torch.tensor(2.5)}
+BUDGETS = {"": None, "few rows": lambda tokens, row: 10 * row, "third": lambda tokens, row: tokens * row // 3}
+
+FACTORS = {
+    "shape": list(SHAPES),
+    "trainable": [name for name in TRAINABLE if name != "nothing"],
+    "reduction": ["none", "mean", "sum"],
+    "num_items": list(NUM_ITEMS),
+    "budget": list(BUDGETS),
+    "ignored": [0.0, 0.5],
+    "label_smoothing": [0.0, 0.3],
+    "z_loss": [0.0, 0.1],
+    "class_weights": [False, True],
+    "token_weights": [False, True],
+    "softcap": [None, 5.0],
+    "logit_scale": [1.0, 0.5],
+    "temperature": [1.0, 0.7],
+    "bias": [False, True],
+    "shift": [False, True],
+    "dft": [False, True],
+    "compact": [True, False],
+}
+# Options of the loss object (the others are arguments of its call), and those of them that leave the equation alone.
+FIELDS = {field.name for field in fields(CrossEntropyLoss)}
+ENGINE = {"logits_budget", "compact", "logits_dtype", "accum_dtype"}
+
+
+def has_effect(case: dict) -> bool:
+    if case.get("shape") == "1" and (case.get("shift") or case.get("ignored") == 0.5):
+        return False
+    return not case.get("num_items") or case.get("reduction", "mean") == "mean"
+
+
+def compare(options: dict, h: Tensor, w: Tensor, targets: Tensor, b: Tensor | None = None, *, requires=TRAINABLE["all"], seed=0):
+    """Value and gradients of CrossEntropyLoss against the reference, with an upstream gradient other than one."""
+    settings = {name: value for name, value in options.items() if name in FIELDS}
+    arguments = {name: value for name, value in options.items() if name not in FIELDS}
+    maths = {name: value for name, value in options.items() if name not in ENGINE}
+    loss = CrossEntropyLoss(**settings)
+
+    def ours(*tensors, **kwargs):
+        return loss(*tensors, **kwargs, **arguments)
+
+    def full_logits(*tensors, **kwargs):
+        return reference.cross_entropy(*tensors, **{**maths, **kwargs})
+
+    def per_token(*tensors, **kwargs):
+        return reference.cross_entropy(*tensors, **{**maths, **kwargs, "reduction": "none"})
+
+    exact = [None if tensor is None else tensor.double() for tensor in (h, w, b)]
+    upstream = 0.37
+    if options.get("reduction") == "none":
+        upstream = torch.randn(targets.shape, generator=torch.Generator().manual_seed(seed))
+
+    truth = run(full_logits, *exact[:2], targets, exact[2], upstream, requires)
+    naive = run(full_logits, h, w, targets, b, upstream, requires)
+    actual = run(ours, h, w, targets, b, upstream, requires)
+
+    nothing_counts = not per_token(*exact[:2], targets, bias=exact[2]).any()
+    assert actual.value.dtype == naive.value.dtype
+    naive_error = naive.value
+    if naive.value.dim() == 0 and not nothing_counts:
+        terms = [per_token(*tensors[:2], targets, bias=tensors[2]).detach() for tensors in ((h, w, b), exact)]
+        naive_error = max(relative_error(naive.value, truth.value), sum_error(*terms))
+    assert_close(actual.value, truth.value, naive_error, name="loss", allow_zero=nothing_counts)
+    assert actual.grads.keys() == truth.grads.keys()
+    for name in truth.grads:
+        assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}", allow_zero=nothing_counts)
+    return actual.output
+
+
+def expected_strategy(case: dict) -> str:
+    trainable = set(TRAINABLE[case["trainable"]]) - (set() if case["bias"] else {"bias"})
+    if not trainable:
+        return "loss_only"
+    if case["reduction"] != "none":
+        return "fused"
+    return "row_scaled" if trainable == {"hidden"} and not case["label_smoothing"] else "recompute"
+
+
+def check_case(case: dict, dtype: torch.dtype) -> None:
+    shape, hidden, vocab = SHAPES[case["shape"]]
+    seed = case["seed"]
+    h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=seed, ignored=case["ignored"])
+    generator = torch.Generator().manual_seed(seed)
+    budget = BUDGETS[case["budget"]]
+    plain = ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature", "shift", "dft", "compact", "reduction")
+    options = {name: case[name] for name in plain}
+    options["num_items"] = NUM_ITEMS[case["num_items"]]
+    options["logits_budget"] = budget and budget(targets.numel(), vocab * dtype.itemsize)
+    if case["class_weights"]:
+        options["class_weights"] = torch.rand(vocab, generator=generator) + 0.5
+    if case["token_weights"]:
+        options["token_weights"] = torch.rand(shape, generator=generator) * 2
+
+    bias = b if case["bias"] else None
+    output = compare(options, h, w, targets, bias, requires=TRAINABLE[case["trainable"]], seed=seed)
+
+    if case["ignored"] < 1:
+        assert output.plan.strategy == expected_strategy(case), output.plan.describe()
+    if case["budget"] == "third" and targets.numel() > 1 and not case["ignored"] and not case["shift"]:
+        assert output.plan.chunks >= 3, output.plan.describe()
+
+
+@one_row_warning
+@dtypes
+@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect))
+def test_pairs_of_options(case, dtype):
+    check_case(case, dtype)
+
+
+@one_row_warning
+@pytest.mark.parametrize("case", covering_array({**FACTORS, "ignored": [1.0]}, has_effect))
+def test_all_ignored_is_zero(case):
+    check_case(case, torch.float32)
+
+
+@one_row_warning
+@pytest.mark.parametrize("case", covering_array({**FACTORS, "trainable": ["nothing"]}, has_effect))
+def test_nothing_trainable(case):
+    check_case(case, torch.float32)
+
+
+# The logits of a row are the column of the head that its one-hot hidden state selects, so that a case can state them.
+EXTREME_VOCAB = 5003
+
+
+def one_peak(position: int, height: float) -> Tensor:
+    logits = torch.zeros(EXTREME_VOCAB)
+    logits[position] = height
+    return logits
+
+
+EXTREME = {
+    # p = 1 / (1 + 5002 exp(-14)) = 0.996
+    "target certain": ([one_peak(i * 700, 14.0) for i in range(7)], [i * 700 for i in range(7)]),
+    "certainly wrong": ([one_peak(i * 700, 14.0) for i in range(7)], [i * 700 + 1 for i in range(7)]),
+    "maximum last": ([one_peak(-1, height) for height in (1.0, 5.0, 12.0, 25.0)], [0, EXTREME_VOCAB - 1, 2500, EXTREME_VOCAB - 1]),
+    "drift of 11": ([torch.linspace(-6, 6, EXTREME_VOCAB), torch.linspace(6, -6, EXTREME_VOCAB)] * 2, [0, 0, 5002, 5002]),
+    "drift of 200": ([torch.linspace(-100, 100, EXTREME_VOCAB), torch.linspace(100, -100, EXTREME_VOCAB)] * 2, [0, 0, 5002, 5002]),
+    "jump up at the end": ([torch.cat([torch.full((5000,), -50.0), torch.full((3,), 50.0)])] * 3, [0, 5000, 5002]),
+    "far from zero": ([torch.linspace(999, 1001, EXTREME_VOCAB), torch.linspace(-999, -1001, EXTREME_VOCAB)], [77, 5001]),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize(("rows", "targets"), EXTREME.values(), ids=EXTREME)
+def test_extreme_rows(rows, targets, reduction, dtype):
+    h, w = torch.eye(len(rows), dtype=dtype), torch.stack(rows, dim=1).to(dtype)
+    compare({"reduction": reduction}, h, w, torch.tensor(targets))
+
+
+def test_fp16_survives_probabilities_below_its_smallest_number():
+    tokens, hidden, vocab, num_items = 64, 16, 4099, 20_000
+    h, w, targets, _ = operands((tokens,), hidden, vocab, torch.float16)
+    # With a mean, the head's rows matter through Σ p w even where every single p / num_items is flushed to zero.
+    h, w = h / 8, w + 1
+    assert 1 / vocab / num_items < 6e-8
+
+    loss = CrossEntropyLoss()
+    truth = run(reference.cross_entropy, h.double(), w.double(), targets, upstream=tokens / num_items)
+    naive = run(lambda *a, **k: reference.cross_entropy(*a, **k, num_items=num_items), h, w, targets)
+    actual = run(lambda *a, **k: loss(*a, **k, num_items=num_items), h, w, targets)
+
+    assert relative_error(naive.grads["hidden"], truth.grads["hidden"]) > 0.05, "the case does not underflow"
+    assert_close(actual.grads["hidden"], truth.grads["hidden"], 0.0, name="d_hidden")
+    # d_weight itself is mostly below fp16's smallest normal number, so half a step of its grid is added to the rule.
+    assert (actual.grads["weight"].double() - truth.grads["weight"]).abs().max() < 6e-8 + 8e-3 * truth.grads["weight"].abs().max()
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("budget", [None, 20_000], ids=["one chunk", "chunks"])
+def test_metrics(ignored, reduction, budget):
+    h, w, targets, b = operands((4, 25), 16, 300, torch.float32, ignored=ignored)
+    w[targets[0].clamp(min=0)] += 0.5 * h[0]
+    loss = CrossEntropyLoss(z_loss=0.3, reduction=reduction, temperature=1.5, logits_budget=budget)
+    metrics = loss(h.requires_grad_(), w, targets, bias=b).metrics
+
+    exact = [h.detach().double(), w.double(), targets]
+    kept = targets != -100
+    tokens = max(kept.sum().item(), 1)
+    _, entropy, lse = reference.token_logprobs(*exact, bias=b.double(), temperature=1.5)
+    hits = (reference.head_logits(*exact[:2], b.double()).argmax(-1) == targets) & kept
+    expected = {
+        "num_tokens": kept.sum(),
+        "entropy": entropy.sum() / tokens,
+        "z_loss": 0.3 * lse.square().sum() / tokens,
+        "token_accuracy": hits.sum() / tokens,
+    }
+    assert metrics.keys() == expected.keys()
+    assert ignored == 1 or 0 < expected["token_accuracy"] < 1
+    for name, value in expected.items():
+        metric = metrics[name]
+        assert (metric.dtype, metric.shape, metric.requires_grad) == (torch.float32, (), False), name
+        assert metric.item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
+
+
+ALL_OPTIONS = {
+    "ignore_index": 3,
+    "reduction": "sum",
+    "label_smoothing": 0.2,
+    "z_loss": 0.05,
+    "dft": True,
+    "softcap": 8.0,
+    "logit_scale": 0.9,
+    "temperature": 1.2,
+    "logits_budget": 30_000,
+    "accum_dtype": torch.float32,
+    "logits_dtype": torch.float32,
+    "compact": False,
+}
+
+
+def test_function_is_the_object():
+    h, w, targets, b = operands((3, 20), 16, 300, torch.bfloat16)
+    targets[:, ::5] = 3
+    arguments = {
+        "bias": b,
+        "class_weights": torch.linspace(0.5, 1.5, 300),
+        "token_weights": torch.linspace(0, 2, 60).view(3, 20),
+        "shift": True,
+    }
+    function = linear_cross_entropy(h, w, targets, **arguments, **ALL_OPTIONS)
+    assert isinstance(function, Tensor)
+    assert torch.equal(function, CrossEntropyLoss(**ALL_OPTIONS)(h, w, targets, **arguments).loss)
+    mean = {**ALL_OPTIONS, "reduction": "mean"}
+    function = linear_cross_entropy(h, w, targets, num_items=17, **arguments, **mean)
+    assert torch.equal(function, CrossEntropyLoss(**mean)(h, w, targets, num_items=17, **arguments).loss)
+
+
+@pytest.mark.parametrize("name", ["logits_budget", "accum_dtype", "logits_dtype", "compact"])
+def test_function_takes_each_engine_option(name):
+    h, w, targets, _ = operands((40,), 16, 300, torch.float32)
+    plain = linear_cross_entropy(h, w, targets)
+    assert linear_cross_entropy(h, w, targets, **{name: ALL_OPTIONS[name]}).item() == pytest.approx(plain.item(), rel=1e-5)
+
+
+def test_loss_object_is_frozen_and_keyword_only():
+    with pytest.raises(TypeError):
+        CrossEntropyLoss(-100)
+    with pytest.raises(FrozenInstanceError):
+        CrossEntropyLoss().reduction = "sum"
+    assert CrossEntropyLoss(z_loss=0.1) == CrossEntropyLoss(z_loss=0.1) != CrossEntropyLoss()
+    assert hash(CrossEntropyLoss()) == hash(CrossEntropyLoss())
+
+
+def test_ignore_index_may_be_a_class():
+    h, w, targets, _ = operands((50,), 8, 10, torch.float32)
+    assert (targets == 4).any()
+    compare({"ignore_index": 4}, h, w, targets)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_fp32_logits_remove_the_rounding_of_low_precision_ones(reduction):
+    h, w, targets, _ = operands((60,), 64, 500, torch.bfloat16)
+    options = {"reduction": reduction, "logits_dtype": torch.float32, "logits_budget": 40_000}
+    compare(options, h, w, targets)
+
+    truth = reference.cross_entropy(h.double(), w.double(), targets, reduction=reduction)
+    rounded = CrossEntropyLoss(reduction=reduction)(h, w, targets).loss
+    unrounded = CrossEntropyLoss(**options)(h, w, targets).loss
+    assert relative_error(unrounded, truth) < 2e-6
+    assert relative_error(rounded, truth) > 20 * relative_error(unrounded, truth)
+
+
+def test_d_weight_accumulates_in_fp32_unless_told_otherwise():
+    h, w, targets, _ = operands((2048,), 16, 64, torch.bfloat16)
+    truth = run(reference.cross_entropy, h.double(), w.double(), targets).grads["weight"]
+    errors = {}
+    for accum_dtype in (None, torch.float32, torch.bfloat16):
+        loss = CrossEntropyLoss(logits_budget=8192, accum_dtype=accum_dtype)
+        actual = run(loss, h, w, targets)
+        assert actual.output.plan.chunks >= 32
+        assert actual.grads["weight"].dtype == torch.bfloat16
+        errors[accum_dtype] = relative_error(actual.grads["weight"], truth)
+    compare({"logits_budget": 8192}, h, w, targets)
+    assert errors[None] == errors[torch.float32] < 5e-3
+    assert errors[torch.float32] < errors[torch.bfloat16] < 5e-2
+
+
+@dtypes
+def test_autocast(dtype):
+    if dtype == torch.float32:
+        pytest.skip("autocast to fp32 does nothing")
+    h, w, targets, b = operands((40,), 32, 300, torch.float32)
+    loss = CrossEntropyLoss(label_smoothing=0.1, logits_budget=40_000)
+
+    def within(function):
+        def call(*tensors, **kwargs):
+            with torch.autocast("cpu", dtype=dtype):
+                return function(*tensors, **kwargs)
+
+        return call
+
+    def full_logits(*tensors, **kwargs):
+        return reference.cross_entropy(*tensors, **kwargs, label_smoothing=0.1)
+
+    truth = run(full_logits, h.double(), w.double(), targets, b.double(), 0.7)
+    for hidden in (h, h.to(dtype)):
+        naive = run(within(full_logits), hidden, w, targets, b, 0.7)
+        actual = run(within(loss), hidden, w, targets, b, 0.7)
+        assert relative_error(actual.value, truth.value) < 1e-2
+        for name in truth.grads:
+            assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
+        assert actual.grads["weight"].dtype == torch.float32
+
+
+GRADCHECK = {
+    "mean": {},
+    "sum": {"reduction": "sum", "label_smoothing": 0.2},
+    "none": {"reduction": "none"},
+    "none smoothed": {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.1},
+    "z_loss": {"z_loss": 0.1, "label_smoothing": 0.2},
+    "class_weights": {"class_weights": torch.tensor([0.5, 2.0, 1.0, 0.0, 1.5]), "label_smoothing": 0.2},
+    "token_weights": {"token_weights": torch.tensor([0.5, 2.0, 0.0, 1.0]), "z_loss": 0.1},
+    "head": {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7, "z_loss": 0.1},
+    "num_items": {"num_items": 3, "shift": True},
+}
+
+
+@one_row_warning
+@pytest.mark.parametrize("trainable", [name for name in TRAINABLE if name != "nothing"])
+@pytest.mark.parametrize("options", GRADCHECK.values(), ids=GRADCHECK)
+def test_gradcheck(options, trainable):
+    h, w, _, b = operands((4,), 3, 5, torch.float64)
+    targets = torch.tensor([1, -100, 4, 0])
+
+    def loss(hidden, weight, bias):
+        return linear_cross_entropy(hidden, weight, targets, bias=bias, logits_budget=200, **options)
+
+    trained(trainable, h, w, b)
+    assert torch.autograd.gradcheck(loss, (h, w, b))

@@ -1,0 +1,94 @@
+"""What the planner decides: the strategy, the chunks, and that neither the budget nor `compact` ever changes the result."""
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, linear_logprobs
+from tests.cases import TRAINABLE, one_row_warning, operands
+from tests.support import run
+
+STRATEGIES = {
+    "mean": ({}, "all", "fused"),
+    "sum": ({"reduction": "sum"}, "all", "fused"),
+    "frozen head": ({}, "hidden", "fused"),
+    "frozen hidden": ({}, "head", "fused"),
+    "frozen weight": ({}, "all but weight", "fused"),
+    "none": ({"reduction": "none"}, "all", "recompute"),
+    "none, frozen hidden": ({"reduction": "none"}, "head", "recompute"),
+    "none, frozen weight": ({"reduction": "none"}, "all but weight", "recompute"),
+    "none, frozen head": ({"reduction": "none"}, "hidden", "row_scaled"),
+    "none, frozen head, smoothing": ({"reduction": "none", "label_smoothing": 0.1}, "hidden", "recompute"),
+    "everything frozen": ({}, "nothing", "loss_only"),
+    "none, everything frozen": ({"reduction": "none"}, "nothing", "loss_only"),
+}
+
+
+@pytest.mark.parametrize(("options", "trainable", "strategy"), STRATEGIES.values(), ids=STRATEGIES)
+def test_strategy(options, trainable, strategy):
+    h, w, targets, b = operands((12,), 8, 50, torch.float32)
+    plan = run(CrossEntropyLoss(**options), h, w, targets, b, requires=TRAINABLE[trainable]).output.plan
+    assert plan.strategy == strategy
+    assert strategy in plan.describe()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_no_grad_computes_only_the_loss(reduction):
+    h, w, targets, _ = operands((12,), 8, 50, torch.float32)
+    h.requires_grad_()
+    with torch.no_grad():
+        output = CrossEntropyLoss(reduction=reduction)(h, w, targets)
+    assert output.plan.strategy == "loss_only"
+    assert not output.loss.requires_grad
+    torch.testing.assert_close(output.loss, CrossEntropyLoss(reduction=reduction)(h, w, targets).loss.detach())
+
+
+@pytest.mark.parametrize("budget", [2_000, 3_000, 7_777, 1 << 20])
+def test_chunks_cover_the_tokens_within_the_budget(budget):
+    h, w, targets, _ = operands((101,), 8, 100, torch.float32)
+    plan = run(CrossEntropyLoss(logits_budget=budget), h, w, targets).output.plan
+    assert plan.chunks == -(-101 // plan.token_chunk)
+    assert plan.token_chunk * 100 * h.element_size() <= budget
+    assert str(plan.chunks) in plan.describe()
+
+
+ENGINES = {
+    "fused": lambda *a, **k: CrossEntropyLoss(label_smoothing=0.1, z_loss=0.1, **k.pop("head", {}))(*a, **k),
+    "none": lambda *a, **k: CrossEntropyLoss(reduction="none", z_loss=0.1, **k.pop("head", {}))(*a, **k),
+    "logprobs": lambda *a, **k: torch.stack(linear_logprobs(*a, entropy=True, **k.pop("head", {}), **k)),
+}
+engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+frozen = pytest.mark.parametrize("trainable", ["all", "hidden", "head"])
+
+
+def same(one, other, rtol=1e-9):
+    torch.testing.assert_close(one.value, other.value, rtol=rtol, atol=1e-12)
+    assert one.grads.keys() == other.grads.keys()
+    for name in one.grads:
+        assert one.grads[name].any()
+        torch.testing.assert_close(one.grads[name], other.grads[name], rtol=rtol, atol=1e-12)
+
+
+@one_row_warning
+@frozen
+@engines
+def test_budget_never_changes_the_result(engine, trainable):
+    h, w, targets, b = operands((53,), 8, 100, torch.float64, ignored=0.3)
+
+    def outcome(budget):
+        head = {"logits_budget": budget}
+        return run(lambda *a, **k: engine(*a, **k, head=head), h, w, targets, b, 0.3, TRAINABLE[trainable])
+
+    whole = outcome(None)
+    for budget in (1, 1_700, 5_000, 20_000):
+        same(outcome(budget), whole)
+
+
+@frozen
+@engines
+def test_compact_never_changes_the_result(engine, trainable):
+    h, w, targets, b = operands((53,), 8, 100, torch.float64, ignored=0.5)
+    outcomes = [
+        run(lambda *a, **k: engine(*a, **k, head={"compact": compact}), h, w, targets, b, 0.3, TRAINABLE[trainable])
+        for compact in (True, False)
+    ]
+    same(*outcomes)

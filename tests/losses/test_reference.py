@@ -1,0 +1,142 @@
+"""The reference against numbers computed by hand and against torch's own cross-entropy on full logits."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from logitless.losses import reference
+
+# Two tokens whose logits are (0, log 3) and (log 3, 0): with `hidden` the identity, `weight.T` is the logits.
+LOG3 = math.log(3)
+HIDDEN = torch.eye(2, dtype=torch.float64)
+WEIGHT = torch.tensor([[0, LOG3], [LOG3, 0]], dtype=torch.float64)
+TARGETS = torch.tensor([1, 1])  # probabilities 3/4 and 1/4
+NLL = (math.log(4 / 3), math.log(4))
+LSE = math.log(4)
+
+
+def two_tokens(targets=TARGETS, **options) -> list[float] | float:
+    return reference.cross_entropy(HIDDEN, WEIGHT, targets, **options).tolist()
+
+
+def random_operands(*shape: int, vocab: int = 23, hidden: int = 5, ignored: float = 0.3):
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(*shape, hidden, generator=generator, dtype=torch.float64)
+    w = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocab, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < ignored] = -100
+    return h, w, targets
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param({}, NLL, id="plain"),
+        # Half of the smoothing falls on each class: ((log 4/3) + log 4) / 2 for both tokens.
+        pytest.param({"label_smoothing": 1.0}, [(NLL[0] + NLL[1]) / 2] * 2, id="all_smoothing"),
+        pytest.param({"label_smoothing": 0.2}, [0.9 * NLL[0] + 0.1 * NLL[1], 0.9 * NLL[1] + 0.1 * NLL[0]], id="smoothing"),
+        pytest.param({"z_loss": 0.1}, [NLL[0] + 0.1 * LSE**2, NLL[1] + 0.1 * LSE**2], id="z_loss"),
+        pytest.param({"label_smoothing": 1.0, "z_loss": 0.1}, [(NLL[0] + NLL[1]) / 2 + 0.1 * LSE**2] * 2, id="smoothing_z_loss"),
+        pytest.param({"dft": True}, [0.75 * NLL[0], 0.25 * NLL[1]], id="dft"),
+        pytest.param({"class_weights": torch.tensor([1.0, 3.0])}, [3 * NLL[0], 3 * NLL[1]], id="class_weights"),
+        pytest.param({"token_weights": torch.tensor([2.0, 0.0])}, [2 * NLL[0], 0.0], id="token_weights"),
+        pytest.param({"token_weights": torch.tensor([5.0, 2.0]), "shift": True}, [2 * NLL[0], 0.0], id="shift"),
+        # Logits of half the size: odds of sqrt(3).
+        pytest.param({"temperature": 2.0}, [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)], id="temperature"),
+        pytest.param({"logit_scale": 0.5}, [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)], id="logit_scale"),
+        # The bias moves both logits of class 1 by log 3: odds of 9 and 1.
+        pytest.param({"bias": torch.tensor([0.0, LOG3], dtype=torch.float64)}, [math.log(10 / 9), math.log(2)], id="bias"),
+    ],
+)
+def test_two_tokens_by_hand(options, expected):
+    assert two_tokens(reduction="none", **options) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "expected"),
+    [
+        pytest.param([1, 1], {}, (NLL[0] + NLL[1]) / 2, id="mean"),
+        pytest.param([1, 1], {"reduction": "sum"}, NLL[0] + NLL[1], id="sum"),
+        pytest.param([1, -100], {}, NLL[0], id="one_ignored"),
+        pytest.param([-100, -100], {}, 0.0, id="all_ignored"),
+        pytest.param([-100, -100], {"num_items": 0}, 0.0, id="no_items"),
+        pytest.param([1, -100], {"num_items": 4}, NLL[0] / 4, id="num_items"),
+        pytest.param([1, -100], {"num_items": torch.tensor(4)}, NLL[0] / 4, id="num_items_tensor"),
+        # Weights of the targets 1 and 3: (log 4/3) * 3 + log(4/3) * 1 over 4.
+        pytest.param([1, 0], {"class_weights": torch.tensor([1.0, 3.0])}, NLL[0], id="class_weights"),
+        pytest.param([1, 1], {"token_weights": torch.tensor([2.0, 0.0])}, NLL[0], id="token_weights"),
+        pytest.param([0, 1], {"shift": True}, NLL[0], id="shift"),
+        pytest.param([7, 1], {"ignore_index": 7}, NLL[1], id="ignore_index"),
+    ],
+)
+def test_reductions_by_hand(targets, options, expected):
+    assert two_tokens(torch.tensor(targets), **options) == pytest.approx(expected, rel=1e-12)
+
+
+def test_softcap_by_hand():
+    expected = math.log1p(math.exp(-2 * math.tanh(LOG3 / 2)))
+    assert two_tokens(reduction="none", softcap=2.0)[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_softcap_acts_on_scaled_logits_and_temperature_on_capped_ones():
+    logits = reference.head_logits(HIDDEN, WEIGHT, softcap=2.0, logit_scale=3.0, temperature=0.5)
+    assert logits[0, 1].item() == pytest.approx(2 * math.tanh(3 * LOG3 / 2) / 0.5, rel=1e-12)
+
+
+def test_token_logprobs_by_hand():
+    logps, entropy, lse = reference.token_logprobs(HIDDEN, WEIGHT, torch.tensor([1, -100]))
+    assert logps.tolist() == pytest.approx([-NLL[0], 0], rel=1e-12)
+    assert entropy.tolist() == pytest.approx([0.75 * NLL[0] + 0.25 * NLL[1], 0], rel=1e-12)
+    assert lse.tolist() == pytest.approx([LSE, 0], rel=1e-12)
+
+
+def test_shift_stays_within_each_sequence():
+    hidden, weight, targets = random_operands(3, 4)
+    losses = reference.cross_entropy(hidden, weight, targets, reduction="none", shift=True)
+    expected = reference.cross_entropy(hidden[:, :-1], weight, targets[:, 1:], reduction="none")
+    torch.testing.assert_close(losses[:, :-1], expected)
+    assert (losses[:, -1] == 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3], ids=["hard", "smoothed"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+def test_cross_entropy_is_torchs(reduction, label_smoothing, weighted):
+    hidden, weight, targets = random_operands(2, 9)
+    hidden.requires_grad_()
+    class_weights = torch.linspace(0.5, 2, 23, dtype=torch.float64) if weighted else None
+
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    ours = reference.cross_entropy(hidden, weight, targets, class_weights=class_weights, **options)
+    theirs = F.cross_entropy((hidden @ weight.T).transpose(1, 2), targets, weight=class_weights, **options)
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(loss.sum(), hidden)[0] for loss in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
+def test_entropy_is_torchs():
+    hidden, weight, targets = random_operands(11, ignored=0)
+    _, entropy, _ = reference.token_logprobs(hidden, weight, targets)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=hidden @ weight.T).entropy())
+
+
+def test_dft_does_not_differentiate_the_probability():
+    hidden, weight, targets = random_operands(1, ignored=0)
+    hidden.requires_grad_()
+    (plain,) = torch.autograd.grad(reference.cross_entropy(hidden, weight, targets), hidden)
+    (scaled,) = torch.autograd.grad(reference.cross_entropy(hidden, weight, targets, dft=True), hidden)
+    probability = reference.token_logprobs(hidden, weight, targets)[0].exp()
+    torch.testing.assert_close(scaled, plain * probability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_logits_are_upcast_to_fp32_at_least(dtype):
+    hidden, weight, targets = random_operands(6, ignored=0)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    logits = reference.head_logits(hidden, weight)
+    assert logits.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(logits.to(dtype), hidden @ weight.T)
+    assert reference.cross_entropy(hidden, weight, targets).dtype == logits.dtype

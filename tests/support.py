@@ -1,0 +1,179 @@
+"""What the tests share: the one tolerance rule, a run of a loss with all its gradients, and the watchers of memory and GEMMs."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Relative L2 error `|actual - truth| / |truth|`, computed in fp64."""
+    truth = truth.double()
+    return ((actual.double() - truth).norm() / truth.norm()).item()
+
+
+def sum_error(naive_terms: Tensor, truth_terms: Tensor) -> float:
+    """Error to expect of a sum whose terms are naive: root sum of squares of their errors, relative to the true sum.
+
+    The error of one naive number can be zero by luck, which would make the tolerance of a scalar loss a lottery.
+    """
+    return ((naive_terms.double() - truth_terms).norm() / truth_terms.sum().abs()).item()
+
+
+def assert_close(actual: Tensor, truth: Tensor, naive: Tensor | float, *, name: str, allow_zero: bool = False) -> None:
+    """The 2x-naive rule: relative L2 error against the fp64 truth at most `2 * naive + 8 * eps(actual.dtype)`.
+
+    Args:
+        actual: what the library returned; must be finite and have the truth's shape.
+        truth: the fp64 reference.
+        naive: the reference in the operands' dtype, whose dtype `actual` must then have; or its relative error, as a number.
+        name: what is compared, for the message.
+        allow_zero: whether the truth may be all zeros (then `actual` must be zero too). Off by default, as a gradient that is
+            zero on both sides shows nothing.
+    """
+    assert isinstance(actual, Tensor), f"{name}: no tensor, got {actual!r}"
+    assert truth.dtype == torch.float64, f"{name}: the truth is in {truth.dtype}"
+    assert actual.shape == truth.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
+    assert actual.isfinite().all(), f"{name}: not finite"
+    if isinstance(naive, Tensor):
+        assert actual.dtype == naive.dtype, f"{name}: dtype {actual.dtype}, expected {naive.dtype}"
+
+    eps = torch.finfo(actual.dtype).eps
+    if truth.norm() == 0:
+        assert allow_zero, f"{name}: the truth is zero, so the comparison is vacuous"
+        assert actual.abs().sum() <= eps, f"{name}: {actual.abs().max().item():.2e}, expected 0"
+        return
+    naive_error = relative_error(naive, truth) if isinstance(naive, Tensor) else naive
+    assert math.isfinite(naive_error), f"{name}: the naive computation is not finite"
+    error, allowed = relative_error(actual, truth), 2 * naive_error + 8 * eps
+    assert error <= allowed, f"{name}: relative error {error:.2e} > {allowed:.2e} = 2 * {naive_error:.2e} (naive) + 8 eps"
+
+
+@dataclass
+class Outcome:
+    """What a loss gave: its value, the gradients of the operands that asked for one, and its unprocessed return value."""
+
+    value: Tensor
+    grads: dict[str, Tensor | None]
+    output: object
+
+
+def run(
+    loss_fn: Callable,  # (hidden, weight, targets, *, bias) -> Tensor or LossOutput
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (...)
+    bias: Tensor | None = None,  # (V,)
+    upstream: Tensor | float | None = None,  # gradient of the value, ones by default
+    requires: Iterable[str] = ("hidden", "weight", "bias"),
+) -> Outcome:
+    """Calls a loss on fresh leaves and takes it back: the value and the gradients of the operands named in `requires`."""
+    given = {"hidden": hidden, "weight": weight, "bias": bias}
+    leaves = {
+        name: tensor.detach().clone().requires_grad_(name in requires) for name, tensor in given.items() if tensor is not None
+    }
+    output = loss_fn(leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"))
+    value = output if isinstance(output, Tensor) else output.loss
+    trainable = [name for name, leaf in leaves.items() if leaf.requires_grad]
+    assert value.requires_grad == bool(trainable), f"requires_grad is {value.requires_grad} with {trainable} trainable"
+    if trainable:
+        ones = torch.ones_like(value)
+        value.backward(ones if upstream is None else ones * torch.as_tensor(upstream, dtype=value.dtype))
+    return Outcome(value.detach(), {name: leaves[name].grad for name in trainable}, output)
+
+
+class BodyMode(TorchDispatchMode):
+    """A dispatch mode that also sees what happens inside custom operators.
+
+    PyTorch switches a mode off while an operator runs under it, so a plain mode sees a custom operator as one call. Here its CPU
+    kernel runs with the mode back on, and so do the decompositions of composite operators such as matmul.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.namespace not in ("aten", "prim", "prims"):
+            with self:
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            result = self.observe(func, args, kwargs)
+        return result
+
+    def observe(self, func, args: tuple, kwargs: dict):
+        """Runs one primitive operator and takes note of it."""
+        raise NotImplementedError
+
+
+class AllocationWatcher(BodyMode):
+    """Counts the bytes of the storages that are born while it is on, views and in-place results once.
+
+    `live` is what is alive now, `peak` the most that was alive at once, `largest` the biggest single allocation. Storages that
+    existed before (an operator's arguments that were never its results) do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self._existing: dict[int, weakref.ref] = {}
+        self._sizes: dict[int, int] = {}
+        self._born: dict[int, weakref.ref] = {}
+
+    def observe(self, func, args, kwargs):
+        for storage in self._storages((args, kwargs)):
+            key = storage._cdata
+            if key not in self._born and key not in self._existing:
+                self._existing[key] = weakref.ref(storage, lambda _, key=key: self._existing.pop(key))
+        result = func(*args, **kwargs)
+        for storage in self._storages(result):
+            if storage._cdata not in self._existing:
+                self._measure(storage)
+        return result
+
+    @staticmethod
+    def _storages(tree) -> list[torch.UntypedStorage]:
+        return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+    def _measure(self, storage: torch.UntypedStorage) -> None:
+        # An `out=` operator may have grown a storage that is already known.
+        key = storage._cdata
+        if key not in self._born:
+            self._born[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.live += storage.nbytes() - self._sizes.get(key, 0)
+        self._sizes[key] = storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        self.largest = max(self.largest, storage.nbytes())
+
+    def _forget(self, key: int) -> None:
+        del self._born[key]
+        self.live -= self._sizes.pop(key)
+
+
+class GemmCounter(BodyMode):
+    """Counts the flops of every matrix product, in GEMM-equivalents: one is `2 * N * V * H`, the cost of `hidden @ weight.T`."""
+
+    # Position of the left factor among the arguments; the right one follows it.
+    LEFT_FACTOR = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmm_": 1, "addmv": 1, "addmv_": 1, "baddbmm": 1, "baddbmm_": 1}
+
+    def __init__(self, tokens: int, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.flops = 0
+        self._unit = 2 * tokens * vocab * hidden
+
+    @property
+    def gemms(self) -> float:
+        """GEMM-equivalents seen so far."""
+        return self.flops / self._unit
+
+    def observe(self, func, args, kwargs):
+        position = self.LEFT_FACTOR.get(func.overloadpacket.__name__)
+        if position is not None:
+            left, right = args[position], args[position + 1]
+            columns = right.shape[-1] if right.dim() > 1 else 1
+            self.flops += 2 * left.numel() * columns
+        return func(*args, **kwargs)

@@ -1,0 +1,327 @@
+"""The benchmark harness on a CPU: that it refuses wrong results, keeps its files whole, and runs the real library."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from typer.testing import CliRunner
+
+from benchmarks import ce, gemm, measure, peers, picture, readme, report, timing, yardstick
+from benchmarks.__main__ import app
+from benchmarks.ce_peers import PEERS, eager_loss
+
+CPU = torch.device("cpu")
+SHAPE = ce.Shape(48, 16, 131, ignored=0.5)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def measured(**losses) -> dict[str, dict]:
+    """The rows that the harness gives these losses at SHAPE."""
+    section = ce.measure_shape(SHAPE, losses, CPU, seed=0, seconds=0.0, say=lambda text: None)
+    return {row["name"]: row for row in section["rows"]}
+
+
+def document(benchmark: str = "ce", *, date: str = "2026-01-01", **changes) -> dict:
+    """A result as a GPU would leave it, with numbers that tests can recognise."""
+    row = {"verdict": "ok", "ms": 12.5, "ratio": 1.25, "peak_bytes": 3 * 2**30, "beyond_gradients_bytes": 2**30}
+    errors = {"loss_error": 1e-6, "d_hidden_error": 2e-3, "d_weight_error": 4e-3}
+    rows = [
+        {"name": "logitless"} | row | errors,
+        {"name": "eager, fp32 upcast", "verdict": "out of memory"},
+        {"name": "Liger", "verdict": "wrong"} | errors | {"d_weight_error": 0.25},
+    ]
+    section = {"shape": asdict(SHAPE), "yardstick": {"ms": 10.0, "tflops": 700.0, "chunk": 2048}, "rows": rows}
+    head = report.new_document(benchmark, CPU, quick=False) | {"date": date, "absent": {"QuACK": "quack-kernels is not installed"}}
+    return head | {"sections": [section], "complete": True} | changes
+
+
+def test_ce_measures_the_library_and_its_peers(tmp_path):
+    out = tmp_path / "ce.json"
+    result = invoke("ce", "--quick", "--device", "cpu", "--out", str(out), "--skip", "TRL", "--skip", "torch F.")
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["quick"] and written["command"].startswith("python -m benchmarks")
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["absent"]["Liger"] == "needs CUDA, the device is cpu"
+    assert [section["shape"]["ignored"] for section in written["sections"]] == [0.0, 0.5]
+    for section in written["sections"]:
+        rows = {row["name"]: row for row in section["rows"]}
+        assert {"logitless", "logitless, bf16 d_weight", "eager, fp32 upcast"} <= rows.keys()
+        for row in rows.values():
+            assert row["verdict"] == "ok"
+            assert row["ratio"] == pytest.approx(row["ms"] / section["yardstick"]["ms"])
+        assert "fused" in rows["logitless"]["plan"] and rows["logitless"]["budget_bytes"] > 0
+    assert "three bare GEMMs" in result.output
+
+
+def test_truth_is_the_fp64_autograd_result():
+    hidden, weight, targets = ce.inputs(SHAPE, CPU, seed=3)
+    assert 0 < (targets == ce.IGNORE).sum() < SHAPE.N
+    found = ce.truth(hidden, weight, targets, chunk=7)
+    wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    loss = F.cross_entropy(wide[0] @ wide[1].t(), targets)
+    gradients = torch.autograd.grad(loss, wide)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-6)
+    for name, gradient in zip(("hidden", "weight"), gradients, strict=True):
+        assert measure.relative_l2(found.gradients[name], gradient.float()) < 1e-5
+
+
+def test_the_inputs_show_every_term_of_the_gradient():
+    """A large vocabulary makes the softmax term vanish from plain noise; here it must not."""
+    shape = ce.Shape(64, 256, 20_000)
+    hidden, weight, targets = ce.inputs(shape, CPU, seed=1)
+    truth = ce.truth(hidden, weight, targets)
+    assert 1.0 < truth.loss < 6.0
+    no_softmax_term(hidden, weight, targets).backward()
+    assert measure.relative_l2(hidden.grad, truth.gradients["hidden"]) > 0.5
+    assert measure.relative_l2(weight.grad, truth.gradients["weight"]) > 0.5
+
+
+def wrong_weight_gradient(hidden, weight, targets):
+    return eager_loss(hidden, weight.detach() + 0.9 * (weight - weight.detach()), targets)
+
+
+def no_softmax_term(hidden, weight, targets):
+    """The right loss, with the gradient of the target's logit alone."""
+    logits = (hidden @ weight.t()).float()
+    kept = targets != ce.IGNORE
+    picked = logits[kept].gather(1, targets[kept, None]).squeeze(1)
+    return (logits[kept].logsumexp(1).detach() - picked).mean()
+
+
+WRONG = {
+    "no softmax term": no_softmax_term,
+    "loss off by 2%": lambda hidden, weight, targets: 1.02 * eager_loss(hidden, weight, targets),
+    "mean over all rows": lambda hidden, weight, targets: F.cross_entropy(hidden @ weight.t(), targets, reduction="sum") / SHAPE.N,
+    "d_weight off by 10%": wrong_weight_gradient,
+    "no d_weight": lambda hidden, weight, targets: eager_loss(hidden, weight.detach(), targets),
+    "NaN": lambda hidden, weight, targets: eager_loss(hidden, weight, targets) * math.nan,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_result_gets_its_errors_and_no_time(name):
+    rows = measured(**{name: WRONG[name], "eager": eager_loss})
+    assert rows[name]["verdict"] == "wrong"
+    assert "ms" not in rows[name] and "loss_error" in rows[name]
+    assert rows["eager"]["verdict"] == "ok" and rows["eager"]["ms"] > 0
+
+
+def test_a_peer_that_fails_or_exhausts_memory_does_not_stop_the_others():
+    def fails(hidden, weight, targets):
+        raise AssertionError("chunk\nof the wrong size")
+
+    def exhausts(hidden, weight, targets):
+        raise torch.OutOfMemoryError("40 GiB")
+
+    rows = measured(fails=fails, exhausts=exhausts, eager=eager_loss)
+    assert (rows["fails"]["verdict"], rows["fails"]["reason"]) == ("failed", "AssertionError: chunk of the wrong size")
+    assert rows["exhausts"]["verdict"] == "out of memory"
+    assert rows["eager"]["verdict"] == "ok"
+
+
+def test_a_lost_device_ends_the_run_and_names_the_culprit(monkeypatch, tmp_path):
+    def lost(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(measure, "release", lost)
+    result = invoke("ce", "--quick", "--device", "cpu", "--only", "eager", "--out", str(tmp_path / "ce.json"))
+    assert result.exit_code == 1
+    assert "illegal memory access" in result.output and "--skip 'eager, fp32 upcast'" in result.output
+
+
+def test_after_running_out_of_memory_longer_inputs_are_not_tried(monkeypatch):
+    tried = []
+
+    def exhausts(hidden, weight, targets):
+        tried.append(len(hidden))
+        if len(hidden) > 32:
+            raise torch.OutOfMemoryError("40 GiB")
+        return eager_loss(hidden, weight, targets)
+
+    registry = peers.Peers()
+    registry.add("exhausts")(lambda: exhausts)
+    monkeypatch.setattr(ce, "PEERS", registry)
+    shapes = tuple(ce.Shape(N, 8, 64) for N in (32, 64, 128))
+    run = ce.run(report.new_document("sweep", CPU, quick=True), shapes, CPU, seconds=0.0, out=None, say=lambda text: None)
+    assert [section["rows"][0]["verdict"] for section in run["sections"]] == ["ok", "out of memory", "out of memory"]
+    assert max(tried) == 64
+
+
+def test_the_yardstick_is_the_three_products():
+    hidden, weight, _ = ce.inputs(ce.Shape(5, 4, 11), CPU, seed=0)
+    products = []
+    original = torch.mm
+
+    def watch(a, b, **options):
+        products.append((tuple(a.shape), tuple(b.shape)))
+        return original(a, b, **options)
+
+    run = yardstick.chunked_gemms(hidden, weight, 3)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "mm", watch)
+        run()
+    assert products == [((n, 4), (4, 11)) if k == 0 else ((n, 11), (11, 4)) if k == 1 else ((11, n), (n, 4))
+                        for n in (3, 2) for k in range(3)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("N", "V", "chunks"),
+    [(512, 128, [512]), (4096, 128, [2048, 4096]), (8192, 128, [2048, 4096, 8192]), (8192, 2**20, [2048, 4096])],
+)
+def test_yardstick_chunks(N, V, chunks):
+    # Meta tensors: only the sizes matter, and the last case would be 16 GiB of logits.
+    shape = {"device": "meta", "dtype": torch.bfloat16}
+    assert list(yardstick.yardstick(torch.empty(N, 1, **shape), torch.empty(V, 1, **shape))) == chunks
+
+
+def test_rounds_are_interleaved_and_rotate():
+    calls = []
+    cases = {name: lambda name=name: lambda: calls.append(name) for name in "abc"}
+    times = timing.interleave(cases, CPU, seconds=0.0, least=3)
+    assert "".join(calls) == "abc" + "bca" + "cab" + "abc"
+    assert all(len(ms) == 3 for ms in times.values())
+
+
+def test_peers_say_why_they_are_absent():
+    registry = peers.Peers()
+    registry.add("here")(lambda: eager_loss)
+    registry.add("elsewhere", package="no-such-distribution")(lambda: eager_loss)
+    registry.add("on a GPU", needs_cuda=True)(lambda: eager_loss)
+
+    @registry.add("broken")
+    def broken():
+        raise ImportError("no libfoo.so")
+
+    present, absent = registry.load(CPU)
+    assert list(present) == ["here"]
+    assert absent == {
+        "elsewhere": "no-such-distribution is not installed",
+        "on a GPU": "needs CUDA, the device is cpu",
+        "broken": "ImportError: no libfoo.so",
+    }
+    assert registry.versions() == {"no-such-distribution": None}
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [(["logitless"], ["logitless"]), (["d_weight"], ["logitless, bf16 d_weight"]), (["ger"], ["eager, fp32 upcast"])],
+)
+def test_only_takes_a_name_or_a_part_of_several(only, names):
+    present, absent = PEERS.load(CPU, only=only)
+    assert [name for name in [*present, *absent] if "Liger" not in name] == names
+
+
+@pytest.mark.parametrize("text", ["12x3", "axbxc", "1x2x3@1", "0x2x3", "1x2x3@-1", ""])
+def test_malformed_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="expected NxHxV"):
+        ce.Shape.parse(text)
+
+
+@pytest.mark.parametrize("shape", ce.SHAPES, ids=str)
+def test_shapes_read_what_they_print(shape):
+    assert ce.Shape.parse(str(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ce", "--device", "cpu"], "pass --quick"),
+        (["ce", "--quick", "--shapes", "12x3"], "expected NxHxV"),
+        (["ce", "--quick", "--device", "cpu", "--only", "nobody"], "nobody"),
+    ],
+)
+def test_bad_arguments_end_in_one_message(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_an_unsound_or_absent_library_fails_the_run():
+    good = document()
+    assert ce.ours_failed(good) == []
+    good["sections"][0]["rows"][0]["verdict"] = "wrong"
+    assert ce.ours_failed(good | {"absent": {"logitless, bf16 d_weight": "broken"}}) == [
+        "logitless: wrong",
+        "logitless, bf16 d_weight: broken",
+    ]
+
+
+def test_targets_are_judged():
+    shape = ce.SHAPES[0]
+    measured_row = {"verdict": "ok", "ratio": 1.06, "budget_bytes": 2**30, "beyond_gradients_bytes": 3 * 2**30}
+    rows = [{"name": name} | measured_row for name in (*ce.OURS, "Liger")]
+    for row in rows:
+        ce.judge(row, shape)
+    assert [row.get("target") for row in rows] == [1.08, 1.05, None]
+    assert [row.get("meets_target") for row in rows] == [True, False, None]
+    # 1 GiB of budget + 64 MiB of d_hidden + 1.96 GiB of fp32 d_weight
+    assert [row.get("meets_memory_limit") for row in rows] == [True, False, None]
+
+
+def test_sweep_and_gemm_run(tmp_path):
+    out = tmp_path / "sweep.json"
+    assert invoke("sweep", "--quick", "--device", "cpu", "--only", "logitless", "--out", str(out)).exit_code == 0
+    assert [row["name"] for row in json.loads(out.read_text())["sections"][0]["rows"]] == ["logitless"]
+
+    out = tmp_path / "gemm.json"
+    assert invoke("gemm", "--quick", "--device", "cpu", "--out", str(out)).exit_code == 0
+    (section,) = json.loads(out.read_text())["sections"]
+    assert [row["chunk"] for row in section["rows"]] == list(gemm.QUICK_CHUNKS)
+    assert all(row["us_per_token"] == pytest.approx(1e3 * row["ms"] / row["tokens"]) for row in section["rows"])
+
+
+def test_sweep_doubles():
+    assert [shape.N for shape in ce.sweep_shapes(8192)] == [1024, 2048, 4096, 8192]
+    assert ce.sweep_shapes(131072)[-1].N == 131072
+
+
+def test_plot_rewrites_the_readme_and_draws(tmp_path):
+    report.write_json(tmp_path / "ce.json", document())
+    report.write_json(tmp_path / "sweep.json", document("sweep"))
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- benchmarks:ce -->\nold\n<!-- /benchmarks:ce -->\nafter\n")
+    arguments = ["plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "docs" / "ce.png")]
+    assert invoke(*arguments).exit_code == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- benchmarks:ce -->\n|") and text.endswith("\n<!-- /benchmarks:ce -->\nafter\n")
+    assert "old" not in text and "**1.25x, 3.0 GiB**" in text and "10.0 ms" in text
+    for part in ("out of memory", "wrong", "2e-01", "QuACK: quack-kernels is not installed", "benchmarks/results/ce.json"):
+        assert part in text
+    assert (tmp_path / "docs" / "ce.png").read_bytes().startswith(b"\x89PNG")
+
+    assert invoke(*arguments).exit_code == 0
+    assert page.read_text() == text
+
+
+def test_plot_asks_for_the_markers(tmp_path):
+    with pytest.raises(ValueError, match="<!-- benchmarks:ce -->"):
+        readme.rewrite(tmp_path / "README.md", "ce", "table")
+
+
+def test_newest_result_is_the_latest_complete_one(tmp_path):
+    for name, changes in {
+        "z-old": {"date": "2026-01-01"},
+        "a-new": {"date": "2026-02-01"},
+        "b-partial": {"date": "2026-03-01", "complete": False},
+        "c-quick": {"date": "2026-03-01", "quick": True},
+        "d-other": {"date": "2026-03-01", "benchmark": "sweep"},
+    }.items():
+        report.write_json(tmp_path / f"{name}.json", document(**changes))
+    path, _ = report.newest("ce", tmp_path)
+    assert path.name == "a-new.json"
+    assert report.newest("gemm", tmp_path) is None
+
+
+def test_picture_of_a_cpu_run(tmp_path):
+    # Neither memory nor the size of the card is known there.
+    run = document("sweep")
+    run["sections"][0]["rows"][0]["peak_bytes"] = None
+    picture.draw(run, tmp_path / "ce.png")
+    assert (tmp_path / "ce.png").stat().st_size > 0

@@ -1,0 +1,40 @@
+import re
+
+import pytest
+
+from logitless.trl_integration import versions
+
+
+def installed(monkeypatch, **found):
+    def version(package):
+        if package not in found:
+            raise versions.PackageNotFoundError(package)
+        return found[package]
+
+    monkeypatch.setattr(versions, "version", version)
+
+
+@pytest.mark.parametrize("trl", ["1.16.0", "1.16.3"])
+@pytest.mark.parametrize("transformers", ["5.17.0", "5.23.0"])
+def test_supported(monkeypatch, trl, transformers):
+    installed(monkeypatch, trl=trl, transformers=transformers)
+    versions.require_supported()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            {"trl": "1.15.2", "transformers": "5.23.0"},
+            "trl: expected ~=1.16.0, got 1.15.2; pip install 'trl~=1.16.0'.",
+        ),
+        ({"trl": "1.17.0", "transformers": "5.23.0"}, "trl: expected ~=1.16.0, got 1.17.0"),
+        ({"trl": "1.16.0", "transformers": "4.57.1"}, "transformers: expected >=5.17,<6, got 4.57.1"),
+        ({"transformers": "5.23.0"}, "trl: expected ~=1.16.0, got no installation; pip install 'trl~=1.16.0'."),
+    ],
+    ids=["old_trl", "new_trl", "old_transformers", "no_trl"],
+)
+def test_unsupported(monkeypatch, found, message):
+    installed(monkeypatch, **found)
+    with pytest.raises(ImportError, match=re.escape(message)):
+        versions.require_supported()

@@ -1,0 +1,102 @@
+"""Tiny models, tokens and a training run of a few steps, all built here: nothing is downloaded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
+
+VOCAB = 96
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+# What makes each family's head its own, with values strong enough to be noticed when they are left out
+FAMILIES = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.5, "initializer_range": 0.5},
+    "granite": {"logits_scaling": 0.25},
+    "cohere": {"logit_scale": 3.0},
+    "mixtral": EXPERTS,
+}
+CLASSES = {"tied": "Llama"}
+
+
+def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
+    """A model of the family with the same weights on every call."""
+    name = CLASSES.get(family, family.capitalize())
+    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[family] | options)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Never tokenizes: the datasets hold ids. Trainers ask it for its special tokens."""
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def tiny_dataset(*, examples: int = 24, masked: bool = False, seed: int = 0) -> Dataset:
+    """Rows of 5 to 24 ids; with `masked` the first third of each, and the whole of the first two, are not trained on."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 25, (examples,), generator=generator).tolist()
+    ids = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    columns = {"input_ids": ids}
+    if masked:
+        unsupervised = [len(row) if i < 2 else len(row) // 3 for i, row in enumerate(ids)]
+        columns["labels"] = [[-100] * n + row[n:] for row, n in zip(ids, unsupervised, strict=True)]
+    return Dataset.from_dict(columns)
+
+
+@dataclass
+class Run:
+    """What a training run left behind."""
+
+    trainer: Any
+    logs: list[dict[str, float]]
+    strategies: list[str] = field(default_factory=list)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+
+class _Watch(TrainerCallback):
+    """Notes after each micro-batch which strategy ran last."""
+
+    def __init__(self) -> None:
+        self.trainer, self.strategies = None, []
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        self.strategies.append(getattr(getattr(self.trainer, "last_plan", None), "strategy", None))
+
+    on_step_end = on_substep_end
+
+
+def train(trainer_class: type, args: Any, model: PreTrainedModel, dataset: Dataset, **options: Any) -> Run:
+    """Trains and returns the logs of every step (timings left out)."""
+    watch = _Watch()
+    trainer = trainer_class(
+        model, args=args, train_dataset=dataset, processing_class=tiny_tokenizer(), callbacks=[watch], **options
+    )
+    watch.trainer = trainer
+    trainer.train()
+    timing = ("runtime", "per_second", "flos")
+    logs = [
+        {key: value for key, value in log.items() if not key.endswith(timing)} for log in trainer.state.log_history
+    ]
+    return Run(trainer, logs, watch.strategies)
