@@ -2,13 +2,12 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
@@ -87,6 +86,15 @@ def run(
     return Outcome(value.detach(), {name: leaves[name].grad for name in trainable}, output)
 
 
+def tensors_in(values: Iterable) -> Iterator[Tensor]:
+    """Tensors among an operator's arguments or results, those in lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
 class BodyMode(TorchDispatchMode):
     """A dispatch mode that also sees what happens inside custom operators.
 
@@ -94,16 +102,23 @@ class BodyMode(TorchDispatchMode):
     kernel runs with the mode back on, and so do the decompositions of composite operators such as matmul.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._primitive = set()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in self._primitive:
+            return self.observe(func, args, kwargs)
         if func.namespace not in ("aten", "prim", "prims"):
             with self:
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         with self:
             result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:
-            result = self.observe(func, args, kwargs)
-        return result
+        if result is not NotImplemented:
+            return result
+        self._primitive.add(func)
+        return self.observe(func, args, kwargs)
 
     def observe(self, func, args: tuple, kwargs: dict):
         """Runs one primitive operator and takes note of it."""
@@ -125,19 +140,17 @@ class AllocationWatcher(BodyMode):
         self._born: dict[int, weakref.ref] = {}
 
     def observe(self, func, args, kwargs):
-        for storage in self._storages((args, kwargs)):
+        for tensor in tensors_in((args, tuple(kwargs.values()))):
+            storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._born and key not in self._existing:
                 self._existing[key] = weakref.ref(storage, lambda _, key=key: self._existing.pop(key))
         result = func(*args, **kwargs)
-        for storage in self._storages(result):
-            if storage._cdata not in self._existing:
+        for tensor in tensors_in((result,)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._existing and not tensor.is_meta:
                 self._measure(storage)
         return result
-
-    @staticmethod
-    def _storages(tree) -> list[torch.UntypedStorage]:
-        return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_meta]
 
     def _measure(self, storage: torch.UntypedStorage) -> None:
         # An `out=` operator may have grown a storage that is already known.

@@ -16,7 +16,7 @@ walks the vocabulary in blocks so that its temporaries stay small beside the chu
 import functools
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -45,16 +45,14 @@ class TokenStats:
         return TokenStats(**{name: x[rows] for name, x in self.items()})
 
 
-# Numbers that one pass over the logits finds together.
-_TOGETHER = ("entropy", "log_sum_sq_probs", "is_top1")
+# Numbers that one pass over the logits finds together, each row on top of those before it.
+_TOGETHER = (("logps", "lse"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
 
 
-def allocate_stats(names: Iterable[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenStats:
-    """Room for the named numbers, for those that come with them, and for log-probs and lse."""
-    wanted = {"logps", "lse", *names}
-    if wanted & {*_TOGETHER, "sum_logits"}:
-        wanted |= {*_TOGETHER}
-    return TokenStats(**{name: torch.empty(n, dtype=dtype, device=device) for name in sorted(wanted)})
+def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenStats:
+    """Room for the named numbers and for those that come with them; logps and lse always do."""
+    level = max((i for i, found in enumerate(_TOGETHER) for name in names if name in found), default=0)
+    return TokenStats(**{name: torch.empty(n, dtype=dtype, device=device) for found in _TOGETHER[: level + 1] for name in found})
 
 
 @functools.cache

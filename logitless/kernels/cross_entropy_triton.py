@@ -21,7 +21,7 @@ from torch import Tensor
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside fp32, and bf16 and fp32
 # store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16 gradients away from WRITE.
 DRIFT = tl.constexpr(30.0)
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
@@ -66,9 +66,9 @@ def row_kernel(
         tl.store(lse_ptr + row, 0.0)
         if EXTRA:
             tl.store(entropy_ptr + row, 0.0)
-            tl.store(log_sum_sq_ptr + row, 0.0)
             tl.store(is_top1_ptr + row, 0.0)
         if SUM:
+            tl.store(log_sum_sq_ptr + row, 0.0)
             tl.store(sum_logits_ptr + row, 0.0)
         if WRITE:
             tl.store(row_scale_ptr + row, 0.0)
@@ -82,25 +82,35 @@ def row_kernel(
     # Nobody may store over the target's logit before everybody has read it.
     tl.debug_barrier()
     shift = -1e30
+    best = -float("inf")  # of the blocks so far
+    beaten = False
     # Every sum leaves the target out: 1 - p is then exact for a confident token, where 1 - exp(logp) cancels.
     rest = tl.zeros([BLOCK], tl.float32)
     if EXTRA:
         rest_z = tl.zeros([BLOCK], tl.float32)
-        rest_sq = tl.zeros([BLOCK], tl.float32)
-        rivals = tl.zeros([BLOCK], tl.int32)
     if SUM:
+        rest_sq = tl.zeros([BLOCK], tl.float32)
         weighted = tl.zeros([BLOCK], tl.float32)
+    upcoming = tl.load(logits_ptr + lane, mask=lane < V, other=0.0)
     for start in range(0, V, BLOCK):
         cols = start + lane
         mask = cols < V
-        x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
+        x = upcoming
+        # Fetched a block ahead: behind this block's reduction and store, its latency would show.
+        upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < V, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
         top = tl.max(z, 0)
+        if EXTRA:
+            # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target, later ones not above.
+            if (y >= start) & (y < start + BLOCK):
+                beaten = (best >= z_y) | (tl.max(((z == z_y) & (cols < y)).to(tl.int32), 0) > 0)
+            best = tl.maximum(best, top)
         if top > shift + DRIFT:
             # The first block always comes here, with nothing to scale; later ones hardly ever.
             shrink = tl.exp(shift - top)
             if EXTRA:
-                rest_z = tl.where(rest > 0.0, shrink * (rest_z + (shift - top) * rest), 0.0)
+                rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)
+            if SUM:
                 rest_sq *= shrink * shrink
             rest *= shrink
             if WRITE:
@@ -109,14 +119,14 @@ def row_kernel(
                     before = grad_ptr + begin + lane
                     tl.store(before, (tl.load(before).to(tl.float32) * shrink).to(grad_ptr.dtype.element_ty))
             shift = top
-        e = tl.where(cols == y, 0.0, tl.exp(z - shift))
+        # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
+        drop = tl.maximum(z - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.where(cols == y, 0.0, tl.exp(drop))
         rest += e
         if EXTRA:
-            rest_z += tl.where(e > 0.0, e * (z - shift), 0.0)
-            rest_sq += e * e
-            # The arg-max is the first of equal maxima, as in torch.
-            rivals |= ((z > z_y) | ((z == z_y) & (cols < y))).to(tl.int32)
+            rest_z += e * drop
         if SUM:
+            rest_sq += e * e
             weighted += tl.where(mask, z * tl.load(class_weights_ptr + cols, mask=mask, other=0.0).to(tl.float32), 0.0)
         if WRITE:
             if ALIAS:
@@ -135,9 +145,9 @@ def row_kernel(
     if EXTRA:
         mean_z = (tl.sum(rest_z, 0) + e_y * (z_y - shift)) / total
         tl.store(entropy_ptr + row, tl.log(total) - mean_z)
-        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * tl.log(total))
-        tl.store(is_top1_ptr + row, 1.0 - tl.max(rivals, 0).to(tl.float32))
+        tl.store(is_top1_ptr + row, tl.where(beaten | (best > z_y), 0.0, 1.0))
     if SUM:
+        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * tl.log(total))
         tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
     if WRITE:
         tl.store(row_scale_ptr + row, -1.0 / total)

@@ -56,16 +56,15 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def hidden_gradient(d_logits: Tensor, weight: Tensor) -> Tensor:
-    """`d_logits @ weight` [C, H] in promote(dtype, fp32)."""
-    if d_logits.dtype == torch.promote_types(d_logits.dtype, torch.float32):
-        return torch.mm(d_logits, weight)
-    if _has_out_dtype(d_logits.device.type, d_logits.dtype):
-        return torch.mm(d_logits, weight, out_dtype=torch.float32)
-    total = torch.zeros(d_logits.shape[0], weight.shape[1], device=d_logits.device)
+def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """`out[C, H] = d_logits @ weight`, summed in fp32 at least."""
+    if d_logits.device.type != "cpu" or d_logits.dtype == torch.promote_types(d_logits.dtype, torch.float32):
+        return torch.mm(d_logits, weight, out=out)
+    # Half-precision products of a CPU may sum a long row in half precision.
+    total = torch.zeros(out.shape, device=out.device)
     for piece in _vocabulary_pieces(weight.shape[0]):
         total.addmm_(d_logits[:, piece].float(), weight[piece].float())
-    return total
+    return out.copy_(total)
 
 
 def accumulate(total: Tensor, d_logits: Tensor, hidden: Tensor, *, first: bool) -> None:

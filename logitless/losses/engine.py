@@ -13,6 +13,7 @@ from torch import Tensor
 
 from logitless.kernels.cross_entropy import TokenStats, allocate_stats, twin_row_bytes
 from logitless.kernels.matmul import piece_bytes
+from logitless.kernels.scale import scale as kernels_scale
 from logitless.losses.batch import Rows, Scales, select_rows
 from logitless.losses.measure import logits_loss_row_bytes
 from logitless.losses.plan import MIB, BudgetWarning, Plan, default_budget, make_plan
@@ -92,9 +93,8 @@ def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rew
     V, H = problem.weight.shape
     device = problem.weight.device
     logits_dtype = loss.logits_dtype or problem.dtype
-    stat = problem.stat_dtype.itemsize
-    # Beside the logits: the gathered rows, their scaled copy, and the fp32 product that becomes d_hidden.
-    row_bytes = V * logits_dtype.itemsize + H * (2 * problem.dtype.itemsize + stat) + 32 * stat
+    # What grows with the vocabulary counts; the two [C, H] matrices beside a chunk are part of O(N H).
+    row_bytes = V * logits_dtype.itemsize
     if loss.is_logits_loss:
         row_bytes += logits_loss_row_bytes(loss, problem, logits_dtype)
     else:
@@ -107,7 +107,7 @@ def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rew
             f"working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
         )
     plan = make_plan(
-        rows=rows.count, groups=rows.group_sizes, row_bytes=row_bytes, budget=max(usable, row_bytes), H=H, device=device,
+        rows=rows.count, groups=rows.group_sizes, row_bytes=row_bytes, budget=max(usable, row_bytes),
         differentiable=problem.needs.any, trainable_head=problem.needs.head,
         linear_in_logps=_linear_in_logps(loss), solved=solved, rewalk=rewalk, rereads=loss.is_logits_loss,
     )  # fmt: skip
@@ -172,9 +172,9 @@ def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows) -> dict:
 
 def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved, Plan]:
     """The loss and its gradients in one pass. `static`: dtypes may not depend on the number of tokens."""
+    factors, pending = scales(loss, problem, reduced=True)  # before the sync: what follows it should reach the GPU soon
     rows = _rows(loss, problem)
     plan = _plan(loss, problem, rows, solved=True)
-    factors, pending = scales(loss, problem, reduced=True)
     walk = _walk(loss, problem, rows, factors, vectors=plan.strategy == "row_scaled", **_token_buffers(loss, problem, rows))
     walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
     if plan.strategy == "row_scaled":
@@ -268,8 +268,4 @@ def finish(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype, *, owned:
         return None
     if torch.compiler.is_compiling():
         return (gradient.to(scale.dtype) * scale).to(dtype)
-    # One dimension, not none: a 0-d tensor would be rounded to the gradient's dtype first.
-    scale = scale.reshape(1)
-    if owned and gradient.dtype == dtype:
-        return gradient.mul_(scale)
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    return kernels_scale(gradient, scale, gradient if owned and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype))

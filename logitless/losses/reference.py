@@ -38,8 +38,11 @@ def head_logits(
     References:
         Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, section 2 (soft cap).
     """
-    raw = F.linear(hidden, weight, bias)
-    logits = logit_scale * raw.to(torch.promote_types(raw.dtype, torch.float32))
+    products = F.linear(hidden, weight)
+    logits = products.to(torch.promote_types(products.dtype, torch.float32))
+    if bias is not None:
+        logits = logits + bias
+    logits = logit_scale * logits
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits / temperature

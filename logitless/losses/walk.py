@@ -21,6 +21,7 @@ from logitless.kernels import cross_entropy as kernels
 from logitless.kernels.cross_entropy import TokenStats
 from logitless.kernels.head import Head
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
+from logitless.kernels.scale import scale
 from logitless.losses.batch import Batch, Rows, Scales, Term, reduce_terms, unreduced
 from logitless.losses.plan import Plan, Span, Step
 
@@ -99,19 +100,22 @@ class Walk:
         return self.hidden[at].to(self.weight.dtype), self.targets[at]
 
     def _multiply_out(self, step: Step, x: Tensor, gradient: Tensor, row_scale: Tensor | None, first: bool) -> None:
+        """Add a chunk's share to the gradients. Beside the chunk this takes two [C, H] matrices at most."""
+        at = self.rows.slice(step.start, step.stop)
+        in_place = isinstance(at, slice)
         if self.needs.hidden:
-            d_hidden = hidden_gradient(gradient, self.weight)
+            d_hidden = self.d_hidden[at] if in_place else torch.empty_like(x)
+            hidden_gradient(gradient, self.weight, d_hidden)
             if row_scale is not None:
-                d_hidden *= row_scale[:, None]
-            at = self.rows.slice(step.start, step.stop)
-            if isinstance(at, slice):
-                self.d_hidden[at] = d_hidden
-            else:
-                self.d_hidden.index_copy_(0, at, d_hidden.to(self.d_hidden.dtype))
+                scale(d_hidden, row_scale, d_hidden)
+            if not in_place:
+                self.d_hidden.index_copy_(0, at, d_hidden)
             del d_hidden
         if self.needs.weight:
-            scaled = x if row_scale is None else torch.mul(x, row_scale[:, None], out=torch.empty_like(x))
-            accumulate(self.d_weight, gradient, scaled, first=first)
+            if row_scale is not None:
+                ours = not in_place or x.dtype != self.hidden.dtype
+                x = scale(x, row_scale, x if ours else torch.empty_like(x))
+            accumulate(self.d_weight, gradient, x, first=first)
         if self.needs.bias:
             column = torch.ones(x.shape[0], device=x.device) if row_scale is None else row_scale
             accumulate(self.d_bias, gradient, column[:, None].to(gradient.dtype), first=first)

@@ -31,6 +31,7 @@ def changed_target(value: int) -> torch.Tensor:
 # What every entry point refuses: the argument that the message must name, and the call's changes.
 OPERANDS = {
     "hidden 0-d": ("hidden", {"hidden": torch.tensor(1.0)}),
+    "hidden 1-d": ("hidden", {"hidden": torch.randn(8), "targets": torch.tensor(3)}),
     "hidden of another size": ("hidden|weight", {"hidden": torch.randn(2, 6, 7)}),
     "hidden of integers": ("hidden", {"hidden": torch.ones(2, 6, 8, dtype=torch.int64)}),
     "weight 1-d": ("weight", {"weight": torch.randn(8)}),
@@ -41,7 +42,7 @@ OPERANDS = {
     "weight quantized": ("weight", {"weight": torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8)}),
     "weight sparse": ("weight", {"weight": WEIGHT.to_sparse()}),
     "weight on another device": ("hidden|weight", {"weight": WEIGHT.to("meta")}),
-    "weight without rows": ("weight", {"weight": torch.empty(0, 8)}),
+    "weight without rows": ("weight|targets", {"weight": torch.empty(0, 8)}),
     "targets of another shape": ("targets", {"targets": TARGETS[:, :5]}),
     "targets flat": ("targets", {"targets": TARGETS.flatten()}),
     "targets of floats": ("targets", {"targets": TARGETS.float()}),
@@ -69,7 +70,6 @@ CROSS_ENTROPY = {
     "class_weights 2-d": ("class_weights", {"class_weights": torch.ones(20, 1)}),
     "token_weights of another shape": ("token_weights", {"token_weights": torch.ones(2, 5)}),
     "shift with aligned targets": ("targets", {"targets": TARGETS[:, 1:], "shift": True}),
-    "shift of no dimension": ("shift|targets", {"hidden": torch.randn(8), "targets": torch.tensor(3), "shift": True}),
     "num_items of several": ("num_items", {"num_items": torch.ones(2)}),
 }
 
@@ -115,8 +115,9 @@ def test_ignored_targets_may_be_out_of_range():
 
 
 def test_choices_of_reduction_are_listed():
-    with pytest.raises(ValueError, match="'?none'?.*'?mean'?.*'?sum'?|'?mean'?.*'?none'?.*'?sum'?"):
+    with pytest.raises(ValueError) as caught:
         linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, reduction="average")
+    assert all(repr(choice) in str(caught.value) for choice in ("none", "mean", "sum", "average")), str(caught.value)
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
@@ -143,7 +144,7 @@ with warnings.catch_warnings(record=True) as caught:
 expected = torch.nn.functional.cross_entropy(hidden @ weight.T, targets)
 print(output.plan.chunks, output.plan.token_chunk, torch.allclose(output.loss, expected))
 for warning in caught:
-    print(warning.category.__name__, warning.message)
+    print(issubclass(warning.category, UserWarning), warning.message)
 """
 
 
@@ -152,5 +153,4 @@ def test_budget_below_one_row_works_and_warns_once():
     result = subprocess.run([sys.executable, "-c", SMALL_BUDGET], capture_output=True, text=True, check=True)
     facts, *warned = result.stdout.strip().splitlines()
     assert facts == "5 1 True"
-    assert len(warned) == 1 and warned[0].startswith("UserWarning"), warned
-    assert FORM.match(warned[0].removeprefix("UserWarning ")), warned
+    assert len(warned) == 1 and warned[0].startswith("True logits_budget: "), warned

@@ -107,14 +107,15 @@ def test_no_tokens(loss, trainable, shape):
 
 
 @strategies
-def test_a_single_token_without_a_batch_dimension(loss, trainable):
-    h, w, targets, b = operands((1,), 6, 40, torch.float64)
-    one = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
-    bare = run(loss, h[0], w, targets[0], b, requires=TRAINABLE[trainable])
-    assert bare.value.shape == ()
-    torch.testing.assert_close(bare.value, one.value.sum())
-    if "hidden" in bare.grads:
-        torch.testing.assert_close(bare.grads["hidden"], one.grads["hidden"][0])
+def test_any_number_of_batch_dimensions(loss, trainable):
+    h, w, targets, b = operands((2, 3, 2), 6, 40, torch.float64, ignored=0.3)
+    nested = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
+    flat = run(loss, h.view(12, 6), w, targets.view(12), b, requires=TRAINABLE[trainable])
+    if nested.value.dim():
+        flat.value = flat.value.view(2, 3, 2)
+    if "hidden" in flat.grads:
+        flat.grads["hidden"] = flat.grads["hidden"].view(2, 3, 2, 6)
+    assert_same(nested, flat)
 
 
 @strategies
@@ -221,7 +222,8 @@ def test_metrics_and_metric_entropy_carry_no_gradient():
     assert not linear_logprobs(h, w, targets, entropy="metric").entropy.requires_grad
 
 
-# Loss, what is trainable, share of ignored tokens, and the GEMMs of forward and backward together.
+# Loss, what is trainable, share of ignored tokens, and the GEMMs of forward and backward together. The tolerance of the tests
+# leaves room for the gradient of the bias, one product with a vector of ones: 1 / H = 0.03 GEMMs.
 GEMMS = {
     "fused": (fused, "all", 0, 3),
     "fused, frozen head": (fused, "hidden", 0, 2),
@@ -246,7 +248,7 @@ def test_gemms(loss, trainable, ignored, gemms, budget):
     h, w, targets, b = operands((tokens,), hidden, vocab, torch.float32, ignored=ignored)
     with GemmCounter(tokens, vocab, hidden) as counter:
         run(lambda *a, **k: loss(*a, **k, logits_budget=budget), h, w, targets, b, requires=TRAINABLE[trainable])
-    assert counter.gemms == pytest.approx(gemms, abs=0.03)
+    assert counter.gemms == pytest.approx(gemms, abs=0.05)
 
 
 @pytest.mark.parametrize(("trainable", "gemms"), [("all", 4), ("hidden", 2), ("head", 3), ("nothing", 1)])
@@ -261,7 +263,7 @@ def test_gemms_of_logprobs(trainable, gemms, entropy):
 
     with GemmCounter(tokens, vocab, hidden) as counter:
         run(policy_loss, h, w, targets, requires=TRAINABLE[trainable])
-    assert counter.gemms == pytest.approx(gemms, abs=0.03)
+    assert counter.gemms == pytest.approx(gemms, abs=0.05)
 
 
 MEMORY = {
@@ -281,12 +283,12 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"compact": False, "softcap": 30.0}], ids=["defaults", "softcap, not compact"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"compact": False}], ids=["defaults", "softcap", "not compact"])
 @pytest.mark.parametrize(("loss", "trainable", "tokens", "dtype", "ignored"), MEMORY.values(), ids=MEMORY)
 def test_memory_stays_within_the_budget(loss, trainable, tokens, dtype, ignored, options):
     if options and tokens > 1000:
         pytest.skip("slow, and the length changes nothing here")
-    hidden, vocab, budget = 8, 2003, 1 << 20
+    hidden, vocab, budget = 8, 2003, (8 << 20 if tokens > 1000 else 1 << 20)
     h, w, targets, b = operands((tokens,), hidden, vocab, dtype, ignored=ignored)
     wanted = trained(trainable, h, w, b)
 
