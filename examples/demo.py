@@ -13,13 +13,10 @@ unless the curves agree, the loss fell, the memory fell and the chunked engine i
 
 import json
 import os
-import random
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,15 +24,6 @@ from typing import Annotated, Any
 import psutil
 import torch
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
-
 from demo_report import (
     FULL,
     MIB,
@@ -48,8 +36,26 @@ from demo_report import (
     picture,
     table,
 )
+from demo_text import make_rows
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+CHILD_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # glibc keeps freed blocks for later unless told to hand large ones back; RSS would then show the past
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": str(MIB),
+    "MALLOC_TRIM_THRESHOLD_": str(MIB),
+    # OpenMP's threads spin while they wait, and on a machine with other work they starve each other: 13.6 s a step, not 2.7
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 @dataclass
@@ -63,7 +69,7 @@ class Setup:
     row_tokens: int  # predictions a row; a row has one token more
     hidden: int
     layers: int
-    corpus_bytes: int
+    corpus_chars: int
     tolerance: float  # largest difference between the curves
     learning_rate: float
     seed: int = 0
@@ -87,54 +93,10 @@ class Setup:
 
 def default_setup(device: str) -> Setup:
     if device == "cpu":
-        return Setup(device, 12, 32_000, 8, 512, 128, 2, corpus_bytes=4 * MIB, tolerance=1e-3, learning_rate=1e-2)
+        return Setup(device, 12, 32_000, 8, 512, 128, 2, corpus_chars=4 * MIB, tolerance=1e-3, learning_rate=1e-2)
     rows = 16 if torch.cuda.get_device_properties(0).total_memory > 48 * 1024 * MIB else 4
     # A logit of 8 in bf16 is rounded to 3e-2, by every run in its own way
-    return Setup(device, 60, 128_256, rows, 1024, 1024, 6, corpus_bytes=16 * MIB, tolerance=3e-2, learning_rate=5e-4)
-
-
-# --- the text -------------------------------------------------------------------------------------------------------------
-
-
-def source_files(limit: int) -> Iterator[str]:
-    """The standard library's modules, in an order that is shuffled but the same on every call, up to `limit` bytes."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
-    random.Random(0).shuffle(paths)
-    for path in paths:
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        yield text
-        limit -= len(text)
-        if limit <= 0:
-            return
-
-
-def prepare(setup: Setup, folder: Path) -> None:
-    """Trains the tokenizer and cuts the text into the rows that every run will see, in this order."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    files = list(source_files(setup.corpus_bytes))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=setup.vocab,
-        min_frequency=1,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(files, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-    width, count = setup.row_tokens + 1, setup.steps * setup.rows
-    stream: list[int] = []
-    for file in files:
-        stream += [*tokenizer.encode(file).ids, tokenizer.token_to_id("<eos>")]
-        if len(stream) >= width * count:
-            break
-    stream *= -(-width * count // len(stream))  # a long run reads the text more than once
-    torch.save(torch.tensor(stream[: width * count]).view(count, width), folder / "rows.pt")
+    return Setup(device, 60, 128_256, rows, 1024, 1024, 6, corpus_chars=16 * MIB, tolerance=3e-2, learning_rate=5e-4)
 
 
 # --- one run, in its own process ------------------------------------------------------------------------------------------
@@ -174,6 +136,7 @@ def build_trainer(name: str, setup: Setup, folder: Path) -> Any:
     import transformers
     import trl
     from datasets import Dataset
+
     from logitless.trl_integration import SFTConfig, SFTTrainer
 
     transformers.set_seed(setup.seed)
@@ -252,9 +215,7 @@ def run_one(name: str, folder: Path) -> None:
 
 def run_all(setup: Setup, folder: Path, console: Console) -> dict[str, Result]:
     (folder / "setup.json").write_text(json.dumps(asdict(setup)))
-    # glibc keeps freed blocks for later unless told to hand large ones back; RSS would then show the past.
-    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "2"}
-    environment = quiet | {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)} | os.environ
+    environment = CHILD_ENVIRONMENT | os.environ
     environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -292,7 +253,8 @@ def main(
     if setup.steps <= WARM_UP:
         raise typer.BadParameter(f"steps: expected more than the {WARM_UP} of the warm-up, got {setup.steps}; leave it out.")
     with console.status("training a tokenizer on Python's standard library"):
-        prepare(setup, output)
+        tokens = make_rows(setup.steps * setup.rows, setup.row_tokens + 1, setup.vocab, setup.corpus_chars, output / "tokenizer.json")
+        torch.save(tokens, output / "rows.pt")
 
     results = run_all(setup, output, console)
     console.print(table(results, setup.device))

@@ -4,5 +4,4 @@ from logitless import losses
 from logitless._version import __version__
 from logitless.losses import *  # noqa: F403
 
-
 __all__ = [*losses.__all__, "__version__"]

@@ -73,9 +73,7 @@ def run(
 ) -> Outcome:
     """Calls a loss on fresh leaves and takes it back: the value and the gradients of the operands named in `requires`."""
     given = {"hidden": hidden, "weight": weight, "bias": bias}
-    leaves = {
-        name: tensor.detach().clone().requires_grad_(name in requires) for name, tensor in given.items() if tensor is not None
-    }
+    leaves = {name: tensor.detach().clone().requires_grad_(name in requires) for name, tensor in given.items() if tensor is not None}
     output = loss_fn(leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"))
     value = output if isinstance(output, Tensor) else output.loss
     trainable = [name for name, leaf in leaves.items() if leaf.requires_grad]

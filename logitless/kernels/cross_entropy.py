@@ -9,7 +9,7 @@ With z the logits after the head transform (`kernels/head.py`), p = softmax(z) a
     d logp = onehot(y) - p      d lse = p      d entropy = -p (log p + entropy)      d sum_logits = class_weights
 
 Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below, which
-walks the vocabulary in blocks so that its temporaries stay small beside the chunk. "In place" means into `gradient`, which is
+takes a few rows at a time so that its temporaries stay small beside the chunk. "In place" means into `gradient`, which is
 `logits` itself or a narrower tensor overlaid on it.
 """
 
@@ -33,6 +33,8 @@ class TokenStats:
 
     logps: Tensor | None = None
     lse: Tensor | None = None
+    # What rounding left out of lse. exp((z - lse) - lse_residual) is exact also where lse is large.
+    lse_residual: Tensor | None = None
     entropy: Tensor | None = None
     sum_logits: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
@@ -46,12 +48,12 @@ class TokenStats:
 
 
 # Numbers that one pass over the logits finds together, each row on top of those before it.
-_TOGETHER = (("logps", "lse"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
+_TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenStats:
     """Room for the named numbers and for those that come with them; logps and lse always do."""
-    level = max((i for i, found in enumerate(_TOGETHER) for name in names if name in found), default=0)
+    level = max([0, *(i for i, found in enumerate(_TOGETHER) for name in names if name in found)])
     return TokenStats(**{name: torch.empty(n, dtype=dtype, device=device) for found in _TOGETHER[: level + 1] for name in found})
 
 
@@ -103,16 +105,14 @@ def logprob_gradient(
         return cross_entropy_triton.row_pass(
             logits, targets, out, bias=bias, class_weights=None, head=head, ignore_index=ignore_index, gradient=gradient
         )
-    _token_statistics_twin(logits, targets, out, head, bias, None, ignore_index)
-    supervised = (targets != ignore_index).to(out.lse.dtype)
-    _logits_gradient_twin(logits, targets, out, TokenStats(logps=supervised), head, bias, None, ignore_index, gradient)
-    return supervised
+    _token_statistics_twin(logits, targets, out, head, bias, None, ignore_index, gradient)
+    return torch.ones_like(out.lse)
 
 
 def logits_gradient(
     logits: Tensor,
     targets: Tensor,
-    stats: TokenStats,  # lse, and entropy where it has a gradient
+    stats: TokenStats,  # lse and its residual, and entropy where it has a gradient
     grads: TokenStats,  # d loss / d of each number; None where it has none
     *,
     gradient: Tensor,  # (C, V), written
@@ -132,76 +132,79 @@ def logits_gradient(
     _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient)
 
 
-# Wide enough that PyTorch's per-call cost does not show, narrow enough that a few fp32 temporaries stay small beside the chunk.
-def twin_block(V: int) -> int:
-    return max(256, V // 32)
+# The twins take a few rows at a time: few enough that their temporaries stay in a CPU's cache and small beside the chunk, enough that
+# PyTorch's per-call cost does not show.
+TWIN_BYTES = 2 * 2**20
+TWIN_TEMPORARIES = 6
 
 
-def twin_row_bytes(device: torch.device, dtype: torch.dtype, V: int) -> int:
-    """Memory of the twins' temporaries beside a row of logits; the kernels have none."""
-    return 0 if uses_triton(device, dtype) else 6 * twin_block(V) * torch.promote_types(dtype, torch.float32).itemsize
+def _wide_row(V: int, dtype: torch.dtype) -> int:
+    return V * torch.promote_types(dtype, torch.float32).itemsize
 
 
-def _blocks(logits: Tensor, head: Head, bias: Tensor | None):
-    V = logits.shape[1]
-    for start in range(0, V, twin_block(V)):
-        stop = min(start + twin_block(V), V)
-        yield start, stop, *head.logits(logits[:, start:stop], None if bias is None else bias[start:stop])
+def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) -> int:
+    """Memory of the twins' temporaries in a chunk that fits in the budget; the kernels have none."""
+    if uses_triton(device, dtype):
+        return 0
+    row = _wide_row(V, dtype)
+    return TWIN_TEMPORARIES * max(row, min(TWIN_BYTES, budget // 16))
 
 
-def _in_block(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    inside = (targets >= start) & (targets < stop)
-    return inside, torch.where(inside, targets - start, 0)[:, None]
+def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
+    C, V = logits.shape
+    # A thirty-second of a chunk is within `twin_bytes` for every budget.
+    step = max(1, min(TWIN_BYTES // _wide_row(V, logits.dtype), C // 32))
+    for start in range(0, C, step):
+        rows = slice(start, start + step)
+        yield rows, *head.logits(logits[rows], bias)
 
 
-def _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index) -> None:
-    stat = torch.promote_types(logits.dtype, torch.float32)
-    column = functools.partial(torch.zeros, targets.shape, dtype=stat, device=logits.device)
-    top, total, z_sum, sq_sum, weighted, z_y = column() - torch.inf, column(), column(), column(), column(), column()
-    arg_max = torch.zeros_like(targets)
-    for start, stop, z, _ in _blocks(logits, head, bias):
-        inside, local = _in_block(targets, start, stop)
-        z_y = torch.where(inside, z.gather(1, local)[:, 0], z_y)
+def _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index, gradient=None) -> None:
+    """Fills `out`, and `gradient` with d logp / d logits where it is given."""
+    for rows, z, slope in _row_blocks(logits, head, bias):
+        supervised = targets[rows] != ignore_index
+        target = torch.where(supervised, targets[rows], 0)[:, None]
+        top, arg_max = z.max(1)
+        log_p = torch.log_softmax(z, 1)
+        top_log_p = log_p.gather(1, arg_max[:, None])[:, 0]
+        lse = top - top_log_p
+        found = {"logps": log_p.gather(1, target)[:, 0], "lse": lse, "is_top1": (arg_max == targets[rows]).to(z.dtype)}
+        found["lse_residual"] = torch.where(lse.isfinite(), (top - lse) - top_log_p, 0.0)
         if out.sum_logits is not None:
-            weighted += z.sum(1) if class_weights is None else z @ class_weights[start:stop].to(stat)
-        block_top, block_arg = z.max(1)
-        arg_max = torch.where(block_top > top, block_arg + start, arg_max)
-        new_top = torch.maximum(top, block_top)
-        # A maximum of -inf has no exponentials to rescale; of NaN it stays NaN.
-        anchor = torch.where(new_top == -torch.inf, 0.0, new_top)
-        shrink, drop = torch.exp(top - anchor), torch.where(total > 0, top - anchor, 0.0)
-        z = z - anchor[:, None]
-        e = z.exp()
+            found["sum_logits"] = z.sum(1) if class_weights is None else z @ class_weights.to(z.dtype)
+        del z
+        p = log_p.exp()
         if out.entropy is not None:
-            z_sum = shrink * (z_sum + drop * total) + torch.where(e > 0, e * z, 0.0).sum(1)
-            sq_sum = shrink * shrink * sq_sum + (e * e).sum(1)
-        total = shrink * total + e.sum(1)
-        top = new_top
-    lse = top + total.log()
-    found = {
-        "logps": z_y - lse,
-        "lse": lse,
-        "entropy": total.log() - z_sum / total,
-        "sum_logits": weighted,
-        "log_sum_sq_probs": sq_sum.log() - 2 * total.log(),
-        "is_top1": (arg_max == targets).to(stat),
-    }
-    for name, buffer in out.items():
-        buffer.copy_(torch.where(targets != ignore_index, found[name], 0.0))
+            # p = 0 contributes nothing, though its log is -inf.
+            found["entropy"] = -log_p.clamp_(min=-1e4).mul_(p).sum(1)
+        if out.log_sum_sq_probs is not None:
+            found["log_sum_sq_probs"] = torch.mul(p, p, out=log_p).sum(1).log()
+        for name, buffer in out[rows].items():
+            buffer.copy_(torch.where(supervised, found[name], 0.0))
+        if gradient is not None:
+            p.scatter_add_(1, target, torch.full_like(p[:, :1], -1.0))
+            _store(gradient[rows], p.neg_(), slope, supervised)
 
 
 def _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient) -> None:
-    supervised = (targets != ignore_index)[:, None]
     g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
     g_softmax = -g_logp if grads.lse is None else grads.lse - g_logp
-    for start, stop, z, slope in _blocks(logits, head, bias):
-        z = z - stats.lse[:, None]
-        p = z.exp()
-        g = g_softmax[:, None] * p
+    for rows, z, slope in _row_blocks(logits, head, bias):
+        supervised = targets[rows] != ignore_index
+        log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])
+        p = log_p.exp()
+        g = p * g_softmax[rows, None]
         if grads.entropy is not None:
-            g -= grads.entropy[:, None] * torch.where(p > 0, p * (z + stats.entropy[:, None]), 0.0)
+            log_p = log_p.clamp_(min=-1e4).add_(stats.entropy[rows, None]).mul_(p)
+            g.addcmul_(log_p, grads.entropy[rows, None], value=-1)
         if grads.sum_logits is not None:
-            g += grads.sum_logits[:, None] if class_weights is None else grads.sum_logits[:, None] * class_weights[start:stop]
-        inside, local = _in_block(targets, start, stop)
-        g.scatter_add_(1, local, torch.where(inside, g_logp, 0.0)[:, None])
-        gradient[:, start:stop] = torch.where(supervised, g * slope, 0.0)
+            g += grads.sum_logits[rows, None] if class_weights is None else grads.sum_logits[rows, None] * class_weights
+        g.scatter_add_(1, torch.where(supervised, targets[rows], 0)[:, None], g_logp[rows, None])
+        _store(gradient[rows], g, slope, supervised)
+
+
+def _store(out: Tensor, g: Tensor, slope: Tensor | float, supervised: Tensor) -> None:
+    """Chain rule of the head; ignored rows are zeroed, whatever they hold."""
+    if not (isinstance(slope, float) and slope == 1.0):
+        g *= slope
+    out.copy_(g.masked_fill_(~supervised[:, None], 0.0))

@@ -51,7 +51,7 @@ def log1p(u):
 @triton.jit
 def row_kernel(
     logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
-    logps_ptr, lse_ptr, entropy_ptr, sum_logits_ptr, log_sum_sq_ptr, is_top1_ptr, row_scale_ptr,
+    logps_ptr, lse_ptr, lse_residual_ptr, entropy_ptr, sum_logits_ptr, log_sum_sq_ptr, is_top1_ptr, row_scale_ptr,
     logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, SUM: tl.constexpr, WRITE: tl.constexpr,
     ALIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,6 +64,7 @@ def row_kernel(
     if y == ignore_index:
         tl.store(logps_ptr + row, 0.0)
         tl.store(lse_ptr + row, 0.0)
+        tl.store(lse_residual_ptr + row, 0.0)
         if EXTRA:
             tl.store(entropy_ptr + row, 0.0)
             tl.store(is_top1_ptr + row, 0.0)
@@ -137,17 +138,19 @@ def row_kernel(
     others = tl.sum(rest, 0)
     e_y = tl.exp(z_y - shift)
     total = others + e_y
-    lse = shift + tl.log(total)
+    log_total = tl.log(total)
+    lse = shift + log_total
     confident = others < e_y
-    logp = tl.where(confident, -log1p(others / tl.where(confident, e_y, 1.0)), z_y - lse)
+    logp = tl.where(confident, -log1p(others / tl.where(confident, e_y, 1.0)), (z_y - shift) - log_total)
     tl.store(logps_ptr + row, logp)
     tl.store(lse_ptr + row, lse)
+    tl.store(lse_residual_ptr + row, (shift - lse) + log_total)
     if EXTRA:
         mean_z = (tl.sum(rest_z, 0) + e_y * (z_y - shift)) / total
-        tl.store(entropy_ptr + row, tl.log(total) - mean_z)
+        tl.store(entropy_ptr + row, log_total - mean_z)
         tl.store(is_top1_ptr + row, tl.where(beaten | (best > z_y), 0.0, 1.0))
     if SUM:
-        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * tl.log(total))
+        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total)
         tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
     if WRITE:
         tl.store(row_scale_ptr + row, -1.0 / total)
@@ -158,7 +161,7 @@ def row_kernel(
 @triton.jit
 def logits_gradient_kernel(
     logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
-    lse_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
+    lse_ptr, lse_residual_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
     logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -168,6 +171,7 @@ def logits_gradient_kernel(
     grad_ptr += row * grad_stride
     y = tl.load(targets_ptr + row)
     lse = tl.load(lse_ptr + row)
+    residual = tl.load(lse_residual_ptr + row)
     g_logp = tl.load(g_logp_ptr + row)
     g_softmax = tl.load(g_lse_ptr + row) - g_logp
     if EXTRA:
@@ -180,11 +184,12 @@ def logits_gradient_kernel(
         mask = (cols < V) & (y != ignore_index)
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-        p = tl.exp(z - lse)
+        log_p = (z - lse) - residual
+        p = tl.exp(log_p)
         g = g_softmax * p + tl.where(cols == y, g_logp, 0.0)
         if EXTRA:
             # p = 0 contributes nothing, though its log is -inf.
-            g -= g_entropy * tl.where(p > 0.0, p * (z - lse + entropy), 0.0)
+            g -= g_entropy * tl.where(p > 0.0, p * (log_p + entropy), 0.0)
             g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0).to(tl.float32)
         g = tl.where(mask, g * slope, 0.0)
         if ALIAS:
@@ -213,7 +218,7 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
     row_kernel[(logits.shape[0],)](
         logits, grad, targets,
         unused if bias is None else bias, unused if class_weights is None else class_weights,
-        out.logps, out.lse,
+        out.logps, out.lse, out.lse_residual,
         *(unused if x is None else x for x in (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)), row_scale,
         logits.stride(0), grad.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=out.entropy is not None, SUM=out.sum_logits is not None, WRITE=write,
@@ -229,7 +234,8 @@ def logits_gradient(logits: Tensor, targets: Tensor, stats, grads, *, bias, clas
     if extra and class_weights is None:
         class_weights = torch.ones(logits.shape[1], device=logits.device)
     logits_gradient_kernel[(logits.shape[0],)](
-        logits, gradient, targets, zeros if bias is None else bias, zeros if class_weights is None else class_weights, stats.lse,
+        logits, gradient, targets, zeros if bias is None else bias, zeros if class_weights is None else class_weights,
+        stats.lse, stats.lse_residual,
         *(zeros if x is None else x for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
         logits.stride(0), gradient.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=extra, ALIAS=gradient.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,

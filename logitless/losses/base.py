@@ -144,7 +144,7 @@ class LinearLoss:
             targets: (...) int64 token ids, or `ignore_index`.
             bias: (V,).
             num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global count / world size.
-            shift: targets are unshifted labels of the same length: position i predicts targets[i + 1].
+            shift: targets are unshifted labels of the same length, and per-token inputs go with them: position i predicts targets[i + 1].
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
             inputs: the tensors that the loss declares.
         """
@@ -192,10 +192,9 @@ class LogitsLoss(LinearLoss):
         return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
 
-def shift_targets(labels: Tensor, ignore_index: int) -> Tensor:
-    """Labels (..., T) of the same length as hidden -> targets: the token after each; the last position predicts nothing."""
-    last = torch.full_like(labels[..., :1], ignore_index)
-    return torch.cat((labels[..., 1:], last), dim=-1)
+def shifted(x: Tensor, last: float) -> Tensor:
+    """Labels (..., T), or what goes with them, of the same length as hidden -> each position gets the next one's, the last `last`."""
+    return torch.cat((x[..., 1:], torch.full_like(x[..., :1], last)), dim=-1)
 
 
 def prepare(
@@ -209,7 +208,8 @@ def prepare(
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
     V, H = weight.shape
     if shift:
-        targets = shift_targets(targets, loss.ignore_index)
+        targets = shifted(targets, loss.ignore_index)
+        inputs = {name: shifted(x, 0) if x is not None and name in loss.token_inputs else x for name, x in inputs.items()}
     for name in ("accum_dtype", "logits_dtype"):
         wanted = getattr(loss, name)
         expect(
@@ -221,7 +221,9 @@ def prepare(
     grad = torch.is_grad_enabled()
     needs = Needs(grad and hidden.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad)
     if num_items is not None:
-        num_items = torch.as_tensor(num_items, device=hidden.device)
+        if not isinstance(num_items, Tensor):
+            num_items = torch.full((), num_items, dtype=torch.float32, device=hidden.device)
+        num_items = num_items.to(hidden.device)
         expect(num_items.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(num_items.shape), "sum it first")
     return Problem(hidden.reshape(-1, H), weight, bias, targets.reshape(-1).long(), num_items, cu_seqlens, flat, sequences, dtype, needs)
 
@@ -279,13 +281,33 @@ def _differentiable(loss: LinearLoss) -> tuple[str, ...]:
 
 def call(loss: LinearLoss, problem: Problem, *, solved: bool) -> tuple[tuple[Tensor, ...], Plan | None]:
     """Run a call under autograd: (loss, metrics) if solved, else the numbers of `_names_out`; and the plan."""
-    plans: list[Plan] = []
     p = problem
-    outputs = FusedLinearBase.apply(
-        loss, plans, solved, p.sequences, p.dtype, p.needs.hidden, p.needs.weight, p.needs.bias,
-        p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, *(p.inputs[name] for name in loss.inputs),
-    )  # fmt: skip
+    needs = [p.needs.hidden, p.needs.weight, p.needs.bias]
+    tensors = (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, *(p.inputs[name] for name in loss.inputs))
+    if not p.needs.any:
+        outputs, _, _, plan = _forward(loss, solved, p.sequences, p.dtype, needs, tensors)
+        return outputs, plan
+    plans: list[Plan] = []
+    outputs = FusedLinearBase.apply(loss, plans, solved, p.sequences, p.dtype, needs, *tensors)
     return outputs, plans[0] if plans else None
+
+
+def _forward(loss: LinearLoss, solved: bool, sequences: int, dtype: torch.dtype, needs: list[bool], tensors: tuple[Tensor | None, ...]):
+    """(outputs, what the backward pass needs of this one, rows, plan), eagerly or through an operator."""
+    *head, cu_seqlens = tensors[:6]
+    arguments = (*head, cu_seqlens, list(tensors[6:]), sequences, dtype, needs)
+    if torch.compiler.is_compiling():
+        if solved:
+            loss_value, metrics, *kept = _solve_op(*arguments, loss.key)
+            return (loss_value, metrics), kept, None, None
+        d_logp, *numbers = _numbers_op(*arguments, loss.key)
+        return tuple(numbers), [d_logp], None, None
+    problem = _problem(loss, *arguments)
+    if solved:
+        (loss_value, metrics, *kept), plan = engine.solve(loss, problem, static=False)
+        return (loss_value, metrics), kept, None, plan
+    found, d_logp, rows, plan = engine.token_numbers(loss, problem)
+    return tuple(found[name] for name in _names_out(loss)), [d_logp], rows, plan
 
 
 def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[Tensor, Tensor, Plan | None]:
@@ -316,72 +338,56 @@ class FusedLinearBase(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, loss, plans, solved, sequences, dtype, need_hidden, need_weight, need_bias, hidden, weight, bias, targets, num_items,
-        cu_seqlens, *inputs,
-    ):  # fmt: skip
-        ctx.set_materialize_grads(False)
-        ctx.loss, ctx.solved, ctx.sequences, ctx.dtype, ctx.flags = loss, solved, sequences, dtype, (need_hidden, need_weight, need_bias)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        arguments = (hidden, weight, bias, targets, num_items, cu_seqlens, list(inputs), sequences, dtype, list(ctx.flags))
-        compiling = torch.compiler.is_compiling()
-        ctx.rows = None
-        if solved:
-            if compiling:
-                loss_value, metrics, *rest = _solve_op(*arguments, loss.key)
-            else:
-                found, plan = engine.solve(loss, _problem(loss, *arguments), static=False)
-                loss_value, metrics, *rest = found
-                plans.append(plan)
-            ctx.save_for_backward(*rest)
-            ctx.mark_non_differentiable(metrics)
-            return loss_value, metrics
-        names = _names_out(loss)
-        if compiling:
-            d_logp, *numbers = _numbers_op(*arguments, loss.key)
-        else:
-            found, d_logp, rows, plan = engine.token_numbers(loss, _problem(loss, *arguments))
-            numbers = [found[name] for name in names]
+    def forward(ctx, loss, plans, solved, sequences, dtype, needs, *tensors):
+        outputs, kept, ctx.rows, plan = _forward(loss, solved, sequences, dtype, needs, tensors)
+        if plan is not None:
             plans.append(plan)
-            ctx.rows = rows
-        ctx.inputs = len(inputs)
-        ctx.save_for_backward(hidden, weight, bias, targets, num_items, cu_seqlens, *inputs, d_logp, *numbers)
-        ctx.mark_non_differentiable(*(x for name, x in zip(names, numbers, strict=True) if name not in _differentiable(loss)))
-        return tuple(numbers)
+        ctx.set_materialize_grads(False)
+        ctx.loss, ctx.solved, ctx.sequences, ctx.dtype, ctx.needs = loss, solved, sequences, dtype, needs
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
+        ctx.tensors = len(tensors)
+        if solved:
+            ctx.save_for_backward(*kept)
+            ctx.mark_non_differentiable(outputs[1])
+        else:
+            ctx.save_for_backward(*tensors, *kept, *outputs)
+            names = _names_out(loss)
+            ctx.mark_non_differentiable(*(x for name, x in zip(names, outputs, strict=True) if name not in _differentiable(loss)))
+        return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
         compiling = torch.compiler.is_compiling()
         if not compiling and torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph: expected False, got True; logitless losses have no second derivative, compute them from linear "
-                "full-logits losses (logitless.losses.reference) where you need one."
+                "create_graph: expected False, got True; logitless losses have no second derivative, take logitless.losses.reference "
+                "where you need one."
             )
         if ctx.solved:
             pending, *gradients = ctx.saved_tensors
             scale = None if upstream[0] is None else pending * upstream[0]
         else:
             scale, gradients = _second_walk(ctx, upstream, compiling)
-        if scale is None:
-            return (None,) * 8 + (None,) * (len(ctx.needs_input_grad) - 8)
-        owned = not compiling and not (ctx.solved and torch._C._autograd._get_current_graph_task_keep_graph())
-        found = [
-            engine.finish(g, scale, dtype, owned=owned) if need else None
-            for g, dtype, need in zip(gradients, ctx.dtypes, ctx.flags, strict=True)
-        ]
-        if found[2] is not None:
-            found[2] = found[2].view(-1)
-        return (None,) * 8 + tuple(found) + (None,) * (len(ctx.needs_input_grad) - 11)
+        found = [None, None, None]
+        if scale is not None:
+            # Where nobody can come back for them, the kept gradients become the returned ones.
+            owned = not compiling and not (ctx.solved and torch._C._autograd._get_current_graph_task_keep_graph())
+            found = [
+                engine.finish(gradient, scale, dtype, owned=owned) if need else None
+                for gradient, dtype, need in zip(gradients, ctx.dtypes, ctx.needs, strict=True)
+            ]
+            found[2] = None if found[2] is None else found[2].view(-1)
+        return (None,) * 6 + tuple(found) + (None,) * (ctx.tensors - 3)
 
 
 def _second_walk(ctx, upstream: Sequence[Tensor | None], compiling: bool):
-    hidden, weight, bias, targets, num_items, cu_seqlens, *rest = ctx.saved_tensors
-    inputs, (d_logp, *numbers) = rest[: ctx.inputs], rest[ctx.inputs :]
-    arguments = (hidden, weight, bias, targets, num_items, cu_seqlens, inputs, ctx.sequences, ctx.dtype, list(ctx.flags))
-    if all(grad is None for grad in upstream):
+    saved = ctx.saved_tensors
+    tensors, d_logp, numbers = saved[: ctx.tensors], saved[ctx.tensors], saved[ctx.tensors + 1 :]
+    if all(gradient is None for gradient in upstream):
         return None, ()
+    arguments = (*tensors[:6], list(tensors[6:]), ctx.sequences, ctx.dtype, ctx.needs)
     if compiling:
-        scale, *gradients = _gradients_op(*arguments, ctx.loss.key, d_logp, numbers, list(upstream))
+        scale, *gradients = _gradients_op(*arguments, ctx.loss.key, d_logp, list(numbers), list(upstream))
     else:
         scale, *gradients = _token_gradients(ctx.loss, _problem(ctx.loss, *arguments), d_logp, numbers, upstream, ctx.rows, static=False)
     return scale, gradients

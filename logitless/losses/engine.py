@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats, allocate_stats, twin_row_bytes
+from logitless.kernels.cross_entropy import TokenStats, allocate_stats, twin_bytes
 from logitless.kernels.matmul import piece_bytes
 from logitless.kernels.scale import scale as kernels_scale
 from logitless.losses.batch import Rows, Scales, select_rows
@@ -97,13 +97,14 @@ def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rew
     row_bytes = V * logits_dtype.itemsize
     if loss.is_logits_loss:
         row_bytes += logits_loss_row_bytes(loss, problem, logits_dtype)
-    else:
-        row_bytes += twin_row_bytes(device, logits_dtype, V)
     budget = loss.logits_budget or default_budget(device)
-    usable = budget - piece_bytes(device, problem.dtype, logits_dtype, V, H)
+    fixed = piece_bytes(device, problem.dtype, logits_dtype, V, H)
+    if not loss.is_logits_loss:
+        fixed += twin_bytes(device, logits_dtype, V, budget)
+    usable = budget - fixed
     if usable < row_bytes:
         _warn_once(
-            f"logits_budget: one row of logits and its temporaries take {row_bytes} bytes, more than the {budget} given; "
+            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than the {budget} given; "
             f"working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
         )
     plan = make_plan(

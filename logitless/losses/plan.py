@@ -11,7 +11,7 @@ those numbers), and may *write*: turn the logits into their gradient and multipl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     strategy: str
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = field(repr=False)
     rows: int
     row_bytes: int
     budget: int

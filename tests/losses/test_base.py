@@ -206,9 +206,7 @@ def test_expanded_upstream_gradient_and_hidden(loss, trainable):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_call_same_bits(loss, trainable, dtype):
     h, w, targets, b = operands((200,), 16, 300, dtype, ignored=0.2)
-    one, two = (
-        run(lambda *a, **k: loss(*a, **k, logits_budget=50_000), h, w, targets, b, requires=TRAINABLE[trainable]) for _ in "12"
-    )
+    one, two = (run(lambda *a, **k: loss(*a, **k, logits_budget=50_000), h, w, targets, b, requires=TRAINABLE[trainable]) for _ in "12")
     assert torch.equal(one.value, two.value)
     for name in one.grads:
         assert torch.equal(one.grads[name], two.grads[name])

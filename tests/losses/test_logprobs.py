@@ -106,9 +106,7 @@ def test_unused_outputs_cost_nothing_in_correctness(trainable):
     h, w, targets, b = operands((9,), 8, 30, torch.float64, ignored=0.3)
     for name in ("logps", "entropy", "lse"):
         index = ("logps", "entropy", "lse").index(name)
-        actual = run(
-            lambda *a, **k: getattr(linear_logprobs(*a, entropy=True, **k), name), h, w, targets, b, requires=TRAINABLE[trainable]
-        )
+        actual = run(lambda *a, **k: getattr(linear_logprobs(*a, entropy=True, **k), name), h, w, targets, b, requires=TRAINABLE[trainable])
         truth = run(lambda *a, **k: reference.token_logprobs(*a, **k)[index], h, w, targets, b, requires=TRAINABLE[trainable])
         for operand in truth.grads:
             torch.testing.assert_close(actual.grads[operand], truth.grads[operand])
@@ -142,9 +140,7 @@ def test_a_loss_of_the_whole_batch(trainable):
         lambda *a, **k: sequence_loss(linear_logprobs(*a, **k, logits_budget=4_000).logps),
         h, w, targets, b, requires=TRAINABLE[trainable],
     )  # fmt: skip
-    truth = run(
-        lambda *a, **k: sequence_loss(reference.token_logprobs(*a, **k)[0]), h, w, targets, b, requires=TRAINABLE[trainable]
-    )
+    truth = run(lambda *a, **k: sequence_loss(reference.token_logprobs(*a, **k)[0]), h, w, targets, b, requires=TRAINABLE[trainable])
     torch.testing.assert_close(actual.value, truth.value)
     for name in truth.grads:
         assert truth.grads[name].any()

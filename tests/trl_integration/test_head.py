@@ -78,10 +78,7 @@ def test_every_other_call_runs_as_before():
 
     a, b = plain(IDS, labels=LABELS), patched(IDS, labels=LABELS)
     assert torch.equal(a.logits, b.logits) and torch.equal(a.loss, b.loss)
-    generated = [
-        model.generate(IDS, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS))
-        for model in (plain, patched)
-    ]
+    generated = [model.generate(IDS, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS)) for model in (plain, patched)]
     assert torch.equal(*generated)
 
 
@@ -147,7 +144,7 @@ def both_ranks(rank: int, store: str) -> None:
     for model in (replicated, sharded):
         model(IDS[rank : rank + 1], labels=LABELS[rank : rank + 1], fused_lm_head=True).loss.backward()
         for name, grad in gradients(model).items():
-            torch.testing.assert_close(grad, expected[name], msg=lambda m, name=name: f"{type(model).__name__} {name}: {m}")
+            torch.testing.assert_close(grad, expected[name], msg=lambda m, name=name, model=model: f"{type(model).__name__} {name}: {m}")
     dist.destroy_process_group()
 
 

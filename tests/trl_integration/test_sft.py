@@ -162,9 +162,7 @@ def test_lora_on_the_head_is_refused(tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
     args = SFTConfig(**options(tmp_path, use_chunked_loss=True))
     with pytest.raises(ValueError, match="lm_head"):
-        SFTTrainer(
-            tiny_model(), args=args, train_dataset=tiny_dataset(), processing_class=tiny_tokenizer(), peft_config=config
-        )
+        SFTTrainer(tiny_model(), args=args, train_dataset=tiny_dataset(), processing_class=tiny_tokenizer(), peft_config=config)
 
 
 # --- the flag ------------------------------------------------------------------------------------------------------------

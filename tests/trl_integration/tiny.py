@@ -90,13 +90,9 @@ class _Watch(TrainerCallback):
 def train(trainer_class: type, args: Any, model: PreTrainedModel, dataset: Dataset, **options: Any) -> Run:
     """Trains and returns the logs of every step (timings left out)."""
     watch = _Watch()
-    trainer = trainer_class(
-        model, args=args, train_dataset=dataset, processing_class=tiny_tokenizer(), callbacks=[watch], **options
-    )
+    trainer = trainer_class(model, args=args, train_dataset=dataset, processing_class=tiny_tokenizer(), callbacks=[watch], **options)
     watch.trainer = trainer
     trainer.train()
     timing = ("runtime", "per_second", "flos")
-    logs = [
-        {key: value for key, value in log.items() if not key.endswith(timing)} for log in trainer.state.log_history
-    ]
+    logs = [{key: value for key, value in log.items() if not key.endswith(timing)} for log in trainer.state.log_history]
     return Run(trainer, logs, watch.strategies)
