@@ -136,6 +136,7 @@ def logits_gradient(
 # PyTorch's per-call cost does not show.
 TWIN_BYTES = 2 * 2**20
 TWIN_TEMPORARIES = 6
+SMALL_CHUNK = 8 * 2**10
 
 
 def _wide_row(V: int, dtype: torch.dtype) -> int:
@@ -147,13 +148,13 @@ def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) ->
     if uses_triton(device, dtype):
         return 0
     row = _wide_row(V, dtype)
-    return TWIN_TEMPORARIES * max(row, min(TWIN_BYTES, budget // 16))
+    return TWIN_TEMPORARIES * max(row, min(TWIN_BYTES, budget // 24))
 
 
 def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
     C, V = logits.shape
-    # A thirty-second of a chunk is within `twin_bytes` for every budget.
-    step = max(1, min(TWIN_BYTES // _wide_row(V, logits.dtype), C // 32))
+    # Within `twin_bytes` for every budget: a chunk fills at most 3/4 of it, twice that when upcast.
+    step = max(1, min(TWIN_BYTES // _wide_row(V, logits.dtype), max(C // 36, SMALL_CHUNK // _wide_row(V, logits.dtype))))
     for start in range(0, C, step):
         rows = slice(start, start + step)
         yield rows, *head.logits(logits[rows], bias)

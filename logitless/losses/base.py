@@ -325,7 +325,8 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
     batch = Batch(problem.targets, problem.weight.shape[0], problem.inputs, segments, ignore_index=loss.ignore_index)
     terms, metrics = batch.masked(*loss.terms(TokenStats(**named), batch))
     values = unreduced(terms)
-    _, (_, found) = reduce_terms({"loss": Term(values, None)}, metrics, engine.scales(loss, problem, reduced=False)[0])
+    factors, _ = engine.scales(loss, problem, problem.supervised(loss.ignore_index).sum(), reduced=False)
+    _, (_, found) = reduce_terms({"loss": Term(values, None)}, metrics, factors)
     stacked = torch.stack([found[name].to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
     return values.view(shape) if values.shape == problem.targets.shape else values, stacked, plan
 

@@ -25,16 +25,26 @@ UNITS = ("tokens", "sequences", "pairs")
 
 
 class Scales(NamedTuple):
-    """What the sums over each unit are multiplied by: 0-d tensors, by unit."""
+    """What the sums over each unit are multiplied by: numbers or 0-d tensors, by unit."""
 
-    loss: Mapping[str, Tensor]
-    metrics: Mapping[str, Tensor]
+    loss: Mapping[str, float | Tensor] | None  # None where the loss is not reduced
+    metrics: Mapping[str, float | Tensor]
+
+    def tensors(self, like: Tensor) -> "Scales":
+        """All as 0-d tensors: a compiled function would take every new number for a new program."""
+
+        def convert(scale):
+            return (
+                None if scale is None else {unit: torch.as_tensor(x, dtype=torch.float32, device=like.device) for unit, x in scale.items()}
+            )
+
+        return Scales(convert(self.loss), convert(self.metrics))
 
 
 def reduce_terms(terms: Mapping[str, Term], metrics: Mapping[str, Term], scales: Scales) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
     """The one place where a reduction is applied: the scaled loss of a slice, and (it again, the slice's share of each metric)."""
 
-    def total(term: Term, scale: Mapping[str, Tensor]) -> Tensor:
+    def total(term: Term, scale: Mapping[str, float | Tensor]) -> Tensor:
         return term.values.sum() if term.over is None else term.values.sum() * scale[term.over]
 
     loss = sum(total(term, scales.loss) for term in terms.values())
@@ -152,6 +162,7 @@ class Rows(NamedTuple):
     """The supervised tokens of a call in the order in which they are walked: whole groups side by side."""
 
     count: int
+    tokens: int | Tensor  # supervised ones: the count, unless every row is walked
     index: Tensor | None  # (count,) int64 positions in the flat call; None: all of them, in place
     group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
     sequence_sizes: Tensor | None  # (sequences,) in row order
@@ -204,9 +215,9 @@ def select_rows(
     if not compact:
         torch._assert_async(bad == 0, f"targets: expected ids in [0, {V}) or ignore_index, got ids outside; fix the labels.")
         if sizes is None:
-            return Rows(N, order, None, None)
+            return Rows(N, supervised.sum(), order, None, None)
         group_sizes = sizes.view(-1, roles).sum(1).tolist() if grouped else None
-        return Rows(N, order, group_sizes, sizes, roles)
+        return Rows(N, supervised.sum(), order, group_sizes, sizes, roles)
 
     parts = [supervised.sum(), bad] if sizes is None else [supervised.sum(), bad, *sizes.view(-1, roles).sum(1).unbind()]
     count, wrong, *group_sizes = torch.stack(parts).tolist()
@@ -216,4 +227,4 @@ def select_rows(
     if count < N:
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
-    return Rows(count, index, group_sizes if grouped else None, sizes, roles)
+    return Rows(count, count, index, group_sizes if grouped else None, sizes, roles)

@@ -4,6 +4,7 @@ Everything here runs eagerly, also inside a compiled graph, where it is the body
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -121,36 +122,44 @@ def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rew
     return plan
 
 
-def scales(loss: "LinearLoss", problem: Problem, *, reduced: bool) -> tuple[Scales, Tensor | None]:
+Number = float | Tensor
+
+
+def scales(loss: "LinearLoss", problem: Problem, tokens: int | Tensor, *, reduced: bool) -> tuple[Scales, Number]:
     """Factors of each unit, and the power of two that stays out of the chunks.
 
     With the factor of the main unit as m * 2^e, m in [0.5, 1) goes into the gradients that enter the chunks and 2^e is left for the
-    backward pass: no gradient underflows in fp16, however many tokens there are, and applying 2^e rounds nothing.
+    backward pass: no gradient underflows in fp16, however many tokens there are, and applying 2^e rounds nothing. What the host knows
+    stays a Python number: launching tiny kernels would keep the GPU waiting for the first product.
     """
-    targets, stat = problem.targets, problem.stat_dtype
 
-    def number(x) -> Tensor:
-        x = torch.as_tensor(x, device=targets.device).to(stat)
-        return torch.where(x == 0, 1.0, x)
+    def inverse(x: Number) -> Number:
+        if not isinstance(x, Tensor):
+            return 1.0 / x if x else 1.0
+        x = x.to(problem.stat_dtype)
+        return 1.0 / torch.where(x == 0, 1.0, x)
 
-    counts = {
-        "tokens": problem.supervised(loss.ignore_index).sum(),
-        "sequences": problem.sequences,
-        "pairs": problem.sequences // 2,
-    }
-    metrics = {unit: 1 / number(count) for unit, count in counts.items()}
+    counts = {"tokens": tokens, "sequences": problem.sequences, "pairs": problem.sequences // 2}
+    metrics = {unit: inverse(count) for unit, count in counts.items()}
     if not reduced:
-        return Scales(None, metrics), None
+        return Scales(None, metrics), 1.0
     if loss.reduction == "sum":
-        factors = {unit: number(1) for unit in counts}
+        normalizers = dict.fromkeys(counts, 1)
     else:
-        normalizers = loss.normalizers(counts, targets, problem.inputs)
+        normalizers = loss.normalizers(counts, problem.targets, problem.inputs)
         if problem.num_items is not None:
             normalizers[loss.unit] = problem.num_items
-        factors = {unit: 1 / number(count) for unit, count in normalizers.items()}
-    mantissa, exponent = torch.frexp(factors[loss.unit])
-    pending = torch.ldexp(torch.ones_like(mantissa), exponent)
+    factors = {unit: inverse(count) for unit, count in normalizers.items()}
+    pending = _power_of_two(factors[loss.unit])
     return Scales({unit: factor / pending for unit, factor in factors.items()}, metrics), pending
+
+
+def _power_of_two(x: Number) -> Number:
+    """The smallest power of two above x > 0."""
+    if not isinstance(x, Tensor):
+        return 2.0 ** math.frexp(x)[1]
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
 def _walk(loss: "LinearLoss", problem: Problem, rows: Rows, factors: Scales | None, **more) -> Walk:
@@ -173,14 +182,16 @@ def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows) -> dict:
 
 def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved, Plan]:
     """The loss and its gradients in one pass. `static`: dtypes may not depend on the number of tokens."""
-    factors, pending = scales(loss, problem, reduced=True)  # before the sync: what follows it should reach the GPU soon
     rows = _rows(loss, problem)
     plan = _plan(loss, problem, rows, solved=True)
+    factors, pending = scales(loss, problem, rows.tokens, reduced=True)
     walk = _walk(loss, problem, rows, factors, vectors=plan.strategy == "row_scaled", **_token_buffers(loss, problem, rows))
     walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
     if plan.strategy == "row_scaled":
         _scale_all(walk.d_hidden, walk.d_hidden, walk, rows)
     loss_value = sum(value for value, _ in walk.reports) * pending
+    if not isinstance(pending, Tensor):
+        pending = torch.full((), pending, dtype=problem.stat_dtype, device=problem.targets.device)
     metrics = [sum(found[name] for _, found in walk.reports).to(loss_value.dtype) for name in _metric_names(loss, walk.reports)]
     stacked = torch.stack(metrics) if metrics else loss_value.new_zeros(0)
     return Solved(loss_value, stacked, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
@@ -222,7 +233,7 @@ def token_numbers(loss: "LinearLoss", problem: Problem) -> tuple[dict[str, Tenso
     plan = _plan(loss, problem, rows, solved=False)
     N = problem.targets.shape[0]
     if loss.is_logits_loss:
-        factors, _ = scales(loss, problem, reduced=False)
+        factors, _ = scales(loss, problem, rows.tokens, reduced=False)
         walk = _walk(loss, problem, rows, factors, values=torch.zeros(rows.count, dtype=problem.stat_dtype, device=problem.targets.device))
         walk.run(plan, None)
         metrics = {name: sum(found[name] for _, found in walk.reports) for name in loss.metric_names} if walk.reports else {}
@@ -250,12 +261,11 @@ def token_gradients(
         return one, out, None, None
     # At order one, whatever their size: the exponent of the largest is left for the end.
     largest = torch.stack([g.abs().amax() if g.numel() else one * 0 for g in given.values()]).amax()
-    _, exponent = torch.frexp(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
-    pending = torch.ldexp(one, exponent)
+    pending = _power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
     given = {name: g / pending for name, g in given.items()}
     plan = _plan(loss, problem, rows, solved=False, rewalk=True)
     if loss.is_logits_loss:
-        factors, _ = scales(loss, problem, reduced=False)
+        factors, _ = scales(loss, problem, rows.tokens, reduced=False)
         walk = _walk(loss, problem, rows, factors, upstream=given["values"])
     else:
         walk = _walk(loss, problem, rows, None, stats=TokenStats(**known), grads=TokenStats(**given))

@@ -90,10 +90,15 @@ GOOD_CHUNKS = (4096, 2048, 1024, 512)
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     """Rows of a chunk: all of them, else the largest good size that fits in the budget, else what fits, evened out."""
-    most = max(1, min(budget // row_bytes, GOOD_CHUNKS[0]))
-    if most >= rows:
+    capacity = max(1, budget // row_bytes)
+    good = next((size for size in GOOD_CHUNKS if size <= capacity), None)
+    if rows <= (good or capacity):
         return max(1, rows)
-    return next((good for good in GOOD_CHUNKS if good <= most), -(-rows // -(-rows // most)))
+    if good is None:
+        return -(-rows // -(-rows // capacity))
+    # A few rows more in every chunk cost less than a last chunk of only a few, which reads and writes all of d_weight too.
+    stretched = -(-rows // (rows // good))
+    return stretched if stretched <= min(capacity, good + good // 8) else good
 
 
 def make_plan(

@@ -219,7 +219,7 @@ class LogitsWalk(Walk):
             inputs["teacher_logits"] = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
         evaluate = logits_function(self.loss, differentiate)
-        self._gradient, values, report = evaluate(logits, self.bias, batch.targets, inputs, self.scales, upstream)
+        self._gradient, values, report = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
         self.reports.append(report)
         if self.values is not None:
             self.values[span.start : span.stop] = values
