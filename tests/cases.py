@@ -6,6 +6,8 @@ import pytest
 import torch
 from allpairspy import AllPairs
 
+from tests.support import DEVICE
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -20,12 +22,12 @@ TRAINABLE = {
     "nothing": (),
 }
 
-one_row_warning = pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+one_row_warning = pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 
 
 def operands(shape: tuple[int, ...], hidden: int, vocab: int, dtype: torch.dtype, *, seed: int = 0, ignored: float = 0.0):
     """Hidden states, head, targets and bias whose logits have a standard deviation of about 2."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     h = torch.randn(*shape, hidden, generator=generator).to(dtype)
     w = (torch.randn(vocab, hidden, generator=generator) * 2 / hidden**0.5).to(dtype)
     b = torch.randn(vocab, generator=generator).to(dtype)

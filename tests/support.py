@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Where the tests of losses and kernels run; tests/losses/conftest.py makes it the default.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def relative_error(actual: Tensor, truth: Tensor) -> float:
     """Relative L2 error `|actual - truth| / |truth|`, computed in fp64."""

@@ -148,7 +148,7 @@ def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) ->
     if uses_triton(device, dtype):
         return 0
     row = _wide_row(V, dtype)
-    return TWIN_TEMPORARIES * max(row, min(TWIN_BYTES, budget // 24))
+    return TWIN_TEMPORARIES * max(row, SMALL_CHUNK, min(TWIN_BYTES, budget // 24))
 
 
 def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):

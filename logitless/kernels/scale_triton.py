@@ -22,7 +22,8 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     if factor.dim() == 0 and x.is_contiguous() and out.is_contiguous() and columns % BLOCK:
         # One factor: any shape will do, so take one that fills the blocks.
         width = next((w for w in (BLOCK, BLOCK // 2, BLOCK // 4) if x.numel() % w == 0), columns)
-        return scale(x.view(-1, width), factor, out.view(-1, width)).view(rows, columns)
+        if width != columns:
+            return scale(x.view(-1, width), factor, out.view(-1, width)).view(rows, columns)
     block = min(BLOCK, triton.next_power_of_2(columns))
     scale_kernel[(rows, triton.cdiv(columns, block))](
         x, factor, out, x.stride(0), out.stride(0), factor.stride(0) if factor.dim() else 0, columns, BLOCK=block, num_warps=4

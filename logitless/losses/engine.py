@@ -168,7 +168,7 @@ def _walk(loss: "LinearLoss", problem: Problem, rows: Rows, factors: Scales | No
     return make(loss, problem.hidden, weight, problem.bias, problem.targets, problem.inputs, rows, problem.needs, factors, **more)
 
 
-def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows) -> dict:
+def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan) -> dict:
     """Per-token vectors that a TokenWalk fills. Gradients start as those of log p itself, for plans that keep its vectors."""
     if loss.is_logits_loss:
         return {}
@@ -177,7 +177,7 @@ def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows) -> dict:
     if "logps" in grads:
         grads["logps"].fill_(1.0)
     stats = allocate_stats((*loss.differentiates, *loss.observes), rows.count, stat, device)
-    return {"stats": stats, "grads": TokenStats(**grads)}
+    return {"stats": stats, "grads": TokenStats(**grads), "vectors": plan.strategy == "row_scaled"}
 
 
 def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved, Plan]:
@@ -185,7 +185,7 @@ def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved
     rows = _rows(loss, problem)
     plan = _plan(loss, problem, rows, solved=True)
     factors, pending = scales(loss, problem, rows.tokens, reduced=True)
-    walk = _walk(loss, problem, rows, factors, vectors=plan.strategy == "row_scaled", **_token_buffers(loss, problem, rows))
+    walk = _walk(loss, problem, rows, factors, **_token_buffers(loss, problem, rows, plan))
     walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
     if plan.strategy == "row_scaled":
         _scale_all(walk.d_hidden, walk.d_hidden, walk, rows)
@@ -238,7 +238,7 @@ def token_numbers(loss: "LinearLoss", problem: Problem) -> tuple[dict[str, Tenso
         walk.run(plan, None)
         metrics = {name: sum(found[name] for _, found in walk.reports) for name in loss.metric_names} if walk.reports else {}
         return {"values": _scatter(walk.values, rows, N)} | metrics, None, rows, plan
-    walk = _walk(loss, problem, rows, None, vectors=plan.strategy == "row_scaled", **_token_buffers(loss, problem, rows))
+    walk = _walk(loss, problem, rows, None, **_token_buffers(loss, problem, rows, plan))
     walk.run(plan, problem.dtype if keeps_vectors(loss, problem.needs) else None)
     return {name: _scatter(x, rows, N) for name, x in walk.stats.items()}, walk.d_hidden, rows, plan
 

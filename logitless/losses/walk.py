@@ -219,10 +219,10 @@ class LogitsWalk(Walk):
             inputs["teacher_logits"] = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
         evaluate = logits_function(self.loss, differentiate)
-        self._gradient, values, report = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
-        self.reports.append(report)
+        self._gradient, found = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
+        self.reports.append(found["report"])
         if self.values is not None:
-            self.values[span.start : span.stop] = values
+            self.values[span.start : span.stop] = found["values"]
 
     def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: None) -> tuple[Tensor, None]:
         gradient, self._gradient = self._gradient, None
@@ -230,7 +230,7 @@ class LogitsWalk(Walk):
 
 
 def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, upstream):
-    """A LogitsLoss on one chunk of raw products: (scalar to differentiate, (per-token values, report))."""
+    """A LogitsLoss on one chunk of raw products: (scalar to differentiate, its report and, unreduced, the values)."""
     z, _ = loss.head.logits(logits, bias)
     if loss.teacher:
         teacher, _ = loss.teacher_head.logits(inputs["teacher_logits"], inputs.get("teacher_bias"))
@@ -239,24 +239,23 @@ def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, 
     terms, metrics = batch.masked(*loss.terms(z, batch))
     if scales.loss is not None:
         total, report = reduce_terms(terms, metrics, scales)
-        return total, (None, report)
+        return total, {"report": report}
     values = unreduced(terms)
     total, report = reduce_terms({"upstream": Term(values if upstream is None else values * upstream, None)}, metrics, scales)
-    return total, (values.detach(), report)
+    return total, {"report": report, "values": values.detach()}
 
 
 def logits_evaluation(loss: "LinearLoss", differentiate: bool) -> Callable:
-    """(logits, bias, targets, inputs, scales, upstream) -> (gradient or None, values or None, report or None), in plain PyTorch."""
+    """(logits, bias, targets, inputs, scales, upstream) -> (gradient or None, what `logits_objective` found), in plain PyTorch."""
 
     def evaluate(logits, *arguments):
         def objective(z):
             return logits_objective(loss, z, *arguments)
 
         if differentiate:
-            gradient, (_, (values, report)) = torch.func.grad_and_value(objective, has_aux=True)(logits)
-            return gradient, values, report
-        _, (values, report) = objective(logits)
-        return None, values, report
+            gradient, (_, found) = torch.func.grad_and_value(objective, has_aux=True)(logits)
+            return gradient, found
+        return None, objective(logits)[1]
 
     return evaluate
 

@@ -5,9 +5,9 @@ import torch
 
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from tests.cases import DTYPES
+from tests.kernels.support import DEVICE, poisoned
 from tests.support import assert_close, relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 C, H = 13, 24
 vocabularies = pytest.mark.parametrize("vocab", [17, 1000, 9001])
 # Of the operands and of the result; a sum is as wide as its terms, or wider.
@@ -17,10 +17,6 @@ pairs = pytest.mark.parametrize(("dtype", "out_dtype"), [*PAIRS.values(), (torch
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-
-
-def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
 def rounding(truth: torch.Tensor, dtype: torch.dtype) -> float:

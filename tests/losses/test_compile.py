@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from logitless import CrossEntropyLoss, linear_cross_entropy, linear_logprobs
+from tests.support import DEVICE
 
 VOCAB, WIDTH = 64, 8
 # One chunk for the shortest lengths and about twenty for the longest: see the test of that.
@@ -72,7 +73,7 @@ LOSSES = {function.__name__: function for function in (ce_object, ce_function, c
 
 
 def batch(*shape: int, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
     tokens, targets = torch.randint(VOCAB, (2, *shape), generator=generator)
     # The first target stays, unless all are ignored: a loss of zero would compare nothing.
     mask = torch.rand(shape, generator=generator) < ignored

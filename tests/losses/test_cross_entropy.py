@@ -9,7 +9,7 @@ from torch import Tensor
 from logitless import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses import reference
 from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
-from tests.support import assert_close, relative_error, run, sum_error
+from tests.support import DEVICE, assert_close, relative_error, run, sum_error
 
 NUM_ITEMS = {"": None, "int": 7, "float": 2.5, "tensor": torch.tensor(33), "float tensor": torch.tensor(2.5)}
 BUDGETS = {"": None, "few rows": lambda tokens, row: 10 * row, "third": lambda tokens, row: tokens * row // 3}
@@ -63,7 +63,7 @@ def compare(options: dict, h: Tensor, w: Tensor, targets: Tensor, b: Tensor | No
     exact = [None if tensor is None else tensor.double() for tensor in (h, w, b)]
     upstream = 0.37
     if options.get("reduction") == "none":
-        upstream = torch.randn(targets.shape, generator=torch.Generator().manual_seed(seed))
+        upstream = torch.randn(targets.shape, generator=torch.Generator(DEVICE).manual_seed(seed))
 
     truth = run(full_logits, *exact[:2], targets, exact[2], upstream, requires)
     naive = run(full_logits, h, w, targets, b, upstream, requires)
@@ -95,7 +95,7 @@ def check_case(case: dict, dtype: torch.dtype) -> None:
     shape, hidden, vocab = SHAPES[case["shape"]]
     seed = case["seed"]
     h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=seed, ignored=case["ignored"])
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     budget = BUDGETS[case["budget"]]
     plain = ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature", "shift", "dft", "compact", "reduction")
     options = {name: case[name] for name in plain}

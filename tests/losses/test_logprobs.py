@@ -6,7 +6,7 @@ import torch
 from logitless import linear_logprobs
 from logitless.losses import reference
 from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
-from tests.support import assert_close, run
+from tests.support import DEVICE, assert_close, run
 
 
 def policy(logps, entropy, lse):
@@ -54,7 +54,7 @@ def test_any_loss_of_the_outputs(case, dtype):
     h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=case["seed"], ignored=case["ignored"])
     head = {name: case[name] for name in ("softcap", "logit_scale", "temperature")}
     engine = {"compact": case["compact"], "logits_budget": case["budget"] and case["budget"] * vocab * dtype.itemsize}
-    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(case["seed"]))
+    upstream = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(case["seed"]))
     loss = LOSSES[case["loss"]]
 
     def ours(*tensors, **kwargs):

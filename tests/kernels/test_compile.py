@@ -1,0 +1,136 @@
+"""Every kernel compiles offline for every supported GPU, under the oldest and the newest supported Triton, and the launchers ask for
+nothing that was not compiled."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, linear_logprobs
+from tests.cases import DTYPES, operands
+from tests.kernels.compile_kernels import combination, combinations, compiled
+
+ROOT = Path(__file__).parents[2]
+TRITONS = ("3.6.0", "3.9.0")
+TARGETS = (("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942"))
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_folder(version: str) -> Path | None:
+    """Where `make test` puts that Triton. A GPU machine that was not set up by make has its torch's own, which then does for both."""
+    folder = ROOT / ".venv" / f"triton-{version}"
+    if (folder / "triton").is_dir():
+        return folder
+    if torch.cuda.is_available():
+        return None
+    pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
+
+
+@pytest.mark.skipif(interpreted, reason="compiled in the run without TRITON_INTERPRET; the interpreter changes nothing about it")
+@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+@pytest.mark.parametrize("version", TRITONS)
+def test_compiles(version, target, tmp_path):
+    folder = triton_folder(version)
+    if folder is None and version != TRITONS[0]:
+        pytest.skip("only the installed Triton is at hand")
+    path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", *target]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert f"compiled {len(compiled())} kernels for {' '.join(target)}" in done.stdout
+    assert folder is None or f"triton {version}:" in done.stdout
+
+
+def test_compiles_every_constant_with_every_streamed_dtype():
+    def streamed(found):
+        return {(c.kernel, tuple(p for p in c.pointers if p[0] in ("logits", "grad", "x", "out")), c.constants) for c in found}
+
+    cross_entropy = [c for c in combinations() if c.kernel != "scale_kernel"]
+    assert streamed(cross_entropy) <= streamed(compiled())
+    for kernel in ("row_kernel", "logits_gradient_kernel", "scale_kernel"):
+        choices = {(c.kernel, choice) for c in combinations() for choice in (*c.pointers, *c.constants)}
+        assert choices == {(c.kernel, choice) for c in compiled() for choice in (*c.pointers, *c.constants)}, kernel
+
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Recorder:
+    """Stands in for a kernel and notes what it would have been compiled for."""
+
+    def __init__(self, kernel, name: str, found: set) -> None:
+        self.arg_names, self.name, self.found = kernel.arg_names, name, found
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps: int, **constants) -> None:
+        named = dict(zip(self.arg_names, args, strict=False))
+        assert {*named, *constants} == set(self.arg_names)
+        for name, value in named.items():
+            if name.endswith("_ptr") and name not in ("logits_ptr", "grad_ptr", "bias_ptr", "class_weights_ptr", "x_ptr", "out_ptr"):
+                assert value.dtype == (torch.int64 if name == "targets_ptr" else torch.float32), name
+        used = {"logits": True, "grad": True, "x": True, "out": True, "bias": constants.get("HAS_BIAS")}
+        used["class_weights"] = constants.get("SUM", constants.get("EXTRA"))
+        pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name, on in used.items() if on and f"{name}_ptr" in named}
+        self.found.add(combination(self.name, pointers, constants))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the launchers ask for, while nothing is computed."""
+    pytest.importorskip("triton")
+    from logitless.kernels import cross_entropy, cross_entropy_triton, scale, scale_triton
+
+    found = set()
+    for module in (cross_entropy, scale):
+        monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in cross_entropy.TRITON_DTYPES)
+    for module, name in (
+        (cross_entropy_triton, "row_kernel"),
+        (cross_entropy_triton, "logits_gradient_kernel"),
+        (scale_triton, "scale_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))
+    return found
+
+
+def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
+    """Every way into the kernels for one choice of dtypes and head."""
+    for trainable, smoothing, entropy in itertools.product(("all", "hidden", "nothing"), (0.0, 0.1), (False, "metric", True)):
+        h, w, targets, b = operands((6,), 40, 30, torch.float32 if autocast else dtype)
+        h.requires_grad_(trainable != "nothing")
+        w.requires_grad_(trainable == "all")
+        head = {"softcap": softcap, "logits_dtype": logits_dtype}
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            losses = []
+            for weights in (None, *(torch.ones(30, dtype=x) for x in DTYPES.values())):
+                for reduction in ("mean", "none"):
+                    loss = CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction, **head)
+                    losses.append(loss(h, w, targets, bias=b if bias else None, class_weights=weights).loss)
+            out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
+            losses += [out.logps, *([out.entropy] if entropy is True else [])]
+        for loss in losses:
+            if trainable != "nothing":
+                loss.sum().backward(retain_graph=True)
+
+
+@pytest.mark.skipif(interpreted, reason="the recorder takes the kernels' place either way")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_launchers_ask_for_nothing_else(launches, dtype):
+    widths = {None, torch.float32}
+    for logits_dtype, bias, softcap, autocast in itertools.product(widths, (False, True), (None, 5.0), (False, True)):
+        if not (autocast and dtype == torch.float32):
+            run_everything(dtype, logits_dtype, bias, softcap, autocast)
+    assert launches <= set(combinations())
+    # Nor is anything listed that they never ask for; `scale` is called with other shapes than these.
+    name = NAMES[dtype]
+    for c in set(combinations()) - launches:
+        dtypes = dict(c.pointers)
+        products = {dtypes.get("grad"), dtypes.get("bias")}
+        assert c.kernel == "scale_kernel" or name not in products or "fp32" in products, c

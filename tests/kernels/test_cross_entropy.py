@@ -1,0 +1,364 @@
+"""The operators over a chunk of logits against fp64 autograd on the same logits.
+
+The same file tests the twins, the Triton kernels in the interpreter, and the Triton kernels on a GPU. Memory that the operators write
+is poisoned with NaN first, and so are the logits of ignored rows.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenStats, allocate_stats, logits_gradient, logprob_gradient, single_pass, token_statistics
+from logitless.kernels.head import Head
+from tests.cases import DTYPES, covering_array
+from tests.kernels.support import DEVICE, INTERPRETED, rounded
+from tests.support import assert_close, relative_error
+
+IGNORED = -7
+# Dtypes of the logits and of their gradient.
+PAIRS = {
+    "bf16": ("bf16", "bf16"),
+    "fp16": ("fp16", "fp16"),
+    "fp32": ("fp32", "fp32"),
+    "to bf16": ("fp32", "bf16"),
+    "to fp16": ("fp32", "fp16"),
+}
+pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), [(DTYPES[a], DTYPES[b]) for a, b in PAIRS.values()], ids=PAIRS)
+EVERYTHING = ("sum_logits", "log_sum_sq_probs")
+DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
+
+
+@dataclass
+class Chunk:
+    """One call's worth of arguments; rows whose target is IGNORED hold nothing but NaN."""
+
+    logits: Tensor  # (C, V), every row a part of a wider one
+    targets: Tensor  # (C,)
+    gradient_dtype: torch.dtype
+    head: Head = Head()
+    bias: Tensor | None = None
+    class_weights: Tensor | None = None
+
+    @property
+    def supervised(self) -> Tensor:
+        return self.targets != IGNORED
+
+    @property
+    def options(self) -> dict:
+        return {"head": self.head, "bias": self.bias, "ignore_index": IGNORED}
+
+    def buffer(self) -> tuple[Tensor, Tensor]:
+        """(logits in a buffer with wider rows, what lies beside them)."""
+        C, V = self.logits.shape
+        wide = torch.full((C, V + 6), 3.25, dtype=self.logits.dtype, device=DEVICE)
+        wide[:, :V] = self.logits
+        return wide[:, :V], wide[:, V:]
+
+    def stats(self, *names: str) -> TokenStats:
+        stats = allocate_stats(names, len(self.targets), torch.float32, torch.device(DEVICE))
+        for _, x in stats.items():
+            x.fill_(float("nan"))
+        return stats
+
+
+def chunk(rows: Tensor, targets: list[int] | Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype, **options) -> Chunk:
+    targets = torch.as_tensor(targets, device=DEVICE)
+    logits = rows.to(dtype).to(DEVICE)
+    logits[targets == IGNORED] = float("nan")
+    return Chunk(logits, targets, gradient_dtype, **options)
+
+
+def formulas(c: Chunk, wide: torch.dtype, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """All numbers of the supervised rows, and the gradient of their weighted sum, on full logits by autograd in `wide`."""
+    x = c.logits[c.supervised].to(wide).requires_grad_()
+    z = x if c.bias is None else x + c.bias.to(wide)
+    z = z * c.head.logit_scale
+    if c.head.softcap is not None:
+        z = c.head.softcap * torch.tanh(z / c.head.softcap)
+    z = z / c.head.temperature
+    log_p = torch.log_softmax(z, 1)
+    found = {
+        "logps": log_p.gather(1, c.targets[c.supervised, None])[:, 0],
+        "lse": torch.logsumexp(z, 1),
+        "entropy": -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(1),
+        "sum_logits": (z if c.class_weights is None else z * c.class_weights.to(wide)).sum(1),
+        "log_sum_sq_probs": torch.logsumexp(2 * log_p, 1),
+    }
+    total = sum((found[name] * weight[c.supervised].to(wide)).sum() for name, weight in weights.items())
+    (gradient,) = torch.autograd.grad(total, x)
+    return {name: value.detach() for name, value in found.items()}, gradient
+
+
+def statistics(c: Chunk, *names: str) -> TokenStats:
+    logits, beside = c.buffer()
+    stats = c.stats(*names)
+    token_statistics(logits, c.targets, stats, class_weights=c.class_weights, **c.options)
+    assert torch.equal(logits.nan_to_num(), c.logits.nan_to_num()), "the logits were written"
+    assert (beside == 3.25).all()
+    for name, value in stats.items():
+        assert value[~c.supervised].eq(0).all(), f"{name} of an ignored row"
+    return stats
+
+
+def overlay(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
+
+
+def single_pass_gradient(c: Chunk, *names: str) -> tuple[Tensor, TokenStats]:
+    """d logp / d logits, multiplied out, and the numbers found with it."""
+    logits, beside = c.buffer()
+    gradient, stats = overlay(logits, c.gradient_dtype), c.stats(*names)
+    row_scale = logprob_gradient(logits, c.targets, stats, gradient=gradient, **c.options)
+    assert (beside == 3.25).all()
+    assert row_scale.dtype == torch.float32
+    for name, x in (("gradient", gradient), ("row_scale * gradient", row_scale[:, None] * gradient), *stats.items()):
+        assert x[~c.supervised].eq(0).all(), f"{name} of an ignored row"
+    return row_scale[:, None].float() * gradient.float(), stats
+
+
+def gradient_of(c: Chunk, stats: TokenStats, weights: dict[str, Tensor]) -> Tensor:
+    logits, beside = c.buffer()
+    gradient = overlay(logits, c.gradient_dtype)
+    logits_gradient(logits, c.targets, stats, TokenStats(**weights), gradient=gradient, class_weights=c.class_weights, **c.options)
+    assert (beside == 3.25).all()
+    assert gradient[~c.supervised].eq(0).all(), "the gradient of an ignored row"
+    return gradient.clone()
+
+
+def random_weights(c: Chunk, *names: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return {name: (torch.rand(len(c.targets), generator=generator) + 0.5).to(DEVICE) for name in names}
+
+
+def each_row_close(actual: Tensor, truth: Tensor, naive: Tensor, name: str, zero: float = 0.0) -> None:
+    """The 2x-naive rule row by row, as the norm of a matrix hides its smaller rows; a row below `zero` need only be that small."""
+    for row, (a, t, n) in enumerate(zip(actual, truth, naive, strict=True)):
+        if t.norm() > zero:
+            assert_close(a, t, relative_error(n, t), name=f"{name}, row {row}", allow_zero=True)
+        else:
+            assert a.norm() <= zero, f"{name}, row {row}"
+
+
+def check_numbers(c: Chunk, stats: TokenStats, *, tiny: float = 0.0) -> None:
+    """`tiny`: absolute error that is allowed beside the rule, for numbers that cancel."""
+    truth, _ = formulas(c, torch.float64, random_weights(c, "logps"))
+    naive, _ = formulas(c, torch.float32, random_weights(c, "logps"))
+    for name, value in stats.items():
+        if name in truth:
+            actual = value[c.supervised]
+            assert actual.isfinite().all(), name
+            error, rule = (actual - truth[name]).norm(), 2 * (naive[name] - truth[name]).norm() + 8 * 1.2e-7 * truth[name].norm()
+            assert error <= rule + tiny, f"{name}: {error:.2e} > {rule:.2e} + {tiny:.0e}"
+    assert_residual(stats, truth["lse"], c)
+
+
+def assert_residual(stats: TokenStats, lse: Tensor, c: Chunk) -> None:
+    together = stats.lse[c.supervised].double() + stats.lse_residual[c.supervised].double()
+    assert (together - lse).abs().max() < 4e-6, "lse + lse_residual"
+
+
+def check_gradient(c: Chunk, actual: Tensor, weights: dict[str, Tensor], name: str, *, zero: float = 0.0) -> None:
+    _, truth = formulas(c, torch.float64, weights)
+    _, naive = formulas(c, torch.float32, weights)
+    assert truth.any()
+    each_row_close(actual[c.supervised], truth, rounded(naive, c.gradient_dtype), name, zero)
+
+
+def check_everything(c: Chunk, *, tiny: float = 1e-6, zero: float = 0.0, gradients=DIFFERENTIABLE) -> None:
+    """Every operator on one chunk."""
+    stats = statistics(c, *EVERYTHING)
+    check_numbers(c, stats, tiny=tiny)
+    if single_pass(c.gradient_dtype):
+        for names in ((), ("entropy",)):
+            actual, found = single_pass_gradient(c, *names)
+            check_gradient(c, actual, {"logps": torch.ones(len(c.targets), device=DEVICE)}, f"single pass {names}", zero=zero)
+            check_numbers(c, found, tiny=tiny)
+    for names in (*((name,) for name in gradients), gradients):
+        weights = random_weights(c, *names)
+        check_gradient(c, gradient_of(c, stats, weights), weights, " + ".join(names), zero=zero)
+
+
+FACTORS = {
+    "vocab": [17, 1000, 5003, 3 * 1024],
+    "bias": [False, True],
+    "class_weights": [False, True],
+    "softcap": [None, 5.0],
+    "logit_scale": [1.0, 0.5, -1.5],
+    "temperature": [1.0, 0.7],
+    "ignored": ["", "some", "all but one"],
+}
+
+
+@pairs
+@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
+def test_options(case, dtype, gradient_dtype):
+    vocab, rows = case["vocab"], 7
+    generator = torch.Generator().manual_seed(case["seed"])
+    logits = torch.randn(rows, vocab, generator=generator) * 2
+    # The first and the last column, columns at the edges of blocks, and whatever comes.
+    targets = torch.tensor([0, vocab - 1, min(1023, vocab - 1), min(1024, vocab - 2), vocab // 2, 3, vocab // 3])
+    targets[{"": [], "some": [1, 4], "all but one": [0, 1, 2, 4, 5, 6]}[case["ignored"]]] = IGNORED
+    c = chunk(
+        logits, targets, dtype, gradient_dtype,
+        head=Head(case["softcap"], case["logit_scale"], case["temperature"]),
+        bias=torch.randn(vocab, generator=generator).to(gradient_dtype).to(DEVICE) if case["bias"] else None,
+        class_weights=(torch.rand(vocab, generator=generator) + 0.5).to(DEVICE) if case["class_weights"] else None,
+    )  # fmt: skip
+    # A sum of logits of both signs cancels: what fp32 leaves of 5,003 of them.
+    check_everything(c, tiny=3e-4)
+
+
+@pairs
+def test_numbers_do_not_depend_on_what_is_asked_for(dtype, gradient_dtype):
+    c = chunk(torch.randn(5, 1500, generator=torch.Generator().manual_seed(0)), [0, 1, IGNORED, 1499, 1024], dtype, gradient_dtype)
+    everything = dict(statistics(c, *EVERYTHING).items())
+    for names in ((), ("entropy",), ("is_top1",), ("sum_logits",)):
+        for name, value in statistics(c, *names).items():
+            assert torch.equal(value, everything[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_any_dtype(dtype):
+    bias, weights = torch.randn(40).to(dtype).to(DEVICE), (torch.rand(40) + 0.5).to(dtype).to(DEVICE)
+    c = chunk(torch.randn(3, 40), [0, 39, 5], torch.float32, torch.float32, bias=bias, class_weights=weights)
+    check_everything(c, tiny=1e-5)
+
+
+# Extreme rows. Several blocks of 1,024, the last of them ragged.
+V = 5003
+LAST = V - 1
+
+
+def peak(position: int, height: float, floor: float = 0.0) -> Tensor:
+    row = torch.full((V,), floor) + torch.randn(V, generator=torch.Generator().manual_seed(position)) * 0.25
+    row[position] = height
+    return row
+
+
+def ramp(low: float, high: float) -> Tensor:
+    return torch.linspace(low, high, V)
+
+
+EXTREME = {
+    # p = 1 / (1 + 5002 exp(-14)) = 0.996
+    "certain": ([peak(0, 14.0), peak(2000, 14.0), peak(LAST, 14.0), peak(LAST, 20.0)], [0, 2000, LAST, LAST]),
+    "certainly wrong": ([peak(0, 14.0), peak(2000, 14.0), peak(LAST, 14.0), peak(1024, 20.0)], [LAST, 0, 4999, 1023]),
+    "maximum last": ([peak(LAST, h) for h in (5.0, 12.0, 25.0)], [0, LAST, 2500]),
+    # The provisional shift is the maximum of the first block; a row that drifts by more than 30 above it is scaled down.
+    "drift below 30": ([peak(2000, 29.0), peak(LAST, 29.5), peak(3000, 29.9)], [2000, 0, 1]),
+    "drift above 30": ([peak(2000, 31.5), peak(LAST, 32.0), peak(3000, 31.5), peak(4000, 40.0)], [0, 1, 3000, LAST]),
+    "drift twice": ([torch.maximum(peak(1500, 45.0), peak(4500, 90.0)), torch.maximum(peak(1024, 33.0), peak(LAST, 66.5))], [1500, 0]),
+    "drift of 100": ([ramp(-50, 50), ramp(50, -50), ramp(-50, 50), ramp(50, -50)], [0, 0, LAST, LAST]),
+    "jump at the end": ([torch.cat([torch.full((5000,), -50.0), torch.full((3,), 50.0)])] * 3, [0, 5000, LAST]),
+    "far from zero": ([ramp(999, 1001), ramp(-1001, -999), ramp(-1001, -999)], [77, 5001, 0]),
+    "all equal": ([torch.full((V,), 3.0), torch.full((V,), -300.0)], [0, LAST]),
+}
+
+
+@pairs
+@pytest.mark.parametrize(("rows", "targets"), EXTREME.values(), ids=EXTREME)
+def test_extreme_rows(rows, targets, dtype, gradient_dtype):
+    c = chunk(torch.stack(rows), targets, dtype, gradient_dtype)
+    # Below fp16's smallest number times the square root of V a row may vanish; elsewhere below fp32's.
+    tiniest = 6e-8 if gradient_dtype == torch.float16 else 1e-30
+    check_everything(c, tiny=2e-5 * max(1.0, c.logits.abs().max().item() ** 2 / 100), zero=tiniest * V**0.5 * 100)
+
+
+@pytest.mark.parametrize("gap", [15.0, 30.0, 60.0])
+def test_a_certain_target_has_an_accurate_logp_and_gradient(gap):
+    rows = torch.zeros(2, V)
+    rows[0, 10] = rows[1, LAST] = gap
+    c = chunk(rows, [10, LAST], torch.float32, torch.float32)
+    others = 5002 * torch.exp(torch.tensor(-gap, dtype=torch.float64))
+    gradient, stats = single_pass_gradient(c)
+    written = gradient_of(c, stats, {"logps": torch.ones(2, device=DEVICE)})
+    assert stats.logps[0].item() == pytest.approx(-torch.log1p(others).item(), rel=1e-5 if DEVICE == "cuda" or INTERPRETED else 1e-3)
+    expected = (others / (1 + others)).item()
+    for g in (gradient, written) if INTERPRETED or DEVICE == "cuda" else (gradient,):
+        for row, target in enumerate((10, LAST)):
+            assert g[row, target].item() == pytest.approx(expected, rel=1e-5, abs=2e-7)
+            assert g[row].double().sum().abs() < 1e-6
+
+
+TIES = {
+    "in a block": ([5, 9], [5, 9, 700], [1, 0, 0]),
+    "in two blocks": ([5, 2000], [5, 2000, 9], [1, 0, 0]),
+    "last block": ([4990, LAST], [4990, LAST, 0], [1, 0, 0]),
+    "everywhere": (list(range(V)), [0, 1, 1024, LAST], [1, 0, 0, 0]),
+    "at the edge of a block": ([1023, 1024], [1023, 1024], [1, 0]),
+    "no tie": ([3000], [3000, 2999, 3001, 0], [1, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("tops", "targets", "expected"), TIES.values(), ids=TIES)
+def test_arg_max_is_the_first_of_equals(tops, targets, expected, dtype):
+    rows = torch.zeros(len(targets), V)
+    rows[:, tops] = 2.0
+    c = chunk(rows, targets, dtype, dtype)
+    assert statistics(c, "entropy").is_top1.tolist() == expected
+    if single_pass(dtype):
+        assert single_pass_gradient(c, "entropy")[1].is_top1.tolist() == expected
+
+
+@pairs
+@pytest.mark.parametrize("columns", [slice(0, 3), slice(0, 1024), slice(0, 2100), slice(5000, None)], ids=str)
+def test_tokens_ruled_out_by_a_bias(columns, dtype, gradient_dtype):
+    bias = torch.zeros(V, dtype=gradient_dtype, device=DEVICE)
+    bias[columns] = -torch.inf
+    rows = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+    c = chunk(rows, [4000, IGNORED, 2500], dtype, gradient_dtype, bias=bias)
+    stats = statistics(c, "entropy")
+    check_numbers(c, stats, tiny=1e-5)
+    weights = random_weights(c, "logps", "lse", "entropy")
+    gradient = gradient_of(c, stats, weights)
+    check_gradient(c, gradient, weights, "logits_gradient")
+    assert not gradient[:, columns].any()
+    if single_pass(gradient_dtype):
+        actual, found = single_pass_gradient(c, "entropy")
+        check_numbers(c, found, tiny=1e-5)
+        check_gradient(c, actual, {"logps": torch.ones(3, device=DEVICE)}, "single pass")
+        assert not actual[:, columns].any()
+
+
+def test_impossible_target():
+    rows = torch.randn(2, 1500, generator=torch.Generator().manual_seed(0))
+    rows[0, 7] = rows[1, 1400] = -torch.inf
+    c = chunk(rows, [7, 1400], torch.float32, torch.float32)
+    truth = rows.double().softmax(1).neg().scatter_add(1, c.targets[:, None].cpu(), torch.ones(2, 1, dtype=torch.float64)).to(DEVICE)
+    actual, stats = single_pass_gradient(c, "entropy")
+    assert stats.logps.eq(-torch.inf).all() and stats.entropy.isfinite().all() and not stats.is_top1.any()
+    assert_close(actual, truth, 1e-7, name="single pass")
+    written = gradient_of(c, statistics(c, "entropy"), {"logps": torch.ones(2, device=DEVICE)})
+    assert_close(written, truth, 1e-7, name="logits_gradient")
+
+
+@pairs
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("column", [0, 9, 1030, LAST])
+def test_nan_stays_nan_and_in_its_row(column, value, dtype, gradient_dtype):
+    rows = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+    rows[1, column] = value
+    c = chunk(rows, [9, 9, 10], dtype, gradient_dtype)
+    healthy = [0, 2]
+    stats = statistics(c, "entropy")
+    assert stats.logps[1].isnan() and not stats.lse[1].isfinite() and not stats.entropy[1].isfinite()
+    assert stats.logps[healthy].isfinite().all() and stats.entropy[healthy].isfinite().all()
+    written = gradient_of(c, stats, random_weights(c, "logps", "lse"))
+    assert written[1].isnan().any() and written[healthy].isfinite().all()
+    if single_pass(gradient_dtype):
+        actual, _ = single_pass_gradient(c)
+        assert actual[1].isnan().any() and actual[healthy].isfinite().all()
+
+
+@pytest.mark.parametrize("operator", ["single pass", "logits_gradient"])
+def test_same_call_same_bits(operator):
+    c = chunk(torch.randn(7, V, generator=torch.Generator().manual_seed(0)) * 4, list(range(7)), torch.bfloat16, torch.bfloat16)
+    stats = statistics(c, *EVERYTHING)
+
+    def call() -> Tensor:
+        return single_pass_gradient(c)[0] if operator == "single pass" else gradient_of(c, stats, random_weights(c, *DIFFERENTIABLE))
+
+    assert torch.equal(call(), call())

@@ -1,0 +1,240 @@
+"""Losses that a user would write: of every scope, in every strategy, against plain PyTorch on full logits."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from logitless import Batch, LogitsLoss, Term, TokenLoss, TokenStats
+from tests.support import DEVICE, relative_error
+
+H, V = 16, 300
+ROW = V * 8  # bytes of a row of fp64 logits
+
+
+# -- the two README examples, and others that reach every corner of the engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class FocalLoss(TokenLoss):
+    gamma: float = 2.0
+
+    def terms(self, stats: TokenStats, batch: Batch):
+        return {"focal": Term((1 - stats.logps.exp()) ** self.gamma * -stats.logps)}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrierLoss(LogitsLoss):
+    def terms(self, logits: Tensor, batch: Batch):
+        p = logits.softmax(-1)
+        target = p.gather(1, batch.targets.clamp(min=0)[:, None])[:, 0]
+        return {"brier": Term(p.square().sum(-1) - 2 * target + 1)}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss(TokenLoss):
+    """A margin between chosen and rejected sums, with a weight per sequence, plus NLL on every token: two normalizers."""
+
+    scope: ClassVar = "group"
+    sequences_per_group: ClassVar = 2
+    sequence_inputs: ClassVar = ("offsets",)
+    token_inputs: ClassVar = ("weights",)
+    metric_names: ClassVar = ("margin",)
+
+    def terms(self, stats, batch):
+        chosen, rejected = (batch.sum_by_sequence(stats.logps * batch.weights) - batch.offsets).chunk(2)
+        margin = chosen / batch.lengths.chunk(2)[0].clamp(min=1) - rejected
+        return {"nll": Term(-stats.logps), "pair": Term(-F.logsigmoid(0.1 * margin), over="pairs")}, {"margin": Term(margin, over="pairs")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyPairLoss(PairLoss):
+    differentiates: ClassVar = ("logps", "lse", "entropy")
+
+    def terms(self, stats, batch):
+        terms, metrics = super().terms(stats, batch)
+        return terms | {"entropy": Term(stats.entropy.square()), "lse": Term(stats.lse.square(), over="sequences")}, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedLoss(PairLoss):
+    scope: ClassVar = "batch"
+
+    def terms(self, stats, batch):
+        chosen, rejected = batch.sum_by_sequence(stats.logps * batch.weights).chunk(2)
+        margin = chosen.sort().values - rejected.sort().values
+        return {"aot": Term(F.softplus(-margin), over="pairs")}, {"margin": Term(margin, over="pairs")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherLoss(LogitsLoss):
+    teacher: ClassVar = True
+    metric_names: ClassVar = ("agreement",)
+
+    def terms(self, logits, batch):
+        teacher = batch.teacher_logits.log_softmax(-1)
+        kl = (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
+        return {"kl": Term(kl)}, {"agreement": Term((logits.argmax(-1) == teacher.argmax(-1)).float())}
+
+
+def full_pair_loss(kind, hidden, weight, bias, targets, offsets, weights, starts):
+    """Plain PyTorch, sequence by sequence: `starts` are the boundaries of the flat sequences."""
+    log_p = (hidden @ weight.T + bias).log_softmax(-1)
+    supervised = targets != -100
+    logps = torch.where(supervised, log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0], 0.0)
+    sequences = list(zip(starts[:-1], starts[1:], strict=True))
+    sums = torch.stack([(logps[a:b] * weights[a:b]).sum() for a, b in sequences])
+    lengths = torch.stack([supervised[a:b].sum() for a, b in sequences])
+    tokens, pairs = supervised.sum(), len(sequences) // 2
+    if kind is SortedLoss:
+        chosen, rejected = sums.chunk(2)
+        return F.softplus(rejected.sort().values - chosen.sort().values).sum() / pairs
+    chosen, rejected = (sums - offsets).chunk(2)
+    margin = chosen / lengths.chunk(2)[0].clamp(min=1) - rejected
+    loss = -logps.sum() / tokens - F.logsigmoid(0.1 * margin).sum() / pairs
+    if kind is EntropyPairLoss:
+        entropy = torch.where(supervised, -(log_p.exp() * log_p).sum(-1), 0.0)
+        lse = torch.where(supervised, (hidden @ weight.T + bias).logsumexp(-1), 0.0)
+        loss = loss + entropy.square().sum() / tokens + lse.square().sum() / len(sequences)
+    return loss
+
+
+def pair_problem(packed: bool, trainable: bool):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    lengths = [9, 3, 14, 6, 9, 5, 30, 8] if packed else [12] * 8
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    N = starts[-1]
+    random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE)  # noqa: E731
+    hidden, weight, bias = random(N, H), random(V, H), random(V)
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[::4] = -100
+    targets[starts[3] : starts[4]] = -100  # a sequence with nothing supervised
+    offsets, weights = random(8), random(N)
+    requires = (hidden, weight, bias) if trainable else (hidden,)
+    for x in requires:
+        x.requires_grad_()
+    return hidden, weight, bias, targets.to(DEVICE), offsets, weights, starts
+
+
+# The budget holds so many rows of logits; groups have 6 to 60 rows.
+SCRATCH = 6 * 8 * 2**10
+CASES = [
+    pytest.param(PairLoss, True, 1000, "resident", id="pairs-resident-one-chunk"),
+    pytest.param(PairLoss, True, 60, "resident", id="pairs-resident"),
+    pytest.param(PairLoss, True, 2, "recompute", id="pairs-recompute"),
+    pytest.param(PairLoss, True, 17, "mixed", id="pairs-mixed"),
+    pytest.param(PairLoss, False, 5, "row_scaled", id="pairs-frozen-head"),
+    pytest.param(EntropyPairLoss, True, 60, "resident", id="entropy-resident"),
+    pytest.param(EntropyPairLoss, True, 2, "recompute", id="entropy-recompute"),
+    pytest.param(EntropyPairLoss, False, 2, "recompute", id="entropy-frozen-head"),
+    pytest.param(SortedLoss, True, 1000, "resident", id="batch-resident"),
+    pytest.param(SortedLoss, True, 10, "recompute", id="batch-recompute"),
+    pytest.param(SortedLoss, False, 10, "row_scaled", id="batch-frozen-head"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind, trainable, rows, strategy", CASES)
+def test_groups_in_every_strategy(kind, trainable, rows, strategy, packed, compact):
+    hidden, weight, bias, targets, offsets, weights, starts = pair_problem(packed, trainable)
+    if strategy == "mixed" and not (packed and compact):
+        pytest.skip("only the packed sequences have pairs on both sides of this budget")
+    shape = (-1,) if packed else (8, 12)
+    loss = kind(logits_budget=SCRATCH + rows * ROW, compact=compact)
+    extra = {"offsets": offsets, "weights": weights.view(shape)}
+    if packed:
+        extra["cu_seqlens"] = torch.tensor(starts, device=DEVICE)
+    out = loss(hidden.view(*shape, H), weight, targets.view(shape), bias=bias, **extra)
+    truth = full_pair_loss(kind, hidden, weight, bias, targets, offsets, weights, starts)
+    inputs = [x for x in (hidden, weight, bias) if x.requires_grad]
+    assert out.plan.strategy == strategy, out.plan.describe()
+    assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
+    for name, ours, theirs in zip(
+        ("hidden", "weight", "bias"), torch.autograd.grad(3 * out.loss, inputs), torch.autograd.grad(3 * truth, inputs), strict=False
+    ):
+        assert theirs.norm() > 0
+        assert relative_error(ours, theirs) < 1e-11, name
+    with torch.no_grad():
+        only = loss(hidden.view(*shape, H), weight, targets.view(shape), bias=bias, **extra)
+    assert only.plan.strategy == "loss_only"
+    assert relative_error(only.loss, truth.detach()) < 1e-12
+    assert relative_error(only.metrics["margin"], out.metrics["margin"]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [FocalLoss, BrierLoss, TeacherLoss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
+def test_token_losses(kind, reduction, compact):
+    with torch.compiler.set_stance("force_eager"):
+        check_token_loss(kind, reduction, compact)
+
+
+def test_a_logits_loss_is_compiled():
+    """The real thing, once: the others run the same function uncompiled, for their speed's sake."""
+    check_token_loss(TeacherLoss, "mean", True)
+
+
+def check_token_loss(kind, reduction, compact):
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE)  # noqa: E731
+    hidden, weight, bias = (random(*shape).requires_grad_() for shape in ((5, 11, H), (V, H), (V,)))
+    targets = torch.randint(0, V, (5, 11), generator=generator).to(DEVICE)
+    targets[:, ::3] = -100
+    teacher = {"teacher_hidden": random(5, 11, 6), "teacher_weight": random(V, 6)} if kind is TeacherLoss else {}
+    out = kind(reduction=reduction, compact=compact, softcap=20.0, logits_budget=30 * 6 * ROW)(
+        hidden, weight, targets, bias=bias, **teacher
+    )
+
+    z = 20 * torch.tanh((hidden @ weight.T + bias) / 20)
+    log_p = z.log_softmax(-1)
+    logps = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    if kind is FocalLoss:
+        values = (1 - logps.exp()) ** 2 * -logps
+    elif kind is BrierLoss:
+        values = ((log_p.exp() - F.one_hot(targets.clamp(min=0), V)) ** 2).sum(-1)
+    else:
+        t = (teacher["teacher_hidden"] @ teacher["teacher_weight"].T).log_softmax(-1)
+        values = (t.exp() * (t - log_p)).sum(-1)
+    values = values * (targets != -100)
+    truth = {"none": values, "sum": values.sum(), "mean": values.sum() / (targets != -100).sum()}[reduction]
+    assert out.loss.shape == truth.shape
+    assert relative_error(out.loss.detach(), truth.detach()) < 1e-10
+    upstream = random(*truth.shape)
+    ours = torch.autograd.grad(out.loss, (hidden, weight, bias), upstream)
+    theirs = torch.autograd.grad(truth, (hidden, weight, bias), upstream)
+    for name, a, b in zip(("hidden", "weight", "bias"), ours, theirs, strict=True):
+        assert b.norm() > 0
+        assert relative_error(a, b) < 1e-9, name
+
+
+def test_undeclared_metrics_and_unknown_inputs_say_so():
+    @dataclass(frozen=True, kw_only=True)
+    class Forgetful(TokenLoss):
+        def terms(self, stats, batch):
+            return {"nll": Term(-stats.logps)}, {"surprise": Term(stats.logps)}
+
+    hidden, weight, targets = torch.randn(4, H), torch.randn(V, H), torch.randint(0, V, (4,))
+    with pytest.raises(ValueError, match="metric_names: expected"):
+        Forgetful()(hidden, weight, targets)
+    with pytest.raises(TypeError, match="inputs: expected"):
+        FocalLoss()(hidden, weight, targets, advantages=targets)
+    with pytest.raises(ValueError, match="hidden: expected a multiple of 2 sequences"):
+        PairLoss()(torch.randn(3, 4, H), weight, torch.zeros(3, 4, dtype=torch.int64), offsets=None, weights=None)
+
+
+@pytest.mark.parametrize("kind", [FocalLoss, BrierLoss])
+def test_own_losses_compile_from_outside(kind):
+    loss = kind()
+    hidden, weight = torch.randn(40, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    targets = torch.randint(0, V, (40,))
+    compiled = torch.compile(lambda h, w, t: loss(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
+    ours = torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))
+    with torch.compiler.set_stance("force_eager"):
+        theirs = torch.autograd.grad(loss(hidden * 2, weight, targets).loss, (hidden, weight))
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative_error(a, b) < 1e-5
