@@ -35,7 +35,12 @@ class Scales(NamedTuple):
 
         def convert(scale):
             return (
-                None if scale is None else {unit: torch.as_tensor(x, dtype=torch.float32, device=like.device) for unit, x in scale.items()}
+                None
+                if scale is None
+                else {
+                    unit: torch.as_tensor(x, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+                    for unit, x in scale.items()
+                }
             )
 
         return Scales(convert(self.loss), convert(self.metrics))

