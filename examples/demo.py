@@ -94,7 +94,9 @@ class Setup:
 def default_setup(device: str) -> Setup:
     if device == "cpu":
         return Setup(device, 12, 32_000, 8, 512, 128, 2, corpus_chars=4 * MIB, tolerance=1e-3, learning_rate=1e-2)
-    rows = 16 if torch.cuda.get_device_properties(0).total_memory > 48 * 1024 * MIB else 4
+    # 8 GiB for the model and its optimizer, then 3 for the full logits of each row and their copies
+    gibibytes = torch.cuda.get_device_properties(0).total_memory / (1024 * MIB)
+    rows = max(1, min(16, int(gibibytes - 8) // 3))
     # A logit of 8 in bf16 is rounded to 3e-2, by every run in its own way
     return Setup(device, 60, 128_256, rows, 1024, 1024, 6, corpus_chars=16 * MIB, tolerance=3e-2, learning_rate=5e-4)
 

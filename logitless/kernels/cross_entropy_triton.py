@@ -146,7 +146,7 @@ def row_kernel(
     tl.store(lse_ptr + row, lse)
     tl.store(lse_residual_ptr + row, (shift - lse) + log_total)
     if EXTRA:
-        mean_z = (tl.sum(rest_z, 0) + e_y * (z_y - shift)) / total
+        mean_z = (tl.sum(rest_z, 0) + e_y * tl.maximum(z_y - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)) / total
         tl.store(entropy_ptr + row, log_total - mean_z)
         tl.store(is_top1_ptr + row, tl.where(beaten | (best > z_y), 0.0, 1.0))
     if SUM:

@@ -23,7 +23,7 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenStats, allocate_stats
 from logitless.kernels.head import Head
 from logitless.losses import engine
-from logitless.losses.batch import Batch, Segments, Term, reduce_terms, unreduced
+from logitless.losses.batch import Batch, Segments, Term, reduced, unreduced
 from logitless.losses.checks import check_choice, check_operands, expect
 from logitless.losses.engine import Problem
 from logitless.losses.plan import Plan
@@ -326,8 +326,8 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
     terms, metrics = batch.masked(*loss.terms(TokenStats(**named), batch))
     values = unreduced(terms)
     factors, _ = engine.scales(loss, problem, problem.supervised(loss.ignore_index).sum(), reduced=False)
-    _, (_, found) = reduce_terms({"loss": Term(values, None)}, metrics, factors)
-    stacked = torch.stack([found[name].to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
+    found = reduced(metrics, factors.metrics)
+    stacked = torch.stack([found[name].detach().to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
     return values.view(shape) if values.shape == problem.targets.shape else values, stacked, plan
 
 

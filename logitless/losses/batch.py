@@ -46,14 +46,13 @@ class Scales(NamedTuple):
         return Scales(convert(self.loss), convert(self.metrics))
 
 
-def reduce_terms(terms: Mapping[str, Term], metrics: Mapping[str, Term], scales: Scales) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-    """The one place where a reduction is applied: the scaled loss of a slice, and (it again, the slice's share of each metric)."""
+def reduced(terms: Mapping[str, Term], scale: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+    """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
 
-    def total(term: Term, scale: Mapping[str, float | Tensor]) -> Tensor:
+    def total(term: Term) -> Tensor:
         return term.values.sum() if term.over is None else term.values.sum() * scale[term.over]
 
-    loss = sum(total(term, scales.loss) for term in terms.values())
-    return loss, (loss.detach(), {name: total(term, scales.metrics).detach() for name, term in metrics.items()})
+    return {name: total(term) for name, term in terms.items()}
 
 
 def unreduced(terms: Mapping[str, Term]) -> Tensor:

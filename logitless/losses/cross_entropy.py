@@ -60,7 +60,7 @@ class CrossEntropyLoss(TokenLoss):
             total = batch.V if batch.class_weights is None else batch.class_weights.to(nll.dtype).sum()
             smooth = (total * stats.lse - stats.sum_logits) / batch.V
             nll = (1 - self.label_smoothing) * nll + self.label_smoothing * smooth
-        z_loss = self.z_loss * stats.lse.square()
+        z_loss = self.z_loss * stats.lse.square() if self.z_loss else torch.zeros_like(stats.lse)
         loss = nll + z_loss if self.z_loss else nll
         if batch.token_weights is not None:
             loss = loss * batch.token_weights

@@ -22,7 +22,7 @@ from logitless.kernels.cross_entropy import TokenStats
 from logitless.kernels.head import Head
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from logitless.kernels.scale import scale
-from logitless.losses.batch import Batch, Rows, Scales, Term, reduce_terms, unreduced
+from logitless.losses.batch import Batch, Rows, Scales, Term, reduced, unreduced
 from logitless.losses.plan import Plan, Span, Step
 
 if TYPE_CHECKING:
@@ -172,17 +172,25 @@ class TokenWalk(Walk):
         batch, stats = self._batch(span), self.stats[span.start : span.stop]
         constants = {name: x for name, x in stats.items() if name not in self.loss.differentiates}
 
+        observed: dict[str, Term] = {}
+
         def objective(variables: dict[str, Tensor]):
-            return reduce_terms(*batch.masked(*self.loss.terms(TokenStats(**variables, **constants), batch)), self.scales)
+            terms, metrics = batch.masked(*self.loss.terms(TokenStats(**variables, **constants), batch))
+            observed.update(metrics)
+            total = sum(reduced(terms, self.scales.loss).values())
+            return total, (total.detach(), {name: term.values.detach() for name, term in metrics.items()})
 
         variables = {name: getattr(stats, name) for name in self.loss.differentiates}
         if self.needs.any:
-            gradients, (_, report) = torch.func.grad_and_value(objective, has_aux=True)(variables)
+            gradients, (_, found) = torch.func.grad_and_value(objective, has_aux=True)(variables)
             for name, gradient in gradients.items():
                 getattr(self.grads, name)[span.start : span.stop] = gradient
         else:
-            _, report = objective(variables)
-        self.reports.append(report)
+            _, found = objective(variables)
+        # Metrics are summed out here: an operation under `grad_and_value` takes the host several times as long.
+        total, values = found
+        metrics = {name: Term(values[name], term.over) for name, term in observed.items()}
+        self.reports.append((total, reduced(metrics, self.scales.metrics)))
 
     def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         gradient = _overlay(logits, self.weight.dtype)
@@ -237,12 +245,13 @@ def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, 
         inputs = inputs | {"teacher_logits": teacher}
     batch = Batch(targets, logits.shape[1], inputs, ignore_index=None if loss.compact else loss.ignore_index)
     terms, metrics = batch.masked(*loss.terms(z, batch))
+    found = {name: value.detach() for name, value in reduced(metrics, scales.metrics).items()}
     if scales.loss is not None:
-        total, report = reduce_terms(terms, metrics, scales)
-        return total, {"report": report}
+        total = sum(reduced(terms, scales.loss).values())
+        return total, {"report": (total.detach(), found)}
     values = unreduced(terms)
-    total, report = reduce_terms({"upstream": Term(values if upstream is None else values * upstream, None)}, metrics, scales)
-    return total, {"report": report, "values": values.detach()}
+    total = (values if upstream is None else values * upstream).sum()
+    return total, {"report": (total.detach(), found), "values": values.detach()}
 
 
 def logits_evaluation(loss: "LinearLoss", differentiate: bool) -> Callable:

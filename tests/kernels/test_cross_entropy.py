@@ -133,13 +133,13 @@ def random_weights(c: Chunk, *names: str) -> dict[str, Tensor]:
 
 
 def each_row_close(actual: Tensor, truth: Tensor, naive: Tensor, name: str, zero: float = 0.0) -> None:
-    """The 2x-naive rule row by row, as the norm of a matrix hides its smaller rows; a row below `zero` need only be that small."""
+    """The 2x-naive rule row by row, as the norm of a matrix hides its smaller rows; an error below `zero` is none."""
+    # On a single row the naive error may be small by luck, where the one large entry happens to be a number of that dtype. At least
+    # the rounding of an entry, then, and what fp32 sums of thousands of terms leave.
+    least = max(3e-6, torch.finfo(naive.dtype).eps / (1 if INTERPRETED else 2))
     for row, (a, t, n) in enumerate(zip(actual, truth, naive, strict=True)):
-        if t.norm() > zero:
-            # At least what fp32 sums of thousands of terms leave: on a single row the naive error may be small by luck.
-            assert_close(a, t, max(relative_error(n, t), 3e-6), name=f"{name}, row {row}", allow_zero=True)
-        else:
-            assert a.norm() <= zero, f"{name}, row {row}"
+        if (a.double() - t).norm() > zero:
+            assert_close(a, t, max(relative_error(n, t), least), name=f"{name}, row {row}", allow_zero=True)
 
 
 def check_numbers(c: Chunk, stats: TokenStats, *, tiny: float = 0.0) -> None:
@@ -178,7 +178,8 @@ def check_everything(c: Chunk, *, tiny: float = 1e-6, zero: float = 0.0, gradien
             check_numbers(c, found, tiny=tiny)
     for names in (*((name,) for name in gradients), gradients):
         weights = random_weights(c, *names)
-        check_gradient(c, gradient_of(c, stats, weights), weights, " + ".join(names), zero=zero)
+        # 1 - p and log p + entropy cancel where a token is certain, to what fp32 leaves of numbers of order one.
+        check_gradient(c, gradient_of(c, stats, weights), weights, " + ".join(names), zero=max(zero, 1e-6))
 
 
 FACTORS = {
@@ -267,7 +268,9 @@ def test_extreme_rows(rows, targets, dtype, gradient_dtype):
     check_everything(c, tiny=2e-5 * max(1.0, c.logits.abs().max().item() ** 2 / 100), zero=zero)
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="the twin is PyTorch's log_softmax, which loses small terms beside a large one")
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="the twin is PyTorch's log_softmax, which loses small terms beside a large one"
+)
 @pytest.mark.parametrize("gap", [15.0, 30.0, 60.0])
 def test_a_certain_target_has_an_accurate_logp_and_gradient(gap):
     rows = torch.zeros(2, V)

@@ -1,0 +1,341 @@
+"""`make mutants`: break the library in one small way at a time, and see that the tests notice.
+
+Every mutant is applied to a temporary copy of the repository, in which a few fast tests then run; they must fail. A mutant that
+survives is a missing test. Mutants of Triton code run in its interpreter.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("logitless", "tests", "pyproject.toml")
+
+KERNELS = "tests/kernels/test_cross_entropy.py"
+CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
+LOGPROBS = "tests/losses/test_logprobs.py"
+BASE = "tests/losses/test_base.py"
+BAD_INPUT = "tests/losses/test_bad_input.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str  # below logitless/
+    old: str  # occurs exactly once
+    new: str
+    tests: str  # arguments of pytest
+
+    @property
+    def path(self) -> str:
+        return f"logitless/{self.file}"
+
+    @property
+    def interpreted(self) -> bool:
+        return "triton" in self.file
+
+
+TWIN, TRITON, SCALE = "kernels/cross_entropy.py", "kernels/cross_entropy_triton.py", "kernels/scale_triton.py"
+ENGINE, WALK, CE, PLAN = "losses/engine.py", "losses/walk.py", "losses/cross_entropy.py", "losses/plan.py"
+
+MUTANTS = [
+    # Twins
+    Mutant("twin: d logp at the target has the wrong sign", TWIN, "g_logp[rows, None])", "-g_logp[rows, None])", KERNELS),
+    Mutant("twin: d lse has the wrong sign", TWIN, "else grads.lse - g_logp", "else -grads.lse - g_logp", KERNELS),
+    Mutant(
+        "twin: d entropy has the wrong sign", TWIN, "grads.entropy[rows, None], value=-1)", "grads.entropy[rows, None], value=1)", KERNELS
+    ),
+    Mutant("twin: d sum_logits has the wrong sign", TWIN, "g += grads.sum_logits", "g -= grads.sum_logits", KERNELS),
+    Mutant(
+        "twin: class weights left out of d sum_logits",
+        TWIN,
+        "grads.sum_logits[rows, None] * class_weights",
+        "grads.sum_logits[rows, None]",
+        KERNELS,
+    ),
+    Mutant(
+        "twin: fused d logp has the wrong sign", TWIN, "_store(gradient[rows], p.neg_(), slope", "_store(gradient[rows], p, slope", KERNELS
+    ),
+    Mutant("twin: lse_residual dropped", TWIN, ".sub_(stats.lse_residual[rows, None])", "", KERNELS),
+    Mutant("twin: slope of the head dropped", TWIN, "        g *= slope\n", "        pass\n", KERNELS),
+    Mutant("twin: ignored rows not zeroed", TWIN, "g.masked_fill_(~supervised[:, None], 0.0)", "g", KERNELS),
+    Mutant("twin: numbers of ignored rows not zeroed", TWIN, "torch.where(supervised, found[name], 0.0)", "found[name]", KERNELS),
+    Mutant("slope of the softcap dropped", "kernels/head.py", "(1 - squashed * squashed) * gain\n\n", "gain + 0 * squashed\n\n", KERNELS),
+    # Triton
+    Mutant(
+        "kernel: d logp at the target has the wrong sign",
+        TRITON,
+        "tl.where(cols == y, g_logp, 0.0)",
+        "tl.where(cols == y, -g_logp, 0.0)",
+        KERNELS,
+    ),
+    Mutant(
+        "kernel: d lse has the wrong sign", TRITON, "g_softmax = tl.load(g_lse_ptr + row)", "g_softmax = -tl.load(g_lse_ptr + row)", KERNELS
+    ),
+    Mutant("kernel: d entropy has the wrong sign", TRITON, "g -= g_entropy *", "g += g_entropy *", KERNELS),
+    Mutant("kernel: d sum_logits has the wrong sign", TRITON, "g += g_sum *", "g -= g_sum *", KERNELS),
+    Mutant(
+        "kernel: row_scale has the wrong sign", TRITON, "row_scale_ptr + row, -1.0 / total", "row_scale_ptr + row, 1.0 / total", KERNELS
+    ),
+    Mutant("kernel: target's entry has the wrong sign", TRITON, "(-others * slope_y)", "(others * slope_y)", KERNELS),
+    Mutant("kernel: tail of the vocabulary unmasked", TRITON, 'tl.where(mask, z, -float("inf")), slope', "z, slope", KERNELS),
+    Mutant(
+        "kernel: tail of the gradient unmasked",
+        TRITON,
+        "(e * slope).to(grad_ptr.dtype.element_ty), mask=mask)",
+        "(e * slope).to(grad_ptr.dtype.element_ty))",
+        KERNELS,
+    ),
+    Mutant(
+        "kernel: ignored rows not zeroed",
+        TRITON,
+        "tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < V",
+        "tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < 0",
+        KERNELS,
+    ),
+    Mutant("kernel: ignored rows of logits_gradient read", TRITON, "mask = (cols < V) & (y != ignore_index)", "mask = cols < V", KERNELS),
+    Mutant("kernel: sums not scaled down when the shift moves", TRITON, "            rest *= shrink\n", "", KERNELS),
+    Mutant(
+        "kernel: stored row not scaled down when the shift moves",
+        TRITON,
+        "for begin in range(0, start, BLOCK)",
+        "for begin in range(0, 0, BLOCK)",
+        KERNELS,
+    ),
+    Mutant("kernel: shift never moves", TRITON, "if top > shift + DRIFT:", "if start == 0:", KERNELS),
+    Mutant(
+        "kernel: entropy's sum not scaled down",
+        TRITON,
+        "rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)",
+        "rest_z = shrink * rest_z",
+        KERNELS,
+    ),
+    Mutant(
+        "kernel: slope of the softcap dropped",
+        TRITON,
+        "slope = gain * (1.0 - squashed * squashed)",
+        "slope = gain + 0.0 * squashed",
+        KERNELS,
+    ),
+    Mutant("kernel: arg-max is the last of equals", TRITON, "beaten = (best >= z_y)", "beaten = (best > z_y)", KERNELS),
+    Mutant("kernel: lse_residual dropped", TRITON, "log_p = (z - lse) - residual", "log_p = z - lse", KERNELS),
+    Mutant("scale kernel: factor's stride dropped", SCALE, "row * factor_stride", "row * 0", "tests/kernels/test_scale.py"),
+    Mutant("scale kernel: columns beyond a block left out", SCALE, "triton.cdiv(columns, block)", "1", "tests/kernels/test_scale.py"),
+    # Products
+    Mutant(
+        "d_weight overwritten by later chunks",
+        "kernels/matmul.py",
+        "out=total) if first else total.addmm_(transposed, hidden)",
+        "out=total)",
+        "tests/kernels/test_matmul.py",
+    ),
+    Mutant(
+        "d_weight in pieces overwritten by later chunks",
+        "kernels/matmul.py",
+        "beta=0 if first else 1",
+        "beta=0",
+        "tests/kernels/test_matmul.py",
+    ),
+    Mutant(
+        "last piece of the vocabulary dropped",
+        "kernels/matmul.py",
+        "for start in range(0, V, step)",
+        "for start in range(0, max(V - step, 1), step)",
+        "tests/kernels/test_matmul.py",
+    ),
+    # Engine
+    Mutant("zero d_weight", WALK, "accumulate(self.d_weight, gradient, x, first=first)", "self.d_weight.zero_()", CROSS_ENTROPY),
+    Mutant("every chunk is the first one", WALK, "                first = False\n", "", CROSS_ENTROPY),
+    Mutant(
+        "bias gradient dropped",
+        WALK,
+        "accumulate(self.d_bias, gradient, column[:, None].to(gradient.dtype), first=first)",
+        "self.d_bias.zero_()",
+        CROSS_ENTROPY,
+    ),
+    Mutant("row_scale left out of d_hidden", WALK, "scale(d_hidden, row_scale, d_hidden)", "pass", CROSS_ENTROPY),
+    Mutant("row_scale left out of d_weight", WALK, "x = scale(x, row_scale, x if ours else torch.empty_like(x))", "pass", CROSS_ENTROPY),
+    Mutant(
+        "row_scale without the loss's gradient",
+        WALK,
+        "return gradient, row_scale * grads.logps",
+        "return gradient, row_scale",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "frozen head: d lse has the wrong sign",
+        WALK,
+        "scaled * (grads.logps - grads.lse)[:, None]",
+        "scaled * (grads.logps + grads.lse)[:, None]",
+        LOGPROBS,
+    ),
+    Mutant(
+        "frozen head: row of the target dropped",
+        WALK,
+        "torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))",
+        "scaled",
+        LOGPROBS,
+    ),
+    Mutant(
+        "frozen head: slope of the head dropped",
+        WALK,
+        "grads.lse * head.derivative_at(stats.logps + stats.lse)",
+        "grads.lse * 1.0",
+        LOGPROBS,
+    ),
+    Mutant(
+        "d_hidden not zeroed where rows are ignored",
+        WALK,
+        "make = torch.empty if plan.rows == N else torch.zeros",
+        "make = torch.empty",
+        BASE,
+    ),
+    Mutant("gradients of an empty call not zeroed", WALK, "                    total.zero_()\n", "                    pass\n", BASE),
+    Mutant(
+        "last chunk dropped",
+        PLAN,
+        "return [Step(a, min(a + C, stop), **what) for a in range(start, stop, C)]",
+        "return [Step(a, min(a + C, stop), **what) for a in range(start, max(stop - C, 1), C)]",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "power of two dropped from the gradients",
+        ENGINE,
+        "return Solved(loss_value, stacked, pending,",
+        "return Solved(loss_value, stacked, torch.ones_like(pending),",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "normalizer applied twice",
+        ENGINE,
+        "sum(value for value, _ in walk.reports) * pending",
+        "sum(value for value, _ in walk.reports) * pending * factors.loss[loss.unit]",
+        CROSS_ENTROPY,
+    ),
+    Mutant("power of two dropped from later gradients", ENGINE, "return pending, walk.d_hidden", "return one, walk.d_hidden", LOGPROBS),
+    Mutant("num_items ignored", ENGINE, "if problem.num_items is not None:", "if False:", CROSS_ENTROPY),
+    Mutant(
+        "d_weight summed in bf16 whatever the chunks",
+        ENGINE,
+        "problem.stat_dtype if several_chunks else problem.dtype",
+        "problem.dtype",
+        CROSS_ENTROPY,
+    ),
+    Mutant("upstream gradient skipped", "losses/base.py", "else pending * upstream[0]", "else pending", CROSS_ENTROPY),
+    Mutant(
+        "retained gradients scaled in place",
+        "losses/base.py",
+        "owned = not compiling and not (ctx.solved and torch._C._autograd._get_current_graph_task_keep_graph())",
+        "owned = True",
+        BASE,
+    ),
+    Mutant("create_graph unnoticed", "losses/base.py", "if not compiling and torch.is_grad_enabled():", "if False:", BAD_INPUT),
+    Mutant("shift off by one", "losses/base.py", "torch.cat((x[..., 1:], torch", "torch.cat((x[..., :-1], torch", CROSS_ENTROPY),
+    Mutant(
+        "bad targets unchecked without compaction",
+        "losses/batch.py",
+        "torch._assert_async(bad == 0",
+        "torch._assert_async(bad >= 0",
+        BAD_INPUT,
+    ),
+    Mutant("bad targets unchecked", "losses/batch.py", "    if wrong:\n", "    if False:\n", BAD_INPUT),
+    Mutant(
+        "ignored tokens not masked out of the terms",
+        "losses/batch.py",
+        "term.values.masked_fill(self._ignored, 0.0)) if per_token",
+        "term.values) if per_token",
+        CROSS_ENTROPY,
+    ),
+    # Cross-entropy
+    Mutant("z-loss dropped", CE, "loss = nll + z_loss if self.z_loss else nll", "loss = nll", CROSS_ENTROPY),
+    Mutant(
+        "z-loss gradient dropped",
+        CE,
+        "z_loss = self.z_loss * stats.lse.square()",
+        "z_loss = self.z_loss * stats.lse.detach().square()",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "gradient of the smoothing's lse dropped",
+        CE,
+        "(total * stats.lse - stats.sum_logits)",
+        "(total * stats.lse.detach() - stats.sum_logits)",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "gradient of the smoothing's sum dropped",
+        CE,
+        "stats.lse - stats.sum_logits)",
+        "stats.lse - stats.sum_logits.detach())",
+        CROSS_ENTROPY,
+    ),
+    Mutant("dft differentiates the probability", CE, "stats.logps.detach().exp()", "stats.logps.exp()", CROSS_ENTROPY),
+    Mutant("token weights ignored", CE, "loss = loss * batch.token_weights", "pass", CROSS_ENTROPY),
+    Mutant("class weights ignored by the normalizer", CE, "        if weights is None:\n", "        if True:\n", CROSS_ENTROPY),
+    Mutant(
+        "class weights of ignored tokens in the normalizer",
+        CE,
+        "torch.where(supervised, weights.float()[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
+        "weights.float()[targets.clamp(0, weights.shape[0] - 1)]",
+        CROSS_ENTROPY,
+    ),
+]
+
+
+def applied(mutant: Mutant, text: str) -> str:
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"mutant {mutant.name!r}: `old` occurs {count} times in {mutant.path}, expected once; bring it up to date.")
+    return text.replace(mutant.old, mutant.new)
+
+
+def survives(mutant: Mutant) -> tuple[bool, str]:
+    """Whether the tests pass on a copy of the repository that has this mutant, and the last line they print."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            source = ROOT / name
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
+        path = Path(folder, mutant.path)
+        path.write_text(applied(mutant, path.read_text()))
+        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment.pop("TRITON_INTERPRET", None)
+        if mutant.interpreted:
+            environment["TRITON_INTERPRET"] = "1"
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *mutant.tests.split()]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or [done.stderr[-200:]]
+    # 1: tests failed. Anything else but 0 (no tests found, a file that does not import) shows nothing about the tests.
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"mutant {mutant.name!r}: pytest ended with {done.returncode}: {lines[-1]}")
+    return done.returncode == 0, next((line for line in reversed(lines) if line.startswith("FAILED")), lines[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="run only the mutants whose name contains one of these")
+    names = parser.parse_args().names
+    chosen = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
+    for mutant in chosen:
+        applied(mutant, (ROOT / mutant.path).read_text())
+    rows = []
+    for number, mutant in enumerate(chosen, 1):
+        start = time.perf_counter()
+        alive, last = survives(mutant)
+        rows.append((mutant.name, mutant.path, "SURVIVES" if alive else "caught", f"{time.perf_counter() - start:.0f} s"))
+        print(f"{number}/{len(chosen)} {'SURVIVES' if alive else 'caught':8} {mutant.name}: {last[:150]}", flush=True)
+    alive = sum(row[2] == "SURVIVES" for row in rows)
+    print("\n" + tabulate(rows, headers=("mutant", "file", "", "time")))
+    print(f"\n{len(rows) - alive} of {len(rows)} mutants caught.")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
