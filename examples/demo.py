@@ -98,7 +98,7 @@ def default_setup(device: str) -> Setup:
     gibibytes = torch.cuda.get_device_properties(0).total_memory / (1024 * MIB)
     rows = max(1, min(16, int(gibibytes - 8) // 3))
     # A logit of 8 in bf16 is rounded to 3e-2, by every run in its own way
-    return Setup(device, 60, 128_256, rows, 1024, 1024, 6, corpus_chars=16 * MIB, tolerance=3e-2, learning_rate=5e-4)
+    return Setup(device, 60, 128_256, rows, 1024, 1024, 6, corpus_chars=16 * MIB, tolerance=3e-2, learning_rate=3e-4)
 
 
 # --- one run, in its own process ------------------------------------------------------------------------------------------

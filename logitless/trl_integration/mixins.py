@@ -87,7 +87,8 @@ class ChunkedLossConfigMixin:
 class ChunkedLossTrainerMixin:
     """Puts our head on the models of a TRL trainer, if its config says so.
 
-    `last_plan` is the `plan` of the most recent loss call, or None if the engine has not run.
+    `last_plan` is the `plan` of the most recent loss call; None if there was none, or in a compiled model, which is traced before
+    anything runs.
     """
 
     # The TRL module whose `add_fused_lm_head` the stock constructor calls

@@ -25,6 +25,8 @@ PAIRS = {
     "to bf16": ("fp32", "bf16"),
     "to fp16": ("fp32", "fp16"),
 }
+if INTERPRETED:  # which is slow; this pair adds nothing to "fp16" and "to bf16"
+    del PAIRS["to fp16"]
 pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), [(DTYPES[a], DTYPES[b]) for a, b in PAIRS.values()], ids=PAIRS)
 EVERYTHING = ("sum_logits", "log_sum_sq_probs")
 DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
@@ -178,8 +180,10 @@ def check_everything(c: Chunk, *, tiny: float = 1e-6, zero: float = 0.0, gradien
             check_numbers(c, found, tiny=tiny)
     for names in (*((name,) for name in gradients), gradients):
         weights = random_weights(c, *names)
-        # 1 - p and log p + entropy cancel where a token is certain, to what fp32 leaves of numbers of order one.
-        check_gradient(c, gradient_of(c, stats, weights), weights, " + ".join(names), zero=max(zero, 1e-6))
+        # 1 - p cancels where a token is certain, to what fp32 leaves of numbers of order one; the kernel's entropy and log p, to what it
+        # leaves of logits some tens above the provisional shift.
+        floor = 1e-5 if "entropy" in names else 1e-6
+        check_gradient(c, gradient_of(c, stats, weights), weights, " + ".join(names), zero=max(zero, floor))
 
 
 FACTORS = {

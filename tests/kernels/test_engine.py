@@ -14,13 +14,13 @@ from tests.support import assert_close, relative_error, run
 
 LOSSES = {"plain": {}, "z_loss": {"z_loss": 0.1}, "smoothing": {"label_smoothing": 0.2}, "softcap": {"softcap": 5.0, "temperature": 0.7}}
 trainable = pytest.mark.parametrize("trainable", ["all", "hidden", "head"])
-# Dtype of the operands, and logits_dtype. The interpreter is slow: it runs the first two.
+# Dtype of the operands, and logits_dtype. The interpreter is slow: it runs the second, which has every feature.
 PAIRS = {
     "bf16": (torch.bfloat16, None),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
     **{x: (DTYPES[x], None) for x in ("fp16", "fp32")},
 }
-PAIRS = {name: pair for name, pair in PAIRS.items() if not INTERPRETED or "bf16" in name}
+PAIRS = {name: pair for name, pair in PAIRS.items() if not INTERPRETED or name == "bf16, fp32 logits"}
 pairs = pytest.mark.parametrize(("dtype", "logits_dtype"), PAIRS.values(), ids=PAIRS)
 # The vocabulary has a ragged second block, and a d_weight that fills whole blocks of `scale`: the interpreter takes its time for each.
 SHAPE = ((11,), 16, 1056)

@@ -1,8 +1,12 @@
 """Tests of losses make their tensors on the GPU where there is one."""
 
+import pytest
 import torch
 
 from tests.support import DEVICE
 
-if DEVICE.type != "cpu":
-    torch.set_default_device(DEVICE)
+
+@pytest.fixture(autouse=True)
+def default_device():
+    with torch.device(DEVICE):
+        yield
