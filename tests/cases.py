@@ -28,11 +28,11 @@ one_row_warning = pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 def operands(shape: tuple[int, ...], hidden: int, vocab: int, dtype: torch.dtype, *, seed: int = 0, ignored: float = 0.0):
     """Hidden states, head, targets and bias whose logits have a standard deviation of about 2."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    h = torch.randn(*shape, hidden, generator=generator).to(dtype)
-    w = (torch.randn(vocab, hidden, generator=generator) * 2 / hidden**0.5).to(dtype)
-    b = torch.randn(vocab, generator=generator).to(dtype)
-    targets = torch.randint(vocab, shape, generator=generator)
-    order = torch.randperm(targets.numel(), generator=generator)
+    h = torch.randn(*shape, hidden, generator=generator, device=DEVICE).to(dtype)
+    w = (torch.randn(vocab, hidden, generator=generator, device=DEVICE) * 2 / hidden**0.5).to(dtype)
+    b = torch.randn(vocab, generator=generator, device=DEVICE).to(dtype)
+    targets = torch.randint(vocab, shape, generator=generator, device=DEVICE)
+    order = torch.randperm(targets.numel(), generator=generator, device=DEVICE)
     targets.view(-1)[order[: round(ignored * targets.numel())]] = -100
     return h, w, targets, b
 

