@@ -83,11 +83,14 @@ class Walk:
                 x, targets = self._take(step)
                 logits = project(x, self.weight, buffer[: step.stop - step.start])
                 row_scale = self._read(step, logits, targets) if step.read else None
+                # A gradient that lacks only its row_scale is multiplied out at once: the GPU is busy while the host solves.
+                d_hidden = None if row_scale is None else self._d_hidden(step, _overlay(logits, self.weight.dtype))
             if step.solve is not None:
                 self._solve(step.solve)
             if step.write:
                 gradient, row_scale = self._write(step, logits, targets, row_scale)
-                self._multiply_out(step, x, gradient, row_scale, first)
+                d_hidden = self._d_hidden(step, gradient) if d_hidden is None else d_hidden
+                self._add(step, x, gradient, row_scale, d_hidden, first)
                 first = False
         if first:
             for total in (self.d_weight, self.d_bias):
@@ -99,21 +102,25 @@ class Walk:
         at = self.rows.slice(step.start, step.stop)
         return self.hidden[at].to(self.weight.dtype), self.targets[at]
 
-    def _multiply_out(self, step: Step, x: Tensor, gradient: Tensor, row_scale: Tensor | None, first: bool) -> None:
+    def _d_hidden(self, step: Step, gradient: Tensor) -> Tensor | None:
+        """gradient @ weight [C, H]: in its place in d_hidden, or beside it where rows are gathered."""
+        if not self.needs.hidden:
+            return None
+        at = self.rows.slice(step.start, step.stop)
+        out = self.d_hidden[at] if isinstance(at, slice) else self.weight.new_empty((step.stop - step.start, self.weight.shape[1]))
+        return hidden_gradient(gradient, self.weight, out)
+
+    def _add(self, step: Step, x: Tensor, gradient: Tensor, row_scale: Tensor | None, d_hidden: Tensor | None, first: bool) -> None:
         """Add a chunk's share to the gradients. Beside the chunk this takes two [C, H] matrices at most."""
         at = self.rows.slice(step.start, step.stop)
-        in_place = isinstance(at, slice)
-        if self.needs.hidden:
-            d_hidden = self.d_hidden[at] if in_place else torch.empty_like(x)
-            hidden_gradient(gradient, self.weight, d_hidden)
+        if d_hidden is not None:
             if row_scale is not None:
                 scale(d_hidden, row_scale, d_hidden)
-            if not in_place:
+            if not isinstance(at, slice):
                 self.d_hidden.index_copy_(0, at, d_hidden)
-            del d_hidden
         if self.needs.weight:
             if row_scale is not None:
-                ours = not in_place or x.dtype != self.hidden.dtype
+                ours = not isinstance(at, slice) or x.dtype != self.hidden.dtype
                 x = scale(x, row_scale, x if ours else torch.empty_like(x))
             accumulate(self.d_weight, gradient, x, first=first)
         if self.needs.bias:

@@ -1,12 +1,11 @@
-"""Tests of losses make their tensors on the GPU where there is one."""
+"""Tests of losses make their tensors on the GPU where there is one, those at the top of a module too.
 
-import pytest
+`pytest tests/losses` and `pytest tests/kernels` are two runs there: the latter make theirs on the CPU and move them.
+"""
+
 import torch
 
 from tests.support import DEVICE
 
-
-@pytest.fixture(autouse=True)
-def default_device():
-    with torch.device(DEVICE):
-        yield
+if DEVICE.type != "cpu":
+    torch.set_default_device(DEVICE)
