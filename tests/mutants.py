@@ -1,7 +1,7 @@
 """`make mutants`: break the library in one small way at a time, and see that the tests notice.
 
 Every mutant is applied to a temporary copy of the repository, in which a few fast tests then run; they must fail. A mutant that
-survives is a missing test. Mutants of Triton code run in its interpreter.
+survives is a missing test. Mutants of Triton code run in its interpreter, or on a GPU.
 """
 
 import os
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from tabulate import tabulate
 
@@ -42,7 +43,7 @@ class Mutant:
 
     @property
     def interpreted(self) -> bool:
-        return "triton" in self.file
+        return "triton" in self.file and not torch.cuda.is_available()
 
 
 TWIN, TRITON, SCALE = "kernels/cross_entropy.py", "kernels/cross_entropy_triton.py", "kernels/scale_triton.py"
