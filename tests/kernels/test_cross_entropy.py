@@ -369,3 +369,13 @@ def test_same_call_same_bits(operator):
         return single_pass_gradient(c)[0] if operator == "single pass" else gradient_of(c, stats, random_weights(c, *DIFFERENTIABLE))
 
     assert torch.equal(call(), call())
+
+
+def test_entropy_when_the_shift_moves():
+    """The first block lies 40 below the rest: what was summed of it must be scaled down."""
+    rows = torch.randn(3, 5003, generator=torch.Generator().manual_seed(5))
+    rows[:, :1024] -= 40
+    c = chunk(rows, [0, 3000, 5002], torch.float32, torch.float32)
+    log_p = rows.double().log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1)
+    torch.testing.assert_close(statistics(c, "entropy").entropy.double().cpu(), entropy, rtol=1e-5, atol=1e-5)

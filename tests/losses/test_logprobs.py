@@ -193,3 +193,15 @@ def test_autocast_outside_of_backward(trainable):
     assert_close(actual.value, truth.value, naive.value, name="logps")
     for name in naive.grads:
         assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
+
+
+@pytest.mark.parametrize("head", [{}, {"softcap": 4.0, "logit_scale": 0.8, "temperature": 0.7}], ids=["plain", "softcap"])
+def test_every_loss_of_logps_and_lse_with_a_frozen_head(head):
+    """The vectors that a frozen head keeps are those of log p; the gradient of lse is made from them."""
+    h, w, targets, b = operands((29,), 8, 100, torch.float64, ignored=0.3)
+    ours, theirs = h.clone().requires_grad_(), h.clone().requires_grad_()
+    logps, _, lse = linear_logprobs(ours, w, targets, bias=b, **head)
+    (logps.square().sum() + (lse.square() * 0.3).sum()).backward()
+    logps, _, lse = reference.token_logprobs(theirs, w, targets, bias=b, **head)
+    (logps.square().sum() + (lse.square() * 0.3).sum()).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
