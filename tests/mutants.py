@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     Mutant("kernel: shift never moves", TRITON, "if top > shift + DRIFT:", "if start == 0:", KERNELS),
     Mutant(
-        "kernel: entropy's sum not scaled down",
+        "kernel: entropy's sum does not follow the shift",
         TRITON,
         "rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)",
         "rest_z = shrink * rest_z",

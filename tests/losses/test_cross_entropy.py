@@ -353,7 +353,7 @@ def test_gradcheck(options, trainable):
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_the_mean_divides_by_the_class_weights_of_the_supervised_targets(label_smoothing):
     h, w, targets, b = operands((31,), 8, 50, torch.float64, ignored=0.4)
-    weights = torch.linspace(0.0, 7.0, 50, dtype=torch.float64)
+    weights = torch.linspace(7.0, 0.0, 50, dtype=torch.float64)
     ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, label_smoothing=label_smoothing)
     theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, label_smoothing=label_smoothing)
     torch.testing.assert_close(ours, theirs)
