@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant("kernel: arg-max is the last of equals", TRITON, "beaten = (best >= z_y)", "beaten = (best > z_y)", KERNELS),
     Mutant("kernel: lse_residual dropped", TRITON, "log_p = (z - lse) - residual", "log_p = z - lse", KERNELS),
     Mutant("scale kernel: factor's stride dropped", SCALE, "row * factor_stride", "row * 0", "tests/kernels/test_scale.py"),
-    Mutant("scale kernel: columns beyond a block left out", SCALE, "triton.cdiv(columns, block)", "1", "tests/kernels/test_scale.py"),
+    Mutant("scale kernel: columns beyond a block left out", SCALE, "triton.cdiv(columns, BLOCK)", "1", "tests/kernels/test_scale.py"),
     # Products
     Mutant(
         "d_weight overwritten by later chunks",

@@ -29,7 +29,7 @@ def head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constex
     """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` = scale/softcap, `cap` = softcap/T."""
     x = x.to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
     if HAS_SOFTCAP:
         # tanh(u) = 2 sigmoid(2u) - 1
         squashed = 2.0 / (1.0 + tl.exp(-2.0 * squash * x)) - 1.0
@@ -53,8 +53,8 @@ def row_kernel(
     logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
     logps_ptr, lse_ptr, lse_residual_ptr, entropy_ptr, sum_logits_ptr, log_sum_sq_ptr, is_top1_ptr, row_scale_ptr,
     logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, SUM: tl.constexpr, WRITE: tl.constexpr,
-    ALIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, SUM: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, WRITE: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -128,7 +128,9 @@ def row_kernel(
             rest_z += e * drop
         if SUM:
             rest_sq += e * e
-            weighted += tl.where(mask, z * tl.load(class_weights_ptr + cols, mask=mask, other=0.0).to(tl.float32), 0.0)
+            if HAS_WEIGHTS:
+                z *= tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
+            weighted += tl.where(mask, z, 0.0)
         if WRITE:
             if ALIAS:
                 # The narrow gradient overlays the wide logits, always at or before the block just read.
@@ -163,7 +165,8 @@ def logits_gradient_kernel(
     logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
     lse_ptr, lse_residual_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
     logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ALIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the target."""
     row = tl.program_id(0).to(tl.int64)
@@ -190,52 +193,50 @@ def logits_gradient_kernel(
         if EXTRA:
             # p = 0 contributes nothing, though its log is -inf.
             g -= g_entropy * tl.where(p > 0.0, p * (log_p + entropy), 0.0)
-            g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            if HAS_WEIGHTS:
+                g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
+            else:
+                g += g_sum
         g = tl.where(mask, g * slope, 0.0)
         if ALIAS:
             tl.debug_barrier()
         tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=cols < V)
 
 
-def _head_arguments(head, logits: Tensor, bias: Tensor | None):
-    """Scalars and constexprs of the head transform, as both kernels take them."""
+def _vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
+    """Pointers, scalars and constexprs of what is indexed by token id, as both kernels take them."""
     gain = head.logit_scale / head.temperature
     softcap = head.softcap or 1.0
     return (
+        # In one dtype, so that a kernel has no variants for the others; a cast reads V numbers.
+        [unused if x is None else x.float() for x in (bias, class_weights)],
         (gain, head.logit_scale / softcap, softcap / head.temperature),
-        {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": head.softcap is not None},
+        {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": head.softcap is not None, "HAS_WEIGHTS": class_weights is not None},
     )
 
 
 def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient):
-    scalars, flags = _head_arguments(head, logits, bias)
-    write = gradient is not None
-    if out.sum_logits is not None and class_weights is None:
-        class_weights = torch.ones(logits.shape[1], device=logits.device)
+    write, total = gradient is not None, out.sum_logits is not None
+    pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if total else None, out.lse)
     row_scale = torch.empty_like(out.lse) if write else out.lse
     grad = gradient if write else logits
-    unused = out.lse
+    optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
     row_kernel[(logits.shape[0],)](
-        logits, grad, targets,
-        unused if bias is None else bias, unused if class_weights is None else class_weights,
-        out.logps, out.lse, out.lse_residual,
-        *(unused if x is None else x for x in (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)), row_scale,
+        logits, grad, targets, *pointers, out.logps, out.lse, out.lse_residual,
+        *(out.lse if x is None else x for x in optional), row_scale,
         logits.stride(0), grad.stride(0), logits.shape[1], ignore_index, *scalars,
-        **flags, EXTRA=out.entropy is not None, SUM=out.sum_logits is not None, WRITE=write,
+        **flags, EXTRA=out.entropy is not None, SUM=total, WRITE=write,
         ALIAS=grad.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return row_scale if write else None
 
 
 def logits_gradient(logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, head, ignore_index, gradient):
-    scalars, flags = _head_arguments(head, logits, bias)
     extra = grads.entropy is not None or grads.sum_logits is not None
     zeros = torch.zeros_like(stats.lse)
-    if extra and class_weights is None:
-        class_weights = torch.ones(logits.shape[1], device=logits.device)
+    pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
     logits_gradient_kernel[(logits.shape[0],)](
-        logits, gradient, targets, zeros if bias is None else bias, zeros if class_weights is None else class_weights,
-        stats.lse, stats.lse_residual,
+        logits, gradient, targets, *pointers, stats.lse, stats.lse_residual,
         *(zeros if x is None else x for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
         logits.stride(0), gradient.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=extra, ALIAS=gradient.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,

@@ -24,8 +24,7 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         width = next((w for w in (BLOCK, BLOCK // 2, BLOCK // 4) if x.numel() % w == 0), columns)
         if width != columns:
             return scale(x.view(-1, width), factor, out.view(-1, width)).view(rows, columns)
-    block = min(BLOCK, triton.next_power_of_2(columns))
-    scale_kernel[(rows, triton.cdiv(columns, block))](
-        x, factor, out, x.stride(0), out.stride(0), factor.stride(0) if factor.dim() else 0, columns, BLOCK=block, num_warps=4
+    scale_kernel[(rows, triton.cdiv(columns, BLOCK))](
+        x, factor, out, x.stride(0), out.stride(0), factor.stride(0) if factor.dim() else 0, columns, BLOCK=BLOCK, num_warps=4
     )
     return out

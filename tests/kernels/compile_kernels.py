@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 BLOCK = 1024
-SCALE_BLOCKS = tuple(2**i for i in range(11, -1, -1))
+SCALE_BLOCK = 2048
 TYPES = ("fp32", "bf16", "fp16")
 # Dtype of the logits and of the products (weight, hidden states, gradient): the latter may be narrower.
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
@@ -19,63 +19,46 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"),
 
 class Combination(NamedTuple):
     kernel: str
-    pointers: tuple[tuple[str, str], ...]  # dtypes by argument; those not named are unused or always fp32
+    pointers: tuple[tuple[str, str], ...]  # dtypes by argument; those not named are fp32
     constants: tuple[tuple[str, bool | int], ...]
 
 
-def combination(kernel: str, pointers: dict[str, str | None], constants: dict[str, bool | int]) -> Combination:
-    named = tuple(sorted((name, dtype) for name, dtype in pointers.items() if dtype is not None))
-    return Combination(kernel, named, tuple(sorted(constants.items())))
+def combination(kernel: str, pointers: dict[str, str], constants: dict[str, bool | int]) -> Combination:
+    return Combination(kernel, tuple(sorted(pointers.items())), tuple(sorted(constants.items())))
 
 
-def head_and_weights(product: str, weighted: bool, every: bool) -> Iterator[tuple[dict, dict]]:
-    """Dtypes of bias and class weights, and the flags of the head. Autocast leaves an fp32 bias as it is."""
-    biases = dict.fromkeys((None, product, "fp32")) if every else (None, product)
-    weights = (TYPES if every else TYPES[:1]) if weighted else (None,)
-    for softcap, bias, class_weights in itertools.product((False, True), biases, weights):
-        yield {"bias": bias, "class_weights": class_weights}, {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": softcap, "BLOCK": BLOCK}
+def heads() -> Iterator[dict]:
+    for softcap, bias in itertools.product((False, True), repeat=2):
+        yield {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap, "BLOCK": BLOCK}
 
 
-def row_combinations(every: bool) -> Iterator[Combination]:
-    statistics = ((False, False), (True, False), (True, True))  # EXTRA, SUM
-    for (logits, product), (extra, total), write in itertools.product(PAIRS, statistics, (False, True)):
-        # fp16 holds no unnormalized exponentials; a loss of the sum of logits has a gradient of another shape.
-        if write and (product == "fp16" or total):
+def row_combinations() -> Iterator[Combination]:
+    statistics = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))  # EXTRA, SUM, HAS_WEIGHTS
+    for (logits, product), (extra, total, weights), write in itertools.product(PAIRS, statistics, (False, True)):
+        # fp16 holds no unnormalized exponentials; a loss of the weighted sum of logits has a gradient of another shape.
+        if write and (product == "fp16" or weights):
             continue
         gradient = product if write else logits
-        for pointers, flags in head_and_weights(product, total, every):
-            flags |= {"EXTRA": extra, "SUM": total, "WRITE": write, "ALIAS": gradient != logits}
-            yield combination("row_kernel", pointers | {"logits": logits, "grad": gradient}, flags)
+        flags = {"EXTRA": extra, "SUM": total, "HAS_WEIGHTS": weights, "WRITE": write, "ALIAS": gradient != logits}
+        for head in heads():
+            yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | head)
 
 
-def gradient_combinations(every: bool) -> Iterator[Combination]:
-    for (logits, product), extra in itertools.product(PAIRS, (False, True)):
-        for pointers, flags in head_and_weights(product, extra, every):
-            flags |= {"EXTRA": extra, "ALIAS": logits != product}
-            yield combination("logits_gradient_kernel", pointers | {"logits": logits, "grad": product}, flags)
+def gradient_combinations() -> Iterator[Combination]:
+    for (logits, product), (extra, weights) in itertools.product(PAIRS, ((False, False), (True, False), (True, True))):
+        for head in heads():
+            flags = {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
+            yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
 
 
-def scale_combinations(every: bool) -> Iterator[Combination]:
-    for x, out, block in itertools.product(TYPES, TYPES, SCALE_BLOCKS if every else SCALE_BLOCKS[:1]):
-        yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": block})
+def scale_combinations() -> Iterator[Combination]:
+    for x, out in itertools.product(TYPES, TYPES):
+        yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": SCALE_BLOCK})
 
 
-def combinations(every: bool = True) -> list[Combination]:
-    """What the launchers can ask for; or only, of the bias, the dtype of the products, of class weights fp32 and of `scale` one block."""
-    return list(dict.fromkeys((*row_combinations(every), *gradient_combinations(every), *scale_combinations(every))))
-
-
-def compiled() -> list[Combination]:
-    """What is compiled: every combination of the constants with the dtypes of what is streamed. Unusual dtypes of a bias or of class
-    weights, and other block sizes of `scale`, each meet every other choice at least once; in full they would double the time."""
-    kept, met = [], set()
-    usual = combinations(every=False)
-    for number, c in enumerate(dict.fromkeys((*usual, *combinations()))):
-        choices = set(itertools.combinations((("kernel", c.kernel), *c.pointers, *c.constants), 2))
-        if number < len(usual) or not choices <= met:
-            met |= choices
-            kept.append(c)
-    return kept
+def combinations() -> list[Combination]:
+    """What the launchers can ask for."""
+    return [*row_combinations(), *gradient_combinations(), *scale_combinations()]
 
 
 def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
@@ -100,10 +83,10 @@ def compile_all(backend: str, architecture: str) -> int:
 
     from logitless.kernels import cross_entropy_triton, scale_triton
 
-    assert BLOCK == cross_entropy_triton.BLOCK and SCALE_BLOCKS[0] == scale_triton.BLOCK
+    assert BLOCK == cross_entropy_triton.BLOCK and SCALE_BLOCK == scale_triton.BLOCK
     target = GPUTarget("cuda", int(architecture), 32) if backend == "cuda" else GPUTarget(backend, architecture, 64)
     binary = "cubin" if backend == "cuda" else "hsaco"
-    wanted = compiled()
+    wanted = combinations()
     for number, c in enumerate(wanted):
         kernel = getattr(cross_entropy_triton, c.kernel, None) or getattr(scale_triton, c.kernel)
         types = signature(kernel.arg_names, c)
