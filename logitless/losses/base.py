@@ -23,7 +23,7 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenStats, allocate_stats
 from logitless.kernels.head import Head
 from logitless.losses import engine
-from logitless.losses.batch import Batch, Segments, Term, reduced, unreduced
+from logitless.losses.batch import Batch, Segments, Term, settled, tallied, unreduced
 from logitless.losses.checks import check_choice, check_operands, expect
 from logitless.losses.engine import Problem
 from logitless.losses.plan import Plan
@@ -97,6 +97,7 @@ class LinearLoss:
     metric_names: ClassVar[tuple[str, ...]] = ()
     sequences_per_group: ClassVar[int] = 1
     teacher: ClassVar[bool] = False
+    reference: ClassVar[bool] = False
     is_logits_loss: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -123,7 +124,8 @@ class LinearLoss:
     @property
     def inputs(self) -> tuple[str, ...]:
         teacher = ("teacher_hidden", "teacher_weight", "teacher_bias") if self.teacher else ()
-        return self.token_inputs + self.sequence_inputs + self.shared_inputs + teacher
+        reference = ("ref_hidden", "ref_weight", "ref_bias") if self.reference else ()
+        return self.token_inputs + self.sequence_inputs + self.shared_inputs + teacher + reference
 
     def terms(self, stats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""
@@ -216,8 +218,13 @@ def prepare(
             wanted is None or wanted == dtype or wanted == torch.promote_types(wanted, torch.promote_types(dtype, torch.float32)),
             name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default",
         )  # fmt: skip
-    flat = {name: _flat_input(loss, name, inputs.get(name), targets.shape) for name in loss.inputs}
     sequences = _sequences(loss, hidden, cu_seqlens)
+    flat = {name: _flat_input(loss, name, inputs.get(name), targets.shape, sequences) for name in loss.inputs}
+    if cu_seqlens is not None:
+        whole = not cu_seqlens.is_floating_point() and cu_seqlens.dim() == 1
+        expect(whole, "cu_seqlens", "(sequences + 1,) int64 boundaries", f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}", "pass boundaries")
+        expect(hidden.dim() == 2, "hidden", "shape (N, H) with cu_seqlens", tuple(hidden.shape), "flatten the tokens or leave it out")
+        cu_seqlens = cu_seqlens.to(hidden.device, torch.int64)
     grad = torch.is_grad_enabled()
     needs = Needs(grad and hidden.requires_grad, grad and weight.requires_grad, grad and bias is not None and bias.requires_grad)
     if num_items is not None:
@@ -242,10 +249,15 @@ def _gathered(name: str, x: Tensor | None) -> Tensor | None:
     return x
 
 
-def _flat_input(loss: LinearLoss, name: str, x: Tensor | None, shape: torch.Size) -> Tensor | None:
-    if x is None or name in loss.shared_inputs or name in loss.sequence_inputs:
+def _flat_input(loss: LinearLoss, name: str, x: Tensor | None, shape: torch.Size, sequences: int) -> Tensor | None:
+    if x is None or name in loss.shared_inputs:
         return x
-    if name in loss.token_inputs or name == "teacher_hidden":
+    if name in loss.sequence_inputs:
+        expect(x.shape[:1] == (sequences,), name, f"shape ({sequences},), one entry per sequence", tuple(x.shape), "match the batch")
+        return x
+    if name.endswith(("_weight", "_bias")):
+        return _gathered(name, x)
+    if name in loss.token_inputs or name in ("teacher_hidden", "ref_hidden"):
         fits = x.shape[: len(shape)] == shape
         expect(fits, name, f"a shape that starts with targets' {tuple(shape)}", tuple(x.shape), "give one entry per token")
         return x.reshape(-1, *x.shape[len(shape) :])
@@ -321,13 +333,16 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
     if problem.sequences:
         tokens = problem.targets
         even = tokens.new_full((problem.sequences,), tokens.shape[0] // problem.sequences)
-        segments = Segments(even if problem.cu_seqlens is None else problem.cu_seqlens.diff(), problem.sequences, 1)
+        lengths = even if problem.cu_seqlens is None else problem.cu_seqlens.diff()
+        segments = Segments(lengths, tokens.shape[0], problem.sequences, 1)
     batch = Batch(problem.targets, problem.weight.shape[0], problem.inputs, segments, ignore_index=loss.ignore_index)
     terms, metrics = batch.masked(*loss.terms(TokenStats(**named), batch))
     values = unreduced(terms)
-    factors, _ = engine.scales(loss, problem, problem.supervised(loss.ignore_index).sum(), reduced=False)
-    found = reduced(metrics, factors.metrics)
-    stacked = torch.stack([found[name].detach().to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
+    supervised = problem.supervised(loss.ignore_index)
+    chosen = (supervised & batch.is_chosen).sum() if problem.sequences else 0
+    factors, _ = engine.scales(loss, problem, supervised.sum(), chosen, reduced=False)
+    found = tallied(metrics, factors.metrics)
+    stacked = torch.stack([settled([found[name]]).to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
     return values.view(shape) if values.shape == problem.targets.shape else values, stacked, plan
 
 

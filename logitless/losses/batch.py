@@ -1,6 +1,8 @@
 """What a loss is handed beside the numbers of its tokens, and what it hands back."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -8,20 +10,20 @@ from torch import Tensor
 
 from logitless.losses.checks import expect
 
+UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
+
 
 class Term(NamedTuple):
     """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
 
     Args:
         values: any shape; the engine sums it.
-        over: "tokens", "sequences" or "pairs"; None leaves the sum as it is.
+        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences); None leaves the sum as it
+            is. In a metric it may be a tensor, such as a mask, whose own sum over the call divides that of the values.
     """
 
     values: Tensor
-    over: str | None = "tokens"
-
-
-UNITS = ("tokens", "sequences", "pairs")
+    over: str | Tensor | None = "tokens"
 
 
 class Scales(NamedTuple):
@@ -55,6 +57,19 @@ def reduced(terms: Mapping[str, Term], scale: Mapping[str, float | Tensor]) -> d
     return {name: total(term) for name, term in terms.items()}
 
 
+def tallied(metrics: Mapping[str, Term], scale: Mapping[str, float | Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    """A chunk's share of each metric: its reduced sum and, where it has weights of its own, their sum."""
+    own = {name: term.over for name, term in metrics.items() if isinstance(term.over, Tensor)}
+    sums = reduced({name: term._replace(over=None) if name in own else term for name, term in metrics.items()}, scale)
+    return {name: (total.detach(), own[name].sum()) if name in own else (total.detach(),) for name, total in sums.items()}
+
+
+def settled(shares: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """A metric from its shares; 0 where there was nothing to average."""
+    total, *weights = (sum(parts) for parts in zip(*shares, strict=True))
+    return total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
+
+
 def unreduced(terms: Mapping[str, Term]) -> Tensor:
     """The sum of the terms, still one value per unit; they must share it."""
     units = {term.over for term in terms.values()}
@@ -64,17 +79,23 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
     return sum(term.values for term in terms.values())
 
 
-class Segments(NamedTuple):
+@dataclass
+class Segments:
     """Sequences of a span of rows. Rows run group by group; a sequence's number is `role * groups + group`, so that the
     chosen sequences come first and the rejected ones after them, as in the call."""
 
     lengths: Tensor  # (sequences,) int64, in row order
+    rows: int
     groups: int
     roles: int
 
-    @property
+    @cached_property
     def ids(self) -> Tensor:  # (rows,) in row order
-        return torch.repeat_interleave(self.lengths)
+        return torch.repeat_interleave(self.lengths, output_size=self.rows)
+
+    @cached_property
+    def starts(self) -> Tensor:  # (sequences,) first row of each, in row order
+        return self.lengths.cumsum(0) - self.lengths
 
     def to_sequence_order(self, x: Tensor) -> Tensor:
         return x.view(self.groups, self.roles).t().reshape(-1)
@@ -120,7 +141,10 @@ class Batch:
         targets: (n,) int64 token ids.
         V: size of the vocabulary.
         lengths: (sequences,) supervised tokens of each sequence in the slice.
+        positions: (n,) how many supervised tokens of its sequence come before each.
+        is_chosen: (n,) bool, whether a token's sequence is of the first half.
         logits of a teacher: `teacher_logits` (n, V) where the loss declares one.
+        ref_logps: (n,) log-probabilities under the reference model, where the loss declares one.
     """
 
     def __init__(
@@ -135,11 +159,25 @@ class Batch:
         for name, value in inputs.items():
             setattr(self, name, value)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         if self._ignored is None:
             return self.segments.to_sequence_order(self.segments.lengths)
         return self.sum_by_sequence((~self._ignored).float())
+
+    @cached_property
+    def positions(self) -> Tensor:
+        segments = self.segments
+        if self._ignored is None:
+            return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
+        before = torch.cat((self.targets.new_zeros(1), (~self._ignored).cumsum(0)))
+        return before[:-1] - before[segments.starts][segments.ids]
+
+    @cached_property
+    def is_chosen(self) -> Tensor:
+        segments = self.segments
+        count = segments.lengths.shape[0]
+        return self.spread(torch.arange(count, device=segments.lengths.device) < count // 2)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
@@ -150,9 +188,12 @@ class Batch:
     def masked(self, *parts: Mapping[str, Term]) -> tuple[dict[str, Term], ...]:
         """Terms with the per-token values of unsupervised rows set to zero."""
 
+        def mask(x):
+            per_token = isinstance(x, Tensor) and self._ignored is not None and x.shape == self._ignored.shape
+            return torch.where(self._ignored, 0.0, x) if per_token else x
+
         def masked(term: Term) -> Term:
-            per_token = self._ignored is not None and term.values.shape == self._ignored.shape
-            return term._replace(values=term.values.masked_fill(self._ignored, 0.0)) if per_token else term
+            return Term(mask(term.values), mask(term.over))
 
         return tuple({name: masked(term) for name, term in part.items()} for part in parts)
 
@@ -167,6 +208,7 @@ class Rows(NamedTuple):
 
     count: int
     tokens: int | Tensor  # supervised ones: the count, unless every row is walked
+    chosen_tokens: int | Tensor  # those of them in the first half of the sequences; 0 without sequences
     index: Tensor | None  # (count,) int64 positions in the flat call; None: all of them, in place
     group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
     sequence_sizes: Tensor | None  # (sequences,) in row order
@@ -175,10 +217,11 @@ class Rows(NamedTuple):
     def slice(self, start: int, stop: int) -> slice | Tensor:
         return slice(start, stop) if self.index is None else self.index[start:stop]
 
-    def segments(self, first: int, last: int) -> Segments | None:
+    def segments(self, rows: int, first: int, last: int) -> Segments | None:
+        """Sequences of groups first:last, which have so many rows."""
         if self.sequence_sizes is None:
             return None
-        return Segments(self.sequence_sizes[first * self.roles : last * self.roles], last - first, self.roles)
+        return Segments(self.sequence_sizes[first * self.roles : last * self.roles], rows, last - first, self.roles)
 
     def sequences(self, first: int, last: int) -> Tensor:
         """Numbers of the sequences of groups first:last, role by role."""
@@ -201,7 +244,12 @@ def select_rows(
     """Which rows to walk. The call's only host sync is here; with compact=False there is none and every row is walked."""
     N, device = supervised.shape[0], supervised.device
     order = sizes = None
+    chosen, uncovered = 0, bad.new_zeros(())
+    if cu_seqlens is not None:
+        uncovered = ((cu_seqlens[0] != 0) | (cu_seqlens[-1] != N) | (cu_seqlens.diff() < 0).any()).long()
     if grouped or sequences:
+        half = N // 2 if cu_seqlens is None else cu_seqlens[sequences // 2]
+        chosen = (supervised & (torch.arange(N, device=device) < half)).sum()
         if cu_seqlens is None:
             length = N // sequences
             per_sequence = supervised.view(sequences, length)
@@ -218,17 +266,21 @@ def select_rows(
         sizes = counts.view(roles, -1).t().reshape(-1)
     if not compact:
         torch._assert_async(bad == 0, f"targets: expected ids in [0, {V}) or ignore_index, got ids outside; fix the labels.")
+        torch._assert_async(uncovered == 0, f"cu_seqlens: expected rising boundaries from 0 to {N}, got others; let them cover hidden.")
         if sizes is None:
-            return Rows(N, supervised.sum(), order, None, None)
+            return Rows(N, supervised.sum(), chosen, order, None, None)
         group_sizes = sizes.view(-1, roles).sum(1).tolist() if grouped else None
-        return Rows(N, supervised.sum(), order, group_sizes, sizes, roles)
+        return Rows(N, supervised.sum(), chosen, order, group_sizes, sizes, roles)
 
-    parts = [supervised.sum(), bad] if sizes is None else [supervised.sum(), bad, *sizes.view(-1, roles).sum(1).unbind()]
-    count, wrong, *group_sizes = torch.stack(parts).tolist()
-    if wrong:
-        raise ValueError(f"targets: expected ids in [0, {V}) or ignore_index, got {wrong} outside; fix the labels or set ignore_index.")
+    read = torch.stack((supervised.sum(), bad, uncovered))
+    if sizes is not None:
+        read = torch.cat((read, chosen[None], sizes.view(-1, roles).sum(1)))
+    count, wrong, gaps, *more = read.tolist()
+    expect(not wrong, "targets", f"ids in [0, {V}) or ignore_index", f"{wrong} outside", "fix the labels or set ignore_index")
+    expect(not gaps, "cu_seqlens", f"rising boundaries from 0 to {N}", "others", "let them cover every token of hidden once")
+    chosen, *group_sizes = more or [0]
     index = order
     if count < N:
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
-    return Rows(count, count, index, group_sizes if grouped else None, sizes, roles)
+    return Rows(count, count, chosen, index, group_sizes if grouped else None, sizes, roles)

@@ -15,7 +15,7 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenStats, allocate_stats, twin_bytes
 from logitless.kernels.matmul import piece_bytes
 from logitless.kernels.scale import scale as kernels_scale
-from logitless.losses.batch import Rows, Scales, select_rows
+from logitless.losses.batch import Rows, Scales, select_rows, settled
 from logitless.losses.measure import logits_loss_row_bytes
 from logitless.losses.plan import MIB, BudgetWarning, Plan, default_budget, make_plan
 from logitless.losses.walk import LogitsWalk, Needs, TokenWalk, Walk, scale_rows
@@ -125,7 +125,9 @@ def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rew
 Number = float | Tensor
 
 
-def scales(loss: "LinearLoss", problem: Problem, tokens: int | Tensor, *, reduced: bool) -> tuple[Scales, Number]:
+def scales(
+    loss: "LinearLoss", problem: Problem, tokens: int | Tensor, chosen_tokens: int | Tensor, *, reduced: bool
+) -> tuple[Scales, Number]:
     """Factors of each unit, and the power of two that stays out of the chunks.
 
     With the factor of the main unit as m * 2^e, m in [0.5, 1) goes into the gradients that enter the chunks and 2^e is left for the
@@ -139,7 +141,7 @@ def scales(loss: "LinearLoss", problem: Problem, tokens: int | Tensor, *, reduce
         x = x.to(problem.stat_dtype)
         return 1.0 / torch.where(x == 0, 1.0, x)
 
-    counts = {"tokens": tokens, "sequences": problem.sequences, "pairs": problem.sequences // 2}
+    counts = {"tokens": tokens, "sequences": problem.sequences, "pairs": problem.sequences // 2, "chosen_tokens": chosen_tokens}
     metrics = {unit: inverse(count) for unit, count in counts.items()}
     if not reduced:
         return Scales(None, metrics), 1.0
@@ -164,8 +166,10 @@ def _power_of_two(x: Number) -> Number:
 
 def _walk(loss: "LinearLoss", problem: Problem, rows: Rows, factors: Scales | None, **more) -> Walk:
     make = LogitsWalk if loss.is_logits_loss else TokenWalk
-    weight = problem.weight.to(problem.dtype)
-    return make(loss, problem.hidden, weight, problem.bias, problem.targets, problem.inputs, rows, problem.needs, factors, **more)
+    weight, inputs = problem.weight.to(problem.dtype), problem.inputs
+    if inputs.get("ref_weight") is not None:
+        inputs = {**inputs, "ref_weight": inputs["ref_weight"].to(problem.dtype)}
+    return make(loss, problem.hidden, weight, problem.bias, problem.targets, inputs, rows, problem.needs, factors, **more)
 
 
 def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan) -> dict:
@@ -177,14 +181,16 @@ def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan)
     if "logps" in grads:
         grads["logps"].fill_(1.0)
     stats = allocate_stats((*loss.differentiates, *loss.observes), rows.count, stat, device)
-    return {"stats": stats, "grads": TokenStats(**grads), "vectors": plan.strategy == "row_scaled"}
+    referred = problem.inputs.get("ref_hidden") is not None
+    ref_logps = torch.empty(rows.count, dtype=stat, device=device) if referred else None
+    return {"stats": stats, "grads": TokenStats(**grads), "vectors": plan.strategy == "row_scaled", "ref_logps": ref_logps}
 
 
 def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved, Plan]:
     """The loss and its gradients in one pass. `static`: dtypes may not depend on the number of tokens."""
     rows = _rows(loss, problem)
     plan = _plan(loss, problem, rows, solved=True)
-    factors, pending = scales(loss, problem, rows.tokens, reduced=True)
+    factors, pending = scales(loss, problem, rows.tokens, rows.chosen_tokens, reduced=True)
     walk = _walk(loss, problem, rows, factors, **_token_buffers(loss, problem, rows, plan))
     walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
     if plan.strategy == "row_scaled":
@@ -192,7 +198,7 @@ def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved
     loss_value = sum(value for value, _ in walk.reports) * pending
     if not isinstance(pending, Tensor):
         pending = torch.full((), pending, dtype=problem.stat_dtype, device=problem.targets.device)
-    metrics = [sum(found[name] for _, found in walk.reports).to(loss_value.dtype) for name in _metric_names(loss, walk.reports)]
+    metrics = [settled([found[name] for _, found in walk.reports]).to(loss_value.dtype) for name in _metric_names(loss, walk.reports)]
     stacked = torch.stack(metrics) if metrics else loss_value.new_zeros(0)
     return Solved(loss_value, stacked, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
 
@@ -233,10 +239,10 @@ def token_numbers(loss: "LinearLoss", problem: Problem) -> tuple[dict[str, Tenso
     plan = _plan(loss, problem, rows, solved=False)
     N = problem.targets.shape[0]
     if loss.is_logits_loss:
-        factors, _ = scales(loss, problem, rows.tokens, reduced=False)
+        factors, _ = scales(loss, problem, rows.tokens, rows.chosen_tokens, reduced=False)
         walk = _walk(loss, problem, rows, factors, values=torch.zeros(rows.count, dtype=problem.stat_dtype, device=problem.targets.device))
         walk.run(plan, None)
-        metrics = {name: sum(found[name] for _, found in walk.reports) for name in loss.metric_names} if walk.reports else {}
+        metrics = {name: settled([found[name] for _, found in walk.reports]) for name in loss.metric_names} if walk.reports else {}
         return {"values": _scatter(walk.values, rows, N)} | metrics, None, rows, plan
     walk = _walk(loss, problem, rows, None, **_token_buffers(loss, problem, rows, plan))
     walk.run(plan, problem.dtype if keeps_vectors(loss, problem.needs) else None)
@@ -265,7 +271,7 @@ def token_gradients(
     given = {name: g / pending for name, g in given.items()}
     plan = _plan(loss, problem, rows, solved=False, rewalk=True)
     if loss.is_logits_loss:
-        factors, _ = scales(loss, problem, rows.tokens, reduced=False)
+        factors, _ = scales(loss, problem, rows.tokens, rows.chosen_tokens, reduced=False)
         walk = _walk(loss, problem, rows, factors, upstream=given["values"])
     else:
         walk = _walk(loss, problem, rows, None, stats=TokenStats(**known), grads=TokenStats(**given))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from logitless.losses.batch import Scales
+from logitless.losses.batch import UNITS, Scales
 from logitless.losses.walk import logits_evaluation, logits_function
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differe
     if loss.teacher:
         inputs |= {"teacher_logits": make(ROWS, teacher_V, dtype=logits_dtype), "teacher_bias": None}
     one = make((), dtype=torch.float32) + 1
-    units = {unit: one for unit in ("tokens", "sequences", "pairs")}
+    units = dict.fromkeys(UNITS, one)
     arguments = (make(ROWS, V, dtype=logits_dtype), None, make(ROWS, dtype=torch.int64), inputs, Scales(units, units), None)
     if not on_gpu:
         with PeakBytes() as watch:

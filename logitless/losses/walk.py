@@ -22,7 +22,7 @@ from logitless.kernels.cross_entropy import TokenStats
 from logitless.kernels.head import Head
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from logitless.kernels.scale import scale
-from logitless.losses.batch import Batch, Rows, Scales, Term, reduced, unreduced
+from logitless.losses.batch import Batch, Rows, Scales, reduced, tallied, unreduced
 from logitless.losses.plan import Plan, Span, Step
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class Walk:
         for step in plan.steps:
             if step.stop > step.start:
                 x, targets = self._take(step)
+                if step.read:
+                    self._read_reference(step, targets, buffer)
                 logits = project(x, self.weight, buffer[: step.stop - step.start])
                 row_scale = self._read(step, logits, targets) if step.read else None
                 # A gradient that lacks only its row_scale is multiplied out at once: the GPU is busy while the host solves.
@@ -135,11 +137,14 @@ class Walk:
         for name, value in self.inputs.items():
             if value is None or name in (*self.loss.shared_inputs, "teacher_weight", "teacher_bias"):
                 cut[name] = value
-            else:
+            elif not name.startswith("ref_") or name in (*self.loss.token_inputs, *self.loss.sequence_inputs):
                 cut[name] = value[sequences if name in self.loss.sequence_inputs else at]
         ignore_index = None if self.loss.compact else self.loss.ignore_index
-        segments = self.rows.segments(span.first, span.last)
+        segments = self.rows.segments(span.stop - span.start, span.first, span.last)
         return Batch(self.targets[at], self.weight.shape[0], cut, segments, ignore_index=ignore_index)
+
+    def _read_reference(self, step: Step, targets: Tensor, buffer: Tensor) -> None:
+        """Where a reference model takes part, its numbers of the same rows, through the same buffer."""
 
     def _read(self, step: Step, logits: Tensor, targets: Tensor) -> Tensor | None:
         raise NotImplementedError
@@ -161,10 +166,27 @@ class TokenWalk(Walk):
     stats: TokenStats = None  # (rows,) each, filled by reading
     grads: TokenStats = None  # (rows,) each, filled by solving, or given
     vectors: bool = False  # whether d logp / d hidden itself is kept, to be scaled afterwards
+    ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
 
     @property
     def _head(self) -> dict:
         return {"head": self.loss.head, "bias": self.bias, "ignore_index": self.loss.ignore_index}
+
+    def _read_reference(self, step: Step, targets: Tensor, buffer: Tensor) -> None:
+        if self.ref_logps is None:
+            return
+        weight, hidden = self.inputs["ref_weight"], self.inputs["ref_hidden"][self.rows.slice(step.start, step.stop)]
+        logits = project(hidden.to(weight.dtype), weight, buffer[: step.stop - step.start])
+        found = kernels.allocate_stats((), len(targets), self.ref_logps.dtype, targets.device)
+        head = self._head | {"head": self.loss.ref_head, "bias": self.inputs["ref_bias"]}
+        kernels.token_statistics(logits, targets, found, **head)
+        self.ref_logps[step.start : step.stop] = found.logps
+
+    def _batch(self, span: Span) -> Batch:
+        batch = super()._batch(span)
+        if self.ref_logps is not None:
+            batch.ref_logps = self.ref_logps[span.start : span.stop]
+        return batch
 
     def _read(self, step: Step, logits: Tensor, targets: Tensor) -> Tensor | None:
         out = self.stats[step.start : step.stop]
@@ -177,27 +199,17 @@ class TokenWalk(Walk):
     def _solve(self, span: Span) -> None:
         """Terms of a span, and their gradient with respect to the numbers that the loss differentiates."""
         batch, stats = self._batch(span), self.stats[span.start : span.stop]
-        constants = {name: x for name, x in stats.items() if name not in self.loss.differentiates}
-
-        observed: dict[str, Term] = {}
+        names = self.loss.differentiates if self.needs.any else ()
 
         def objective(variables: dict[str, Tensor]):
-            terms, metrics = batch.masked(*self.loss.terms(TokenStats(**variables, **constants), batch))
-            observed.update(metrics)
-            total = sum(reduced(terms, self.scales.loss).values())
-            return total, (total.detach(), {name: term.values.detach() for name, term in metrics.items()})
+            numbers = TokenStats(**dict(stats.items()) | variables)
+            terms, metrics = batch.masked(*self.loss.terms(numbers, batch))
+            return sum(reduced(terms, self.scales.loss).values()), tallied(metrics, self.scales.metrics)
 
-        variables = {name: getattr(stats, name) for name in self.loss.differentiates}
-        if self.needs.any:
-            gradients, (_, found) = torch.func.grad_and_value(objective, has_aux=True)(variables)
-            for name, gradient in gradients.items():
-                getattr(self.grads, name)[span.start : span.stop] = gradient
-        else:
-            _, found = objective(variables)
-        # Metrics are summed out here: an operation under `grad_and_value` takes the host several times as long.
-        total, values = found
-        metrics = {name: Term(values[name], term.over) for name, term in observed.items()}
-        self.reports.append((total, reduced(metrics, self.scales.metrics)))
+        gradients, total, metrics = grad_and_value(objective, {name: getattr(stats, name) for name in names})
+        for name, gradient in gradients.items():
+            getattr(self.grads, name)[span.start : span.stop] = gradient
+        self.reports.append((total, metrics))
 
     def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         gradient = _overlay(logits, self.weight.dtype)
@@ -211,6 +223,19 @@ class TokenWalk(Walk):
             gradient=gradient, class_weights=self.inputs.get("class_weights"), **self._head,
         )  # fmt: skip
         return gradient, None
+
+
+def grad_and_value(objective: Callable, variables: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, object]:
+    """`torch.func.grad_and_value(objective, has_aux=True)`, by plain autograd: its operations take the host a third of the time, and
+    those of a loss are so small that the host's time is what they cost."""
+    # Identity hooks: an activation checkpoint around the call would drop what these few numbers save, and run the model again for them.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
+        total, found = objective(leaves)
+    if not total.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in variables.items()}, total, found
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True)), total.detach(), found
 
 
 @dataclass
@@ -252,7 +277,7 @@ def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, 
         inputs = inputs | {"teacher_logits": teacher}
     batch = Batch(targets, logits.shape[1], inputs, ignore_index=None if loss.compact else loss.ignore_index)
     terms, metrics = batch.masked(*loss.terms(z, batch))
-    found = {name: value.detach() for name, value in reduced(metrics, scales.metrics).items()}
+    found = tallied(metrics, scales.metrics)
     if scales.loss is not None:
         total = sum(reduced(terms, scales.loss).values())
         return total, {"report": (total.detach(), found)}

@@ -6,5 +6,23 @@ the naive computation (one GEMM in the operands' dtype, then the logits upcast t
 """
 
 from logitless.losses.reference.cross_entropy import cross_entropy, head_logits, shift_left, token_logprobs
+from logitless.losses.reference.distillation import distillation
+from logitless.losses.reference.policy import grpo, ppo, reinforce, rloo
+from logitless.losses.reference.preference import cpo, dpo, kto, orpo, simpo
 
-__all__ = ["cross_entropy", "head_logits", "shift_left", "token_logprobs"]
+__all__ = [
+    "cpo",
+    "cross_entropy",
+    "distillation",
+    "dpo",
+    "grpo",
+    "head_logits",
+    "kto",
+    "orpo",
+    "ppo",
+    "reinforce",
+    "rloo",
+    "shift_left",
+    "simpo",
+    "token_logprobs",
+]

@@ -1,0 +1,407 @@
+"""GRPO and its descendants, RLOO, PPO and REINFORCE, on full logits."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from logitless.losses.reference.cross_entropy import token_logprobs
+
+# exp of more is no fp32 number, and a clipped ratio of infinity has the gradient 0 * inf.
+LOG_RATIO_BOUND = 80.0
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a call, one sequence a row: zero where they do not count."""
+
+    logps: Tensor  # (B, T)
+    entropy: Tensor  # (B, T)
+    counted: Tensor  # (B, T) bool
+    cu_seqlens: Tensor | None  # (B + 1,) where the call is packed
+
+    @property
+    def mask(self) -> Tensor:
+        return self.counted.to(self.logps.dtype)
+
+    @property
+    def lengths(self) -> Tensor:  # (B, 1), 1 for a sequence without tokens
+        return self.mask.sum(1, keepdim=True).clamp(min=1)
+
+    def per_token(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(B, T) or packed (N,) -> (B, T), `fill` where tokens do not count, whatever was there."""
+        return _padded(x.to(self.logps.dtype), self.cu_seqlens).masked_fill(~self.counted, fill)
+
+    def per_sequence_or_token(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """(B,) or (B, 1) -> (B, 1); any other shape as in `per_token`."""
+        if x.numel() != self.counted.shape[0]:
+            return self.per_token(x, fill)
+        return x.to(self.logps.dtype).view(-1, 1).masked_fill(~self.counted.any(1, keepdim=True), fill)
+
+    def as_given(self, x: Tensor) -> Tensor:
+        """(B, T) -> the shape of the call's targets."""
+        if self.cu_seqlens is None:
+            return x
+        return torch.cat([row[:length] for row, length in zip(x, self.cu_seqlens.diff().tolist())])
+
+
+def _padded(x: Tensor, cu_seqlens: Tensor | None, fill: float = 0.0) -> Tensor:
+    """Packed (N, ...) -> (B, T, ...)."""
+    return x if cu_seqlens is None else pad_sequence(x.split(cu_seqlens.diff().tolist()), batch_first=True, padding_value=fill)
+
+
+def _tokens(
+    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int, **head
+) -> _Tokens:
+    if mask is not None:
+        targets = targets.masked_fill(~mask.bool(), ignore_index)
+    hidden, targets = _padded(hidden, cu_seqlens), _padded(targets, cu_seqlens, ignore_index)
+    logps, entropy, _ = token_logprobs(hidden, weight, targets, ignore_index=ignore_index, **head)
+    return _Tokens(logps, entropy, targets != ignore_index, cu_seqlens)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over what counts, 0 where nothing does."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _divided(total: Tensor, count: float | Tensor) -> Tensor:
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    return total / torch.where(count == 0, torch.ones_like(count), count)
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`-min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)` and where it is clipped."""
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
+    if delta is not None:
+        ratio = ratio.clamp(max=delta)
+    low = (ratio < 1 - epsilon) & (advantages < 0)
+    high = (ratio > 1 + epsilon_high) & (advantages > 0)
+    flags = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+    return -torch.min(ratio * advantages, clipped * advantages), flags
+
+
+def _where(condition: Tensor, x: float, y: float, like: Tensor) -> Tensor:
+    """`torch.where` of two numbers; its own has the default dtype, which rounds them."""
+    return torch.where(condition, like.new_tensor(x), like.new_tensor(y))
+
+
+def _vespo_weight(log_ratio: Tensor, importance_weights: Tensor | None, k: Tensor, decay: Tensor) -> Tensor:
+    """`φ(w) = w^k exp(λ (1 - w))`, with `λ` the decay and `w` the product of a sequence's ratios; (B, 1), or as `k`."""
+    smallest, largest = math.log(1e-8), 20.0
+    log_w = log_ratio.detach().clamp(-largest, largest).sum(1, keepdim=True)
+    if importance_weights is not None:
+        log_w = log_w + importance_weights.log().clamp(smallest, largest).sum(1, keepdim=True)
+    log_w = log_w.clamp(smallest, largest)
+    decay = decay.clamp(min=1e-4)
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
+def _drift(tokens: _Tokens, sampling_logps: Tensor) -> Tensor:
+    """How much likelier the sampler found each sequence, per token: (B, 1). Tokens it has no number for show no drift."""
+    return (sampling_logps - tokens.logps.detach()).nan_to_num(nan=0.0).sum(1, keepdim=True) / tokens.lengths
+
+
+def _high_entropy(tokens: _Tokens, top_quantile: float) -> Tensor:
+    """(B, T), 1 for the tokens that count and whose entropy is not below the `1 - top_quantile` quantile of all that count."""
+    if top_quantile >= 1 or not tokens.counted.any():
+        return tokens.mask
+    entropy = tokens.entropy.detach()
+    return tokens.mask * (entropy >= entropy[tokens.counted].quantile(1 - top_quantile))
+
+
+def grpo(
+    hidden: Tensor,  # (B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T), or (N,) packed
+    *,
+    advantages: Tensor,  # (B,), or as targets
+    mask: Tensor | None = None,  # as targets
+    old_logps: Tensor | None = None,  # as targets
+    ref_logps: Tensor | None = None,  # as targets
+    sampling_logps: Tensor | None = None,  # as targets
+    importance_weights: Tensor | None = None,  # (B,), (B, 1), or as targets
+    num_items: float | Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    loss_type: str = "dapo",
+    beta: float = 0.0,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "token",
+    entropy_coef: float = 0.0,
+    use_bias_correction_kl: bool = False,
+    top_entropy_quantile: float = 1.0,
+    off_policy_mask_threshold: float | None = None,
+    max_completion_length: int | None = None,
+    sapo_temperature_neg: float = 1.05,
+    sapo_temperature_pos: float = 1.0,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Group relative policy optimization and its descendants.
+
+    With `l = logp - old_logp`, the ratio is `r = exp(l)`, or at the sequence level `r = exp(Σ_t l_t / length)`, one ratio for all
+    tokens of a sequence, with the gradient of all of them. The surrogate of a token with advantage `A` is
+
+        grpo, bnpo, dr_grpo, dapo, luspo   s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)
+        cispo                              s = -stop_gradient(min(r, ε_high)) A logp
+        sapo                               s = -4 / τ sigmoid(τ (r - 1)) A,  τ = τ_pos if A > 0 else τ_neg
+        vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),  w = exp(Σ_t l_t)
+
+    where `(k, λ)` of vespo are the positive ones if `A >= 0`, and `w` includes `importance_weights`. The loss of a token is
+
+        loss = keep * high_entropy * importance_weight * s + beta * kl,  kl = exp(d) - d - 1,  d = ref_logp - logp
+
+    * `keep` is 0 for tokens with `A < 0` of sequences whose mean of `sampling_logp - logp` exceeds `off_policy_mask_threshold`.
+    * `high_entropy` is 0 for tokens whose entropy is below the `1 - top_entropy_quantile` quantile of all tokens that count.
+    * `use_bias_correction_kl` multiplies `kl` by `r`.
+
+    A mean is `Σ_units / number of units`, where the unit of grpo and sapo is a sequence (the mean of its tokens), of luspo a sequence
+    (the sum of its tokens), of dr_grpo a sequence (the sum over `max_completion_length`), and of bnpo, dapo, cispo and vespo a token.
+    Tokens that a mask drops still count in it, and so do sequences without tokens. With `entropy_coef`, the mean loses
+    `entropy_coef` times the mean entropy of the tokens with `high_entropy` 1, whatever the unit.
+
+    Log-ratios are clamped to ±80 before exp (`d` from above only, in both places), where their gradient is 0.
+
+    Args:
+        hidden: `(B, T, H)` hidden states, or `(N, H)` packed.
+        weight: `(V, H)` head.
+        targets: int64, in `[0, V)` or `ignore_index`.
+        advantages: one per sequence or per token.
+        mask: False (or 0) for tokens that do not count either.
+        old_logps: of the policy that the ratio is taken to; None: of this one, detached (ratio 1, gradient of logp).
+        ref_logps: of the reference policy; required if `beta != 0`.
+        sampling_logps: of the sampler, for the off-policy mask, NaN where unknown; None: old_logps.
+        importance_weights: old over sampling probability, one per sequence or per token.
+        num_items: normalizer of the mean in place of the number of units. The entropy's mean is not affected.
+        bias: `(V,)`, or None.
+        cu_seqlens: boundaries of packed sequences.
+        loss_type: one of the above.
+        beta: coefficient of the KL divergence from the reference.
+        epsilon, epsilon_high: clip range `ε`, `ε_high`; the upper one defaults to the lower one, for cispo too, which wants one above 1.
+        delta: upper bound `δ` of the ratio where the advantage is negative, or None.
+        importance_sampling_level: "token" or "sequence".
+        entropy_coef: coefficient of the entropy bonus.
+        max_completion_length: required by dr_grpo.
+        sapo_temperature_neg, sapo_temperature_pos: `τ_neg`, `τ_pos`.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `λ` by the sign of the advantage.
+        reduction: "mean", "sum" or "none". A sum has the entropies' sum in place of their mean.
+        ignore_index: target of the tokens that do not count.
+        softcap, logit_scale, temperature: as in `head_logits`.
+
+    Returns:
+        `(loss, metrics, logps)`: 0-d loss, or with reduction "none" one per unit, `(B,)` or as targets; detached 0-d metrics; detached
+        log-probabilities, 0 where tokens do not count. Metrics are means over tokens (0 if none counts): entropy, importance_ratio,
+        kl (as in the loss; if `beta != 0`), and by loss type clip_ratio/low_mean, clip_ratio/high_mean and clip_ratio/region_mean;
+        cispo_clip_ratio; vespo/phi_seq_mean. The last five are means over sequences where they are one number per sequence.
+
+    References:
+        Shao et al., "DeepSeekMath", 2024 (grpo). Liu et al., "Understanding R1-Zero-Like Training", 2025 (dr_grpo). Yu et al.,
+        "DAPO", 2025. MiniMax, "MiniMax-M1", 2025 (cispo). "Soft Adaptive Policy Optimization", arXiv 2511.20347, 2025 (sapo).
+        "Length-Unbiased Sequence Policy Optimization", arXiv 2602.05261, 2026 (luspo). "VESPO: Variational Sequence-Level Soft
+        Policy Optimization for Stable Off-Policy LLM Training", arXiv 2602.10693, 2026 (vespo). bnpo is the loss of `ppo`.
+        Zheng et al., "Group Sequence Policy Optimization", 2025 (sequence level). Prime Intellect, "INTELLECT-2", 2025 (delta).
+        Schulman, "Approximating KL Divergence", 2020 (kl). DeepSeek-AI, "DeepSeek-V3.2", 2025 (off-policy mask, bias-corrected kl).
+        Wang et al., "Beyond the 80/20 Rule", 2025 (top_entropy_quantile).
+    """
+    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
+    logps, mask = tokens.logps, tokens.mask
+    advantages = tokens.per_sequence_or_token(advantages)
+    old_logps = logps.detach() if old_logps is None else tokens.per_token(old_logps)
+    weights = None if importance_weights is None else tokens.per_sequence_or_token(importance_weights, 1.0)
+    epsilon_high = epsilon if epsilon_high is None else epsilon_high
+
+    log_ratio = logps - old_logps  # 0 where tokens do not count, as both are
+    by_sequence = {"token": False, "sequence": True}[importance_sampling_level]
+    ratio = _ratio(log_ratio.sum(1, keepdim=True) / tokens.lengths if by_sequence else log_ratio)  # (B, T) or (B, 1)
+
+    match loss_type:
+        case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":
+            surrogate, observed = _clipped_surrogate(ratio, advantages, epsilon, epsilon_high, delta)
+        case "cispo":
+            surrogate = -ratio.clamp(max=epsilon_high).detach() * advantages * logps
+            observed = {"cispo_clip_ratio": (ratio > epsilon_high) & (advantages > 0)}
+        case "sapo":
+            tau = _where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, logps)
+            surrogate, observed = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {}
+        case "vespo":
+            k = _where(advantages >= 0, vespo_k_pos, vespo_k_neg, logps)
+            phi = _vespo_weight(log_ratio, weights, k, _where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, logps))
+            surrogate, observed, weights = -phi * advantages * logps, {"vespo/phi_seq_mean": phi}, None
+        case _:
+            raise ValueError(f"loss_type: expected a name of the docstring, got {loss_type!r}; pick one.")
+
+    high_entropy = _high_entropy(tokens, top_entropy_quantile)
+    losses = surrogate * high_entropy
+    if off_policy_mask_threshold is not None:
+        sampling_logps = old_logps if sampling_logps is None else tokens.per_token(sampling_logps)
+        losses = losses * ((advantages >= 0) | (_drift(tokens, sampling_logps) <= off_policy_mask_threshold))
+    if weights is not None:
+        losses = losses * weights
+
+    metrics = {"entropy": _mean(tokens.entropy, mask), "importance_ratio": _mean(ratio.expand_as(mask), mask)}
+    if beta != 0:
+        d = (tokens.per_token(ref_logps) - logps).clamp(max=LOG_RATIO_BOUND)
+        kl = d.exp() - d - 1
+        kl = kl * ratio if use_bias_correction_kl else kl
+        losses = losses + beta * kl * mask
+        metrics["kl"] = _mean(kl, mask)
+    one_per_sequence = advantages.shape[1] == 1 and (by_sequence or loss_type == "vespo")
+    for name, x in observed.items():
+        metrics[name] = _mean(x.to(mask.dtype), torch.ones_like(advantages) if one_per_sequence else mask)
+    metrics = {name: x.detach() for name, x in metrics.items()}
+
+    divisors = {"grpo": tokens.lengths, "sapo": tokens.lengths, "luspo": 1, "dr_grpo": max_completion_length}
+    bonus = entropy_coef * tokens.entropy * high_entropy if entropy_coef else torch.zeros_like(logps)
+    if loss_type in divisors:
+        losses, bonus = (losses / divisors[loss_type]).sum(1), bonus.sum(1)
+        count = losses.numel()
+    else:
+        losses, bonus = tokens.as_given(losses), tokens.as_given(bonus)
+        count = mask.sum()
+    if reduction == "mean":
+        loss = _divided(losses.sum(), count if num_items is None else num_items) - _divided(bonus.sum(), high_entropy.sum())
+    else:
+        loss = (losses - bonus).sum() if reduction == "sum" else losses - bonus
+    return loss, metrics, tokens.as_given(logps.detach())
+
+
+def ppo(
+    hidden: Tensor,  # (B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T), or (N,) packed
+    *,
+    advantages: Tensor,  # as targets
+    **options,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Proximal policy optimization with a clipped ratio: `grpo` of loss type "bnpo", advantages per token.
+
+    `loss = 1 / N Σ_t -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t)` over the `N` tokens that count.
+
+    Args:
+        options: the other keywords of `grpo`.
+
+    References:
+        Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7.
+    """
+    return grpo(hidden, weight, targets, advantages=advantages, loss_type="bnpo", **options)
+
+
+def rloo(
+    hidden: Tensor,  # (B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T), or (N,) packed
+    *,
+    advantages: Tensor,  # (B,)
+    mask: Tensor | None = None,  # as targets
+    old_logps: Tensor | None = None,  # (B,), or as targets
+    num_items: float | Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """REINFORCE leave-one-out with a clipped ratio of whole sequences.
+
+    `loss = 1 / B Σ_i -min(r_i A_i, clip(r_i, 1 - ε, 1 + ε_high) A_i)`, `r = exp(Σ_t logp_t - Σ_t old_logp_t)`: a sum over the tokens of a
+    sequence, where `grpo` has a mean. The KL divergence from a reference is part of the reward, hence of `advantages`. A sequence
+    without tokens gives 0 and is one of the `B`.
+
+    Args:
+        advantages: one per sequence: its reward minus the mean of the others of its group.
+        old_logps: per token, or summed over each sequence; None: of this policy, detached.
+        num_items: normalizer of the mean in place of `B`.
+        hidden, weight, targets, mask, bias, cu_seqlens, epsilon, epsilon_high, ignore_index: as in `grpo`.
+        reduction: "mean", "sum" or "none".
+        softcap, logit_scale, temperature: as in `head_logits`.
+
+    Returns:
+        `(loss, metrics, logps)`: 0-d loss, or `(B,)` with reduction "none"; metrics as in `grpo`, of the clip over sequences; detached
+        log-probabilities, 0 where tokens do not count.
+
+    References:
+        Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs", 2024.
+        Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7 (clip).
+    """
+    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
+    advantages = tokens.per_sequence_or_token(advantages)
+    old_logps = tokens.logps.detach() if old_logps is None else tokens.per_sequence_or_token(old_logps)
+
+    ratio = _ratio(tokens.logps.sum(1, keepdim=True) - old_logps.sum(1, keepdim=True))  # (B, 1)
+    losses, flags = _clipped_surrogate(ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high)
+    losses = losses.squeeze(1)
+
+    metrics = {"entropy": _mean(tokens.entropy, tokens.mask), "importance_ratio": _mean(ratio.expand_as(tokens.mask), tokens.mask)}
+    metrics |= {name: _mean(flag.to(ratio.dtype), torch.ones_like(ratio)) for name, flag in flags.items()}
+    metrics = {name: x.detach() for name, x in metrics.items()}
+
+    if reduction == "mean":
+        losses = _divided(losses.sum(), losses.numel() if num_items is None else num_items)
+    return losses.sum() if reduction == "sum" else losses, metrics, tokens.as_given(tokens.logps.detach())
+
+
+def reinforce(
+    hidden: Tensor,  # (B, T, H), or (N, H) packed
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T), or (N,) packed
+    *,
+    advantages: Tensor,  # (B,), or as targets
+    mask: Tensor | None = None,  # as targets
+    num_items: float | Tensor | None = None,
+    bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The policy gradient's own loss: `1 / N Σ_t -A_t logp_t` over the `N` tokens that count.
+
+    Its gradient is that of `grpo` of loss types bnpo and dapo on policy (`old_logps=None`), whose ratio of 1 has the gradient of logp;
+    only the value differs. It is `grpo` of loss type cispo on policy with `epsilon_high >= 1`.
+
+    Args:
+        advantages: one per sequence or per token.
+        num_items: normalizer of the mean, in tokens.
+        hidden, weight, targets, mask, bias, cu_seqlens, ignore_index: as in `grpo`.
+        reduction: "mean", "sum" or "none".
+        softcap, logit_scale, temperature: as in `head_logits`.
+
+    Returns:
+        `(loss, metrics, logps)`: 0-d loss, or one per token with reduction "none"; entropy; detached log-probabilities.
+
+    References:
+        Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", 1992.
+    """
+    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
+    losses = tokens.as_given(-tokens.per_sequence_or_token(advantages) * tokens.logps)
+
+    if reduction == "mean":
+        losses = _divided(losses.sum(), tokens.mask.sum() if num_items is None else num_items)
+    metrics = {"entropy": _mean(tokens.entropy, tokens.mask).detach()}
+    return losses.sum() if reduction == "sum" else losses, metrics, tokens.as_given(tokens.logps.detach())

@@ -1,0 +1,572 @@
+"""Preference losses on full logits: DPO and its relatives, ORPO, CPO, SimPO and KTO.
+
+Sequences come padded, `hidden (S, T, H)` and `targets (S, T)`, or packed, `hidden (N, H)`, `targets (N,)` and the bounds
+`cu_seqlens (S + 1,)`. Where they form pairs, `S = 2B` and the chosen ones come first. Targets are aligned with the hidden states.
+`|y|` is the number of supervised tokens of a sequence; one that has none has a log-probability of 0, summed or averaged.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from logitless.losses.reference.cross_entropy import head_logits, token_logprobs
+
+# fp32 overflows at exp(88.7).
+MAX_EXPONENT = 80.0
+# The odds of a mean log-probability of 0 are infinite; those of -1e-7 are 1e7.
+MAX_MEAN_LOGP = -1e-7
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Numbers of each token, all (S, T) and 0 where ignored."""
+
+    mask: Tensor
+    logps: Tensor
+    entropy: Tensor
+    mean_logits: Tensor
+    log_sum_sq_probs: Tensor
+    is_top1: Tensor
+
+    def sequence_sums(self, logps: Tensor, ld_alpha: float | None = None) -> Tensor:
+        """Sums (S, T) by sequence; those past the length of the shorter sequence of the pair weigh `ld_alpha`."""
+        logps = logps.masked_fill(~self.mask, 0)
+        total = logps.sum(1)
+        if ld_alpha is None:
+            return total
+        shorter = torch.minimum(*_halves(self.mask.sum(1))).repeat(2)
+        shared = (logps * (self.mask.cumsum(1) <= shorter.unsqueeze(1))).sum(1)
+        return shared + ld_alpha * (total - shared)
+
+    def sequence_means(self, values: Tensor) -> Tensor:
+        return _ratio(values.sum(1), self.mask.sum(1))
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen and the rejected half."""
+    return values[: len(values) // 2], values[len(values) // 2 :]
+
+
+def _ratio(total: Tensor, count: Tensor | float) -> Tensor:
+    """`total / count`, and the total where there is nothing to count."""
+    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+    return total / count.masked_fill(count == 0, 1)
+
+
+def _reduce(values: Tensor, reduction: str, count: Tensor | float) -> Tensor:
+    return {"sum": lambda: values.sum(), "mean": lambda: _ratio(values.sum(), count)}[reduction]()
+
+
+def _padded(values: Tensor, cu_seqlens: Tensor | None, fill: float) -> Tensor:
+    """(N, ...) packed or (S, T, ...) padded -> (S, T, ...)."""
+    if cu_seqlens is None:
+        return values
+    return pad_sequence(values.split(cu_seqlens.diff().tolist()), batch_first=True, padding_value=fill)
+
+
+def _tokens(
+    hidden: Tensor,  # (S, T, H) or (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (S, T) or (N,)
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ignore_index: int,
+    **head,
+) -> _Tokens:
+    hidden, targets = _padded(hidden, cu_seqlens, 0), _padded(targets, cu_seqlens, ignore_index)
+    mask = targets != ignore_index
+    logps, entropy, _ = token_logprobs(hidden, weight, targets, bias=bias, ignore_index=ignore_index, **head)
+    with torch.no_grad():
+        logits = head_logits(hidden, weight, bias, **head)
+        log_sum_sq_probs = (2 * logits.log_softmax(-1)).logsumexp(-1)
+        others = (logits.mean(-1), log_sum_sq_probs, logits.argmax(-1) == targets)
+    return _Tokens(mask, logps, entropy.detach(), *(numbers.masked_fill(~mask, 0) for numbers in others))
+
+
+def _reference_sums(
+    tokens: _Tokens,
+    targets: Tensor,  # (S, T) or (N,)
+    cu_seqlens: Tensor | None,
+    ignore_index: int,
+    *,
+    ref_logps: Tensor | None,  # (S,), or like targets
+    ref_hidden: Tensor | None,  # (S, T, H') or (N, H')
+    ref_weight: Tensor | None,  # (V, H')
+    ref_bias: Tensor | None,  # (V,)
+    ld_alpha: float | None = None,
+    **head,
+) -> Tensor:  # (S,)
+    """Log-probability of each sequence under the reference; sums that come from outside are taken as they are."""
+    if ref_hidden is not None:
+        ref_logps, _, _ = token_logprobs(ref_hidden, ref_weight, targets, bias=ref_bias, ignore_index=ignore_index, **head)
+    elif ref_logps is None:
+        raise ValueError("ref_logps: expected the log-probabilities of the reference, got None; pass them, or ref_hidden and ref_weight")
+    elif ref_logps.shape == tokens.mask.shape[:1]:
+        return ref_logps.detach().to(tokens.logps.dtype)
+    return tokens.sequence_sums(_padded(ref_logps.detach().to(tokens.logps.dtype), cu_seqlens, 0), ld_alpha)
+
+
+def _metrics(tokens: _Tokens, logps: Tensor, rewards: Tensor, chosen: Tensor) -> dict[str, Tensor]:
+    """Means over the sequences of each side, given as a mask (S,), and over their tokens."""
+    logps, rewards = logps.detach(), rewards.detach()
+    metrics = {}
+    for side, rows in {"chosen": chosen, "rejected": ~chosen}.items():
+        metrics[f"rewards/{side}"] = _ratio(rewards[rows].sum(), rows.sum())
+        metrics[f"logps/{side}"] = _ratio(logps[rows].sum(), rows.sum())
+        metrics[f"logits/{side}"] = _ratio(tokens.mean_logits[rows].sum(), tokens.mask[rows].sum())
+    margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    metrics["rewards/margins"] = margin if chosen.any() and not chosen.all() else torch.zeros_like(margin)
+    metrics["entropy"] = _ratio(tokens.entropy.sum(), tokens.mask.sum())
+    return metrics
+
+
+def _pair_metrics(tokens: _Tokens, logps: Tensor, rewards: Tensor, nll: Tensor) -> dict[str, Tensor]:
+    """`_metrics` of pairs and those that only pairs have; `nll` is the mean over the chosen tokens."""
+    is_top1, mask = _halves(tokens.is_top1)[0], _halves(tokens.mask)[0]
+    chosen_rewards, rejected_rewards = _halves(rewards.detach())
+    wins = (chosen_rewards > rejected_rewards).to(rewards.dtype)
+    return _metrics(tokens, logps, rewards, torch.arange(len(rewards), device=rewards.device) < len(wins)) | {
+        "rewards/accuracies": _ratio(wins.sum(), len(wins)),
+        "mean_token_accuracy": _ratio(is_top1.sum().to(rewards.dtype), mask.sum()),
+        "nll_loss": nll.detach(),
+    }
+
+
+def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy of preferring the chosen one with probability `sigmoid(margin)` when labels flip at the rate `smoothing`."""
+    return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+
+def _power_score(ratios: Tensor, power: float) -> Tensor:
+    """`(t^power - 1) / power` with `ratios = log t`, whose limit at 0 is `log t`."""
+    return ratios if abs(power) < 1e-6 else torch.expm1((power * ratios).clamp(max=MAX_EXPONENT)) / power
+
+
+# f'(t) as a function of log t and of the coefficient of the alpha divergence.
+F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "reverse_kl": lambda ratios, alpha: ratios,
+    "forward_kl": lambda ratios, alpha: _power_score(ratios, -1.0),
+    "js_divergence": lambda ratios, alpha: math.log(2) + F.logsigmoid(ratios),
+    "alpha_divergence": lambda ratios, alpha: _power_score(ratios, alpha - 1),
+}
+
+
+def _dpo_losses(
+    logps: Tensor,  # (2B,)
+    ref_logps: Tensor,  # (2B,)
+    scores: Tensor,  # (2B,)
+    tokens: _Tokens,
+    beta: float,
+    smoothing: float,
+    tau: float,
+) -> dict[str, Callable[[], Tensor]]:
+    """Loss types by name, each giving one number per pair."""
+    chosen, rejected = _halves(logps - ref_logps)
+    chosen_score, rejected_score = _halves(scores)
+    chosen_mean_score, rejected_mean_score = _halves(_ratio(scores, tokens.mask.sum(1)))
+    delta, mean_delta = chosen_score - rejected_score, chosen_mean_score - rejected_mean_score
+
+    def exo_pair() -> Tensor:
+        # KL from the policy's preference to the smoothed label.
+        win, lose = F.logsigmoid(beta * delta), F.logsigmoid(-beta * delta)
+        return win.exp() * (win - math.log1p(-smoothing)) + lose.exp() * (lose - math.log(smoothing))
+
+    def aot() -> Tensor:
+        (chosen_logps, rejected_logps), (ref_chosen, ref_rejected) = _halves(logps), _halves(ref_logps)
+        return _smoothed(beta * ((chosen_logps - rejected_logps).sort().values - (ref_chosen - ref_rejected).sort().values), smoothing)
+
+    def discopop() -> Tensor:
+        blend = torch.sigmoid(beta * delta / tau)
+        return -F.logsigmoid(beta * delta) * (1 - blend) + (-beta * delta).clamp(max=MAX_EXPONENT).exp() * blend
+
+    return {
+        "sigmoid": lambda: _smoothed(beta * delta, smoothing),
+        "hinge": lambda: F.relu(1 - beta * delta),
+        "ipo": lambda: (mean_delta - 1 / (2 * beta)) ** 2,
+        "exo_pair": exo_pair,
+        "nca_pair": lambda: -F.logsigmoid(beta * chosen) - (F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)) / 2,
+        "robust": lambda: ((smoothing - 1) * F.logsigmoid(beta * delta) + smoothing * F.logsigmoid(-beta * delta)) / (1 - 2 * smoothing),
+        "bco_pair": lambda: -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
+        "sppo_hard": lambda: (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2,
+        "aot": aot,
+        "aot_unpaired": lambda: _smoothed(beta * (chosen.sort().values - rejected.sort().values), smoothing),
+        "apo_zero": lambda: torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected),
+        "apo_down": lambda: torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected)),
+        "discopop": discopop,
+        "sft": lambda: -_halves(tokens.logps)[0].sum(1),
+        "sigmoid_norm": lambda: -F.logsigmoid(beta * mean_delta),
+    }
+
+
+def dpo(
+    hidden: Tensor,  # (2B, T, H) or (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (2B, T) or (N,)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    ref_logps: Tensor | None = None,  # (2B,), or like targets
+    ref_hidden: Tensor | None = None,  # (2B, T, H') or (N, H')
+    ref_weight: Tensor | None = None,  # (V, H')
+    ref_bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (2B + 1,)
+    beta: float = 0.1,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    use_weighting: bool = False,
+    discopop_tau: float = 0.05,
+    reference_free: bool = False,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    ref_softcap: float | None = None,
+    ref_logit_scale: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Direct preference optimization and the losses of its family.
+
+    With `π(y) = Σ_t logp_t`, the log-ratios `c` and `r` of the chosen and the rejected sequence, each `π(y) - π_ref(y)`, their
+    scores `C` and `R`, each `f'(exp(log-ratio))`, `Δ = C - R`, `Δ' = C / |y_c| - R / |y_r|` and smoothing `ε`, per pair:
+
+        sigmoid       -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)
+        hinge         max(0, 1 - βΔ)
+        ipo           (Δ' - 1 / 2β)²
+        exo_pair      σ(βΔ) (log σ(βΔ) - log(1 - ε)) + σ(-βΔ) (log σ(-βΔ) - log ε)        with ε > 0
+        nca_pair      -log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)
+        robust        (-(1 - ε) log σ(βΔ) + ε log σ(-βΔ)) / (1 - 2ε)                      with ε < ½
+        bco_pair      -log σ(βc) - log σ(-βr)
+        sppo_hard     (c - 1 / 2β)² + (r + 1 / 2β)²
+        aot           as sigmoid; the i-th smallest π(y_c) - π(y_r) minus the i-th smallest π_ref(y_c) - π_ref(y_r) is the Δ
+        aot_unpaired  as sigmoid; the i-th smallest c minus the i-th smallest r is the Δ
+        apo_zero      σ(-βc) + σ(βr)
+        apo_down      σ(βc) + σ(-β(c - r))
+        discopop      -log σ(βΔ) (1 - σ(βΔ / τ)) + exp(-βΔ) σ(βΔ / τ)
+        sigmoid_norm  -log σ(βΔ')
+        sft           -π(y_c), a sum over tokens
+
+    The mean divides by `num_items`, else by the number of pairs; that of sft always divides by the number of chosen tokens. A list
+    of types gives the weighted sum of their reductions. Exponents are bounded by 80. A pair with empty sequences counts.
+
+    Args:
+        hidden: `(2B, T, H)` hidden states, or `(N, H)` packed.
+        weight: `(V, H)` head.
+        targets: `(2B, T)` or `(N,)` int64, in `[0, V)` or `ignore_index` (prompt, padding).
+        bias: `(V,)`, or None.
+        ref_logps: reference log-probabilities, one per sequence, `(2B,)`, to which `ld_alpha` was applied already, or one per
+            target. Of the two readings of `(N,)` with `N = 2B` the first is taken.
+        ref_hidden, ref_weight, ref_bias: in their place, hidden states and head of the reference. Nothing of the reference is
+            differentiated.
+        cu_seqlens: `(2B + 1,)` bounds of packed sequences.
+        beta: `β`.
+        loss_type: a name above, or several.
+        loss_weights: factor of each loss type, 1 by default.
+        label_smoothing: `ε`, of sigmoid, exo_pair, robust, aot and aot_unpaired.
+        f_divergence_type: `f'(t)`: "reverse_kl" `log t`, "forward_kl" `1 - 1 / t`, "js_divergence" `log(2t / (1 + t))`,
+            "alpha_divergence" `(t^(α - 1) - 1) / (α - 1)`. It acts on the losses written with `Δ` or `Δ'`, the aot ones apart.
+        f_alpha_divergence_coef: `α`.
+        ld_alpha: weight of the log-probabilities past the length of the shorter sequence of the pair, or None for 1.
+        use_weighting: multiply the loss of each pair, sft included, by `w(y_c) w(y_r)`, not differentiated, with
+            `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`. Makes no sense with the aot losses, which reorder the pairs.
+        discopop_tau: `τ`.
+        reference_free: `π_ref = 0`.
+        reduction: "mean" or "sum", over pairs, and for sft over chosen tokens.
+        num_items: normalizer of the mean, in pairs; a number or a 0-d tensor.
+        ignore_index: target of the tokens that do not count.
+        softcap, logit_scale, temperature: as in `head_logits`; the temperature is also that of the reference.
+        ref_softcap, ref_logit_scale: those of the reference.
+
+    Returns:
+        0-d loss and metrics, 0-d and detached: rewards `βc` and `βr` as "rewards/chosen", "rewards/rejected", their
+        "rewards/margins" and how often the first is larger, "rewards/accuracies"; `π` as "logps/chosen", "logps/rejected"; the mean
+        logit of the completion tokens, "logits/chosen", "logits/rejected"; "entropy" over all supervised tokens;
+        "mean_token_accuracy" and "nll_loss" over the chosen ones. 0 where there is nothing to average.
+
+    Raises:
+        ValueError: no reference, or `loss_weights` of another length than `loss_type`.
+
+    References:
+        Rafailov et al., "Direct Preference Optimization", 2023, equation 7 (sigmoid); Mitchell, "A note on DPO with noisy
+        preferences & relationship to IPO", 2023 (its smoothing); Zhao et al., "SLiC-HF", 2023 (hinge); Azar et al., "A General
+        Theoretical Paradigm to Understand Learning from Human Preferences", 2023, equation 17 (ipo, per token); Ji et al.,
+        "Towards Efficient Exact Optimization of Language Model Alignment", 2024, equation 16 (exo_pair); Chen et al., "Noise
+        Contrastive Alignment of Language Models with Explicit Rewards", 2024 (nca_pair); Chowdhury et al., "Provably Robust DPO",
+        2024 (robust); Jung et al., "Binary Classifier Optimization for LLM Alignment", 2024 (bco_pair); Wu et al., "Self-Play
+        Preference Optimization", 2024, equation 4.7 (sppo_hard); Melnyk et al., "Distributional Preference Alignment of LLMs via
+        Optimal Transport", 2024 (aot); D'Oosterlinck et al., "Anchored Preference Optimization", 2024, equations 7 and 8 (apo);
+        Lu et al., "Discovering Preference Optimization Algorithms with and for LLMs", 2024, equation 5 (discopop); Lambert et
+        al., "Tülu 3", 2024 (sigmoid_norm).
+        Wang et al., "Beyond Reverse KL", 2023 (f-divergences); Liu et al., "Length Desensitization in DPO", 2024 (ld_alpha);
+        Zhou et al., "WPO: Enhancing RLHF with Weighted Preference Optimization", 2024, equation 2 (use_weighting).
+    """
+    head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
+    logps = tokens.sequence_sums(tokens.logps, ld_alpha)
+    if reference_free:
+        ref = torch.zeros_like(logps)
+    else:
+        ref_head = {"softcap": ref_softcap, "logit_scale": ref_logit_scale, "temperature": temperature}
+        given = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+        ref = _reference_sums(tokens, targets, cu_seqlens, ignore_index, **given, ld_alpha=ld_alpha, **ref_head)
+    scores = F_DIVERGENCES[f_divergence_type](logps - ref, f_alpha_divergence_coef)
+
+    pair_weights = 1.0
+    if use_weighting:
+        chosen_weights, rejected_weights = _halves(tokens.sequence_means(tokens.logps.detach() - tokens.log_sum_sq_probs).exp())
+        pair_weights = chosen_weights * rejected_weights
+
+    names = [loss_type] if isinstance(loss_type, str) else loss_type
+    losses = _dpo_losses(logps, ref, scores, tokens, beta, label_smoothing, discopop_tau)
+    chosen_tokens = _halves(tokens.mask)[0].sum()
+    pairs = len(logps) // 2 if num_items is None else num_items
+    loss = logps.new_zeros(())
+    for name, factor in zip(names, loss_weights or [1.0] * len(names), strict=True):
+        values = losses[name]() * pair_weights
+        loss = loss + factor * _reduce(values, reduction, chosen_tokens if name == "sft" else pairs)
+    return loss, _pair_metrics(tokens, logps, beta * (logps - ref), _ratio(losses["sft"]().sum(), chosen_tokens))
+
+
+def orpo(
+    hidden: Tensor,  # (2B, T, H) or (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (2B, T) or (N,)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (2B + 1,)
+    nll_targets: Tensor | None = None,  # like targets
+    beta: float = 0.1,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Odds-ratio preference optimization.
+
+    With the mean log-probability `m(y) = Σ_t logp_t / |y|`:
+
+        loss = nll - β log σ(logit_c - logit_r),  logit(y) = m(y) - log(1 - exp(m(y)))
+
+    `nll` is reduced over the chosen tokens, the second term over pairs. An `m` above -1e-7 counts as -1e-7 in the odds, without a
+    gradient: their logarithm is infinite at 0, where `d m / d hidden` is 0 as well.
+
+    Args:
+        hidden, weight, targets, bias, cu_seqlens: as in `dpo`.
+        nll_targets: targets of the nll, those of the rejected sequences unused; `targets` by default. TRL takes prompt and response.
+        beta: `β`.
+        reduction: "mean" or "sum".
+        num_items: normalizer of the mean over pairs; the nll always divides by the number of chosen tokens.
+        ignore_index, softcap, logit_scale, temperature: as in `dpo`.
+
+    Returns:
+        0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`; "nll_loss" is that of `nll_targets`. Also the means
+        over pairs "log_odds_chosen" of `logit_c - logit_r` and "log_odds_ratio" of `log σ(logit_c - logit_r)`.
+
+    References:
+        Hong et al., "ORPO: Monolithic Preference Optimization without Reference Model", 2024, equations 4 to 7.
+    """
+    head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
+    nll_tokens = tokens if nll_targets is None else _tokens(hidden, weight, nll_targets, bias, cu_seqlens, ignore_index, **head)
+    nlls, nll_count = -_halves(nll_tokens.logps)[0], _halves(nll_tokens.mask)[0].sum()
+
+    mean_logps = tokens.sequence_means(tokens.logps)
+    bounded = mean_logps.clamp(max=MAX_MEAN_LOGP)
+    chosen, rejected = _halves(bounded - torch.log(-torch.expm1(bounded)))
+    log_odds = chosen - rejected
+    ratios = F.logsigmoid(log_odds)
+
+    pairs = len(log_odds) if num_items is None else num_items
+    loss = _reduce(nlls, reduction, nll_count) - beta * _reduce(ratios, reduction, pairs)
+    return loss, _pair_metrics(tokens, mean_logps, beta * mean_logps, _ratio(nlls.sum(), nll_count)) | {
+        "log_odds_ratio": _ratio(ratios.detach().sum(), len(ratios)),
+        "log_odds_chosen": _ratio(log_odds.detach().sum(), len(log_odds)),
+    }
+
+
+def cpo(
+    hidden: Tensor,  # (2B, T, H) or (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (2B, T) or (N,)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (2B + 1,)
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    cpo_alpha: float = 1.0,
+    simpo_gamma: float = 0.5,
+    alpha: float = 0.0,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Contrastive preference optimization, also with the reward shape of AlphaPO.
+
+    With `π(y) = Σ_t logp_t`, for ipo and simpo divided by `|y|`, the reward `ρ = π`, or `(1 - exp(-α π)) / α` with `α ≠ 0`,
+    `Δ = ρ(y_c) - ρ(y_r)` and smoothing `ε`, the loss is `cpo_alpha * nll` over chosen tokens plus, per pair:
+
+        sigmoid  -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)
+        simpo    the same of βΔ - γ
+        hinge    max(0, 1 - βΔ)
+        ipo      (Δ - 1 / 2β)²
+
+    Exponents are bounded by 80.
+
+    Args:
+        hidden, weight, targets, bias, cu_seqlens: as in `dpo`.
+        beta: `β`.
+        loss_type: a name above.
+        label_smoothing: `ε`, of sigmoid and simpo.
+        cpo_alpha: weight of the nll.
+        simpo_gamma: `γ`.
+        alpha: `α`.
+        reduction: "mean" or "sum".
+        num_items: normalizer of the mean over pairs; the nll always divides by the number of chosen tokens.
+        ignore_index, softcap, logit_scale, temperature: as in `dpo`.
+
+    Returns:
+        0-d loss and the metrics of `dpo`, with rewards `βρ` and `π` as above.
+
+    References:
+        Xu et al., "Contrastive Preference Optimization", 2024, equation 3; Meng et al., "SimPO", 2024, equation 6; Gupta et al.,
+        "AlphaPO: Reward Shape Matters for LLM Alignment", 2025; hinge and ipo as in `dpo`.
+    """
+    tokens = _tokens(
+        hidden, weight, targets, bias, cu_seqlens, ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+    )
+    logps = tokens.sequence_means(tokens.logps) if loss_type in ("ipo", "simpo") else tokens.logps.sum(1)
+    rewards = _power_score(logps, -alpha)
+    chosen, rejected = _halves(rewards)
+    delta = chosen - rejected
+    losses = {
+        "sigmoid": lambda: _smoothed(beta * delta, label_smoothing),
+        "simpo": lambda: _smoothed(beta * delta - simpo_gamma, label_smoothing),
+        "hinge": lambda: F.relu(1 - beta * delta),
+        "ipo": lambda: (delta - 1 / (2 * beta)) ** 2,
+    }[loss_type]()
+
+    nlls, nll_count = -_halves(tokens.logps)[0], _halves(tokens.mask)[0].sum()
+    pairs = len(delta) if num_items is None else num_items
+    loss = _reduce(losses, reduction, pairs) + cpo_alpha * _reduce(nlls, reduction, nll_count)
+    return loss, _pair_metrics(tokens, logps, beta * rewards, _ratio(nlls.sum(), nll_count))
+
+
+def simpo(
+    hidden: Tensor,  # (2B, T, H) or (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (2B, T) or (N,)
+    *,
+    beta: float = 2.0,
+    gamma: float = 0.5,
+    **options,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Simple preference optimization.
+
+    With the mean log-probability `m(y) = Σ_t logp_t / |y|`, per pair:
+
+        loss = -log σ(β (m(y_c) - m(y_r)) - γ)
+
+    Args:
+        hidden, weight, targets: as in `dpo`.
+        beta: `β`.
+        gamma: `γ`.
+        options: bias, cu_seqlens, reduction, num_items, ignore_index, softcap, logit_scale and temperature, as in `cpo`.
+
+    Returns:
+        0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`.
+
+    References:
+        Meng et al., "SimPO: Simple Preference Optimization with a Reference-Free Reward", 2024, equation 6.
+    """
+    return cpo(hidden, weight, targets, beta=beta, loss_type="simpo", cpo_alpha=0.0, simpo_gamma=gamma, **options)
+
+
+def kto(
+    hidden: Tensor,  # (B, T, H) or (N, H)
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T) or (N,)
+    *,
+    labels: Tensor,  # (B,) bool
+    kl: float | Tensor = 0.0,
+    bias: Tensor | None = None,  # (V,)
+    ref_logps: Tensor | None = None,  # (B,), or like targets
+    ref_hidden: Tensor | None = None,  # (B, T, H') or (N, H')
+    ref_weight: Tensor | None = None,  # (V, H')
+    ref_bias: Tensor | None = None,  # (V,)
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    beta: float = 0.1,
+    loss_type: str = "kto",
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    ref_softcap: float | None = None,
+    ref_logit_scale: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Kahneman-Tversky optimization.
+
+    With the log-ratio `r = π(y) - π_ref(y)` of `π(y) = Σ_t logp_t`, and `z = max(kl, 0)` for kto, 0 for apo_zero_unpaired:
+
+        desirable    desirable_weight * σ(-β (r - z))
+        undesirable  undesirable_weight * σ(β (r - z))
+
+    The mean divides by `num_items`, else by the number of sequences.
+
+    Args:
+        hidden, weight, targets, bias, cu_seqlens: as in `dpo`, but single sequences.
+        labels: `(B,)`, whether a sequence is desirable.
+        kl: estimate of the divergence from the reference, over mismatched completions; 0-d, not differentiated.
+        ref_logps, ref_hidden, ref_weight, ref_bias: as in `dpo`.
+        beta: `β`.
+        loss_type: "kto" or "apo_zero_unpaired".
+        desirable_weight, undesirable_weight: factors of the two sides.
+        reduction: "mean" or "sum", over sequences.
+        num_items: normalizer of the mean, in sequences; a number or a 0-d tensor.
+        ignore_index, softcap, logit_scale, temperature, ref_softcap, ref_logit_scale: as in `dpo`.
+
+    Returns:
+        0-d loss and metrics, 0-d and detached: means over the desirable ("chosen") and the undesirable ("rejected") sequences or
+        their tokens, named as in `dpo`, without "rewards/accuracies", "mean_token_accuracy" and "nll_loss"; "kl", which is `z`. 0
+        where there is nothing to average; a margin needs both sides.
+
+    Raises:
+        ValueError: no reference.
+
+    References:
+        Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024, equations 7 and 8; D'Oosterlinck et al.,
+        "Anchored Preference Optimization", 2024, equation 7 (apo_zero_unpaired).
+    """
+    head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
+    ref_head = {"softcap": ref_softcap, "logit_scale": ref_logit_scale, "temperature": temperature}
+    given = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+    logps = tokens.logps.sum(1)
+    ratios = logps - _reference_sums(tokens, targets, cu_seqlens, ignore_index, **given, **ref_head)
+
+    kl = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp(min=0)
+    z = {"kto": kl, "apo_zero_unpaired": torch.zeros_like(kl)}[loss_type]
+    losses = torch.where(
+        labels,
+        desirable_weight * torch.sigmoid(-beta * (ratios - z)),
+        undesirable_weight * torch.sigmoid(beta * (ratios - z)),
+    )
+    loss = _reduce(losses, reduction, len(losses) if num_items is None else num_items)
+    return loss, _metrics(tokens, logps, beta * ratios, labels) | {"kl": z}

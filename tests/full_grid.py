@@ -1,0 +1,68 @@
+"""`python -m tests.full_grid`: every combination of what changes the path of a cross-entropy through the engine, in every dtype.
+
+The ordinary run tests every pair of values; this takes the whole product of the factors in GRID (41,472 cases), with the remaining
+ones drawn at random for each case. Minutes on a GPU with a few processes, hours on a CPU.
+"""
+
+import itertools
+import random
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Annotated
+
+import typer
+
+from logitless import BudgetWarning
+from tests.cases import DTYPES
+from tests.losses.test_cross_entropy import FACTORS, NUM_ITEMS, check_case, has_effect
+from tests.support import DEVICE
+
+GRID = ("trainable", "reduction", "budget", "label_smoothing", "z_loss", "class_weights", "softcap", "bias", "dft", "compact")
+IGNORED = (0.0, 0.5, 1.0)
+
+
+def cases() -> list[tuple[dict, str]]:
+    draw = random.Random(0)
+    found = []
+    for *values, ignored, dtype in itertools.product(*(FACTORS[name] for name in GRID), IGNORED, DTYPES):
+        case = dict(zip(GRID, values)) | {"ignored": ignored, "seed": len(found)}
+        while True:
+            drawn = {name: draw.choice(FACTORS[name]) for name in FACTORS if name not in case}
+            if has_effect(case | drawn) and not (drawn["shape"] == "1" and ignored):
+                break
+        found.append((case | drawn, dtype))
+    return found
+
+
+def failures(share: list[tuple[dict, str]]) -> list[str]:
+    import torch
+
+    torch.set_default_device(DEVICE)
+    for name, value in NUM_ITEMS.items():
+        NUM_ITEMS[name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    warnings.simplefilter("ignore", BudgetWarning)
+    found = []
+    for case, dtype in share:
+        try:
+            check_case(case, DTYPES[dtype])
+        except AssertionError as error:
+            found.append(f"{dtype} {case}: {str(error).splitlines()[0]}")
+    return found
+
+
+def main(
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    every: Annotated[int, typer.Option(help="Run one case of so many.")] = 1,
+) -> None:
+    """Run the grid; list what fails and exit with 1 if anything does."""
+    chosen = cases()[::every]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = sum(pool.map(failures, (chosen[start::jobs] for start in range(jobs))), [])
+    typer.echo("\n".join(found[:50]))
+    typer.echo(f"{len(chosen)} cases, {len(found)} failed")
+    raise typer.Exit(bool(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)
