@@ -6,14 +6,20 @@ from logitless.losses.batch import Batch, Term
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
 from logitless.losses.plan import BudgetWarning, Plan
+from logitless.losses.preference import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 
 __all__ = [
     "Batch",
     "BudgetWarning",
+    "CPOLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
+    "KTOLoss",
     "LogitsLoss",
     "LossOutput",
+    "ORPOLoss",
     "Plan",
+    "SimPOLoss",
     "Term",
     "TokenLogprobs",
     "TokenLoss",

@@ -247,6 +247,7 @@ def select_rows(
     chosen, uncovered = 0, bad.new_zeros(())
     if cu_seqlens is not None:
         uncovered = ((cu_seqlens[0] != 0) | (cu_seqlens[-1] != N) | (cu_seqlens.diff() < 0).any()).long()
+        cu_seqlens = cu_seqlens.clamp(0, N)  # so that nothing reads beyond the tokens before that is known
     if grouped or sequences:
         half = N // 2 if cu_seqlens is None else cu_seqlens[sequences // 2]
         chosen = (supervised & (torch.arange(N, device=device) < half)).sum()
@@ -260,7 +261,7 @@ def select_rows(
             ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
             counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
             if roles > 1:
-                number = torch.repeat_interleave(cu_seqlens.diff(), output_size=N)
+                number = torch.searchsorted(cu_seqlens[1:], torch.arange(N, device=device), right=True)
                 groups = sequences // roles
                 order = torch.argsort(number % groups * roles + number // groups, stable=True)
         sizes = counts.view(roles, -1).t().reshape(-1)

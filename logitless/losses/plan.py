@@ -168,7 +168,7 @@ def _whole_groups(groups, capacity: int, C: int, chunks, solving) -> tuple[str, 
         nonlocal start, first
         if last > first:
             steps.append(Step(start, stop, True, True, Span(start, stop, first, last)))
-            parts.append("resident")
+            parts.extend(["resident"] if stop > start else [])
         start, first = stop, last
 
     for group, size in enumerate(groups):
@@ -183,5 +183,5 @@ def _whole_groups(groups, capacity: int, C: int, chunks, solving) -> tuple[str, 
             flush(group)
         stop += size
     flush(len(groups))
-    kinds = tuple(dict.fromkeys(parts))
+    kinds = tuple(dict.fromkeys(parts)) or ("resident",)
     return (kinds[0] if len(kinds) == 1 else "mixed"), steps, kinds

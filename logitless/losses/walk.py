@@ -89,7 +89,7 @@ class Walk:
                 d_hidden = None if row_scale is None else self._d_hidden(step, _overlay(logits, self.weight.dtype))
             if step.solve is not None:
                 self._solve(step.solve)
-            if step.write:
+            if step.write and step.stop > step.start:
                 gradient, row_scale = self._write(step, logits, targets, row_scale)
                 d_hidden = self._d_hidden(step, gradient) if d_hidden is None else d_hidden
                 self._add(step, x, gradient, row_scale, d_hidden, first)
