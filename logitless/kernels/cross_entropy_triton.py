@@ -21,12 +21,16 @@ from torch import Tensor
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside fp32, and bf16 and fp32
 # store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16 gradients away from WRITE.
 DRIFT = tl.constexpr(30.0)
-BLOCK, WARPS = 1024, 4
+# On an H200, 4,096 x 128,256 bf16 logits in place: 0.61 ms with blocks of 1,024, 0.56 with 2,048; with EXTRA's sums 0.64 and 0.65.
+BLOCK, LONG_BLOCK, WARPS = 1024, 2048, 4
 
 
 @triton.jit
 def head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` = scale/softcap, `cap` = softcap/T."""
+    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` = scale/softcap, `cap` = softcap/T.
+
+    What lies beyond the mask is arbitrary: tanh(-inf) would be finite, a negative scale would turn -inf around.
+    """
     x = x.to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
@@ -38,8 +42,7 @@ def head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constex
     else:
         z = gain * x
         slope = gain
-    # After the transform: tanh(-inf) would make the tail finite, a negative scale would make it +inf.
-    return tl.where(mask, z, -float("inf")), slope
+    return z, slope
 
 
 @triton.jit
@@ -80,6 +83,7 @@ def row_kernel(
 
     known = (y >= 0) & (y < V)
     z_y, slope_y = head_logits(tl.load(logits_ptr + y, mask=known, other=0.0), bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    z_y = tl.where(known, z_y, -float("inf"))
     # Nobody may store over the target's logit before everybody has read it.
     tl.debug_barrier()
     shift = -1e30
@@ -100,10 +104,13 @@ def row_kernel(
         # Fetched a block ahead: behind this block's reduction and store, its latency would show.
         upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < V, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+        if start + BLOCK > V:
+            z = tl.where(mask, z, -float("inf"))
         top = tl.max(z, 0)
+        has_target = (y >= start) & (y < start + BLOCK)
         if EXTRA:
             # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target, later ones not above.
-            if (y >= start) & (y < start + BLOCK):
+            if has_target:
                 beaten = (best >= z_y) | (tl.max(((z == z_y) & (cols < y)).to(tl.int32), 0) > 0)
             best = tl.maximum(best, top)
         if top > shift + DRIFT:
@@ -122,7 +129,9 @@ def row_kernel(
             shift = top
         # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
         drop = tl.maximum(z - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.where(cols == y, 0.0, tl.exp(drop))
+        e = tl.exp(drop)
+        if has_target:
+            e = tl.where(cols == y, 0.0, e)
         rest += e
         if EXTRA:
             rest_z += e * drop
@@ -226,7 +235,7 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
         *(out.lse if x is None else x for x in optional), row_scale,
         logits.stride(0), grad.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=out.entropy is not None, SUM=total, WRITE=write,
-        ALIAS=grad.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,
+        ALIAS=grad.dtype != logits.dtype, BLOCK=BLOCK if out.entropy is not None else LONG_BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return row_scale if write else None
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-BLOCK = 1024
+BLOCK, LONG_BLOCK = 1024, 2048
 SCALE_BLOCK = 2048
 TYPES = ("fp32", "bf16", "fp16")
 # Dtype of the logits and of the products (weight, hidden states, gradient): the latter may be narrower.
@@ -29,7 +29,7 @@ def combination(kernel: str, pointers: dict[str, str], constants: dict[str, bool
 
 def heads() -> Iterator[dict]:
     for softcap, bias in itertools.product((False, True), repeat=2):
-        yield {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap, "BLOCK": BLOCK}
+        yield {"HAS_BIAS": bias, "HAS_SOFTCAP": softcap}
 
 
 def row_combinations() -> Iterator[Combination]:
@@ -40,6 +40,7 @@ def row_combinations() -> Iterator[Combination]:
             continue
         gradient = product if write else logits
         flags = {"EXTRA": extra, "SUM": total, "HAS_WEIGHTS": weights, "WRITE": write, "ALIAS": gradient != logits}
+        flags["BLOCK"] = BLOCK if extra else LONG_BLOCK
         for head in heads():
             yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | head)
 
@@ -47,7 +48,7 @@ def row_combinations() -> Iterator[Combination]:
 def gradient_combinations() -> Iterator[Combination]:
     for (logits, product), (extra, weights) in itertools.product(PAIRS, ((False, False), (True, False), (True, True))):
         for head in heads():
-            flags = {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product}
+            flags = {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product, "BLOCK": BLOCK}
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
 
 
@@ -83,7 +84,8 @@ def compile_all(backend: str, architecture: str) -> int:
 
     from logitless.kernels import cross_entropy_triton, scale_triton
 
-    assert BLOCK == cross_entropy_triton.BLOCK and SCALE_BLOCK == scale_triton.BLOCK
+    assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
+    assert SCALE_BLOCK == scale_triton.BLOCK
     target = GPUTarget("cuda", int(architecture), 32) if backend == "cuda" else GPUTarget(backend, architecture, 64)
     binary = "cubin" if backend == "cuda" else "hsaco"
     wanted = combinations()

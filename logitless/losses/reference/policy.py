@@ -164,7 +164,8 @@ def grpo(
         sapo                               s = -4 / τ sigmoid(τ (r - 1)) A,  τ = τ_pos if A > 0 else τ_neg
         vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),  w = exp(Σ_t l_t)
 
-    where `(k, λ)` of vespo are the positive ones if `A >= 0`, and `w` includes `importance_weights`. The loss of a token is
+    where `(k, λ)` of vespo are the positive ones if `A >= 0`, and `w` includes `importance_weights`, which then are no factor of the
+    loss; `w` is kept within `[1e-8, exp(20)]`, and so are its factors, `r` within `exp(±20)`. The loss of a token is
 
         loss = keep * high_entropy * importance_weight * s + beta * kl,  kl = exp(d) - d - 1,  d = ref_logp - logp
 
@@ -209,7 +210,8 @@ def grpo(
         `(loss, metrics, logps)`: 0-d loss, or with reduction "none" one per unit, `(B,)` or as targets; detached 0-d metrics; detached
         log-probabilities, 0 where tokens do not count. Metrics are means over tokens (0 if none counts): entropy, importance_ratio,
         kl (as in the loss; if `beta != 0`), and by loss type clip_ratio/low_mean, clip_ratio/high_mean and clip_ratio/region_mean;
-        cispo_clip_ratio; vespo/phi_seq_mean. The last five are means over sequences where they are one number per sequence.
+        cispo_clip_ratio; vespo/phi_seq_mean. The last five are means over sequences where they are one number per sequence. The clip
+        ratios see the ratio that delta bounds, importance_ratio the one it does not.
 
     References:
         Shao et al., "DeepSeekMath", 2024 (grpo). Liu et al., "Understanding R1-Zero-Like Training", 2025 (dr_grpo). Yu et al.,
