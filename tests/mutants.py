@@ -47,7 +47,10 @@ class Mutant:
 
 
 TWIN, TRITON, SCALE = "kernels/cross_entropy.py", "kernels/cross_entropy_triton.py", "kernels/scale_triton.py"
+PREFERENCE = "tests/losses/test_preference.py"
+EQUALS = f"{PREFERENCE} -k equals_the_reference"
 ENGINE, WALK, CE, PLAN = "losses/engine.py", "losses/walk.py", "losses/cross_entropy.py", "losses/plan.py"
+PREF, PAIRED = "losses/preference.py", "losses/paired.py"
 
 MUTANTS = [
     # Twins
@@ -89,7 +92,15 @@ MUTANTS = [
         "kernel: row_scale has the wrong sign", TRITON, "row_scale_ptr + row, -1.0 / total", "row_scale_ptr + row, 1.0 / total", KERNELS
     ),
     Mutant("kernel: target's entry has the wrong sign", TRITON, "(-others * slope_y)", "(others * slope_y)", KERNELS),
-    Mutant("kernel: tail of the vocabulary unmasked", TRITON, 'tl.where(mask, z, -float("inf")), slope', "z, slope", KERNELS),
+    Mutant("kernel: tail of the vocabulary unmasked", TRITON, 'z = tl.where(mask, z, -float("inf"))', "z = z", KERNELS),
+    Mutant("kernel: target counted among the rest", TRITON, "e = tl.where(cols == y, 0.0, e)", "e = e", KERNELS),
+    Mutant(
+        "kernel: target left out of its own block alone",
+        TRITON,
+        "        if has_target:\n            e =",
+        "        if start == 0:\n            e =",
+        KERNELS,
+    ),
     Mutant(
         "kernel: tail of the gradient unmasked",
         TRITON,
@@ -249,12 +260,15 @@ MUTANTS = [
         "torch._assert_async(bad >= 0",
         BAD_INPUT,
     ),
-    Mutant("bad targets unchecked", "losses/batch.py", "    if wrong:\n", "    if False:\n", BAD_INPUT),
+    Mutant("bad targets unchecked", "losses/batch.py", "expect(not wrong, ", "expect(True, ", BAD_INPUT),
+    Mutant(
+        "boundaries of packed sequences unchecked", "losses/batch.py", "expect(not gaps, ", "expect(True, ", f"{PREFERENCE} -k bad_input"
+    ),
     Mutant(
         "ignored tokens not masked out of the terms",
         "losses/batch.py",
-        "term.values.masked_fill(self._ignored, 0.0)) if per_token",
-        "term.values) if per_token",
+        "torch.where(self._ignored, 0.0, x) if per_token else x",
+        "x",
         CROSS_ENTROPY,
     ),
     # Cross-entropy
@@ -289,6 +303,82 @@ MUTANTS = [
         "torch.where(supervised, weights.float()[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
         "weights.float()[targets.clamp(0, weights.shape[0] - 1)]",
         CROSS_ENTROPY,
+    ),
+    # Preference
+    *(
+        Mutant(f"preference: {name}", PREF, old, new, EQUALS)
+        for name, old, new in (
+            (
+                "sigmoid's sign",
+                "smoothed(loss.beta * p.delta, loss.label_smoothing)",
+                "smoothed(-loss.beta * p.delta, loss.label_smoothing)",
+            ),
+            ("label smoothing dropped", "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)", "-logsigmoid(x)"),
+            ("hinge without beta", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
+            ("ipo of sums", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
+            ("exo: odds swapped", "logsigmoid(-x) - math.log(epsilon)", "logsigmoid(-x) - math.log1p(-epsilon)"),
+            ("nca: rejected dropped", " - 0.5 * logsigmoid(-worse)", ""),
+            ("robust unnormalized", " / (1 - 2 * epsilon)", ""),
+            ("bco: rejected's sign", "logsigmoid(-loss.beta * p.rejected),", "logsigmoid(loss.beta * p.rejected),"),
+            ("sppo: rejected's target", "(p.rejected + 0.5 / loss.beta)", "(p.rejected - 0.5 / loss.beta)"),
+            ("aot unsorted", "policy.sort().values - reference.sort().values", "policy - reference"),
+            ("aot_unpaired unsorted", "p.chosen.sort().values - p.rejected.sort().values", "p.chosen - p.rejected"),
+            (
+                "apo_zero: chosen's sign",
+                "(-loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected)",
+                "(loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected)",
+            ),
+            ("apo_down: difference's sign", "(loss.beta * (p.rejected - p.chosen))", "(loss.beta * (p.chosen - p.rejected))"),
+            ("discopop: gate without tau", "(x / loss.discopop_tau).sigmoid()", "x.sigmoid()"),
+            ("sigmoid_norm of sums", "-logsigmoid(loss.beta * p.mean_delta)", "-logsigmoid(loss.beta * p.delta)"),
+            ("forward_kl's sign", "1 - bounded_exp(-ratios)", "1 - bounded_exp(ratios)"),
+            ("js without log 2", "math.log(2) + logsigmoid(ratios)", "logsigmoid(ratios).exp()"),
+            ("alpha off by one", "power = loss.f_alpha_divergence_coef - 1", "power = loss.f_alpha_divergence_coef"),
+            ("orpo: odds ratio's sign", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
+            ("cpo: alpha dropped", "if self.alpha else logps", "if False else logps"),
+            ("cpo: NLL dropped", "        if self.cpo_alpha:\n", "        if False:\n"),
+            ("cpo: margin dropped", "loss.beta * delta - loss.simpo_gamma", "loss.beta * delta"),
+            ("cpo: sums for means", 'if self.loss_type in ("ipo", "simpo"):', "if False:"),
+            ("simpo: margin dropped", "(chosen - rejected) - self.gamma", "(chosen - rejected)"),
+            ("kto: kl's sign", "(kl - reward).sigmoid(), (reward - kl).sigmoid()", "(-kl - reward).sigmoid(), (reward + kl).sigmoid()"),
+            ("kto: apo swapped", "((-reward).sigmoid(), reward.sigmoid())", "(reward.sigmoid(), (-reward).sigmoid())"),
+            (
+                "kto: weights swapped",
+                "self.desirable_weight * desirable, self.undesirable_weight * undesirable",
+                "self.undesirable_weight * desirable, self.desirable_weight * undesirable",
+            ),
+        )
+    ),
+    Mutant(
+        "preference: sides of the metrics swapped",
+        PAIRED,
+        '"chosen": ours * chosen, "rejected": ours * ~chosen',
+        '"chosen": ours * ~chosen, "rejected": ours * chosen',
+        EQUALS,
+    ),
+    Mutant(
+        "preference: reference without its tail's weight",
+        PAIRED,
+        "batch.ref_logps if weights is None else batch.ref_logps * weights",
+        "batch.ref_logps",
+        EQUALS,
+    ),
+    Mutant("kto: negative kl kept", PREF, "targets.shape[0]).clamp(min=0)", "targets.shape[0])", f"{PREFERENCE} -k second_set"),
+    Mutant("reference walked with the trained head", WALK, '{"head": self.loss.ref_head', '{"head": self.loss.head', EQUALS),
+    Mutant("reference without its bias", WALK, '"bias": self.inputs["ref_bias"]', '"bias": None', EQUALS),
+    Mutant(
+        "metrics: weights of ignored tokens counted",
+        "losses/batch.py",
+        "Term(mask(term.values), mask(term.over))",
+        "Term(mask(term.values), term.over)",
+        EQUALS,
+    ),
+    Mutant(
+        "chosen tokens: half a sequence too many",
+        "losses/batch.py",
+        "cu_seqlens[sequences // 2]\n",
+        "cu_seqlens[sequences // 2 + 1]\n",
+        EQUALS,
     ),
 ]
 
