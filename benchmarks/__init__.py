@@ -9,5 +9,6 @@ The rules, which every subcommand keeps by going through `measure.py`:
 * **The public call.** What is timed is what a user writes, `.backward()` included, with gradients in the weight's dtype.
 * **Written down.** A JSON file holds every row, the versions, the GPU and the command; tables and pictures are made from it.
 
-A new objective adds one module like `ce.py` (shapes, inputs, truth), one like `ce_peers.py`, and one command in `__main__.py`.
+A new objective adds one module like `ce.py` (shapes, inputs, truth, yardstick, goals: an `Objective`), one like `ce_peers.py`, and one
+command in `__main__.py`; with its name in `TABLES` there, and markers in the README, it has a table too.
 """

@@ -12,11 +12,16 @@ import typer
 from benchmarks import ce as cross_entropy
 from benchmarks import gemm as chunk_gemms
 from benchmarks import picture, readme
-from benchmarks.ce_peers import PEERS
+from benchmarks.ce import CE
+from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
+from benchmarks.objective import Objective, Shape
 from benchmarks.report import RESULTS, new_document, newest
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
+
+# The benchmarks with a table in the README.
+TABLES = ("ce", "distillation")
 
 Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
 Out = Annotated[Path | None, typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick).")]
@@ -38,8 +43,22 @@ def ce(
     seconds: Seconds = 10.0,
 ) -> None:
     """Cross-entropy: us and every installed peer, at the four shapes of the design and with half the labels ignored."""
-    default = cross_entropy.QUICK_SHAPES if quick else cross_entropy.SHAPES
-    compare("ce", parsed(shapes) or default, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    compare("ce", CE, parsed(CE, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+
+
+@app.command()
+def distillation(
+    shapes: Annotated[list[str] | None, typer.Option(help="NxHxTxV (T: the teacher's H) or NxHxTxV@frozen, several with commas.")] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 10.0,
+) -> None:
+    """Jensen-Shannon divergence from a teacher: us and every installed peer, with a trainable and with a frozen head."""
+    picked = parsed(DISTILLATION, shapes)
+    compare("distillation", DISTILLATION, picked, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
 
 
 @app.command()
@@ -55,7 +74,7 @@ def sweep(
     """Cross-entropy against N at H=2048, V=151936, until memory runs out: what the picture is drawn from."""
     shapes = cross_entropy.QUICK_SHAPES[:1] if quick else cross_entropy.sweep_shapes(max_tokens)
     names = tuple(only or cross_entropy.SWEEP_NAMES)
-    compare("sweep", shapes, out, quick, device, names, tuple(skip or ()), seconds)
+    compare("sweep", CE, shapes, out, quick, device, names, tuple(skip or ()), seconds)
 
 
 @app.command()
@@ -69,7 +88,7 @@ def gemm(
     """The three bare products against the chunk size: time per token, to choose the engine's chunks by."""
     target = chosen_device(device, quick)
     default = [shape for shape in cross_entropy.SHAPES if not shape.ignored]
-    picked = parsed(shapes) or (cross_entropy.QUICK_SHAPES[:1] if quick else tuple(default))
+    picked = parsed(CE, shapes) or (cross_entropy.QUICK_SHAPES[:1] if quick else tuple(default))
     chunks = chunk_gemms.QUICK_CHUNKS if quick else chunk_gemms.CHUNKS
     document = new_document("gemm", target, quick=quick)
     path = out_path(out, document)
@@ -83,11 +102,11 @@ def plot(
     readme_path: Annotated[Path, typer.Option("--readme", help="The file with the markers.")] = RESULTS.parents[1] / "README.md",
     picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1] / "docs" / "ce.png",
 ) -> None:
-    """Rewrite the README's table from the newest `ce` result, and draw the picture of the newest `sweep`."""
-    if table := newest("ce", results):
-        source, document = table
+    """Rewrite the README's tables from the newest results, and draw the picture of the newest `sweep`."""
+    tables = {name: found for name in TABLES if (found := newest(name, results))}
+    for name, (source, document) in tables.items():
         try:
-            readme.rewrite(readme_path, "ce", readme.ce_table(document, f"benchmarks/results/{source.name}"))
+            readme.rewrite(readme_path, name, readme.table(document, f"benchmarks/results/{source.name}"))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         typer.echo(f"{readme_path}: table from {source}")
@@ -95,13 +114,15 @@ def plot(
         source, document = curve
         picture.draw(document, picture_path)
         typer.echo(f"{picture_path}: drawn from {source}")
-    if not (table or curve):
-        raise typer.BadParameter(f"--results: expected a complete ce or sweep result in {results}; run `python -m benchmarks ce`.")
+    if not (tables or curve):
+        names = ", ".join((*TABLES, "sweep"))
+        raise typer.BadParameter(f"--results: expected a complete result ({names}) in {results}; run `python -m benchmarks ce`.")
 
 
 def compare(
     benchmark: str,
-    shapes: tuple[cross_entropy.Shape, ...],
+    objective: Objective,
+    shapes: tuple[Shape, ...],
     out: Path | None,
     quick: bool,
     device: str,
@@ -109,20 +130,21 @@ def compare(
     skip: tuple[str, ...],
     seconds: float,
 ) -> None:
-    """Runs the cross-entropy comparison over `shapes`; exits with 1 unless our own rows are all right."""
+    """Runs a comparison over `shapes`, by default the objective's own; exits with 1 unless our own rows are all right."""
     target = chosen_device(device, quick)
-    document = new_document(benchmark, target, quick=quick, versions=PEERS.versions())
+    shapes = shapes or (objective.quick_shapes if quick else objective.shapes)
+    document = new_document(benchmark, target, quick=quick, versions=objective.peers.versions())
     path = out_path(out, document)
     seconds = 0.0 if quick else seconds
     try:
-        cross_entropy.run(document, shapes, target, only=only, skip=skip, seconds=seconds, out=path, say=speaker())
+        objective.run(document, shapes, target, only=only, skip=skip, seconds=seconds, out=path, say=speaker())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except DeviceLost as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     finish(path)
-    if failed := cross_entropy.ours_failed(document):
+    if failed := objective.ours_failed(document):
         typer.echo("not right: " + "; ".join(failed), err=True)
         raise typer.Exit(1)
 
@@ -136,9 +158,9 @@ def chosen_device(name: str, quick: bool) -> torch.device:
     return device
 
 
-def parsed(shapes: list[str] | None) -> tuple[cross_entropy.Shape, ...]:
+def parsed(objective: Objective, shapes: list[str] | None) -> tuple[Shape, ...]:
     try:
-        return tuple(cross_entropy.Shape.parse(text) for word in shapes or () for text in word.split(","))
+        return tuple(objective.parse(text) for word in shapes or () for text in word.split(","))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

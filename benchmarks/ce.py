@@ -1,18 +1,16 @@
-"""Cross-entropy of a linear head: the problem (shapes, inputs, fp32 truth) and the runs over it."""
+"""Cross-entropy of a linear head: the problem (shapes, inputs, fp32 truth)."""
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from benchmarks.ce_peers import PEERS
-from benchmarks.measure import Truth, measure
-from benchmarks.report import ce_lines, write_json
+from benchmarks.measure import Truth, exact_products
+from benchmarks.objective import Goal, Objective, Problem
+from benchmarks.yardstick import yardstick
 
 IGNORE = -100
 
@@ -52,7 +50,6 @@ TARGETS = {
 }
 SHAPES = tuple(TARGETS)
 QUICK_SHAPES = (Shape(96, 32, 517), Shape(96, 32, 517, ignored=0.5))
-OURS = ("logitless", "logitless, bf16 d_weight")
 
 # The sweep against N: one head (Qwen-sized) and the implementations worth a line each.
 SWEEP_H, SWEEP_V = 2048, 151936
@@ -93,95 +90,35 @@ def truth(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024) ->
 
     With p = softmax(z): loss = mean(logsumexp(z) - z_y) and d_z = (p - onehot(y)) / count over the supervised rows.
     """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
     wide = weight.float()
     d_hidden = torch.zeros(hidden.shape, device=hidden.device)
     d_weight = torch.zeros(weight.shape, device=weight.device)
     total = torch.zeros((), device=hidden.device, dtype=torch.float64)
     supervised = (targets != IGNORE).nonzero().squeeze(1)
-    for rows in supervised.split(chunk):
-        x, y = hidden[rows].float(), targets[rows, None]
-        z = x @ wide.t()
-        lse = z.logsumexp(1, keepdim=True)
-        total += (lse - z.gather(1, y)).double().sum()
-        d_z = z.sub_(lse).exp_()
-        d_z.scatter_add_(1, y, torch.full_like(lse, -1.0)).div_(len(supervised))
-        d_hidden[rows] = d_z @ wide
-        d_weight.addmm_(d_z.t(), x)
-    torch.set_float32_matmul_precision(precision)
+    with exact_products():
+        for rows in supervised.split(chunk):
+            x, y = hidden[rows].float(), targets[rows, None]
+            z = x @ wide.t()
+            lse = z.logsumexp(1, keepdim=True)
+            total += (lse - z.gather(1, y)).double().sum()
+            d_z = z.sub_(lse).exp_()
+            d_z.scatter_add_(1, y, torch.full_like(lse, -1.0)).div_(len(supervised))
+            d_hidden[rows] = d_z @ wide
+            d_weight.addmm_(d_z.t(), x)
     return Truth(total.item() / len(supervised), {"hidden": d_hidden, "weight": d_weight})
 
 
-def run(
-    document: dict,
-    shapes: tuple[Shape, ...],
-    device: torch.device,
-    *,
-    only: tuple[str, ...] = (),
-    skip: tuple[str, ...] = (),
-    seconds: float,
-    out: Path | None,
-    say: Callable[[str], None],
-) -> dict:
-    """Measures every shape and fills `document`, which is written to `out` after each one."""
-    present, absent = PEERS.load(device, only, skip)
-    document |= {"absent": absent, "sections": [], "complete": False}
-    for name, reason in absent.items():
-        say(f"absent: {name}: {reason}")
-    exhausted: dict[str, Shape] = {}
-    for index, shape in enumerate(shapes):
-        # What ran out of memory on fewer tokens of the same head is not tried on more.
-        hopeless = {name for name, smaller in exhausted.items() if covers(smaller, shape)}
-        losses = {name: loss for name, loss in present.items() if name not in hopeless}
-        section = measure_shape(shape, losses, device, document["seed"] + index, seconds, say)
-        section["rows"] += [{"name": name, "verdict": "out of memory"} for name in present if name in hopeless]
-        for row in section["rows"]:
-            if row["verdict"] == "out of memory":
-                exhausted.setdefault(row["name"], shape)
-        document["sections"].append(section)
-        write_json(out, document)
-        say("\n" + ce_lines(section) + "\n")
-    document["complete"] = True
-    write_json(out, document)
-    return document
-
-
-def measure_shape(
-    shape: Shape, losses: dict[str, Callable], device: torch.device, seed: int, seconds: float, say: Callable[[str], None]
-) -> dict:
-    """One section of the document: the yardstick, the true loss and a row for each of `losses`."""
-    say(f"{shape}: inputs and fp32 truth")
-    # Every shape gets fresh graphs: torch.compile keeps at most eight of one function and then runs it uncompiled.
-    torch.compiler.reset()
+def problem(shape: Shape, device: torch.device, seed: int) -> Problem:
     hidden, weight, targets = inputs(shape, device, seed)
-    reference = truth(hidden, weight, targets)
-    calls = {name: partial(loss, hidden, weight, targets) for name, loss in losses.items()}
-    bare, rows = measure(calls, {"hidden": hidden, "weight": weight}, reference, seconds=seconds, say=say)
-    for row in rows:
-        judge(row, shape)
-    return {"shape": asdict(shape), "yardstick": bare, "loss": reference.loss, "rows": rows}
+    leaves = {"hidden": hidden, "weight": weight}
+    return Problem((hidden, weight, targets), leaves, truth(hidden, weight, targets), yardstick(hidden, weight))
 
 
-def covers(smaller: Shape, shape: Shape) -> bool:
-    return (smaller.H, smaller.V) == (shape.H, shape.V) and smaller.N <= shape.N
+def goals(shape: Shape) -> dict[str, Goal]:
+    """The ratios of design.md, and memory of d_hidden and of d_weight where it is summed in fp32."""
+    fp32, bf16 = TARGETS.get(shape, (None, None))
+    d_hidden, fp32_d_weight = 2 * shape.N * shape.H, 4 * shape.V * shape.H
+    return {"logitless": Goal(fp32, d_hidden + fp32_d_weight), "logitless, bf16 d_weight": Goal(bf16, d_hidden)}
 
 
-def judge(row: dict, shape: Shape) -> None:
-    """Sets our rows' targets beside what was measured: the ratio of design.md, and budget + d_hidden + fp32 d_weight."""
-    if row["name"] not in OURS or row["verdict"] != "ok":
-        return
-    if shape in TARGETS:
-        row["target"] = TARGETS[shape][OURS.index(row["name"])]
-        row["meets_target"] = row["ratio"] <= row["target"]
-    if row["beyond_gradients_bytes"] is not None:
-        fp32_d_weight = 4 * shape.V * shape.H if row["name"] == OURS[0] else 0
-        row["memory_limit_bytes"] = row["budget_bytes"] + 2 * shape.N * shape.H + fp32_d_weight
-        row["meets_memory_limit"] = row["beyond_gradients_bytes"] <= row["memory_limit_bytes"]
-
-
-def ours_failed(document: dict) -> list[str]:
-    """Our own implementations that are absent, wrong or broken anywhere in the document."""
-    rows = [row for section in document["sections"] for row in section["rows"]]
-    broken = [f"{row['name']}: {row['verdict']}" for row in rows if row["name"] in OURS and row["verdict"] != "ok"]
-    return broken + [f"{name}: {reason}" for name, reason in document["absent"].items() if name in OURS]
+CE = Objective(SHAPES, QUICK_SHAPES, Shape.parse, PEERS, problem, goals)

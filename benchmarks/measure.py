@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.peers import one_line
 from benchmarks.timing import Case, interleave, peak_bytes, release, spread
-from benchmarks.yardstick import summary, yardstick
+from benchmarks.yardstick import Yardstick
 
 # Above these a result is wrong and gets no time. bf16 alone costs 3e-3 of a gradient and the roughest peer 1.5e-2 (peers.md);
 # a forgotten term, mask or normalizer costs far more, on inputs where every term matters.
@@ -28,14 +29,26 @@ class Truth:
     gradients: dict[str, Tensor]
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Matrix products of fp32 operands in fp32, without TF32, for the truth."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
 class DeviceLost(RuntimeError):
     """An implementation left the device unusable: nothing after it can be measured in this process."""
 
 
 def measure(
     calls: dict[str, Callable[[], object]],  # name -> the public call, returning a loss or something with `.loss`
-    leaves: dict[str, Tensor],  # the tensors that get gradients; "hidden" (N, H) and "weight" (V, H) set the yardstick
+    leaves: dict[str, Tensor],  # the tensors that get gradients
     truth: Truth,
+    yardstick: Yardstick,
     *,
     seconds: float,
     say: Callable[[str], None],
@@ -45,18 +58,15 @@ def measure(
     Returns the yardstick's numbers and one row for each call, in their order. `row["verdict"]` is "ok", "wrong",
     "out of memory" or "failed"; only "ok" rows have a time.
     """
-    hidden, weight = leaves["hidden"], leaves["weight"]
-    device = hidden.device
     rows = {}
     for name, call in calls.items():
         rows[name] = check(name, call, leaves, truth)
         say(f"  {name}: {describe_check(rows[name])}")
     right = {name: calls[name] for name, row in rows.items() if row["verdict"] == "ok"}
 
-    gemms = yardstick(hidden, weight)
     cases = {name: backward_case(call, leaves) for name, call in right.items()}
-    times = interleave(gemms | cases, device, seconds=seconds)
-    bare = summary({chunk: times[chunk] for chunk in gemms}, *hidden.shape, len(weight))
+    times = interleave(yardstick.cases | cases, device_of(leaves), seconds=seconds)
+    bare = yardstick.summary(times)
 
     for name, call in right.items():
         if not times[name]:
@@ -71,7 +81,7 @@ def measure(
 
 def check(name: str, call: Callable[[], object], leaves: dict[str, Tensor], truth: Truth) -> dict:
     """Runs the call once on poisoned memory and compares it with the truth."""
-    device = leaves["hidden"].device
+    device = device_of(leaves)
     row: dict = {"name": name}
     clear(leaves)
     poison(device)
@@ -122,7 +132,7 @@ def backward_case(call: Callable[[], object], leaves: dict[str, Tensor]) -> Case
 
 def memory(call: Callable[[], object], leaves: dict[str, Tensor]) -> dict:
     """Peak bytes beyond the inputs, and what of them is not the gradients handed back."""
-    device = leaves["hidden"].device
+    device = device_of(leaves)
     run = backward_case(call, leaves)()
     try:
         peak = peak_bytes(run, device)
@@ -137,6 +147,10 @@ def relative_l2(value: Tensor | None, truth: Tensor) -> float:
     if value is None:
         return math.inf
     return (torch.linalg.vector_norm(value.float() - truth) / torch.linalg.vector_norm(truth)).item()
+
+
+def device_of(leaves: dict[str, Tensor]) -> torch.device:
+    return next(iter(leaves.values())).device
 
 
 def loss_of(output: object) -> Tensor:

@@ -1,11 +1,11 @@
-"""The README's table, written from the newest result between its two markers."""
+"""The README's tables, written from the newest results between their markers."""
 
 import re
 from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks.report import GIB
+from benchmarks.report import GIB, sizes
 
 
 def rewrite(readme: Path, benchmark: str, body: str) -> None:
@@ -19,23 +19,17 @@ def rewrite(readme: Path, benchmark: str, body: str) -> None:
     readme.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
 
 
-def ce_table(document: dict, source: str) -> str:
+def table(document: dict, source: str) -> str:
     """Ratio to the bare products and peak memory for every implementation and shape, in Markdown."""
     sections = document["sections"]
-    headers = ["", *map(column, sections), "largest gradient error"]
-    body = [["three bare GEMMs", *(f"{section['yardstick']['ms']:.1f} ms" for section in sections), ""]]
+    headers = ["", *(sizes(section["shape"]) for section in sections), "largest gradient error"]
+    body = [["bare GEMMs", *(f"{section['yardstick']['ms']:.1f} ms" for section in sections), ""]]
     for name in dict.fromkeys(row["name"] for section in sections for row in section["rows"]):
         rows = [next((row for row in section["rows"] if row["name"] == name), None) for section in sections]
         cells = [name, *map(cell, rows), worst(rows)]
         body.append([entry and f"**{entry}**" for entry in cells] if name.startswith("logitless") else cells)
     align = ("left", *["right"] * (len(headers) - 1))
     return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True) + "\n\n" + caption(document, source)
-
-
-def column(section: dict) -> str:
-    shape = section["shape"]
-    ignored = f", {shape['ignored']:.0%} ignored" if shape["ignored"] else ""
-    return f"N {shape['N']:,}, H {shape['H']:,}, V {shape['V']:,}{ignored}"
 
 
 def cell(row: dict | None) -> str:
@@ -52,13 +46,18 @@ def worst(rows: list[dict | None]) -> str:
     return f"{max(errors):.0e}" if errors else ""
 
 
+def over_all_rows(document: dict) -> str:
+    ignored = any(section["shape"].get("ignored") for section in document["sections"])
+    return " (over all rows, the ignored ones too)" if ignored else ""
+
+
 def caption(document: dict, source: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call with its defaults. "
-        "Time as a multiple of the three bare matrix products, interleaved in the same run (over all rows, the ignored ones "
-        "too); peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative L2. "
+        f"Time as a multiple of the bare matrix products, interleaved in the same run{over_all_rows(document)}; "
+        "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative L2. "
         f"{versions}.{f' Absent: {absent}.' if absent else ''} "
         f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
     )

@@ -68,12 +68,13 @@ def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
     return max(usable, key=lambda pair: pair[1]["date"], default=None)
 
 
-def ce_lines(section: dict) -> str:
+def lines(section: dict) -> str:
     """One shape's table for the terminal."""
-    bare = section["yardstick"]
-    headers = ["", "ms", "x GEMMs", "target", "peak GiB", "beyond grads", "limit", "loss err", "dX err", "dW err", "first call s"]
-    body = [["three bare GEMMs", f"{bare['ms']:.2f}", "1.000"] + [None] * 8]
-    for row in section["rows"]:
+    bare, rows = section["yardstick"], section["rows"]
+    errors = list(dict.fromkeys(key for row in rows for key in row if key.endswith("_error")))
+    headers = ["", "ms", "x GEMMs", "target", "peak GiB", "beyond grads", "limit", *(key.replace("_error", " err") for key in errors)]
+    body = [[bare["name"], f"{bare['ms']:.2f}", "1.000"]]
+    for row in rows:
         verdict = row["verdict"]
         body.append(
             [
@@ -84,19 +85,24 @@ def ce_lines(section: dict) -> str:
                 text(gib(row.get("peak_bytes")), "{:.2f}"),
                 text(gib(row.get("beyond_gradients_bytes")), "{:.2f}"),
                 text(gib(row.get("memory_limit_bytes")), "{:.2f}"),
-                text(row.get("loss_error"), "{:.1e}"),
-                text(row.get("d_hidden_error"), "{:.1e}"),
-                text(row.get("d_weight_error"), "{:.1e}"),
+                *(text(row.get(key), "{:.1e}") for key in errors),
                 text(row.get("first_call_seconds"), "{:.1f}"),
             ]
         )
-    return title(section) + "\n" + tabulate(body, headers, disable_numparse=True, stralign="right")
+    table = tabulate(body, [*headers, "first call s"], disable_numparse=True, stralign="right")
+    return f"{sizes(section['shape'])}: bare GEMMs at {bare['tflops']:.0f} TFLOP/s in chunks of {bare['chunk']}\n{table}"
 
 
-def title(section: dict) -> str:
-    shape, bare = section["shape"], section["yardstick"]
-    ignored = f", {shape['ignored']:.0%} of the labels ignored" if shape["ignored"] else ""
-    return f"N={shape['N']} H={shape['H']} V={shape['V']}{ignored}: bare GEMMs at {bare['tflops']:.0f} TFLOP/s in chunks of {bare['chunk']}"
+def sizes(shape: dict) -> str:
+    """A shape in words: `N 8,192, H 4,096, V 128,256, 50% ignored`; what is zero or off is left out."""
+
+    def part(name: str, value: float) -> str:
+        name = name.replace("_", " ")
+        if isinstance(value, bool):
+            return name
+        return f"{value:.0%} {name}" if isinstance(value, float) else f"{name} {value:,}"
+
+    return ", ".join(part(name, value) for name, value in shape.items() if value)
 
 
 def gib(count: int | None) -> float | None:

@@ -2,19 +2,25 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from typer.testing import CliRunner
 
-from benchmarks import ce, gemm, measure, peers, picture, readme, report, timing, yardstick
+import logitless
+from benchmarks import ce, distillation, gemm, measure, objective, peers, picture, readme, report, timing, yardstick
 from benchmarks.__main__ import app
+from benchmarks.ce import CE
 from benchmarks.ce_peers import PEERS, eager_loss
+from benchmarks.distillation import DISTILLATION
+from benchmarks.distillation_peers import eager_loss as eager_jsd
+from logitless.losses import reference
 
 CPU = torch.device("cpu")
 SHAPE = ce.Shape(48, 16, 131, ignored=0.5)
+FROZEN = [distillation.Shape(48, 16, 24, 131, frozen_head=frozen) for frozen in (False, True)]
 
 
 def invoke(*arguments: str):
@@ -23,7 +29,11 @@ def invoke(*arguments: str):
 
 def measured(**losses) -> dict[str, dict]:
     """The rows that the harness gives these losses at SHAPE."""
-    section = ce.measure_shape(SHAPE, losses, CPU, seed=0, seconds=0.0, say=lambda text: None)
+    return rows_of(CE, SHAPE, losses)
+
+
+def rows_of(what: objective.Objective, shape: objective.Shape, losses: dict) -> dict[str, dict]:
+    section = what.measure_shape(shape, losses, CPU, seed=0, seconds=0.0, say=lambda text: None)
     return {row["name"]: row for row in section["rows"]}
 
 
@@ -136,7 +146,7 @@ def test_a_lost_device_ends_the_run_and_names_the_culprit(monkeypatch, tmp_path)
     assert "illegal memory access" in result.output and "--skip 'eager, fp32 upcast'" in result.output
 
 
-def test_after_running_out_of_memory_longer_inputs_are_not_tried(monkeypatch):
+def test_after_running_out_of_memory_longer_inputs_are_not_tried():
     tried = []
 
     def exhausts(hidden, weight, targets):
@@ -147,15 +157,26 @@ def test_after_running_out_of_memory_longer_inputs_are_not_tried(monkeypatch):
 
     registry = peers.Peers()
     registry.add("exhausts")(lambda: exhausts)
-    monkeypatch.setattr(ce, "PEERS", registry)
-    shapes = tuple(ce.Shape(N, 8, 64) for N in (32, 64, 128))
-    run = ce.run(report.new_document("sweep", CPU, quick=True), shapes, CPU, seconds=0.0, out=None, say=lambda text: None)
-    assert [section["rows"][0]["verdict"] for section in run["sections"]] == ["ok", "out of memory", "out of memory"]
-    assert max(tried) == 64
+    shapes = (*(ce.Shape(N, 8, 64) for N in (32, 64, 128, 32)), ce.Shape(128, 8, 65))
+    document = report.new_document("sweep", CPU, quick=True)
+    run = replace(CE, peers=registry).run(document, shapes, CPU, seconds=0.0, out=None, say=lambda text: None)
+    assert [section["rows"][0]["verdict"] for section in run["sections"]] == [
+        "ok",
+        "out of memory",
+        "out of memory",
+        "ok",
+        "out of memory",
+    ]
+    # The last one has another head: it is another problem, and was tried.
+    assert tried.count(64) == tried.count(128) == 1
+    assert len({section["loss"] for section in run["sections"]}) == 5, "two shapes share their inputs"
 
 
-def test_the_yardstick_is_the_three_products():
-    hidden, weight, _ = ce.inputs(ce.Shape(5, 4, 11), CPU, seed=0)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("taught", [False, True], ids=["alone", "taught"])
+def test_the_yardstick_is_the_products(taught, frozen):
+    hidden, weight, teacher_hidden, teacher_weight = distillation.inputs(distillation.Shape(5, 4, 6, 11), CPU, seed=0)
+    constant = ((teacher_hidden, teacher_weight),) if taught else ()
     products = []
     original = torch.mm
 
@@ -163,12 +184,23 @@ def test_the_yardstick_is_the_three_products():
         products.append((tuple(a.shape), tuple(b.shape)))
         return original(a, b, **options)
 
-    run = yardstick.chunked_gemms(hidden, weight, 3)()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "mm", watch)
-        run()
-    assert products == [((n, 4), (4, 11)) if k == 0 else ((n, 11), (11, 4)) if k == 1 else ((11, n), (n, 4))
-                        for n in (3, 2) for k in range(3)]  # fmt: skip
+        yardstick.chunked_gemms(hidden, weight, 3, constant=constant, frozen=frozen)()()
+        bare = yardstick.yardstick(hidden, weight, constant=constant, frozen=frozen)
+        bare.cases[5]()()
+    expected = []
+    for n in (3, 2, 5):
+        expected.append(((n, 4), (4, 11)))
+        expected += [((n, 6), (6, 11))] * taught
+        expected.append(((n, 11), (11, 4)))
+        expected += [((11, n), (n, 4))] * (not frozen)
+    assert products == expected
+
+    assert 2 * bare.flops == 2 * sum(a[0] * a[1] * b[1] for a, b in products)
+    assert bare.name == f"{['two', 'three', 'four'][taught + (not frozen)]} bare GEMMs"
+    summary = bare.summary({5: [4.0, 2.0, 3.0], "logitless": [1.0]})
+    assert (summary["ms"], summary["chunk"], summary["tflops"]) == (3.0, 5, pytest.approx(bare.flops / 3e9))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +210,14 @@ def test_the_yardstick_is_the_three_products():
 def test_yardstick_chunks(N, V, chunks):
     # Meta tensors: only the sizes matter, and the last case would be 16 GiB of logits.
     shape = {"device": "meta", "dtype": torch.bfloat16}
-    assert list(yardstick.yardstick(torch.empty(N, 1, **shape), torch.empty(V, 1, **shape))) == chunks
+    assert list(yardstick.yardstick(torch.empty(N, 1, **shape), torch.empty(V, 1, **shape)).cases) == chunks
+
+
+def test_a_teachers_logits_count_as_buffer():
+    shape = {"device": "meta", "dtype": torch.bfloat16}
+    hidden, weight, other = torch.empty(8192, 1, **shape), torch.empty(2**18, 1, **shape), torch.empty(2**19, 1, **shape)
+    assert list(yardstick.yardstick(hidden, weight, constant=((hidden, weight),)).cases) == [2048, 4096, 8192]
+    assert list(yardstick.yardstick(hidden, weight, constant=((hidden, other),)).cases) == [2048, 4096]
 
 
 def test_rounds_are_interleaved_and_rotate():
@@ -224,9 +263,49 @@ def test_malformed_shapes_are_refused(text):
         ce.Shape.parse(text)
 
 
-@pytest.mark.parametrize("shape", ce.SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*ce.SHAPES, *distillation.SHAPES], ids=str)
 def test_shapes_read_what_they_print(shape):
-    assert ce.Shape.parse(str(shape)) == shape
+    assert type(shape).parse(str(shape)) == shape
+
+
+@pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4@", "1x2x3x4@thawed", "1x2x3x4@frozen@", "0x2x3x4", "1x2x3xV", ""])
+def test_malformed_distillation_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="expected NxHxTxV"):
+        distillation.Shape.parse(text)
+
+
+def test_the_table_has_every_error_that_any_row_has():
+    section = document()["sections"][0]
+    section["yardstick"]["name"] = "four bare GEMMs"
+    rows = section["rows"]
+    printed = report.lines(section | {"rows": [rows[1], rows[2] | {"d_bias_error": 0.5}, rows[0]]})
+    head, columns, _, *lines = printed.splitlines()
+    assert head == "N 48, H 16, V 131, 50% ignored: bare GEMMs at 700 TFLOP/s in chunks of 2048"
+    assert all(name in columns for name in ("loss err", "d_hidden err", "d_weight err", "d_bias err"))
+    assert [line.split("  ")[0] for line in (line.strip() for line in lines)] == [
+        "four bare GEMMs",
+        "eager, fp32 upcast",
+        "Liger",
+        "logitless",
+    ]
+    assert "2.5e-01" in lines[2] and "5.0e-01" in lines[2] and "12.50" in lines[3]
+
+
+def test_the_truth_is_free_of_tf32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with measure.exact_products():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_sizes_in_words():
+    assert report.sizes(asdict(ce.Shape(8192, 4096, 128256))) == "N 8,192, H 4,096, V 128,256"
+    assert report.sizes(asdict(SHAPE)) == "N 48, H 16, V 131, 50% ignored"
+    assert report.sizes(asdict(FROZEN[1])) == "N 48, H 16, teacher H 24, V 131, frozen head"
 
 
 @pytest.mark.parametrize(
@@ -234,6 +313,7 @@ def test_shapes_read_what_they_print(shape):
     [
         (["ce", "--device", "cpu"], "pass --quick"),
         (["ce", "--quick", "--shapes", "12x3"], "expected NxHxV"),
+        (["distillation", "--quick", "--shapes", "12x3x5"], "expected NxHxTxV"),
         (["ce", "--quick", "--device", "cpu", "--only", "nobody"], "nobody"),
     ],
 )
@@ -245,24 +325,55 @@ def test_bad_arguments_end_in_one_message(arguments, message):
 
 def test_an_unsound_or_absent_library_fails_the_run():
     good = document()
-    assert ce.ours_failed(good) == []
+    assert CE.ours_failed(good) == []
     good["sections"][0]["rows"][0]["verdict"] = "wrong"
-    assert ce.ours_failed(good | {"absent": {"logitless, bf16 d_weight": "broken"}}) == [
+    assert CE.ours_failed(good | {"absent": {"logitless, bf16 d_weight": "broken"}}) == [
         "logitless: wrong",
         "logitless, bf16 d_weight: broken",
     ]
 
 
+def judged(what: objective.Objective, shape: objective.Shape, **measured) -> dict[str, dict]:
+    rows = {name: {"verdict": "ok"} | measured for name in what.goals(shape)}
+    for name, row in rows.items():
+        objective.judge(row, what.goals(shape)[name])
+    return rows
+
+
 def test_targets_are_judged():
-    shape = ce.SHAPES[0]
-    measured_row = {"verdict": "ok", "ratio": 1.06, "budget_bytes": 2**30, "beyond_gradients_bytes": 3 * 2**30}
-    rows = [{"name": name} | measured_row for name in (*ce.OURS, "Liger")]
-    for row in rows:
-        ce.judge(row, shape)
-    assert [row.get("target") for row in rows] == [1.08, 1.05, None]
-    assert [row.get("meets_target") for row in rows] == [True, False, None]
+    rows = judged(CE, ce.SHAPES[0], ratio=1.06, budget_bytes=2**30, beyond_gradients_bytes=3 * 2**30)
+    assert list(rows) == ["logitless", "logitless, bf16 d_weight"]
+    assert [row["target"] for row in rows.values()] == [1.08, 1.05]
+    assert [row["meets_target"] for row in rows.values()] == [True, False]
     # 1 GiB of budget + 64 MiB of d_hidden + 1.96 GiB of fp32 d_weight
-    assert [row.get("meets_memory_limit") for row in rows] == [True, False, None]
+    assert [row["meets_memory_limit"] for row in rows.values()] == [True, False]
+    assert [row.keys() for row in judged(CE, SHAPE, ratio=1.0, beyond_gradients_bytes=None).values()] == [
+        {"verdict", "ratio", "beyond_gradients_bytes"}
+    ] * 2
+
+
+def test_targets_of_distillation():
+    trainable, frozen = (judged(DISTILLATION, s, ratio=1.2, budget_bytes=2**30, beyond_gradients_bytes=2**31) for s in distillation.SHAPES)
+    assert (trainable["logitless"]["target"], trainable["logitless"]["meets_target"]) == (1.22, True)
+    assert "target" not in frozen["logitless"]
+    assert [rows["logitless"]["meets_memory_limit"] for rows in (trainable, frozen)] == [True, False]
+    d_hidden, fp32_d_weight = 2 * 8192 * 2048, 4 * 151936 * 2048
+    assert [rows["logitless"]["memory_limit_bytes"] - 2**30 for rows in (trainable, frozen)] == [d_hidden + fp32_d_weight, d_hidden]
+
+
+def test_a_result_without_a_time_is_not_judged():
+    row = {"verdict": "wrong"}
+    objective.judge(row, objective.Goal(ratio=1.0, extra_bytes=0))
+    assert row == {"verdict": "wrong"}
+
+
+def test_only_our_own_rows_are_judged():
+    theirs = rows_of(CE, SHAPE, {"Liger": eager_loss, "eager": eager_loss})
+    assert not any("target" in row or "memory_limit_bytes" in row for row in theirs.values())
+    # On a CPU no memory is measured, so that a target is all that can be set.
+    goals = {"eager": objective.Goal(ratio=1e9, extra_bytes=0)}
+    ours = rows_of(replace(CE, goals=lambda shape: goals), SHAPE, {"Liger": eager_loss, "eager": eager_loss})
+    assert ours["eager"]["meets_target"] and "target" not in ours["Liger"]
 
 
 def test_sweep_and_gemm_run(tmp_path):
@@ -275,6 +386,83 @@ def test_sweep_and_gemm_run(tmp_path):
     (section,) = json.loads(out.read_text())["sections"]
     assert [row["chunk"] for row in section["rows"]] == list(gemm.QUICK_CHUNKS)
     assert all(row["us_per_token"] == pytest.approx(1e3 * row["ms"] / row["tokens"]) for row in section["rows"])
+
+
+def test_distillation_measures_the_library_and_its_peers(tmp_path):
+    out = tmp_path / "distillation.json"
+    result = invoke("distillation", "--quick", "--device", "cpu", "--out", str(out), "--skip", "TRL")
+    written = json.loads(out.read_text())
+    assert written["complete"]
+    assert written["absent"]["Liger chunked_loss"] == "needs CUDA, the device is cpu"
+    for section, yardsticks in zip(written["sections"], ("four bare GEMMs", "three bare GEMMs"), strict=True):
+        rows = {row["name"]: row for row in section["rows"]}
+        assert section["yardstick"]["name"] == yardsticks and yardsticks in result.output
+        assert rows["eager, fp32 upcast"]["verdict"] == "ok"
+        assert ("d_weight_error" in rows["eager, fp32 upcast"]) == (not section["shape"]["frozen_head"])
+        if hasattr(logitless, "JSDLoss"):
+            assert rows["logitless"]["verdict"] == "ok"
+    assert result.exit_code == (0 if hasattr(logitless, "JSDLoss") else 1), result.output
+    assert hasattr(logitless, "JSDLoss") != ("logitless" in written["absent"])
+    assert "N 96, H 32, teacher H 48, V 517, frozen head" in result.output
+
+
+@pytest.mark.parametrize("shape", FROZEN, ids=str)
+def test_distillation_truth_is_the_reference(shape):
+    *operands, teacher_hidden, teacher_weight = distillation.inputs(shape, CPU, seed=3)
+    found = distillation.truth(*operands, teacher_hidden, teacher_weight, chunk=7)
+    wide = [leaf.detach().double().requires_grad_() for leaf in operands]
+    teacher = {"teacher_hidden": teacher_hidden.double(), "teacher_weight": teacher_weight.double()}
+    loss, _ = reference.distillation(*wide, **teacher, beta=0.5)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    gradients = dict(zip(("hidden", "weight"), torch.autograd.grad(loss, wide), strict=True))
+    assert found.gradients.keys() == ({"hidden"} if shape.frozen_head else {"hidden", "weight"})
+    for name, gradient in found.gradients.items():
+        assert measure.relative_l2(gradients[name], gradient) < 1e-5
+
+
+def test_distillation_inputs_are_peaked_and_mostly_agree():
+    operands = distillation.inputs(distillation.Shape(64, 256, 512, 20_000), CPU, seed=1)
+    *_, metrics = reference.distillation(*(x.float() for x in operands[:2]), **wide_teacher(operands))
+    assert 0.05 < metrics["soft_loss"] < 0.2
+    assert 0.8 < metrics["agreement"] < 1.0
+    peaks = (operands[0] @ operands[1].t()).float().softmax(-1).amax(-1)
+    assert 0.5 < (peaks > 0.5).float().mean() < 0.85
+
+
+def wide_teacher(operands) -> dict:
+    return dict(zip(("teacher_hidden", "teacher_weight"), (x.float() for x in operands[2:]), strict=True))
+
+
+def by_reference(**options):
+    """A loss of the reference instead of the JSD with beta 0.5."""
+    return lambda *operands: reference.distillation(*operands[:2], **wide_teacher(operands), **options)[0]
+
+
+def no_mean_ratio(hidden, weight, *teacher):
+    """The right loss, with a gradient that lacks the term of each row's KL(s||m)."""
+    logps = (hidden @ weight.t()).float().log_softmax(-1)
+    log_m = torch.logaddexp(logps, (teacher[0] @ teacher[1].t()).float().log_softmax(-1)) - math.log(2)
+    d_logits = (logps.exp() * (logps - log_m)).detach() / (2 * len(hidden))
+    bent = ((hidden @ weight.t()) * d_logits).sum()
+    return eager_jsd(hidden, weight, *teacher).detach() + bent - bent.detach()
+
+
+WRONG_JSD = {
+    "forward KL": by_reference(divergence="forward_kl"),
+    "beta 0.4": by_reference(beta=0.4),
+    "temperature 1.1": by_reference(temperature=1.1),
+    "half the tokens": lambda hidden, weight, *teacher: eager_jsd(hidden[::2], weight, teacher[0][::2], teacher[1]),
+    "teacher misaligned": lambda hidden, weight, *teacher: eager_jsd(hidden, weight, teacher[0].roll(1, 0), teacher[1]),
+    "no term of the row": no_mean_ratio,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_JSD)
+@pytest.mark.parametrize("shape", FROZEN, ids=str)
+def test_a_wrong_divergence_gets_no_time(name, shape):
+    rows = rows_of(DISTILLATION, shape, {name: WRONG_JSD[name], "eager": eager_jsd})
+    assert rows[name]["verdict"] == "wrong" and "ms" not in rows[name]
+    assert rows["eager"]["verdict"] == "ok"
 
 
 def test_sweep_doubles():
@@ -298,6 +486,26 @@ def test_plot_rewrites_the_readme_and_draws(tmp_path):
 
     assert invoke(*arguments).exit_code == 0
     assert page.read_text() == text
+
+
+def test_plot_writes_a_table_for_each_objective_with_a_result(tmp_path):
+    four = {"shape": asdict(FROZEN[1]), "yardstick": {"ms": 7.0, "tflops": 700.0, "chunk": 2048}}
+    written = document("distillation")
+    written["sections"] = [section | four for section in written["sections"]]
+    report.write_json(tmp_path / "distillation.json", written)
+    page = tmp_path / "README.md"
+    empty = "<!-- benchmarks:{0} -->\n<!-- /benchmarks:{0} -->\n"
+    page.write_text(empty.format("ce") + empty.format("distillation"))
+    assert invoke("plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")).exit_code == 0
+    text = page.read_text()
+    assert text.startswith(empty.format("ce") + "<!-- benchmarks:distillation -->\n|") and "7.0 ms" in text
+    assert "N 48, H 16, teacher H 24, V 131, frozen head" in text and "ignored" not in text
+    assert not (tmp_path / "ce.png").exists()
+
+
+def test_plot_asks_for_a_result(tmp_path):
+    result = invoke("plot", "--results", str(tmp_path))
+    assert result.exit_code == 2 and "expected a complete result" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_plot_asks_for_the_markers(tmp_path):

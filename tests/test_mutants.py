@@ -1,13 +1,17 @@
 """The list of mutants keeps up with the code."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.mutants import MUTANTS, ROOT, applied
+from tests.mutants import MUTANTS
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_applies(mutant):
-    broken = applied(mutant, (ROOT / mutant.path).read_text())
+    broken = mutant.applied((ROOT / mutant.path).read_text())
     compile(broken, mutant.path, "exec")
     assert all((ROOT / test).exists() for test in mutant.tests.split() if test.startswith("tests/"))
 

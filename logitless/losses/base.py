@@ -40,11 +40,13 @@ class LossOutput(NamedTuple):
         loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
         metrics: detached 0-d tensors by name.
         plan: what ran; None inside a compiled graph, which is traced before anything runs.
+        logps: log-probabilities of the targets, in their shape, 0 where ignored, without gradient; None unless `return_logps`.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     plan: Plan | None
+    logps: Tensor | None = None
 
 
 _LOSSES: dict[str, "LinearLoss"] = {}
@@ -99,6 +101,7 @@ class LinearLoss:
     teacher: ClassVar[bool] = False
     reference: ClassVar[bool] = False
     is_logits_loss: ClassVar[bool] = False
+    return_logps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, REDUCTIONS)
@@ -154,10 +157,11 @@ class LinearLoss:
         expect(not unknown, "inputs", f"names among {self.inputs}", unknown, f"see what {type(self).__name__} takes", TypeError)
         problem = prepare(self, hidden, weight, targets, bias, num_items, shift, cu_seqlens, inputs)
         if self.reduction != "none":
-            (loss, metrics), plan = call(self, problem, solved=True)
+            (loss, metrics, logps), plan = call(self, problem, solved=True)
         else:
-            loss, metrics, plan = _unreduced(self, problem, targets.shape)
-        return LossOutput(loss, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan)
+            loss, metrics, logps, plan = _unreduced(self, problem, targets.shape)
+        logps = logps.view(targets.shape) if self.return_logps else None
+        return LossOutput(loss, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, logps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +170,12 @@ class TokenLoss(LinearLoss):
 
     `differentiates` names the numbers that carry a gradient, `observes` those that metrics look at without one:
     logps, lse, entropy, sum_logits (class-weighted), log_sum_sq_probs and is_top1; logps and lse are always there.
+
+    Args:
+        return_logps: hand out the tokens' log-probabilities beside the loss, so that nobody needs another pass for them.
     """
+
+    return_logps: bool = False
 
     differentiates: ClassVar[tuple[str, ...]] = ("logps",)
     observes: ClassVar[tuple[str, ...]] = ()
@@ -266,7 +275,7 @@ def _flat_input(loss: LinearLoss, name: str, x: Tensor | None, shape: torch.Size
 
 def _sequences(loss: LinearLoss, hidden: Tensor, cu_seqlens: Tensor | None) -> int:
     """How many sequences the call has; 0 for a loss that does not look at them."""
-    if loss.scope == "token" and not loss.sequence_inputs:
+    if loss.scope == "token" and not loss.sequence_inputs and loss.unit == "tokens":
         return 0
     if cu_seqlens is None and hidden.dim() < 3:
         expect(loss.scope == "batch" and not loss.sequence_inputs, "hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens")
@@ -310,25 +319,25 @@ def _forward(loss: LinearLoss, solved: bool, sequences: int, dtype: torch.dtype,
     arguments = (*head, cu_seqlens, list(tensors[6:]), sequences, dtype, needs)
     if torch.compiler.is_compiling():
         if solved:
-            loss_value, metrics, *kept = _solve_op(*arguments, loss.key)
-            return (loss_value, metrics), kept, None, None
+            *outputs, pending, d_hidden, d_weight, d_bias = _solve_op(*arguments, loss.key)
+            return tuple(outputs), [pending, d_hidden, d_weight, d_bias], None, None
         d_logp, *numbers = _numbers_op(*arguments, loss.key)
         return tuple(numbers), [d_logp], None, None
     problem = _problem(loss, *arguments)
     if solved:
-        (loss_value, metrics, *kept), plan = engine.solve(loss, problem, static=False)
-        return (loss_value, metrics), kept, None, plan
+        (*outputs, pending, d_hidden, d_weight, d_bias), plan = engine.solve(loss, problem, static=False)
+        return tuple(outputs), [pending, d_hidden, d_weight, d_bias], None, plan
     found, d_logp, rows, plan = engine.token_numbers(loss, problem)
     return tuple(found[name] for name in _names_out(loss)), [d_logp], rows, plan
 
 
-def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[Tensor, Tensor, Plan | None]:
+def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Plan | None]:
     """reduction="none": the terms on all tokens at once, in ordinary autograd over the per-token numbers."""
     numbers, plan = call(loss, problem, solved=False)
     named = dict(zip(_names_out(loss), numbers, strict=True))
     if loss.is_logits_loss:
         values = named.pop("values")
-        return values.view(shape), torch.stack(list(named.values())) if named else values.new_zeros(0), plan
+        return values.view(shape), torch.stack(list(named.values())) if named else values.new_zeros(0), None, plan
     segments = None
     if problem.sequences:
         tokens = problem.targets
@@ -343,7 +352,8 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
     factors, _ = engine.scales(loss, problem, supervised.sum(), chosen, reduced=False)
     found = tallied(metrics, factors.metrics)
     stacked = torch.stack([settled([found[name]]).to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
-    return values.view(shape) if values.shape == problem.targets.shape else values, stacked, plan
+    values = values.view(shape) if values.shape == problem.targets.shape else values
+    return values, stacked, named["logps"].detach(), plan
 
 
 class FusedLinearBase(torch.autograd.Function):
@@ -364,7 +374,7 @@ class FusedLinearBase(torch.autograd.Function):
         ctx.tensors = len(tensors)
         if solved:
             ctx.save_for_backward(*kept)
-            ctx.mark_non_differentiable(outputs[1])
+            ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         else:
             ctx.save_for_backward(*tensors, *kept, *outputs)
             names = _names_out(loss)
@@ -452,8 +462,9 @@ def _solve_op(
 @_solve_op.register_fake
 def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs, key):
     loss, stat = _LOSSES[key], torch.promote_types(dtype, torch.float32)
-    scalars = [hidden.new_empty(shape, dtype=stat) for shape in ((), (len(loss.metric_names),), ())]
-    return scalars + _problem_shapes(hidden, weight, dtype, needs, loss.accum_dtype or stat)
+    shapes = ((), (len(loss.metric_names),), targets.shape if loss.return_logps else (0,), ())
+    numbers = [hidden.new_empty(shape, dtype=stat) for shape in shapes]
+    return numbers + _problem_shapes(hidden, weight, dtype, needs, loss.accum_dtype or stat)
 
 
 @torch.library.custom_op("logitless::numbers", mutates_args=())

@@ -27,10 +27,10 @@ class Term(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What the sums over each unit are multiplied by: numbers or 0-d tensors, by unit."""
+    """What the sums over each unit (None: of no unit) are multiplied by: numbers or 0-d tensors."""
 
-    loss: Mapping[str, float | Tensor] | None  # None where the loss is not reduced
-    metrics: Mapping[str, float | Tensor]
+    loss: Mapping[str | None, float | Tensor] | None  # None where the loss is not reduced
+    metrics: Mapping[str | None, float | Tensor]
 
     def tensors(self, like: Tensor) -> "Scales":
         """All as 0-d tensors: a compiled function would take every new number for a new program."""
@@ -48,16 +48,16 @@ class Scales(NamedTuple):
         return Scales(convert(self.loss), convert(self.metrics))
 
 
-def reduced(terms: Mapping[str, Term], scale: Mapping[str, float | Tensor]) -> dict[str, Tensor]:
+def reduced(terms: Mapping[str, Term], scale: Mapping[str | None, float | Tensor]) -> dict[str, Tensor]:
     """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
 
     def total(term: Term) -> Tensor:
-        return term.values.sum() if term.over is None else term.values.sum() * scale[term.over]
+        return term.values.sum() * scale[term.over]
 
     return {name: total(term) for name, term in terms.items()}
 
 
-def tallied(metrics: Mapping[str, Term], scale: Mapping[str, float | Tensor]) -> dict[str, tuple[Tensor, ...]]:
+def tallied(metrics: Mapping[str, Term], scale: Mapping[str | None, float | Tensor]) -> dict[str, tuple[Tensor, ...]]:
     """A chunk's share of each metric: its reduced sum and, where it has weights of its own, their sum."""
     own = {name: term.over for name, term in metrics.items() if isinstance(term.over, Tensor)}
     sums = reduced({name: term._replace(over=None) if name in own else term for name, term in metrics.items()}, scale)
@@ -158,6 +158,11 @@ class Batch:
         self._ignored = None if ignore_index is None else targets == ignore_index
         for name, value in inputs.items():
             setattr(self, name, value)
+
+    @cached_property
+    def supervised(self) -> Tensor:
+        """(n,) bool."""
+        return torch.ones_like(self.targets, dtype=torch.bool) if self._ignored is None else ~self._ignored
 
     @cached_property
     def lengths(self) -> Tensor:

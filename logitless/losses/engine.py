@@ -54,6 +54,7 @@ class Solved(NamedTuple):
 
     loss: Tensor
     metrics: Tensor
+    logps: Tensor | None  # (N,), where the loss returns them
     pending: Tensor
     d_hidden: Tensor | None
     d_weight: Tensor | None
@@ -66,9 +67,9 @@ def _rows(loss: "LinearLoss", problem: Problem) -> Rows:
     bad = (supervised & ((problem.targets < 0) | (problem.targets >= V))).sum()
     grouped = loss.scope != "token"
     roles = max(1, problem.sequences) if loss.scope == "batch" else loss.sequences_per_group
+    sequences = problem.sequences if grouped or loss.sequence_inputs else 0
     return select_rows(
-        supervised, bad, V, compact=loss.compact, grouped=grouped, sequences=problem.sequences, roles=roles,
-        cu_seqlens=problem.cu_seqlens,
+        supervised, bad, V, compact=loss.compact, grouped=grouped, sequences=sequences, roles=roles, cu_seqlens=problem.cu_seqlens
     )  # fmt: skip
 
 
@@ -142,7 +143,7 @@ def scales(
         return 1.0 / torch.where(x == 0, 1.0, x)
 
     counts = {"tokens": tokens, "sequences": problem.sequences, "pairs": problem.sequences // 2, "chosen_tokens": chosen_tokens}
-    metrics = {unit: inverse(count) for unit, count in counts.items()}
+    metrics = {unit: inverse(count) for unit, count in counts.items()} | {None: 1.0}
     if not reduced:
         return Scales(None, metrics), 1.0
     if loss.reduction == "sum":
@@ -151,7 +152,7 @@ def scales(
         normalizers = loss.normalizers(counts, problem.targets, problem.inputs)
         if problem.num_items is not None:
             normalizers[loss.unit] = problem.num_items
-    factors = {unit: inverse(count) for unit, count in normalizers.items()}
+    factors = {unit: inverse(count) for unit, count in normalizers.items()} | {None: 1.0}
     pending = _power_of_two(factors[loss.unit])
     return Scales({unit: factor / pending for unit, factor in factors.items()}, metrics), pending
 
@@ -200,7 +201,8 @@ def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved
         pending = torch.full((), pending, dtype=problem.stat_dtype, device=problem.targets.device)
     metrics = [settled([found[name] for _, found in walk.reports]).to(loss_value.dtype) for name in _metric_names(loss, walk.reports)]
     stacked = torch.stack(metrics) if metrics else loss_value.new_zeros(0)
-    return Solved(loss_value, stacked, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
+    logps = _scatter(walk.stats.logps, rows, problem.targets.shape[0]) if loss.return_logps else None
+    return Solved(loss_value, stacked, logps, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
 
 
 def _metric_names(loss: "LinearLoss", reports: list) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differe
     if loss.teacher:
         inputs |= {"teacher_logits": make(ROWS, teacher_V, dtype=logits_dtype), "teacher_bias": None}
     one = make((), dtype=torch.float32) + 1
-    units = dict.fromkeys(UNITS, one)
+    units = dict.fromkeys((*UNITS, None), one)
     arguments = (make(ROWS, V, dtype=logits_dtype), None, make(ROWS, dtype=torch.int64), inputs, Scales(units, units), None)
     if not on_gpu:
         with PeakBytes() as watch:

@@ -218,10 +218,12 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         values = sum(
             weight * DPO_LOSSES[name](self, pairs) for name, weight in zip(self.loss_type, self.loss_weights, strict=True) if name != "sft"
         )
-        terms = {"dpo": Term(values * self.pair_weights(stats, batch), over="pairs")} if isinstance(values, Tensor) else {}
+        factor = self.pair_weights(stats, batch)
+        terms = {"dpo": Term(values * factor, over="pairs")} if isinstance(values, Tensor) else {}
         if "sft" in self.loss_type:
             weight = sum(weight for name, weight in zip(self.loss_type, self.loss_weights, strict=True) if name == "sft")
-            terms["sft"] = Term(-weight * stats.logps * batch.is_chosen, over="chosen_tokens")
+            factor = batch.spread(torch.cat((factor, factor))) if self.use_weighting else 1.0
+            terms["sft"] = Term(-weight * factor * stats.logps * batch.is_chosen, over="chosen_tokens")
         rewards = self.beta * pairs.chosen, self.beta * pairs.rejected
         metrics = pair_metrics((pairs.chosen_logps, pairs.rejected_logps), rewards)
         return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)

@@ -27,7 +27,7 @@ VARIANTS = {
     "dpo ipo of scores": (DPOLoss, {"f_divergence_type": "js_divergence", "loss_type": "ipo", "beta": 0.3}),
     "dpo length-desensitized": (DPOLoss, {"ld_alpha": 0.3}),
     "dpo weighted": (DPOLoss, {"use_weighting": True, "beta": 0.5}),
-    "dpo weighted list": (DPOLoss, {"use_weighting": True, "loss_type": ("hinge", "sppo_hard")}),
+    "dpo weighted list": (DPOLoss, {"use_weighting": True, "loss_type": ("hinge", "sft", "sppo_hard")}),
     "dpo reference-free": (DPOLoss, {"reference_free": True}),
     "dpo list": (DPOLoss, {"loss_type": ("sigmoid", "bco_pair", "sft"), "loss_weights": (0.8, 0.2, 1.5)}),
     "dpo sorted list": (DPOLoss, {"loss_type": ["aot", "sft"], "label_smoothing": 0.1}),

@@ -1,56 +1,15 @@
-"""`make mutants`: break the library in one small way at a time, and see that the tests notice.
+"""Kernels, engine, cross-entropy."""
 
-Every mutant is applied to a temporary copy of the repository, in which a few fast tests then run; they must fail. A mutant that
-survives is a missing test. Mutants of Triton code run in its interpreter, or on a GPU.
-"""
-
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-import torch
-import typer
-from tabulate import tabulate
-
-ROOT = Path(__file__).parents[1]
-COPIED = ("logitless", "tests", "pyproject.toml")
+from tests.mutants.mutant import Mutant
 
 KERNELS = "tests/kernels/test_cross_entropy.py"
 CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
 LOGPROBS = "tests/losses/test_logprobs.py"
 BASE = "tests/losses/test_base.py"
 BAD_INPUT = "tests/losses/test_bad_input.py"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str  # below logitless/
-    old: str  # occurs exactly once
-    new: str
-    tests: str  # arguments of pytest
-
-    @property
-    def path(self) -> str:
-        return f"logitless/{self.file}"
-
-    @property
-    def interpreted(self) -> bool:
-        return "triton" in self.file and not torch.cuda.is_available()
-
-
 TWIN, TRITON, SCALE = "kernels/cross_entropy.py", "kernels/cross_entropy_triton.py", "kernels/scale_triton.py"
-PREFERENCE = "tests/losses/test_preference.py"
-EQUALS = f"{PREFERENCE} -k equals_the_reference"
 ENGINE, WALK, CE, PLAN = "losses/engine.py", "losses/walk.py", "losses/cross_entropy.py", "losses/plan.py"
-PREF, PAIRED = "losses/preference.py", "losses/paired.py"
+
 
 MUTANTS = [
     # Twins
@@ -223,8 +182,8 @@ MUTANTS = [
     Mutant(
         "power of two dropped from the gradients",
         ENGINE,
-        "return Solved(loss_value, stacked, pending,",
-        "return Solved(loss_value, stacked, torch.ones_like(pending),",
+        "return Solved(loss_value, stacked, logps, pending,",
+        "return Solved(loss_value, stacked, logps, torch.ones_like(pending),",
         CROSS_ENTROPY,
     ),
     Mutant(
@@ -262,7 +221,11 @@ MUTANTS = [
     ),
     Mutant("bad targets unchecked", "losses/batch.py", "expect(not wrong, ", "expect(True, ", BAD_INPUT),
     Mutant(
-        "boundaries of packed sequences unchecked", "losses/batch.py", "expect(not gaps, ", "expect(True, ", f"{PREFERENCE} -k bad_input"
+        "boundaries of packed sequences unchecked",
+        "losses/batch.py",
+        "expect(not gaps, ",
+        "expect(True, ",
+        "tests/losses/test_preference.py -k bad_input",
     ),
     Mutant(
         "ignored tokens not masked out of the terms",
@@ -304,143 +267,4 @@ MUTANTS = [
         "weights.float()[targets.clamp(0, weights.shape[0] - 1)]",
         CROSS_ENTROPY,
     ),
-    # Preference
-    *(
-        Mutant(f"preference: {name}", PREF, old, new, EQUALS)
-        for name, old, new in (
-            (
-                "sigmoid's sign",
-                "smoothed(loss.beta * p.delta, loss.label_smoothing)",
-                "smoothed(-loss.beta * p.delta, loss.label_smoothing)",
-            ),
-            ("label smoothing dropped", "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)", "-logsigmoid(x)"),
-            ("hinge without beta", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
-            ("ipo of sums", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
-            ("exo: odds swapped", "logsigmoid(-x) - math.log(epsilon)", "logsigmoid(-x) - math.log1p(-epsilon)"),
-            ("nca: rejected dropped", " - 0.5 * logsigmoid(-worse)", ""),
-            ("robust unnormalized", " / (1 - 2 * epsilon)", ""),
-            ("bco: rejected's sign", "logsigmoid(-loss.beta * p.rejected),", "logsigmoid(loss.beta * p.rejected),"),
-            ("sppo: rejected's target", "(p.rejected + 0.5 / loss.beta)", "(p.rejected - 0.5 / loss.beta)"),
-            ("aot unsorted", "policy.sort().values - reference.sort().values", "policy - reference"),
-            ("aot_unpaired unsorted", "p.chosen.sort().values - p.rejected.sort().values", "p.chosen - p.rejected"),
-            (
-                "apo_zero: chosen's sign",
-                "(-loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected)",
-                "(loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected)",
-            ),
-            ("apo_down: difference's sign", "(loss.beta * (p.rejected - p.chosen))", "(loss.beta * (p.chosen - p.rejected))"),
-            ("discopop: gate without tau", "(x / loss.discopop_tau).sigmoid()", "x.sigmoid()"),
-            ("sigmoid_norm of sums", "-logsigmoid(loss.beta * p.mean_delta)", "-logsigmoid(loss.beta * p.delta)"),
-            ("forward_kl's sign", "1 - bounded_exp(-ratios)", "1 - bounded_exp(ratios)"),
-            ("js without log 2", "math.log(2) + logsigmoid(ratios)", "logsigmoid(ratios).exp()"),
-            ("alpha off by one", "power = loss.f_alpha_divergence_coef - 1", "power = loss.f_alpha_divergence_coef"),
-            ("orpo: odds ratio's sign", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
-            ("cpo: alpha dropped", "if self.alpha else logps", "if False else logps"),
-            ("cpo: NLL dropped", "        if self.cpo_alpha:\n", "        if False:\n"),
-            ("cpo: margin dropped", "loss.beta * delta - loss.simpo_gamma", "loss.beta * delta"),
-            ("cpo: sums for means", 'if self.loss_type in ("ipo", "simpo"):', "if False:"),
-            ("simpo: margin dropped", "(chosen - rejected) - self.gamma", "(chosen - rejected)"),
-            ("kto: kl's sign", "(kl - reward).sigmoid(), (reward - kl).sigmoid()", "(-kl - reward).sigmoid(), (reward + kl).sigmoid()"),
-            ("kto: apo swapped", "((-reward).sigmoid(), reward.sigmoid())", "(reward.sigmoid(), (-reward).sigmoid())"),
-            (
-                "kto: weights swapped",
-                "self.desirable_weight * desirable, self.undesirable_weight * undesirable",
-                "self.undesirable_weight * desirable, self.desirable_weight * undesirable",
-            ),
-        )
-    ),
-    Mutant(
-        "preference: sides of the metrics swapped",
-        PAIRED,
-        '"chosen": ours * chosen, "rejected": ours * ~chosen',
-        '"chosen": ours * ~chosen, "rejected": ours * chosen',
-        EQUALS,
-    ),
-    Mutant(
-        "preference: reference without its tail's weight",
-        PAIRED,
-        "batch.ref_logps if weights is None else batch.ref_logps * weights",
-        "batch.ref_logps",
-        EQUALS,
-    ),
-    Mutant("kto: negative kl kept", PREF, "targets.shape[0]).clamp(min=0)", "targets.shape[0])", f"{PREFERENCE} -k second_set"),
-    Mutant("reference walked with the trained head", WALK, '{"head": self.loss.ref_head', '{"head": self.loss.head', EQUALS),
-    Mutant("reference without its bias", WALK, '"bias": self.inputs["ref_bias"]', '"bias": None', EQUALS),
-    Mutant(
-        "metrics: weights of ignored tokens counted",
-        "losses/batch.py",
-        "Term(mask(term.values), mask(term.over))",
-        "Term(mask(term.values), term.over)",
-        EQUALS,
-    ),
-    Mutant(
-        "chosen tokens: half a sequence too many",
-        "losses/batch.py",
-        "cu_seqlens[sequences // 2]\n",
-        "cu_seqlens[sequences // 2 + 1]\n",
-        EQUALS,
-    ),
 ]
-
-
-def applied(mutant: Mutant, text: str) -> str:
-    count = text.count(mutant.old)
-    if count != 1:
-        raise ValueError(f"mutant {mutant.name!r}: `old` occurs {count} times in {mutant.path}, expected once; bring it up to date.")
-    return text.replace(mutant.old, mutant.new)
-
-
-def passes(tests: str, interpreted: bool, mutant: Mutant | None = None) -> tuple[bool, str]:
-    """Whether the tests pass on a copy of the repository, with a mutant or as it is, and the telling line of what they print."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in COPIED:
-            source = ROOT / name
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
-        if mutant is not None:
-            path = Path(folder, mutant.path)
-            path.write_text(applied(mutant, path.read_text()))
-        python_path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        environment.pop("TRITON_INTERPRET", None)
-        if interpreted:
-            environment["TRITON_INTERPRET"] = "1"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests.split()]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()] or [done.stderr[-200:]]
-    # 1: tests failed. Anything else but 0 (no tests found, a file that does not import) shows nothing about the tests.
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"mutant {mutant and mutant.name!r}: pytest ended with {done.returncode}: {lines[-1]}")
-    return done.returncode == 0, next((line for line in reversed(lines) if line.startswith("FAILED")), lines[-1])
-
-
-def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Run only the mutants whose name contains one of these.")] = None,
-    jobs: Annotated[int, typer.Option(help="How many to run at once.")] = 2,
-) -> None:
-    """Break the code in small ways, one at a time, and expect a test to notice each."""
-    chosen = [mutant for mutant in MUTANTS if not names or any(name in mutant.name for name in names)]
-    for mutant in chosen:
-        applied(mutant, (ROOT / mutant.path).read_text())
-    with ThreadPoolExecutor(jobs) as pool:
-        # A test that fails anyway catches nothing.
-        clean = dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in chosen)
-        for (tests, interpreted), (passed, last) in zip(clean, pool.map(lambda case: passes(*case), clean), strict=True):
-            print(f"{'passes' if passed else 'FAILS'} without a mutant: {tests}{', interpreted' * interpreted}", flush=True)
-            if not passed:
-                raise SystemExit(last)
-
-        def run(mutant: Mutant) -> tuple[str, ...]:
-            start = time.perf_counter()
-            alive, last = passes(mutant.tests, mutant.interpreted, mutant)
-            print(f"{'SURVIVES' if alive else 'caught':8} {mutant.name}: {last[:150]}", flush=True)
-            return mutant.name, mutant.path, "SURVIVES" if alive else "caught", f"{time.perf_counter() - start:.0f} s"
-
-        rows = list(pool.map(run, chosen))
-    alive = sum(row[2] == "SURVIVES" for row in rows)
-    print("\n" + tabulate(rows, headers=("mutant", "file", "", "time")))
-    print(f"\n{len(rows) - alive} of {len(rows)} mutants caught.")
-    raise SystemExit(1 if alive else 0)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,0 +1,579 @@
+"""The reference distillation losses against arithmetic by hand, against TRL, and where fp64 could lose its digits."""
+
+import math
+
+import pytest
+import torch
+
+from logitless.losses import reference
+from tests.support import DEVICE
+
+# Two tokens of a student that says (1/4, 3/4) and (3/4, 1/4), and a teacher that says (1/2, 1/2) and (1/5, 4/5): with `hidden` the
+# identity, `weight.T` is the logits.
+STUDENT = ((1 / 4, 3 / 4), (3 / 4, 1 / 4))
+TEACHER = ((1 / 2, 1 / 2), (1 / 5, 4 / 5))
+EYE = torch.eye(2, dtype=torch.float64)
+TARGETS = torch.tensor([1, 1])
+NLL = (math.log(4 / 3), math.log(4))
+DIVERGENCES = ("jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation")
+TOPK_MODES = ("tail", "renormalize")
+
+
+def weight_of(rows) -> torch.Tensor:
+    """The head that gives each token of the identity the log-probabilities of its row."""
+    return torch.tensor(rows, dtype=torch.float64).log().T
+
+
+def two_tokens(student=STUDENT, teacher=TEACHER, targets=None, **options):
+    if "teacher_logprobs_topk" not in options:
+        options |= {"teacher_hidden": EYE, "teacher_weight": weight_of(teacher)}
+    return reference.distillation(EYE, weight_of(student), targets, **{"reduction": "none"} | options)
+
+
+def kl_by_hand(p, q) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
+
+
+def mixed(p, q, share) -> list[float]:
+    return [(1 - share) * a + share * b for a, b in zip(p, q, strict=True)]
+
+
+def jsd_by_hand(s, t, beta) -> float:
+    m = mixed(s, t, beta)
+    return beta * kl_by_hand(t, m) + (1 - beta) * kl_by_hand(s, m)
+
+
+BY_HAND = {
+    "jsd": lambda s, t: jsd_by_hand(s, t, 0.5),
+    "forward_kl": lambda s, t: kl_by_hand(t, s),
+    "reverse_kl": lambda s, t: kl_by_hand(s, t),
+    "skewed_kl": lambda s, t: kl_by_hand(t, mixed(s, t, 0.1)),
+    "total_variation": lambda s, t: sum(abs(a - b) for a, b in zip(s, t, strict=True)) / 2,
+}
+
+
+def random_problem(*shape: int, vocab: int = 23, teacher_vocab: int = 23):
+    """Student and teacher in fp64, far enough apart that every divergence is well away from 0."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    student = {"hidden": normal(*shape, 5).requires_grad_(), "weight": normal(vocab, 5).requires_grad_()}
+    teacher = {"teacher_hidden": normal(*shape, 7), "teacher_weight": normal(teacher_vocab, 7)}
+    targets = torch.randint(vocab, shape, generator=generator)
+    mask = torch.rand(shape, generator=generator) < 0.7
+    return student, teacher, targets, mask
+
+
+def best_of(teacher: dict, k: int, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = teacher["teacher_hidden"] @ teacher["teacher_weight"].T / temperature
+    return tuple(logits.log_softmax(-1).topk(k))
+
+
+def assert_same(ours, theirs, leaves, *, rtol: float) -> None:
+    """Equal losses with equal gradients, neither of which is zero."""
+    gradients = [torch.autograd.grad(loss.sum(), leaves) for loss in (ours, theirs)]
+    for actual, expected in zip((ours, *gradients[0]), (theirs, *gradients[1]), strict=True):
+        assert expected.norm() > 1e-3
+        assert (actual.double() - expected.double()).norm() <= rtol * expected.double().norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # m = (3/8, 5/8) and (19/40, 21/40)
+        pytest.param(
+            {},
+            [
+                (math.log(4 / 3) + math.log(4 / 5)) / 4 + (math.log(2 / 3) + 3 * math.log(6 / 5)) / 8,
+                (math.log(8 / 19) + 4 * math.log(32 / 21)) / 10 + (3 * math.log(30 / 19) + math.log(10 / 21)) / 8,
+            ],
+            id="jsd",
+        ),
+        # m = (11/40, 29/40) and (139/200, 61/200)
+        pytest.param(
+            {"beta": 0.1},
+            [
+                (math.log(20 / 11) + math.log(20 / 29)) / 20 + 9 * (math.log(10 / 11) + 3 * math.log(30 / 29)) / 40,
+                (math.log(40 / 139) + 4 * math.log(160 / 61)) / 50 + 9 * (3 * math.log(150 / 139) + math.log(50 / 61)) / 40,
+            ],
+            id="jsd_0.1",
+        ),
+        pytest.param(
+            {"divergence": "forward_kl"},
+            [math.log(4 / 3) / 2, math.log(4 / 15) / 5 + 4 * math.log(16 / 5) / 5],
+            id="forward_kl",
+        ),
+        pytest.param(
+            {"divergence": "reverse_kl"},
+            [math.log(1 / 2) / 4 + 3 * math.log(3 / 2) / 4, 3 * math.log(15 / 4) / 4 + math.log(5 / 16) / 4],
+            id="reverse_kl",
+        ),
+        pytest.param(
+            {"divergence": "skewed_kl"},
+            [math.log(20 / 11) / 2 + math.log(20 / 29) / 2, math.log(40 / 139) / 5 + 4 * math.log(160 / 61) / 5],
+            id="skewed_kl",
+        ),
+        pytest.param({"divergence": "total_variation"}, [1 / 4, 11 / 20], id="total_variation"),
+        # At half the temperature the probabilities are squared: s = (1/10, 9/10) and (9/10, 1/10), t = (1/2, 1/2), (1/17, 16/17).
+        pytest.param({"divergence": "total_variation", "temperature": 0.5}, [2 / 5, 9 / 10 - 1 / 17], id="temperature"),
+        pytest.param({"divergence": "total_variation", "logit_scale": 2.0}, [2 / 5, 9 / 10 - 1 / 5], id="logit_scale"),
+        pytest.param({"divergence": "total_variation", "teacher_logit_scale": 2.0}, [1 / 4, 3 / 4 - 1 / 17], id="teacher_scale"),
+        # The bias triples the odds of class 1: s = (1/10, 9/10) and (1/2, 1/2).
+        pytest.param(
+            {"divergence": "total_variation", "bias": torch.tensor([0, math.log(3)], dtype=torch.float64)}, [2 / 5, 3 / 10], id="bias"
+        ),
+        # The other way: t = (1/4, 3/4) and (1/13, 12/13).
+        pytest.param(
+            {"divergence": "total_variation", "teacher_bias": torch.tensor([0, math.log(3)], dtype=torch.float64)},
+            [0, 3 / 4 - 1 / 13],
+            id="teacher_bias",
+        ),
+        pytest.param(
+            {"hard_loss_weight": 0.25, "targets": TARGETS, "divergence": "total_variation", "temperature": 0.5},
+            [NLL[0] / 4 + 3 / 4 * 2 / 5, NLL[1] / 4 + 3 / 4 * (9 / 10 - 1 / 17)],
+            id="hard_loss_is_not_tempered",
+        ),
+        pytest.param({"hard_loss_weight": 1.0, "targets": TARGETS}, NLL, id="hard_loss_alone"),
+        pytest.param({"divergence": "total_variation", "targets": torch.tensor([-100, 1])}, [0, 11 / 20], id="ignored"),
+        pytest.param({"divergence": "total_variation", "mask": torch.tensor([1, 0])}, [1 / 4, 0], id="masked"),
+        pytest.param(
+            {"divergence": "total_variation", "mask": torch.tensor([1, 0]), "targets": torch.tensor([7, 1]), "ignore_index": 7},
+            [0, 0],
+            id="masked_and_ignored",
+        ),
+    ],
+)
+def test_two_tokens_by_hand(options, expected):
+    assert two_tokens(**options)[0].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(("divergence", "beta"), [("forward_kl", 0), ("reverse_kl", 1)])
+def test_the_ends_of_the_jsd_are_the_two_kls(divergence, beta):
+    assert two_tokens(beta=beta)[0].tolist() == two_tokens(divergence=divergence)[0].tolist()
+
+
+@pytest.mark.parametrize(("skew_alpha", "divergence"), [(0.0, "forward_kl"), (1.0, None)])
+def test_the_ends_of_the_skewed_kl(skew_alpha, divergence):
+    expected = two_tokens(divergence=divergence)[0].tolist() if divergence else [0, 0]
+    assert two_tokens(divergence="skewed_kl", skew_alpha=skew_alpha)[0].tolist() == expected
+
+
+def test_softcaps_by_hand():
+    """Each model has its own cap, and its logits go through it before the temperature."""
+    student = [2 * math.tanh(math.log(odds) / 2) / 0.5 for odds in STUDENT[0]]
+    teacher = [3 * math.tanh(math.log(odds) / 3) / 0.5 for odds in TEACHER[0]]
+    p, q = ([math.exp(z) / (math.exp(a) + math.exp(b)) for z in (a, b)] for a, b in (student, teacher))
+    loss, _ = two_tokens(divergence="forward_kl", temperature=0.5, softcap=2.0, teacher_softcap=3.0)
+    assert loss[0].item() == pytest.approx(kl_by_hand(q, p), rel=1e-12)
+
+
+def test_cosine_by_hand():
+    # Logits (3, 4) and (1, 0) beside (4, 3) and (0, 2).
+    student, teacher = (torch.tensor(rows, dtype=torch.float64).T for rows in ([[3, 4], [1, 0]], [[4, 3], [0, 2]]))
+    options = {"teacher_hidden": EYE, "teacher_weight": teacher, "divergence": "cosine", "reduction": "none"}
+    for temperature in (1.0, 2.0):
+        loss, _ = reference.distillation(EYE, student, temperature=temperature, **options)
+        assert loss.tolist() == pytest.approx([1 - 24 / 25, 1], rel=1e-12)
+
+
+FOUR = ((1 / 8, 1 / 4, 1 / 2, 1 / 8), (2 / 5, 1 / 5, 1 / 10, 3 / 10))
+BEST = (torch.tensor([[1 / 3, 1 / 2], [1 / 10, 1 / 5]], dtype=torch.float64).log(), torch.tensor([[2, 0], [1, 3]]))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    ("topk_mode", "student", "teacher"),
+    [
+        ("tail", [(1 / 2, 1 / 8, 3 / 8), (1 / 5, 3 / 10, 1 / 2)], [(1 / 3, 1 / 2, 1 / 6), (1 / 10, 1 / 5, 7 / 10)]),
+        ("renormalize", [(4 / 5, 1 / 5), (2 / 5, 3 / 5)], [(2 / 5, 3 / 5), (1 / 3, 2 / 3)]),
+    ],
+)
+def test_topk_by_hand(divergence, topk_mode, student, teacher):
+    loss, metrics = two_tokens(FOUR, teacher_logprobs_topk=BEST, topk_mode=topk_mode, divergence=divergence)
+    assert loss.tolist() == pytest.approx([BY_HAND[divergence](s, t) for s, t in zip(student, teacher, strict=True)], rel=1e-12)
+    # The student's best ids over all four are 2 and 0, the teacher's are 0 and 3.
+    assert metrics["agreement"] == 0
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("topk_mode", TOPK_MODES)
+@pytest.mark.parametrize("padding", [[2, 1], [3, 2]], ids=["repeated_id", "other_id"])
+def test_an_empty_slot_is_as_if_not_given(divergence, topk_mode, padding):
+    values, ids = BEST[0], torch.cat([BEST[1], torch.tensor(padding).unsqueeze(1)], -1)
+    values = torch.cat([values, torch.full_like(values[:, :1], -math.inf)], -1)
+    options = {"topk_mode": topk_mode, "divergence": divergence}
+    expected, _ = two_tokens(FOUR, teacher_logprobs_topk=BEST, **options)
+    torch.testing.assert_close(two_tokens(FOUR, teacher_logprobs_topk=(values, ids), **options)[0], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_small_tail_by_hand(divergence):
+    tail = 2.0**-30
+    values = torch.tensor([[1 / 2, 1 / 2 - tail]], dtype=torch.float64).log()
+    loss, _ = reference.distillation(
+        EYE[:1], weight_of(FOUR), teacher_logprobs_topk=(values, torch.tensor([[2, 0]])), divergence=divergence
+    )
+    expected = BY_HAND[divergence]((1 / 2, 1 / 8, 3 / 8), (1 / 2, 1 / 2 - tail, tail))
+    # 1e-16 of rounding in the values is 1e-7 of the tail.
+    assert loss.item() == pytest.approx(expected, rel=1e-12 if divergence != "reverse_kl" else 1e-7)
+
+
+def test_topk_agreement_is_over_the_whole_vocabulary():
+    for ids, agreement in (([[2, 0], [0, 1]], 0.0), ([[0, 2], [0, 1]], 0.5), ([[0, 2], [1, 0]], 1.0)):
+        _, metrics = two_tokens(FOUR, teacher_logprobs_topk=(BEST[0], torch.tensor(ids)))
+        assert metrics["agreement"].item() == agreement
+
+
+def test_cosine_needs_the_logits():
+    with pytest.raises(ValueError, match="teacher_hidden"):
+        two_tokens(FOUR, teacher_logprobs_topk=BEST, divergence="cosine")
+
+
+def test_topk_mode_is_checked():
+    with pytest.raises(ValueError, match="tail or renormalize"):
+        two_tokens(FOUR, teacher_logprobs_topk=BEST, topk_mode="both")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param({}, (1 / 4 + 11 / 20) / 2, id="mean"),
+        pytest.param({"reduction": "sum"}, 1 / 4 + 11 / 20, id="sum"),
+        pytest.param({"targets": torch.tensor([-100, 1])}, 11 / 20, id="ignored"),
+        pytest.param({"mask": torch.tensor([True, False])}, 1 / 4, id="masked"),
+        pytest.param({"mask": torch.tensor([True, False]), "targets": torch.tensor([-100, 1])}, 0, id="nothing_counts"),
+        pytest.param({"num_items": 5}, (1 / 4 + 11 / 20) / 5, id="num_items"),
+        pytest.param({"num_items": torch.tensor(5), "mask": torch.tensor([1, 0])}, 1 / 20, id="num_items_tensor"),
+        pytest.param({"num_items": 0, "mask": torch.tensor([0, 0])}, 0, id="no_items"),
+    ],
+)
+def test_reductions_by_hand(options, expected):
+    loss, _ = two_tokens(**{"divergence": "total_variation", "reduction": "mean"} | options)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_metrics_by_hand():
+    loss, metrics = two_tokens(divergence="total_variation", targets=TARGETS, hard_loss_weight=0.25, reduction="mean", num_items=8)
+    assert loss.item() == pytest.approx(((NLL[0] + NLL[1]) / 4 + 3 / 4 * (1 / 4 + 11 / 20)) / 8, rel=1e-12)
+    # The first teacher is undecided, and of two equal ids the first counts as its best.
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "soft_loss": (1 / 4 + 11 / 20) / 2,
+            "hard_loss": (NLL[0] + NLL[1]) / 2,
+            "entropy": math.log(4) - 3 / 4 * math.log(3),
+            "token_accuracy": 1 / 2,
+            "agreement": 0,
+        },
+        rel=1e-12,
+    )
+
+
+def test_metrics_are_of_the_tokens_that_count():
+    _, metrics = two_tokens(((1 / 4, 3 / 4), (1 / 2, 1 / 2)), ((1 / 3, 2 / 3), (1 / 5, 4 / 5)), TARGETS, mask=torch.tensor([1, 0]))
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "soft_loss": jsd_by_hand((1 / 4, 3 / 4), (1 / 3, 2 / 3), 0.5),
+            "hard_loss": NLL[0],
+            "entropy": math.log(4) - 3 / 4 * math.log(3),
+            "token_accuracy": 1,
+            "agreement": 1,
+        },
+        rel=1e-12,
+    )
+
+
+def test_metrics_of_nothing_are_zero():
+    _, metrics = two_tokens(targets=TARGETS, mask=torch.tensor([0, 0]))
+    assert set(map(float, metrics.values())) == {0.0}
+
+
+def test_without_targets_there_is_no_hard_loss_and_no_accuracy():
+    _, metrics = two_tokens()
+    assert metrics["hard_loss"] == metrics["token_accuracy"] == 0
+
+
+def test_the_entropy_is_tempered():
+    _, metrics = two_tokens(temperature=0.5)
+    assert metrics["entropy"].item() == pytest.approx(math.log(10) - 9 / 10 * math.log(9), rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def generalized_jsd_loss():
+    pytest.importorskip("trl")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        from trl.experimental.gkd import GKDTrainer
+    return GKDTrainer.generalized_jsd_loss
+
+
+@pytest.mark.parametrize("beta", [0, 0.1, 0.5, 0.9, 1])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "num_items"])
+def test_jsd_is_that_of_gkd(generalized_jsd_loss, beta, temperature, reduction):
+    student, teacher, targets, mask = random_problem(3, 9)
+    labels = targets.masked_fill(~mask, -100)
+    num_items = torch.tensor(50) if reduction == "num_items" else None
+    logits = student["hidden"] @ student["weight"].T, teacher["teacher_hidden"] @ teacher["teacher_weight"].T
+    theirs = generalized_jsd_loss(
+        *logits, labels, beta, temperature, "sum" if reduction == "sum" else "batchmean", num_items_in_batch=num_items
+    )
+
+    options = {"beta": beta, "temperature": temperature, "num_items": num_items, "reduction": "sum" if reduction == "sum" else "mean"}
+    ours, _ = reference.distillation(**student, targets=labels, **teacher, **options)
+    assert_same(ours, theirs, tuple(student.values()), rtol=1e-11)
+
+
+@pytest.mark.parametrize("beta", [0, 0.1, 0.5, 1])
+def test_per_token_jsd_is_that_of_gkd(generalized_jsd_loss, beta):
+    student, teacher, _, mask = random_problem(3, 9)
+    logits = student["hidden"] @ student["weight"].T, teacher["teacher_hidden"] @ teacher["teacher_weight"].T
+    theirs = generalized_jsd_loss(*logits, beta=beta, reduction="none").sum(-1) * mask
+    ours, _ = reference.distillation(**student, **teacher, beta=beta, mask=mask, reduction="none")
+    assert_same(ours, theirs, tuple(student.values()), rtol=1e-11)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"temperature": 2.0, "num_items": 40}, id="temperature"),
+        pytest.param({"softcap": 3.0, "teacher_softcap": 5.0, "logit_scale": 0.5, "teacher_logit_scale": 1.5}, id="head"),
+        pytest.param({"bias": True, "temperature": 0.7, "softcap": 4.0}, id="biases"),
+    ],
+)
+def test_loss_entropy_and_gradients_are_those_of_the_distillation_trainer(beta, changes):
+    """TRL computes in fp32 whatever it is given."""
+    chunked = pytest.importorskip("trl.trainer.distillation_trainer")._chunked_divergence_loss
+    student, teacher, _, mask = random_problem(3, 9)
+    changes = dict(changes)
+    if changes.pop("bias", False):
+        student["bias"] = torch.linspace(-1, 1, 23, dtype=torch.float64).requires_grad_()
+        teacher["teacher_bias"] = torch.linspace(1, 0, 23, dtype=torch.float64)
+    theirs, entropy, count = chunked(
+        student["hidden"],
+        teacher["teacher_hidden"],
+        student["weight"],
+        teacher["teacher_weight"],
+        mask,
+        beta,
+        changes.get("num_items"),
+        student.get("bias"),
+        teacher.get("teacher_bias"),
+        changes.get("logit_scale", 1.0),
+        changes.get("teacher_logit_scale", 1.0),
+        changes.get("softcap"),
+        changes.get("teacher_softcap"),
+        changes.get("temperature", 1.0),
+    )
+
+    ours, metrics = reference.distillation(**student, **teacher, beta=beta, mask=mask.int(), **changes)
+    assert_same(ours, theirs, tuple(student.values()), rtol=1e-5)
+    assert metrics["entropy"].item() == pytest.approx((entropy / count).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("topk_mode", TOPK_MODES)
+def test_topk_is_that_of_self_distillation(beta, topk_mode):
+    """TRL takes the student's best ids there; as the teacher's they are any other k ids."""
+    loss_utils = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    student, teacher, _, _ = random_problem(3, 9)
+    logits = student["hidden"] @ student["weight"].T, teacher["teacher_hidden"] @ teacher["teacher_weight"].T
+    theirs = loss_utils.compute_topk_self_distillation_loss(
+        *logits, distillation_topk=4, distillation_alpha=beta, distillation_add_tail=topk_mode == "tail"
+    )
+
+    ids = logits[0].topk(4).indices
+    topk = logits[1].log_softmax(-1).gather(-1, ids), ids
+    ours, _ = reference.distillation(**student, teacher_logprobs_topk=topk, topk_mode=topk_mode, beta=beta, reduction="none")
+    assert_same(ours, theirs, tuple(student.values()), rtol=1e-11)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, "cosine"])
+def test_equal_distributions_give_exactly_zero(divergence, beta):
+    student, _, _, _ = random_problem(11)
+    teacher = {f"teacher_{name}": leaf.detach() for name, leaf in student.items()}
+    loss, metrics = reference.distillation(**student, **teacher, divergence=divergence, beta=beta, skew_alpha=beta, temperature=0.1)
+    gradients = torch.autograd.grad(loss, tuple(student.values()))
+    assert loss.item() == 0 and all((gradient == 0).all() for gradient in gradients)
+    assert metrics["agreement"] == 1
+
+
+@pytest.mark.parametrize("e", [2.0**-20, 2.0**-26])
+def test_almost_equal_distributions_keep_their_digits(e):
+    """Divergences of 1e-13 and 1e-17, known from the first term of their series."""
+    vocab = 1000
+    # The teacher gives all ids the same probability; the student's logits are e for one half of them and -e for the other.
+    signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat(vocab // 2, 1)
+    student = {"hidden": torch.tensor([[e]], dtype=torch.float64).requires_grad_(), "weight": signs}
+    teacher = {"teacher_hidden": torch.zeros(1, 1, dtype=torch.float64), "teacher_weight": signs}
+
+    expected = {
+        ("jsd", 0.5): (e**2 / 8, e / 4),
+        ("jsd", 0.1): (0.1 * 0.9 * e**2 / 2, 0.1 * 0.9 * e),
+        ("forward_kl", None): (e**2 / 2, e),
+        ("reverse_kl", None): (e**2 / 2, e),
+        ("skewed_kl", None): (0.9**2 * e**2 / 2, 0.9**2 * e),
+        ("total_variation", None): (e / 2, 1 / 2),
+    }
+    for (divergence, beta), (value, slope) in expected.items():
+        options = {"divergence": divergence} | ({} if beta is None else {"beta": beta})
+        loss, _ = reference.distillation(**student, **teacher, **options)
+        (gradient,) = torch.autograd.grad(loss, student["hidden"])
+        assert loss.item() == pytest.approx(value, rel=1e-6), options
+        assert gradient.item() == pytest.approx(slope, rel=1e-6), options
+
+
+def test_almost_parallel_logits_keep_their_digits():
+    angle = 2.0**-22
+    student = torch.tensor([[math.cos(angle)], [math.sin(angle)]], dtype=torch.float64)
+    teacher = torch.tensor([[3.0], [0.0]], dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    loss, _ = reference.distillation(one, student, teacher_hidden=one, teacher_weight=teacher, divergence="cosine")
+    assert loss.item() == pytest.approx(angle**2 / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_distributions_far_apart_stay_finite(dtype):
+    """Odds of e^1000 against each other: probabilities underflow, their logarithms do not."""
+    hidden = torch.eye(2, dtype=dtype)
+    far = {"hidden": hidden.clone().requires_grad_(), "weight": torch.tensor([[500.0, -500.0], [-500.0, 500.0]], dtype=dtype)}
+    teacher = {"teacher_hidden": hidden, "teacher_weight": -far["weight"]}
+    expected = {"forward_kl": 1000, "reverse_kl": 1000, "jsd": math.log(2), "skewed_kl": -math.log(0.1), "total_variation": 1}
+    for divergence, value in expected.items():
+        loss, _ = reference.distillation(**far, **teacher, divergence=divergence)
+        assert loss.item() == pytest.approx(value, rel=1e-6), divergence
+        assert torch.autograd.grad(loss, far["hidden"])[0].isfinite().all(), divergence
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_teacher_that_leaves_no_tail(divergence):
+    """fp32 log-probabilities that sum to more than 1 leave the rounding of fp32; the loss and its gradient stay finite."""
+    student, teacher, _, _ = random_problem(7)
+    values, ids = best_of(teacher, 4)
+    values = (values.log_softmax(-1) + 1e-3).float()
+    loss, _ = reference.distillation(**student, teacher_logprobs_topk=(values, ids), divergence=divergence)
+    assert loss.isfinite() and loss > 0
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, tuple(student.values())))
+    probabilities = values.double().exp()
+    probabilities /= probabilities.sum(-1, keepdim=True) + torch.finfo(torch.float32).eps
+    expected, _ = reference.distillation(**student, teacher_logprobs_topk=(probabilities.log(), ids), divergence=divergence)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("topk_mode", TOPK_MODES)
+def test_the_best_of_all_ids_is_the_whole_teacher(divergence, topk_mode):
+    student, teacher, targets, mask = random_problem(3, 9)
+    options = {"targets": targets, "mask": mask, "divergence": divergence, "temperature": 1.3, "hard_loss_weight": 0.2}
+    whole, whole_metrics = reference.distillation(**student, **teacher, **options)
+    topk = best_of(teacher, 23, temperature=1.3)
+    best, metrics = reference.distillation(**student, teacher_logprobs_topk=topk, topk_mode=topk_mode, **options)
+    assert_same(best, whole, tuple(student.values()), rtol=1e-11)
+    torch.testing.assert_close(metrics, whole_metrics)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("topk_mode", TOPK_MODES)
+def test_values_in_a_lower_precision(divergence, topk_mode):
+    """They are widened before anything is computed from them, and the tail that their rounding seems to leave is none."""
+    student, teacher, _, _ = random_problem(7)
+    options = {"topk_mode": topk_mode, "divergence": divergence}
+    values, ids = best_of(teacher, 2)
+    low = values.bfloat16()
+    loss, _ = reference.distillation(**student, teacher_logprobs_topk=(low, ids), **options)
+    wide, _ = reference.distillation(**student, teacher_logprobs_topk=(low.double(), ids), **options)
+    torch.testing.assert_close(loss, wide, rtol=1e-12, atol=0)
+
+    values, ids = best_of(teacher, 23)
+    loss, _ = reference.distillation(**student, teacher_logprobs_topk=(values.float(), ids), **options)
+    whole, _ = reference.distillation(**student, **teacher, divergence=divergence)
+    torch.testing.assert_close(loss, whole, rtol=1e-5, atol=0)
+
+
+def test_the_hard_loss_is_the_cross_entropy_of_the_same_head():
+    student, teacher, targets, mask = random_problem(3, 9)
+    head = {"bias": torch.linspace(-1, 1, 23, dtype=torch.float64), "softcap": 3.0, "logit_scale": 1.5}
+    options = {"mask": mask, "temperature": 0.7, "hard_loss_weight": 1.0}
+    ours, _ = reference.distillation(**student, targets=targets, **teacher, **head, **options)
+    theirs = reference.cross_entropy(**student, targets=targets.masked_fill(~mask, -100), **head)
+    assert_same(ours, theirs, tuple(student.values()), rtol=1e-12)
+
+
+def test_jsd_is_symmetric_at_one_half():
+    student, teacher, _, _ = random_problem(3, 9)
+    swapped = {"teacher_hidden": student["hidden"], "teacher_weight": student["weight"]}
+    for beta in (0.5, 0.2):
+        one, _ = reference.distillation(**student, **teacher, beta=beta)
+        other, _ = reference.distillation(teacher["teacher_hidden"], teacher["teacher_weight"], **swapped, beta=1 - beta)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("vocab", "teacher_vocab"), [(23, 19), (19, 23)])
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, "cosine"])
+def test_the_longer_vocabulary_is_cut(vocab, teacher_vocab, divergence):
+    """As if the longer head had no such rows, except for the hard loss, whose targets may lie in them."""
+    student, teacher, targets, _ = random_problem(3, 9, vocab=vocab, teacher_vocab=teacher_vocab)
+    options = {"divergence": divergence, "temperature": 0.8, "reduction": "none"}
+    ours, metrics = reference.distillation(**student, targets=targets, **teacher, **options)
+    short_teacher = teacher | {"teacher_weight": teacher["teacher_weight"][:19]}
+    cut, cut_metrics = reference.distillation(student["hidden"], student["weight"][:19], **short_teacher, **options)
+    assert_same(ours, cut, tuple(student.values()), rtol=1e-12)
+    for name in ("soft_loss", "entropy", "agreement"):
+        torch.testing.assert_close(metrics[name], cut_metrics[name])
+
+    hard, _ = reference.distillation(**student, targets=targets, **teacher, hard_loss_weight=1.0)
+    torch.testing.assert_close(hard, reference.cross_entropy(student["hidden"], student["weight"], targets))
+    accuracy = ((student["hidden"] @ student["weight"].T).argmax(-1) == targets).double().mean()
+    torch.testing.assert_close(metrics["token_accuracy"], accuracy)
+
+
+def test_no_gradient_reaches_the_teacher():
+    student, teacher, _, _ = random_problem(7)
+    leaves = {name: tensor.requires_grad_() for name, tensor in teacher.items()}
+    loss, metrics = reference.distillation(**student, **leaves)
+    loss.backward()
+    assert all(leaf.grad is None for leaf in leaves.values())
+    values, ids = best_of(teacher, 4)
+    assert values.requires_grad
+    reference.distillation(**student, teacher_logprobs_topk=(values, ids))[0].backward()
+    assert all(leaf.grad is None for leaf in leaves.values())
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, "cosine"])
+def test_gradients_are_those_of_the_value(divergence):
+    student, teacher, targets, mask = random_problem(4)
+
+    def loss(hidden, weight):
+        options = {"divergence": divergence, "softcap": 3.0, "hard_loss_weight": 0.3, "temperature": 1.4}
+        return reference.distillation(hidden, weight, targets, **teacher, mask=mask, **options)[0]
+
+    assert torch.autograd.gradcheck(loss, tuple(student.values()))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("topk_mode", TOPK_MODES)
+def test_gradients_with_a_topk_teacher_are_those_of_the_value(divergence, topk_mode):
+    student, teacher, _, _ = random_problem(4)
+    topk = best_of(teacher, 5)
+    topk[0][0, 3:] = -math.inf
+
+    def loss(hidden, weight):
+        return reference.distillation(hidden, weight, teacher_logprobs_topk=topk, topk_mode=topk_mode, divergence=divergence)[0]
+
+    assert torch.autograd.gradcheck(loss, tuple(student.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_generic_in_the_dtype(dtype):
+    student, teacher, targets, _ = random_problem(6)
+    truth, _ = reference.distillation(**student, targets=targets, **teacher, hard_loss_weight=0.5)
+    operands = {name: tensor.detach().to(dtype) for name, tensor in (student | teacher).items()}
+    loss, metrics = reference.distillation(**operands, targets=targets, hard_loss_weight=0.5)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert all(value.dtype == loss.dtype for value in metrics.values())
+    assert loss.item() == pytest.approx(truth.item(), rel=16 * torch.finfo(dtype).eps)
