@@ -6,6 +6,7 @@ from logitless.losses.batch import Batch, Term
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
 from logitless.losses.plan import BudgetWarning, Plan
+from logitless.losses.policy import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
 from logitless.losses.preference import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 
 __all__ = [
@@ -14,11 +15,15 @@ __all__ = [
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "GRPOLoss",
     "KTOLoss",
     "LogitsLoss",
     "LossOutput",
     "ORPOLoss",
+    "PPOLoss",
     "Plan",
+    "REINFORCELoss",
+    "RLOOLoss",
     "SimPOLoss",
     "Term",
     "TokenLogprobs",

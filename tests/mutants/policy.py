@@ -1,0 +1,77 @@
+"""Policy losses."""
+
+from tests.mutants.mutant import Mutant
+
+POLICY = "losses/policy.py"
+TESTS = "tests/losses/test_policy.py"
+
+MUTANTS = [
+    Mutant(f"policy: {name}", POLICY, old, new, TESTS)
+    for name, old, new in (
+        ("surrogate's sign", "return -torch.minimum(ratio * advantages", "return torch.minimum(ratio * advantages"),
+        ("maximum for minimum", "-torch.minimum(", "-torch.maximum("),
+        ("lower bound dropped", "ratio.clamp(1 - loss.epsilon, 1 + loss.upper)", "ratio.clamp(max=1 + loss.upper)"),
+        ("upper bound is epsilon", "ratio.clamp(1 - loss.epsilon, 1 + loss.upper)", "ratio.clamp(1 - loss.epsilon, 1 + loss.epsilon)"),
+        ("delta dropped", "        ratio = ratio.clamp(max=loss.delta)\n", "        pass\n"),
+        ("low flag of any advantage", "(ratio < 1 - loss.epsilon) & (advantages < 0)", "(ratio < 1 - loss.epsilon) & (advantages != 0)"),
+        (
+            "cispo differentiates its weight",
+            "-ratio.detach().clamp(max=loss.upper) * advantages",
+            "-ratio.clamp(max=loss.upper) * advantages",
+        ),
+        ("cispo unbounded", "ratio.detach().clamp(max=loss.upper)", "ratio.detach()"),
+        (
+            "sapo: temperatures swapped",
+            "loss.sapo_temperature_pos, loss.sapo_temperature_neg",
+            "loss.sapo_temperature_neg, loss.sapo_temperature_pos",
+        ),
+        ("sapo without 4 / tau", "return -4 / tau *", "return -4 *"),
+        ("vespo's sign", "return -phi * advantages", "return phi * advantages"),
+        ("vespo: k of the other sign", "self.vespo_k_pos, self.vespo_k_neg", "self.vespo_k_neg, self.vespo_k_pos"),
+        ("vespo: sampler dropped", "if batch.log_importance is not None:", "if False:"),
+        ("vespo: a sequence's factor once per token", "logs.reshape(-1) / lengths if", "logs.reshape(-1) if"),
+        ("ratio of a sum", "batch.sum_by_sequence(log_ratio) / batch.lengths.clamp(min=1)", "batch.sum_by_sequence(log_ratio)"),
+        ("level ignored", 'return self.importance_sampling_level == "sequence"', "return False"),
+        ("entropy mask dropped", "            values = values * kept\n", "            pass\n"),
+        ("quantile from the wrong end", "1 - self.top_entropy_quantile)", "self.top_entropy_quantile)"),
+        ("quantile over uncounted tokens too", "torch.where(batch.supervised, entropy, math.nan)", "entropy"),
+        ("quantile within a group", '            return "batch"\n', '            return "group"\n'),
+        ("drift's sign", "(sampling - detached)", "(detached - sampling)"),
+        ("positive advantages masked", "(advantages >= 0) | batch.spread", "batch.spread"),
+        (
+            "sampler's log-probabilities ignored",
+            "batch.old_logps if batch.sampling_logps is None else batch.sampling_logps",
+            "batch.old_logps",
+        ),
+        ("importance weights dropped", "values * batch.importance_weights", "values"),
+        ("kl's sign", "d = (batch.ref_logps - logps)", "d = (logps - batch.ref_logps)"),
+        ("kl dropped", "values = values + self.beta * kl", "values = values"),
+        ("kl uncorrected", "if self.use_bias_correction_kl else kl", "if False else kl"),
+        ("k1 for k3", "kl = torch.expm1(d) - d", "kl = -d"),
+        ("lengths dropped", 'if self.loss_type in ("grpo", "sapo"):', "if False:"),
+        ("dr_grpo by lengths", "torch.full_like(lengths, 1 / self.max_completion_length)", "1 / lengths"),
+        ("entropy bonus's sign", "Term(-self.entropy_coef * weight", "Term(self.entropy_coef * weight"),
+        ("entropy bonus over all tokens", "entropy if kept is None else entropy * kept", "entropy"),
+        ("entropy not differentiated", '("logps", "entropy") if self.entropy_coef', '("logps",) if self.entropy_coef'),
+        ("entropy bonus follows num_items", "* weight * entropy, over=None)", "* entropy, over=self.unit)"),
+        ("mask ignored", "targets = torch.where(mask.bool(), targets, self.ignore_index)", "pass"),
+        (
+            "clip ratio by tokens at the sequence level",
+            "1 / (lengths * layout.sequences) if once",
+            "inputs['entropy_weight'].expand(layout.sequences) if once",
+        ),
+        (
+            "rloo: mean for sum",
+            "ratio = bounded_exp((logps - old) * filled)",
+            "ratio = bounded_exp((logps - old) * filled / batch.lengths.clamp(min=1))",
+        ),
+        ("rloo: sums ignored", "            old = batch.old_sums\n", "            pass\n"),
+        ("reinforce's sign", "Term(-batch.advantages * stats.logps)", "Term(batch.advantages * stats.logps)"),
+        ("per-token inputs left behind by shift", "x = shifted(x, fill) if self.shift else x", "x = x"),
+        (
+            "what stands at uncounted tokens counts",
+            "torch.where(self.counted, x.detach().to(self.dtype), fill)",
+            "x.detach().to(self.dtype)",
+        ),
+    )
+]
