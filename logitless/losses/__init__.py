@@ -4,6 +4,7 @@ from logitless.kernels.cross_entropy import TokenStats
 from logitless.losses.base import LogitsLoss, LossOutput, TokenLoss
 from logitless.losses.batch import Batch, Term
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
+from logitless.losses.distillation import DistillationLoss, JSDLoss
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
 from logitless.losses.plan import BudgetWarning, Plan
 from logitless.losses.policy import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
@@ -15,7 +16,9 @@ __all__ = [
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "DistillationLoss",
     "GRPOLoss",
+    "JSDLoss",
     "KTOLoss",
     "LogitsLoss",
     "LossOutput",

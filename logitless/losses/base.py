@@ -202,6 +202,16 @@ class LogitsLoss(LinearLoss):
     def teacher_head(self) -> Head:
         return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
+    def has_kernel(self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]) -> bool:
+        """Whether `kernel` takes the place of `terms` and its derivative in this call."""
+        return False
+
+    def kernel(
+        self, logits: Tensor, bias: Tensor | None, batch: Batch, factors: Tensor | None, gradient: Tensor | None
+    ) -> tuple[dict[str, Term], dict[str, Term]]:
+        """What `terms` returns, from products with the heads; with `factors` (n,) the gradient of sum(factors * loss) is written."""
+        raise NotImplementedError
+
 
 def shifted(x: Tensor, last: float) -> Tensor:
     """Labels (..., T), or what goes with them, of the same length as hidden -> each position gets the next one's, the last `last`."""
@@ -265,7 +275,7 @@ def _flat_input(loss: LinearLoss, name: str, x: Tensor | None, shape: torch.Size
         expect(x.shape[:1] == (sequences,), name, f"shape ({sequences},), one entry per sequence", tuple(x.shape), "match the batch")
         return x
     if name.endswith(("_weight", "_bias")):
-        return _gathered(name, x)
+        return _gathered(name, x.detach())
     if name in loss.token_inputs or name in ("teacher_hidden", "ref_hidden"):
         fits = x.shape[: len(shape)] == shape
         expect(fits, name, f"a shape that starts with targets' {tuple(shape)}", tuple(x.shape), "give one entry per token")

@@ -48,7 +48,10 @@ class PeakBytes(TorchDispatchMode):
 
 
 def logits_loss_row_bytes(loss: "LinearLoss", problem: "Problem", logits_dtype: torch.dtype) -> int:
-    teacher = problem.inputs["teacher_weight"].shape[0] if loss.teacher else 0
+    teacher_weight = problem.inputs["teacher_weight"] if loss.teacher else None
+    teacher = 0 if teacher_weight is None else teacher_weight.shape[0]
+    if loss.has_kernel(problem.weight.device, logits_dtype, problem.inputs):
+        return teacher * logits_dtype.itemsize
     widths = tuple((name, x.shape[1:], x.dtype) for name, x in problem.inputs.items() if x is not None and name in loss.token_inputs)
     bytes_ = _measure(loss, problem.weight.shape[0], teacher, widths, logits_dtype, problem.weight.device, problem.needs.any)
     return bytes_ + teacher * logits_dtype.itemsize
@@ -61,8 +64,8 @@ def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differe
     where = device if on_gpu else "meta"
     make = functools.partial(torch.zeros, device=where)
     inputs = {name: make(ROWS, *shape, dtype=dtype) for name, shape, dtype in widths if not name.startswith("teacher")}
-    inputs |= {name: None for name in loss.inputs if name not in inputs and not name.startswith("teacher")}
-    if loss.teacher:
+    inputs |= {name: None for name in loss.inputs if name not in inputs}
+    if teacher_V:
         inputs |= {"teacher_logits": make(ROWS, teacher_V, dtype=logits_dtype), "teacher_bias": None}
     one = make((), dtype=torch.float32) + 1
     units = dict.fromkeys((*UNITS, None), one)

@@ -253,16 +253,34 @@ class LogitsWalk(Walk):
 
     def _evaluate(self, span: Span, logits: Tensor, differentiate: bool) -> None:
         batch = self._batch(span)
-        inputs = {name: getattr(batch, name) for name in self.inputs}
-        if self.loss.teacher:
-            teacher, weight = inputs.pop("teacher_hidden"), inputs.pop("teacher_weight")
-            inputs["teacher_logits"] = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
+        if self.loss.teacher and batch.teacher_hidden is not None:
+            teacher, weight = batch.teacher_hidden, self.inputs["teacher_weight"]
+            batch.teacher_logits = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
-        evaluate = logits_function(self.loss, differentiate)
-        self._gradient, found = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
+        if self.loss.has_kernel(logits.device, logits.dtype, self.inputs):
+            self._gradient, found = self._fused(logits, batch, upstream, differentiate)
+        else:
+            inputs = {name: getattr(batch, name) for name in self.inputs if name not in ("teacher_hidden", "teacher_weight")}
+            inputs["teacher_logits"] = getattr(batch, "teacher_logits", None)
+            evaluate = logits_function(self.loss, differentiate)
+            self._gradient, found = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
         self.reports.append(found["report"])
         if self.values is not None:
             self.values[span.start : span.stop] = found["values"]
+
+    def _fused(self, logits: Tensor, batch: Batch, upstream: Tensor | None, differentiate: bool) -> tuple[Tensor | None, dict]:
+        """`logits_evaluation` by the loss's own kernel."""
+        factors = gradient = None
+        if differentiate:
+            factor = self.scales.loss["tokens"] if upstream is None else upstream
+            factors = torch.where(batch.supervised, factor, 0.0).to(torch.float32)
+            gradient = _overlay(logits, self.weight.dtype)
+        terms, metrics = batch.masked(*self.loss.kernel(logits, self.bias, batch, factors, gradient))
+        found = tallied(metrics, self.scales.metrics)
+        if self.scales.loss is not None:
+            return gradient, {"report": (sum(reduced(terms, self.scales.loss).values()), found)}
+        values = unreduced(terms)
+        return gradient, {"report": (values.sum(), found), "values": values}
 
     def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: None) -> tuple[Tensor, None]:
         gradient, self._gradient = self._gradient, None
@@ -272,7 +290,7 @@ class LogitsWalk(Walk):
 def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, upstream):
     """A LogitsLoss on one chunk of raw products: (scalar to differentiate, its report and, unreduced, the values)."""
     z, _ = loss.head.logits(logits, bias)
-    if loss.teacher:
+    if inputs.get("teacher_logits") is not None:
         teacher, _ = loss.teacher_head.logits(inputs["teacher_logits"], inputs.get("teacher_bias"))
         inputs = inputs | {"teacher_logits": teacher}
     batch = Batch(targets, logits.shape[1], inputs, ignore_index=None if loss.compact else loss.ignore_index)

@@ -17,6 +17,9 @@ TYPES = ("fp32", "bf16", "fp16")
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
+INTEGERS = ("V", "common", "ignore_index", "columns", "write")
+
+
 class Combination(NamedTuple):
     kernel: str
     pointers: tuple[tuple[str, str], ...]  # dtypes by argument; those not named are fp32
@@ -52,6 +55,12 @@ def gradient_combinations() -> Iterator[Combination]:
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
 
 
+def divergence_combinations() -> Iterator[Combination]:
+    for (logits, product), mode, plain, split in itertools.product(PAIRS, range(3), *[(False, True)] * 2):
+        flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product, "BLOCK": BLOCK}
+        yield combination("divergence_kernel", {"student": logits, "teacher": logits, "grad": product}, flags)
+
+
 def scale_combinations() -> Iterator[Combination]:
     for x, out in itertools.product(TYPES, TYPES):
         yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": SCALE_BLOCK})
@@ -59,7 +68,7 @@ def scale_combinations() -> Iterator[Combination]:
 
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
-    return [*row_combinations(), *gradient_combinations(), *scale_combinations()]
+    return [*row_combinations(), *gradient_combinations(), *divergence_combinations(), *scale_combinations()]
 
 
 def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
@@ -68,11 +77,11 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
     def dtype(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name == "targets_ptr":
+        if name in ("targets_ptr", "labels_ptr"):
             return "*i64"
         if name.endswith("_ptr"):
             return "*" + dtypes.get(name.removesuffix("_ptr"), "fp32")
-        return "fp32" if name in ("gain", "squash", "cap") else "i32"
+        return "i32" if name.endswith("_stride") or name in INTEGERS else "fp32"
 
     return {name: dtype(name) for name in argument_names}
 
@@ -82,18 +91,19 @@ def compile_all(backend: str, architecture: str) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from logitless.kernels import cross_entropy_triton, scale_triton
+    from logitless.kernels import cross_entropy_triton, divergence_triton, scale_triton
 
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
-    assert SCALE_BLOCK == scale_triton.BLOCK
+    assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
     target = GPUTarget("cuda", int(architecture), 32) if backend == "cuda" else GPUTarget(backend, architecture, 64)
     binary = "cubin" if backend == "cuda" else "hsaco"
     wanted = combinations()
     for number, c in enumerate(wanted):
-        kernel = getattr(cross_entropy_triton, c.kernel, None) or getattr(scale_triton, c.kernel)
+        modules = cross_entropy_triton, divergence_triton, scale_triton
+        kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
         types = signature(kernel.arg_names, c)
         # Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized, and one as a launch without.
-        aligned = [i for i, name in enumerate(types) if name.endswith(("_ptr", "_stride")) or name in ("V", "columns")]
+        aligned = [i for i, name in enumerate(types) if name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")]
         attributes = {(i,): [["tt.divisibility", 16]] for i in aligned} if number % 2 else {}
         warps = getattr(cross_entropy_triton, "WARPS", 4)
         result = triton.compile(ASTSource(kernel, types, dict(c.constants), attributes), target=target, options={"num_warps": warps})

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, Term, TokenLoss, linear_logprobs
+from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_kernels import combination, combinations
 
@@ -52,7 +52,7 @@ def test_compiles(version, target, tmp_path):
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # What a kernel takes in several dtypes.
-STREAMED = ("logits", "grad", "x", "out")
+STREAMED = ("logits", "student", "teacher", "grad", "x", "out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Recorder:
         assert {*named, *constants} == set(self.arg_names)
         for name, value in named.items():
             if name.endswith("_ptr") and name.removesuffix("_ptr") not in STREAMED:
-                assert value.dtype == (torch.int64 if name == "targets_ptr" else torch.float32), name
+                assert value.dtype == (torch.int64 if name in ("targets_ptr", "labels_ptr") else torch.float32), name
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -89,14 +89,15 @@ class Recorder:
 def launches(monkeypatch):
     """What the launchers ask for, while nothing is computed."""
     pytest.importorskip("triton")
-    from logitless.kernels import cross_entropy, cross_entropy_triton, scale, scale_triton
+    from logitless.kernels import cross_entropy, cross_entropy_triton, divergence, divergence_triton, scale, scale_triton
 
     found = set()
-    for module in (cross_entropy, scale):
+    for module in (cross_entropy, divergence, scale):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in cross_entropy.TRITON_DTYPES)
     for module, name in (
         (cross_entropy_triton, "row_kernel"),
         (cross_entropy_triton, "logits_gradient_kernel"),
+        (divergence_triton, "divergence_kernel"),
         (scale_triton, "scale_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))
@@ -119,6 +120,13 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
             losses.append(SumObserver(**head)(h, w, targets, bias=b if bias else None).loss)
             out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
+        for divergence, temperature in itertools.product(("jsd", "forward_kl", "reverse_kl"), (1.0, 2.0)):
+            distillation = DistillationLoss(divergence=divergence, temperature=temperature, **head)
+            teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
+                with torch.no_grad():
+                    distillation(h, w, targets, bias=b if bias else None, **teacher)
         for loss in losses:
             if trainable != "nothing":
                 loss.sum().backward(retain_graph=True)

@@ -1,0 +1,109 @@
+"""Divergences between the rows of two chunks of logits, student `[C, V]` and teacher `[C, V']`, and the student's gradient in place.
+
+With s and t the two distributions, d = log t - log s, and m = beta t + (1 - beta) s:
+
+    jsd           beta KL(t||m) + (1 - beta) KL(s||m)       d z = s (score - sum s score),  score = (1 - beta) log(s / m)
+    reverse_kl    KL(s||t)                                  d z = s (score - sum s score),  score = -d
+    forward_kl    KL(t||s)                                  d z = s - t
+
+Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r: no term is negative, so that nothing cancels where the two
+are nearly equal, and equal ones give exactly 0 (a plain sum of p log p/q loses all digits there).
+
+`fused_divergence` is the Triton kernel (`divergence_triton.py`): statistics, loss and gradient of a chunk in one launch. Its PyTorch twin
+are the functions of log-probabilities here, which `torch.func.grad_and_value` differentiates wherever Triton does not run.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels.head import Head
+
+# Log-probability of what is not there: exp() of it is 0 in every dtype, and unlike -inf it makes no NaN.
+NOTHING = -1e4
+FUSED = ("jsd", "forward_kl", "reverse_kl")
+
+
+def kl_terms(logp: Tensor, logq: Tensor, r: Tensor) -> Tensor:
+    """p phi(r), r = log q/p, element by element."""
+    p, q = logp.exp(), logq.exp()
+    near = r.clamp(max=1.0)
+    # The right form does not overflow, the left one does not cancel.
+    return torch.where(r < 1, p * (torch.expm1(near) - near), q - p - p * r)
+
+
+def kl(logp: Tensor, logq: Tensor) -> Tensor:
+    """KL(p||q) of rows of log-probabilities."""
+    logp, logq = logp.clamp(min=NOTHING), logq.clamp(min=NOTHING)
+    return kl_terms(logp, logq, logq - logp).sum(-1)
+
+
+def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """log m, log m/s and log m/t, the last two exactly 0 where s = t."""
+    d = teacher - student
+    above = d > 0
+    share = beta + (1 - 2 * beta) * above.to(d.dtype)  # 1 - beta where t > s
+    shrunk = torch.log1p(share * torch.expm1(torch.where(above, -d, d)))
+    log_m = torch.maximum(student, teacher) + shrunk
+    return log_m, torch.where(above, shrunk + d, shrunk), torch.where(above, shrunk, shrunk - d)
+
+
+def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Generalized Jensen-Shannon divergence of rows of log-probabilities; at 0 and 1 the forward and the reverse KL."""
+    if beta in (0.0, 1.0):
+        return kl(student, teacher) if beta else kl(teacher, student)
+    student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
+    log_m, to_student, to_teacher = mixture(student, teacher, beta)
+    return ((1 - beta) * kl_terms(student, log_m, to_student) + beta * kl_terms(teacher, log_m, to_teacher)).sum(-1)
+
+
+def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
+    """KL(t||alpha t + (1 - alpha) s)."""
+    student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
+    log_m, _, to_teacher = mixture(student, teacher, alpha)
+    return kl_terms(teacher, log_m, to_teacher).sum(-1)
+
+
+class DivergenceStats(NamedTuple):
+    """Per-token numbers `[C]` of a chunk, fp32."""
+
+    soft: Tensor  # the divergence
+    hard: Tensor  # the student's cross-entropy at temperature 1; 0 without a label
+    entropy: Tensor  # of the student, at the temperature
+    is_top1: Tensor  # whether the student's best id is the label
+    agreement: Tensor  # whether it is the teacher's best
+
+
+def has_kernel(divergence: str, device: torch.device, dtype: torch.dtype) -> bool:
+    return divergence in FUSED and uses_triton(device, dtype)
+
+
+def fused_divergence(
+    student: Tensor,  # (C, V) products with the head
+    teacher: Tensor,  # (C, V')
+    labels: Tensor | None,  # (C,) int64; outside [0, V) for none
+    factors: Tensor | None,  # (C,) d loss / d (loss of the token), 0 for a token that does not count; None for no gradient
+    *,
+    gradient: Tensor | None,  # (C, V), written; may overlay `student`
+    divergence: str,
+    beta: float,
+    hard_weight: float,
+    head: Head,
+    teacher_head: Head,
+    bias: Tensor | None = None,  # (V,)
+    teacher_bias: Tensor | None = None,  # (V',)
+) -> DivergenceStats:
+    """Numbers of a chunk and, given factors, the gradient of `factors * (hard_weight hard + (1 - hard_weight) soft)`.
+
+    Both distributions are over the ids that both vocabularies have, the cross-entropy over all of the student's.
+    """
+    from logitless.kernels import divergence_triton
+
+    return DivergenceStats(
+        *divergence_triton.divergence_pass(
+            student, teacher, labels, factors, gradient=gradient, divergence=divergence, beta=beta, hard_weight=hard_weight, head=head,
+            teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
+        )
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""Distillation losses: divergences between a student's and a teacher's distribution over the vocabulary, token by token."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from logitless.kernels import divergence as kernels
+from logitless.kernels.divergence import NOTHING
+from logitless.losses.base import LogitsLoss, LossOutput
+from logitless.losses.batch import Batch, Term
+from logitless.losses.checks import check_choice, expect
+
+# Of log-probabilities (n, K) of student and teacher.
+DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]] = {
+    "jsd": lambda loss, student, teacher: kernels.jsd(student, teacher, loss.beta),
+    "forward_kl": lambda loss, student, teacher: kernels.kl(teacher, student),
+    "reverse_kl": lambda loss, student, teacher: kernels.kl(student, teacher),
+    "skewed_kl": lambda loss, student, teacher: kernels.skewed_kl(student, teacher, loss.skew_alpha),
+    "total_variation": lambda loss, student, teacher: 0.5 * (student.exp() - teacher.exp()).abs().sum(-1),
+}
+# Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its cancellation.
+COSINE = "cosine"
+NAMES = (*DIVERGENCES, COSINE)
+TOPK_MODES = ("tail", "renormalize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss(LogitsLoss):
+    """A divergence of the student's distribution s from the teacher's t, with a share of cross-entropy on the labels.
+
+        hard_loss_weight * CE + (1 - hard_loss_weight) * soft
+
+        jsd              beta KL(t||m) + (1 - beta) KL(s||m), m = beta t + (1 - beta) s; 0: KL(t||s), 1: KL(s||t)  (TRL's convention)
+        forward_kl       KL(t||s)              reverse_kl    KL(s||t)
+        skewed_kl        KL(t||skew_alpha t + (1 - skew_alpha) s)
+        total_variation  1/2 sum |s - t|       cosine        1 - cos of the logits
+
+    Args:
+        divergence: one of these.
+        beta: mixture of "jsd", in [0, 1].
+        skew_alpha: the teacher's share in the mixture of "skewed_kl", in [0, 1].
+        hard_loss_weight: share of the cross-entropy, in [0, 1]; it uses temperature 1.
+        topk_mode: what a teacher known by its k best tokens leaves out: one bucket more ("tail"), or nothing ("renormalize").
+        temperature: divides both logits; there is no factor temperature^2.
+        teacher_softcap, teacher_logit_scale: of the teacher's head.
+
+    The call takes hidden (..., H), weight (V, H), targets (...) or None (then every token counts and `hard_loss_weight` must be 0), and
+    by keyword the teacher: `teacher_hidden` (..., H') and `teacher_weight` (V', H') (`teacher_bias` (V',)), or `teacher_logprobs_topk`,
+    a pair of log-probabilities (..., k) at `temperature` and ids (..., k) int64, -inf for an empty slot; `mask` (...), `bias` (V,) and
+    `num_items`, in tokens. No gradient reaches the teacher. Vocabularies of different sizes are cut to the ids that both have.
+
+    Metrics: soft_loss, hard_loss, entropy (the student's), token_accuracy, agreement (of the arg-maxes); hard_loss and token_accuracy
+    are 0 without targets.
+
+    References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. (GKD), 2023, https://arxiv.org/abs/2306.13649; Ko et
+    al. (DistiLLM), 2024, https://arxiv.org/abs/2402.03898; Wen et al. (total variation), 2023, https://arxiv.org/abs/2307.15190.
+    """
+
+    divergence: str = "jsd"
+    beta: float = 0.5
+    skew_alpha: float = 0.1
+    hard_loss_weight: float = 0.0
+    topk_mode: str = "tail"
+
+    teacher: ClassVar = True
+    token_inputs: ClassVar = ("labels", "topk_logprobs", "topk_ids")
+    metric_names: ClassVar = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("divergence", self.divergence, NAMES)
+        check_choice("topk_mode", self.topk_mode, TOPK_MODES)
+        for name in ("beta", "skew_alpha", "hard_loss_weight"):
+            expect(0 <= getattr(self, name) <= 1, name, "a number in [0, 1]", getattr(self, name), "it is a share")
+
+    def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        if batch.topk_ids is None:
+            common = min(logits.shape[-1], batch.teacher_logits.shape[-1])
+            z, t = logits[:, :common], batch.teacher_logits[:, :common]
+            student, teacher = z.log_softmax(-1), t.log_softmax(-1)
+            best, favourite = z.argmax(-1), t.argmax(-1)
+        else:
+            values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
+            full = logits.log_softmax(-1)
+            student, teacher = on_best_ids(full, values, ids, self.topk_mode)
+            best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
+        if self.divergence == COSINE:
+            soft = 0.5 * (F.normalize(z, dim=-1) - F.normalize(t, dim=-1)).square().sum(-1)
+        else:
+            soft = DIVERGENCES[self.divergence](self, student, teacher)
+        hard = top1 = torch.zeros_like(soft)
+        if batch.labels is not None:
+            labelled = (batch.labels >= 0) & (batch.labels < logits.shape[-1])
+            labels = torch.where(labelled, batch.labels, 0)
+            hard = -(logits * self.temperature).log_softmax(-1).gather(-1, labels[:, None])[:, 0].masked_fill(~labelled, 0.0)
+            top1 = (logits.argmax(-1) == batch.labels).to(soft.dtype)
+        log_p = student if batch.topk_ids is None else full
+        entropy = -(log_p.exp() * log_p.clamp(min=NOTHING)).sum(-1)
+        return self._mixed(soft, hard, entropy, top1, (best == favourite).to(soft.dtype))
+
+    def _mixed(self, soft: Tensor, hard: Tensor, *others: Tensor) -> tuple[dict[str, Term], dict[str, Term]]:
+        weight = self.hard_loss_weight
+        loss = weight * hard + (1 - weight) * soft if weight else soft
+        return {"distillation": Term(loss)}, {name: Term(x) for name, x in zip(self.metric_names, (soft, hard, *others), strict=True)}
+
+    def has_kernel(self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]) -> bool:
+        return inputs["topk_ids"] is None and kernels.has_kernel(self.divergence, device, dtype)
+
+    def kernel(
+        self, logits: Tensor, bias: Tensor | None, batch: Batch, factors: Tensor | None, gradient: Tensor | None
+    ) -> tuple[dict[str, Term], dict[str, Term]]:
+        return self._mixed(
+            *kernels.fused_divergence(
+                logits, batch.teacher_logits, batch.labels, factors, gradient=gradient, divergence=self.divergence, beta=self.beta,
+                hard_weight=self.hard_loss_weight, head=self.head, teacher_head=self.teacher_head, bias=bias,
+                teacher_bias=batch.teacher_bias,
+            )
+        )  # fmt: skip
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,
+        teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
+        teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None, bias: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> LossOutput:  # fmt: skip
+        shape = hidden.shape[:-1]
+        expect(targets is not None or not self.hard_loss_weight, "targets", "labels for the hard loss", None, "or hard_loss_weight=0.0")
+        given = (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
+        expect(given == 1, "teacher_hidden", "one of teacher_hidden and teacher_logprobs_topk", f"{given} of them", "pass one teacher")
+        inputs = {"labels": targets}
+        if teacher_hidden is not None:
+            _check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
+            inputs |= {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+        else:
+            expect(self.divergence != COSINE, "teacher_logprobs_topk", "a teacher with logits for 'cosine'", "k of them", "pass its head")
+            values, ids = teacher_logprobs_topk
+            _check_topk(values, ids, shape, weight.shape[0])
+            # An empty slot may hold any id.
+            inputs |= {"topk_logprobs": values.detach(), "topk_ids": ids.long().masked_fill(values == -torch.inf, 0)}
+        counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device) if targets is None else targets
+        if mask is not None:
+            expect(mask.shape == shape, "mask", f"shape {tuple(shape)}, one entry per token", tuple(mask.shape), "align it with hidden")
+            counted = torch.where(mask.bool(), counted, self.ignore_index)
+        return super().__call__(hidden, weight, counted, bias=bias, num_items=num_items, **inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSDLoss(DistillationLoss):
+    """`DistillationLoss` with the generalized Jensen-Shannon divergence, the loss of GKD."""
+
+
+def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (n, k) of both over the teacher's best ids, or (n, k + 1) with a bucket for all others.
+
+    The teacher's bucket is at least the values' rounding error, below which 1 - sum exp(values) means nothing.
+    """
+    filled = values > -torch.inf
+    teacher = torch.where(filled, values, NOTHING)
+    picked = torch.where(filled, student.gather(-1, ids), NOTHING)
+    if mode == "renormalize":
+        return picked.log_softmax(-1), teacher.log_softmax(-1)
+    covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
+    others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
+    rest = torch.log(-torch.expm1(teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)))
+    rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
+    return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)
+
+
+def _check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
+    expect(weight is not None, "teacher_weight", "the teacher's head (V', H')", None, "pass it with teacher_hidden")
+    expect(hidden.shape[:-1] == shape, "teacher_hidden", f"shape {tuple(shape)} + (H',)", tuple(hidden.shape), "one per token of hidden")
+    fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+    expect(fits, "teacher_weight", f"shape (V', {hidden.shape[-1]})", tuple(weight.shape), "pass the head of these hidden states")
+    if bias is not None:
+        expect(bias.shape == weight.shape[:1], "teacher_bias", f"shape ({weight.shape[0]},)", tuple(bias.shape), "one per token id")
+
+
+def _check_topk(values: Tensor, ids: Tensor, shape: torch.Size, V: int) -> None:
+    fits = values.shape == ids.shape and values.shape[:-1] == shape and values.shape[-1:] > (0,)
+    got = f"{tuple(values.shape)} and {tuple(ids.shape)}"
+    expect(fits, "teacher_logprobs_topk", f"two tensors {tuple(shape)} + (k,) with k >= 1", got, "give the same k ids to every token")
+    inside = ((ids >= 0) & (ids < V) | (values == -torch.inf)).all()
+    message = f"ids in [0, {V})"
+    if torch.compiler.is_compiling():
+        torch._assert_async(inside, f"teacher_logprobs_topk: expected {message}")
+    else:
+        expect(bool(inside), "teacher_logprobs_topk", message, "ids outside", "give ids of the student's vocabulary")

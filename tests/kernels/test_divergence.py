@@ -1,0 +1,164 @@
+"""The divergence kernel against the fp64 reference, and its twin's functions at the edges."""
+
+import math
+
+import pytest
+import torch
+
+from logitless.kernels import divergence as kernels
+from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels.head import Head
+from logitless.losses import reference
+from logitless.losses.reference.distillation import generalized_jsd, kl
+from tests.cases import covering_array
+from tests.kernels.support import DEVICE, poisoned
+from tests.support import relative_error
+
+needs_triton = pytest.mark.skipif(
+    not uses_triton(torch.device(DEVICE), torch.float32), reason="no Triton; the twin is tested with the losses"
+)
+
+MODES = {"jsd": ("jsd", 0.3), "jsd 0": ("jsd", 0.0), "jsd 1": ("jsd", 1.0), "forward": ("forward_kl", 0.5), "reverse": ("reverse_kl", 0.5)}
+FACTORS = {
+    "mode": list(MODES),
+    "dtypes": [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("fp16", "fp16")],
+    "vocab": [(17, 17), (1000, 1000), (2500, 2500), (2500, 1100), (1100, 2500)],
+    "temperature": [1.0, 1.7],
+    "softcap": [0.0, 6.0],
+    "bias": [False, True],
+    "scale": [1.0, -0.6],
+    "hard": [0.0, 0.4],
+    "labels": [True, False],
+    "write": [True, False],
+    "close": [False, True],
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def has_effect(case: dict) -> bool:
+    return not case.get("hard") or case.get("labels", True)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", covering_array(FACTORS, has_effect))
+def test_options(case):
+    C, (V, V_teacher) = 6, case["vocab"]
+    dtype, grad_dtype = (TYPES[name] for name in case["dtypes"])
+    generator = torch.Generator().manual_seed(case["seed"])
+    random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    student = (random(C, V) * 3).to(dtype).to(DEVICE)
+    teacher = (random(C, V_teacher) * 3).to(dtype).to(DEVICE)
+    if case["close"] and V == V_teacher:
+        teacher = (student.float() * (1 + 1e-2 * random(C, V).to(DEVICE))).to(dtype)
+        teacher[0] = student[0]
+    bias, teacher_bias = (random(width).to(DEVICE) if case["bias"] else None for width in (V, V_teacher))
+    labels = torch.randint(0, V, (C,), generator=generator).to(DEVICE) if case["labels"] else None
+    if labels is not None:
+        labels[2] = -100
+    factors = (random(C) * 2).to(DEVICE)
+    factors[3] = 0.0
+    head = Head(case["softcap"] or None, case["scale"], case["temperature"])
+    teacher_head = Head(case["softcap"] / 2 or None, 1.2, case["temperature"])
+    divergence, beta = MODES[case["mode"]]
+
+    z = student.double().requires_grad_()
+    maths = {"divergence": divergence, "beta": beta, "hard_loss_weight": case["hard"], "temperature": case["temperature"]}
+    values, _ = reference.distillation(
+        z, torch.eye(V, dtype=torch.float64, device=DEVICE), torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
+        teacher_hidden=teacher.double(), teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
+        bias=None if bias is None else bias.double(), teacher_bias=None if teacher_bias is None else teacher_bias.double(),
+        softcap=head.softcap, logit_scale=head.logit_scale, teacher_softcap=teacher_head.softcap, teacher_logit_scale=1.2,
+        reduction="none", **maths,
+    )  # fmt: skip
+    # The row without a label has no cross-entropy.
+    rows = torch.ones(C, device=DEVICE, dtype=torch.bool)
+    if labels is not None and case["hard"]:
+        rows[2] = False
+    (truth,) = torch.autograd.grad((values * factors.double() * rows).sum(), z)
+
+    gradient = None
+    if case["write"]:
+        gradient = student if grad_dtype == dtype else student.view(grad_dtype)[:, :V]
+    found = kernels.fused_divergence(
+        student, teacher, labels, factors if case["write"] else None, gradient=gradient, divergence=divergence, beta=beta,
+        hard_weight=case["hard"], head=head, teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
+    )  # fmt: skip
+    total = case["hard"] * found.hard + (1 - case["hard"]) * found.soft
+    assert relative_error(total[rows], values.detach()[rows]) < 2e-5
+    check_numbers(found, z.detach(), teacher.double(), labels, head, teacher_head, bias, teacher_bias)
+    if case["write"]:
+        written = gradient[rows].double()
+        limit = {torch.float32: 2e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[grad_dtype]
+        assert relative_error(written, truth[rows]) < limit
+        assert not gradient[3].any()
+
+
+def check_numbers(found, z, teacher, labels, head, teacher_head, bias, teacher_bias) -> None:
+    tempered = head.logits(z, bias)[0]
+    common = min(tempered.shape[1], teacher.shape[1])
+    log_p = tempered[:, :common].log_softmax(-1)
+    assert relative_error(found.entropy, -(log_p.exp() * log_p).sum(-1)) < 1e-5
+    theirs = teacher_head.logits(teacher, teacher_bias)[0][:, :common].argmax(-1)
+    assert torch.equal(found.agreement.bool(), tempered[:, :common].argmax(-1) == theirs)
+    if labels is None:
+        assert not found.hard.any() and not found.is_top1.any()
+        return
+    assert torch.equal(found.is_top1.bool(), tempered.argmax(-1) == labels)
+    cold = head._replace(temperature=1.0).logits(z, bias)[0].log_softmax(-1)
+    hard = torch.where(labels >= 0, -cold.gather(1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
+    assert relative_error(found.hard, hard) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_rows_give_exactly_nothing(mode):
+    divergence, beta = MODES[mode]
+    student = (torch.randn(3, 2100) * 5).to(DEVICE)
+    gradient = poisoned(3, 2100, dtype=torch.float32)
+    found = kernels.fused_divergence(
+        student, student.clone(), None, torch.ones(3, device=DEVICE), gradient=gradient, divergence=divergence, beta=beta, hard_weight=0.0,
+        head=Head(), teacher_head=Head(),
+    )  # fmt: skip
+    assert not found.soft.any() and not gradient.any() and found.agreement.all()
+
+
+@needs_triton
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rise", [40.0, 200.0])
+def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
+    divergence, beta = MODES[mode]
+    student, teacher = torch.randn(2, 4, 3000, generator=torch.Generator().manual_seed(0))
+    student[0, 2990], teacher[1, 2990] = rise, rise
+    student[2, 5], teacher[2, 5] = rise, rise
+    student[3, 5], teacher[3, 2990] = rise, rise
+    student, teacher = student.to(DEVICE), teacher.to(DEVICE)
+
+    def maths(dtype):
+        z, eye = student.to(dtype).requires_grad_(), torch.eye(3000, dtype=dtype, device=DEVICE)
+        values, _ = reference.distillation(
+            z, eye, teacher_hidden=teacher.to(dtype), teacher_weight=eye, divergence=divergence, beta=beta, reduction="none"
+        )
+        return values.detach(), torch.autograd.grad(values.sum(), z)[0]
+
+    (values, truth), (_, naive) = maths(torch.float64), maths(torch.float32)
+    found = kernels.fused_divergence(
+        student, teacher, None, torch.ones(4, device=DEVICE), gradient=student, divergence=divergence, beta=beta, hard_weight=0.0,
+        head=Head(), teacher_head=Head(),
+    )  # fmt: skip
+    assert relative_error(found.soft, values) < 1e-5
+    # A certain row's own gradient is the difference of two ones.
+    assert relative_error(student, truth) < 2 * relative_error(naive, truth) + 3e-4
+
+
+@pytest.mark.parametrize("gap", [1e-6, 1e-3, 1.0, 50.0, 1000.0])
+def test_twin_of_any_gap(gap):
+    """Values down to 1e-13, and log-ratios beyond what exp can hold."""
+    student = torch.randn(5, 40, dtype=torch.float64).log_softmax(-1)
+    teacher = (student + gap * torch.randn(5, 40, dtype=torch.float64)).log_softmax(-1)
+    for ours, theirs in (
+        (kernels.kl(student, teacher), kl(student, teacher)),
+        (kernels.jsd(student, teacher, 0.3), generalized_jsd(student, teacher, 0.3)),
+    ):
+        assert relative_error(ours, theirs) < 1e-6
+    assert not kernels.jsd(student, student, 0.3).any()
+    assert kernels.jsd(torch.tensor([[0.0, -math.inf]]), torch.tensor([[-math.inf, 0.0]]), 0.5).item() == pytest.approx(math.log(2))

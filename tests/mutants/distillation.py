@@ -1,0 +1,74 @@
+"""Distillation losses."""
+
+from tests.mutants.mutant import Mutant
+
+LOSS, TWIN, TRITON = "losses/distillation.py", "kernels/divergence.py", "kernels/divergence_triton.py"
+TESTS, KERNEL = "tests/losses/test_distillation.py", "tests/kernels/test_divergence.py"
+
+MUTANTS = [
+    *(
+        Mutant(f"divergence: {name}", TWIN, old, new, TESTS)
+        for name, old, new in (
+            ("phi's sign", "p * (torch.expm1(near) - near)", "p * (near - torch.expm1(near))"),
+            ("plain sum that cancels", "torch.where(r < 1, p * (torch.expm1(near) - near), q - p - p * r)", "-p * r"),
+            (
+                "directions swapped",
+                "kl(student, teacher) if beta else kl(teacher, student)",
+                "kl(teacher, student) if beta else kl(student, teacher)",
+            ),
+            ("mixture swapped", "beta + (1 - 2 * beta) * above", "1 - beta - (1 - 2 * beta) * above"),
+            (
+                "shares swapped",
+                "(1 - beta) * kl_terms(student, log_m, to_student) + beta",
+                "beta * kl_terms(student, log_m, to_student) + beta",
+            ),
+            ("skew dropped", "mixture(student, teacher, alpha)", "mixture(student, teacher, 0.5)"),
+        )
+    ),
+    *(
+        Mutant(f"distillation: {name}", LOSS, old, new, TESTS)
+        for name, old, new in (
+            ("forward and reverse swapped", "kernels.kl(teacher, student)", "kernels.kl(student, teacher) + 0"),
+            ("total variation doubled", "0.5 * (student.exp()", "(student.exp()"),
+            ("cosine of raw logits", "F.normalize(z, dim=-1) - F.normalize(t, dim=-1)", "z - t"),
+            (
+                "vocabularies not cut",
+                "common = min(logits.shape[-1], batch.teacher_logits.shape[-1])",
+                "common = batch.teacher_logits.shape[-1]",
+            ),
+            ("hard loss at the temperature", "(logits * self.temperature).log_softmax(-1)", "logits.log_softmax(-1)"),
+            ("hard loss's weight", "weight * hard + (1 - weight) * soft", "hard + (1 - weight) * soft"),
+            ("tail for renormalize", 'if mode == "renormalize":', "if False:"),
+            ("student's tail of all ids", "student.masked_fill(covered, NOTHING).logsumexp", "student.logsumexp"),
+            ("empty slots filled", "picked = torch.where(filled, student.gather(-1, ids), NOTHING)", "picked = student.gather(-1, ids)"),
+            ("mask ignored", "counted = torch.where(mask.bool(), counted, self.ignore_index)", "pass"),
+            ("agreement with the label", "(best == favourite)", "(best == batch.targets)"),
+            ("ids unchecked", "expect(bool(inside)", "expect(True"),
+        )
+    ),
+    *(
+        Mutant(f"divergence kernel: {name}", TRITON, old, new, KERNEL)
+        for name, old, new in (
+            ("gradient's sign", "g = soft_factor * s * (score - average)", "g = soft_factor * s * (average - score)"),
+            ("mean of the score dropped", "g = soft_factor * s * (score - average)", "g = soft_factor * s * score"),
+            ("forward gradient's sign", "g = soft_factor * (s - t)", "g = soft_factor * (t - s)"),
+            ("temperature dropped from the gradient", "factor * (1.0 - hard_weight) * cold", "factor * (1.0 - hard_weight)"),
+            ("slope dropped", "0.0, g * slope)", "0.0, g)"),
+            ("label's own term dropped", "(p - tl.where(cols == y, 1.0, 0.0))", "p"),
+            ("tail of the student unmasked", 'z = tl.where(shared, z * cold, -float("inf"))', "z = z * cold"),
+            ("tail of the teacher unmasked", 't = tl.where(shared, t * cold, -float("inf"))', "t = t * cold"),
+            ("tail of the gradient unmasked", "element_ty), mask=mask)", "element_ty))"),
+            ("uncounted rows not zeroed", "tl.where(factor == 0.0, 0.0, g * slope)", "g * slope + tl.where(factor == 0.0, 1.0, 0.0)"),
+            ("shares of the mixture swapped", "m = beta * t + (1.0 - beta) * s", "m = beta * s + (1.0 - beta) * t"),
+            ("drift ignored", "if top > shift + DRIFT:", "if shift < -1e29:"),
+            (
+                "last of equal maxima",
+                "tl.where(best == tl.max(best, 0), at, 2147483647), 0)",
+                "tl.where(best < tl.max(best, 0), at, 2147483647), 0)",
+            ),
+            ("softcap's slope dropped", "slope = scale * (1.0 - squashed * squashed)", "slope = scale + 0.0 * squashed"),
+            ("series of phi cut short", "r * r * (0.5 + r * (0.16666667", "r * r * (0.5 + 0.0 * r * (0.16666667"),
+            ("log1p's series cut short", "x * (1.0 + x * (-0.5 + x", "x * (1.0 + 0.0 * x * (-0.5 + x"),
+        )
+    ),
+]
