@@ -10,16 +10,23 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import logitless
-from benchmarks import ce, distillation, gemm, measure, objective, peers, picture, readme, report, timing, yardstick
+from benchmarks import ce, distillation, gemm, measure, objective, peers, picture, policy, preference, readme, report, timing, yardstick
 from benchmarks.__main__ import app
 from benchmarks.ce import CE
 from benchmarks.ce_peers import PEERS, eager_loss
 from benchmarks.distillation import DISTILLATION
 from benchmarks.distillation_peers import eager_loss as eager_jsd
+from benchmarks.policy import POLICY
+from benchmarks.policy_peers import eager_loss as eager_grpo
+from benchmarks.preference import PREFERENCE
+from benchmarks.preference_peers import BETA, dpo, full_logps, orpo
+from benchmarks.preference_peers import eager_loss as eager_preference
 from logitless.losses import reference
 
 CPU = torch.device("cpu")
 SHAPE = ce.Shape(48, 16, 131, ignored=0.5)
+PAIRED = preference.QUICK_SHAPES
+SAMPLED = policy.QUICK_SHAPES
 FROZEN = [distillation.Shape(48, 16, 24, 131, frozen_head=frozen) for frozen in (False, True)]
 
 
@@ -136,6 +143,21 @@ def test_a_peer_that_fails_or_exhausts_memory_does_not_stop_the_others():
     assert rows["eager"]["verdict"] == "ok"
 
 
+def test_a_peer_that_fails_while_it_is_timed_does_not_stop_the_others():
+    calls = []
+
+    def fails_late(hidden, weight, targets):
+        calls.append("once more")
+        if len(calls) > 2:
+            raise RuntimeError("Triton Error [CUDA]:\nout of memory")
+        return eager_loss(hidden, weight, targets)
+
+    rows = measured(fails=fails_late, eager=eager_loss)
+    assert (rows["fails"]["verdict"], rows["fails"]["reason"]) == ("failed", "RuntimeError: Triton Error [CUDA]: out of memory")
+    assert "ms" not in rows["fails"] and len(calls) == 3
+    assert rows["eager"]["verdict"] == "ok" and rows["eager"]["ms"] > 0
+
+
 def test_a_lost_device_ends_the_run_and_names_the_culprit(monkeypatch, tmp_path):
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -170,6 +192,22 @@ def test_after_running_out_of_memory_longer_inputs_are_not_tried():
     # The last one has another head: it is another problem, and was tried.
     assert tried.count(64) == tried.count(128) == 1
     assert len({section["loss"] for section in run["sections"]}) == 5, "two shapes share their inputs"
+
+
+@pytest.mark.parametrize(
+    ("shape", "larger", "other"),
+    [
+        (preference.Shape("ORPO", 2, 8, 4, 11), {"pairs": 4}, {"loss": "DPO"}),
+        (preference.Shape("DPO", 1, 8, 4, 11), {"T": 16}, {"H": 8}),
+        (policy.Shape(2, 8, 4, 11), {"sequences": 3, "T": 9}, {"frozen_head": True}),
+        (SHAPE, {"N": 96}, {"V": 132}),
+    ],
+    ids=["pairs", "length", "sequences", "tokens"],
+)
+def test_more_tokens_of_the_same_problem_need_more_memory(shape, larger, other):
+    more = replace(shape, **larger)
+    assert objective.covers(shape, shape) and objective.covers(shape, more) and not objective.covers(more, shape)
+    assert not objective.covers(shape, replace(more, **other))
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
@@ -263,7 +301,7 @@ def test_malformed_shapes_are_refused(text):
         ce.Shape.parse(text)
 
 
-@pytest.mark.parametrize("shape", [*ce.SHAPES, *distillation.SHAPES], ids=str)
+@pytest.mark.parametrize("shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES], ids=str)
 def test_shapes_read_what_they_print(shape):
     assert type(shape).parse(str(shape)) == shape
 
@@ -272,6 +310,18 @@ def test_shapes_read_what_they_print(shape):
 def test_malformed_distillation_shapes_are_refused(text):
     with pytest.raises(ValueError, match="expected NxHxTxV"):
         distillation.Shape.parse(text)
+
+
+@pytest.mark.parametrize("text", ["1x2x3x4", "kto:1x2x3x4", "orpo:1x2x3", "dpo:1x2x3x4@", "dpo:1x0x3x4", "orpo:1x2x3x4@thawed", ""])
+def test_malformed_preference_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="expected orpo:PAIRSxTxHxV"):
+        preference.Shape.parse(text)
+
+
+@pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4@", "1x2x3x4@thawed", "0x2x3x4", "1x2x3xV", ""])
+def test_malformed_policy_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="expected BxTxHxV"):
+        policy.Shape.parse(text)
 
 
 def test_the_table_has_every_error_that_any_row_has():
@@ -306,6 +356,7 @@ def test_sizes_in_words():
     assert report.sizes(asdict(ce.Shape(8192, 4096, 128256))) == "N 8,192, H 4,096, V 128,256"
     assert report.sizes(asdict(SHAPE)) == "N 48, H 16, V 131, 50% ignored"
     assert report.sizes(asdict(FROZEN[1])) == "N 48, H 16, teacher H 24, V 131, frozen head"
+    assert report.sizes(asdict(preference.SHAPES[-1])) == "DPO, pairs 4, T 2,048, H 4,096, V 128,256, frozen head"
 
 
 @pytest.mark.parametrize(
@@ -314,6 +365,8 @@ def test_sizes_in_words():
         (["ce", "--device", "cpu"], "pass --quick"),
         (["ce", "--quick", "--shapes", "12x3"], "expected NxHxV"),
         (["distillation", "--quick", "--shapes", "12x3x5"], "expected NxHxTxV"),
+        (["preference", "--quick", "--shapes", "12x3x5x7"], "expected orpo:PAIRSxTxHxV"),
+        (["policy", "--quick", "--shapes", "12x3x5"], "expected BxTxHxV"),
         (["ce", "--quick", "--device", "cpu", "--only", "nobody"], "nobody"),
     ],
 )
@@ -463,6 +516,261 @@ def test_a_wrong_divergence_gets_no_time(name, shape):
     rows = rows_of(DISTILLATION, shape, {name: WRONG_JSD[name], "eager": eager_jsd})
     assert rows[name]["verdict"] == "wrong" and "ms" not in rows[name]
     assert rows["eager"]["verdict"] == "ok"
+
+
+def test_the_yardstick_of_preference_and_policy_is_one_product():
+    hidden, weight = torch.randn(1, 5, 4), torch.randn(11, 4, requires_grad=True)
+    bare = preference.one_gemm(hidden, weight)
+    with pytest.MonkeyPatch.context() as patch:
+        products, original = [], torch.mm
+        patch.setattr(torch, "mm", lambda a, b, **options: products.append((tuple(a.shape), tuple(b.shape))) or original(a, b, **options))
+        bare.cases[5]()()
+    assert products == [((5, 4), (4, 11))]
+    assert (bare.name, bare.flops) == ("one bare GEMM", 2 * 5 * 4 * 11)
+    # Chunks as in the other yardsticks; on meta tensors only the sizes matter.
+    shape = {"device": "meta", "dtype": torch.bfloat16}
+    hidden, weight = torch.empty(64, 1024, 1, **shape), torch.empty(128256, 1, **shape)
+    assert list(preference.one_gemm(hidden, weight).cases) == [2048, 4096]
+
+
+@pytest.mark.parametrize(
+    ("command", "shapes", "plans"),
+    [
+        ("preference", PAIRED, ["resident", "row_scaled"] * 2),
+        ("policy", SAMPLED, ["fused", "fused"]),
+    ],
+)
+def test_preference_and_policy_measure_the_library_and_its_peers(command, shapes, plans, tmp_path):
+    out = tmp_path / "result.json"
+    result = invoke(command, "--quick", "--device", "cpu", "--out", str(out), "--skip", "TRL")
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["benchmark"] == command
+    assert written["absent"] == dict.fromkeys(("torch.compile", "Liger"), "needs CUDA, the device is cpu")
+    assert [section["shape"] for section in written["sections"]] == [asdict(shape) for shape in shapes]
+    ours = {"logitless", "logitless, fp32 logits"} if command == "policy" else {"logitless"}
+    for section, plan in zip(written["sections"], plans, strict=True):
+        assert section["yardstick"]["name"] == "one bare GEMM"
+        rows = {row["name"]: row for row in section["rows"]}
+        assert rows.keys() == ours | {"eager, fp32 upcast"}
+        for row in rows.values():
+            assert row["verdict"] == "ok" and row["ratio"] == pytest.approx(row["ms"] / section["yardstick"]["ms"])
+            assert ("d_weight_error" in row) == (not section["shape"]["frozen_head"])
+        assert all(rows[name]["plan"].startswith(plan) and rows[name]["budget_bytes"] > 0 for name in ours)
+        assert rows["logitless"]["plan"] in result.output
+    if command == "policy":
+        assert all(rows["logitless, fp32 logits"][error] < rows["logitless"][error] / 3 for error in ("loss_error", "d_hidden_error"))
+
+
+@pytest.mark.parametrize(
+    ("command", "shapes", "largest"),
+    [("orpo-batch", ["2 x 32", "4 x 32"], "128x1024"), ("dpo-length", ["1 x 64", "1 x 128"], "1x65536")],
+)
+def test_orpo_batch_and_dpo_length_end_in_one_table(command, shapes, largest, tmp_path):
+    out = tmp_path / "result.json"
+    result = invoke(command, "--quick", "--device", "cpu", "--out", str(out), "--only", "logitless", "--only", "eager")
+    assert result.exit_code == 0, result.output
+    table = result.output[result.output.index("pairs x T") :]
+    rows = [row for section in json.loads(out.read_text())["sections"] for row in section["rows"]]
+    lines = [line for line in table.splitlines() if any(line.strip().startswith(f"{shape}  ") for shape in shapes)]
+    assert len(lines) == len(rows) == 4
+    for line, row, shape in zip(lines, rows, [shape for shape in shapes for _ in range(2)], strict=True):
+        N = 2 * math.prod(int(size) for size in shape.split(" x "))
+        assert all(part in line for part in (shape, row["name"], f"{1e3 * row['ms'] / N:.2f}", f"{1e3 * N / row['ms']:,.0f}"))
+        assert row.get("plan", "") in line
+    full = preference.BATCH_SHAPES if command == "orpo-batch" else preference.length_shapes(65536)
+    assert largest in str(full[-1])
+
+
+def test_the_table_by_token_says_who_kept_the_limit_and_who_ran_out():
+    run = document("dpo-length")
+    section = run["sections"][0] | {"shape": asdict(preference.Shape("DPO", 1, 1024, 4096, 128256))}
+    section["rows"][0] |= {"memory_limit_bytes": 2**29, "meets_memory_limit": False, "plan": "resident: all"}
+    *_, ours, eager, liger = preference.by_token(run | {"sections": [section]}).splitlines()
+    # 12.5 ms for 2,048 tokens
+    assert ours.split() == "1 x 1,024 logitless 6.10 163,840 3.00 1.00 0.50 NO resident: all".split()
+    assert "out of memory" in eager and "wrong" in liger and "yes" not in eager + liger
+
+
+@pytest.mark.parametrize("shape", PAIRED, ids=str)
+def test_preference_truth_is_the_reference(shape):
+    problem = preference.problem(shape, CPU, seed=3)
+    wide = [leaf.detach().double().requires_grad_() for leaf in problem.leaves.values()]
+    head = {"hidden": wide[0], "weight": wide[1] if len(wide) == 2 else problem.arguments[1].double(), "targets": problem.arguments[2]}
+    if shape.loss == "DPO":
+        names = dict(zip(("ref_hidden", "ref_weight"), (x.double() for x in problem.arguments[3:]), strict=True))
+        loss, metrics = reference.dpo(**head, **names, beta=BETA)
+    else:
+        loss, metrics = reference.orpo(**head, beta=BETA)
+    assert_truth(problem, shape, loss, wide)
+
+
+@pytest.mark.parametrize("shape", SAMPLED, ids=str)
+def test_policy_truth_is_the_reference(shape):
+    problem = policy.problem(shape, CPU, seed=3)
+    hidden, weight, targets, advantages, old_logps = problem.arguments
+    wide = [leaf.detach().double().requires_grad_() for leaf in problem.leaves.values()]
+    operands = (wide[0], wide[1] if len(wide) == 2 else weight.double(), targets)
+    numbers = {"advantages": advantages.double(), "old_logps": old_logps.double()}
+    loss, metrics, *_ = reference.grpo(*operands, **numbers, loss_type="dapo", beta=0.0, epsilon=0.2)
+    assert_truth(problem, shape, loss, wide)
+    assert 0.05 < metrics["clip_ratio/region_mean"] < 0.2 and min(metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]) > 0
+
+
+def assert_truth(problem, shape, loss, wide):
+    assert problem.truth.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert list(problem.truth.gradients) == ["hidden"] + ["weight"] * (not shape.frozen_head) == list(problem.leaves)
+    for found, gradient in zip(problem.truth.gradients.values(), torch.autograd.grad(loss, wide), strict=True):
+        assert found.shape == gradient.shape and measure.relative_l2(gradient, found) < 1e-5
+
+
+def test_the_truth_does_not_depend_on_its_chunks():
+    hidden, weight, targets = preference.inputs(PAIRED[0], CPU, seed=5)
+    numbers = [preference.token_numbers(hidden, weight, targets, chunk=chunk) for chunk in (7, 1024)]
+    truths = [preference.truth(orpo, *numbers[0], hidden, weight, targets, chunk=chunk) for chunk in (7, 1024)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*numbers, strict=True))
+    assert all(measure.relative_l2(truths[0].gradients[leaf], truths[1].gradients[leaf]) < 1e-5 for leaf in ("hidden", "weight"))
+
+
+def test_preference_inputs_have_lost_pairs_and_open_ones():
+    shape = preference.Shape("DPO", 4, 64, 256, 5_000)
+    hidden, weight, targets, *ref = preference.inputs(shape, CPU, seed=1)
+    logps, ref_logps = full_logps(hidden, weight, targets), full_logps(*ref, targets)
+    assert logps[:4].mean() < -1.5 < -0.5 < logps[4:].mean(), "the policy does not prefer the rejected sequences"
+    chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
+    margins = BETA * (chosen - rejected)
+    assert (margins[::2] < -6).all() and (margins[1::2].abs() < 5).all()
+
+
+def test_no_token_lies_near_the_ends_of_the_clip_range():
+    logps = torch.randn(64, 64)
+    advantages, old_logps = policy.sampled(logps, seed=0)
+    ratio = (logps - old_logps).exp()
+    assert min((ratio.log() - math.log(end)).abs().min() for end in (0.8, 1.2)) > 0.1
+    assert 0.05 < (ratio < 0.8).float().mean() < 0.15 and 0.05 < (ratio > 1.2).float().mean() < 0.15
+    assert advantages.min() < 0 < advantages.max() and advantages.mean() > 0.3 and (advantages != 0).all()
+
+
+def of_logps(loss, *, ref_logps=lambda ref: ref):
+    """A loss (logps, ref_logps or None) -> (), from full logits."""
+
+    def call(hidden, weight, targets, *ref):
+        ref = ref_logps(full_logps(*ref, targets)).detach() if ref else None
+        return loss(full_logps(hidden, weight, targets), ref)
+
+    return call
+
+
+def half_detached(logps):
+    return torch.cat((logps.chunk(2)[0], logps.chunk(2)[1].detach()))
+
+
+def no_sigmoid(logps, ref_logps):
+    """The right loss, with the gradient of a lost pair for every pair."""
+    chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
+    lost = -BETA * (chosen - rejected).mean()
+    return dpo(logps, ref_logps).detach() + lost - lost.detach()
+
+
+def swapped(x):
+    return torch.cat(x.chunk(2)[::-1])
+
+
+def nll(logps):
+    return -logps.chunk(2)[0].mean()
+
+
+WRONG_ORPO = {
+    "no odds ratio": of_logps(lambda logps, _: nll(logps)),
+    "no gradient of the odds ratio": of_logps(lambda logps, _: nll(logps) + (orpo(logps) - nll(logps)).detach()),
+    "no gradient of the rejected": of_logps(lambda logps, _: orpo(half_detached(logps))),
+    "beta 0.2": of_logps(lambda logps, _: 2 * orpo(logps) - nll(logps)),
+    "chosen and rejected swapped": of_logps(lambda logps, _: orpo(swapped(logps))),
+    "NLL of all tokens": of_logps(lambda logps, _: orpo(logps) - nll(logps) - logps.mean()),
+    "no 1 - p in the odds": of_logps(lambda logps, _: nll(logps) - BETA * F.logsigmoid(torch.sub(*logps.mean(1).chunk(2))).mean()),
+}
+WRONG_DPO = {
+    "no reference": of_logps(lambda logps, ref: dpo(logps, torch.zeros_like(ref))),
+    "reference misaligned": of_logps(dpo, ref_logps=lambda ref: ref.roll(1, 0)),
+    "means for sums": of_logps(lambda logps, ref: dpo(logps / logps.shape[1], ref / ref.shape[1])),
+    "no gradient of the rejected": of_logps(lambda logps, ref: dpo(half_detached(logps), ref)),
+    "no sigmoid in the gradient": of_logps(no_sigmoid),
+    "chosen and rejected swapped": of_logps(lambda logps, ref: dpo(swapped(logps), swapped(ref))),
+    "hinge": of_logps(lambda logps, ref: F.relu(1 - BETA * torch.sub(*(logps - ref).sum(1).chunk(2))).mean()),
+    "last pair left out": of_logps(
+        lambda logps, ref: dpo(logps.view(2, 3, -1)[:, :2].flatten(0, 1), ref.view(2, 3, -1)[:, :2].flatten(0, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", PAIRED, ids=str)
+def test_a_wrong_preference_loss_gets_no_time(shape):
+    wrong = WRONG_DPO if shape.loss == "DPO" else WRONG_ORPO
+    rows = rows_of(PREFERENCE, shape, wrong | {"eager": eager_preference})
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {"eager": "ok"}
+    assert not any("ms" in rows[name] for name in wrong)
+
+
+def of_ratio(surrogate):
+    """A surrogate (ratio (B, T), advantages (B, 1)) -> (B, T), from full logits."""
+
+    def call(hidden, weight, targets, advantages, old_logps):
+        return -surrogate((full_logps(hidden, weight, targets) - old_logps).exp(), advantages[:, None]).mean()
+
+    return call
+
+
+WRONG_GRPO = {
+    "not clipped": of_ratio(lambda r, A: r * A),
+    "clipped on both sides": of_ratio(lambda r, A: r.clamp(0.8, 1.2) * A),
+    "clipped above alone": of_ratio(lambda r, A: torch.minimum(r, r.clamp(max=1.2)) * A),
+    "on policy": of_ratio(lambda r, A: r / r.detach() * A),
+    "advantages without sign": of_ratio(lambda r, A: torch.minimum(r * A.abs(), r.clamp(0.8, 1.2) * A.abs())),
+    "one sequence left out": lambda hidden, *others: eager_grpo(hidden[1:], others[0], *(x[1:] for x in others[1:])),
+    "sequences misaligned": lambda *head: eager_grpo(*head[:3], head[3].roll(1), head[4]),
+    "sum of a sequence": of_ratio(lambda r, A: torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum(1)),
+}
+
+
+@pytest.mark.parametrize("shape", SAMPLED, ids=str)
+def test_a_wrong_policy_loss_gets_no_time(shape):
+    rows = rows_of(POLICY, shape, WRONG_GRPO | {"eager": eager_grpo})
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(WRONG_GRPO, "wrong") | {"eager": "ok"}
+    assert not any("ms" in rows[name] for name in WRONG_GRPO)
+
+
+@pytest.mark.parametrize(
+    ("what", "shapes", "targets"),
+    [(PREFERENCE, preference.SHAPES, [3.6, None, 4.3, 3.2]), (POLICY, policy.SHAPES, [3.25, 2.15])],
+    ids=["preference", "policy"],
+)
+def test_targets_of_preference_and_policy(what, shapes, targets):
+    budget = 2**30
+    for shape, target in zip(shapes, targets, strict=True):
+        limit = budget + 2 * shape.N * shape.H + (0 if shape.frozen_head else 4 * shape.V * shape.H)
+        rows = judged(what, shape, ratio=3.3, budget_bytes=budget, beyond_gradients_bytes=limit + 1)
+        assert rows["logitless"].get("target") == target
+        assert rows["logitless"].get("meets_target") == (None if target is None else 3.3 <= target)
+        for row in rows.values():
+            assert row["memory_limit_bytes"] == limit and not row["meets_memory_limit"]
+        rows = judged(what, shape, ratio=3.3, budget_bytes=budget, beyond_gradients_bytes=limit)
+        assert all(row["meets_memory_limit"] for row in rows.values())
+    assert [shape.N for shape in preference.SHAPES[::2]] == [65536, 16384] and policy.SHAPES[0].N == 16384
+
+
+@pytest.mark.parametrize("benchmark", ["preference", "policy"])
+def test_their_tables_count_in_one_product(benchmark, tmp_path):
+    shape = {"preference": preference, "policy": policy}[benchmark].SHAPES[0]
+    run = document(benchmark)
+    run["sections"] = [section | {"shape": asdict(shape)} for section in run["sections"]]
+    run["sections"][0]["yardstick"]["name"] = "one bare GEMM"
+    report.write_json(tmp_path / "result.json", run)
+    page = tmp_path / "README.md"
+    page.write_text(f"<!-- benchmarks:{benchmark} -->\n<!-- /benchmarks:{benchmark} -->\n")
+    assert invoke("plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")).exit_code == 0
+    text = page.read_text()
+    assert report.sizes(asdict(shape)) in text and "**1.25x, 3.0 GiB**" in text and "one bare GEMM" in text
+    assert "one bare matrix product, hidden @ weight.T" in text and "of the bare matrix products" not in text
 
 
 def test_sweep_doubles():

@@ -38,7 +38,7 @@ def uncompiled():
 
 class Problem:
     def __init__(self, teacher: str = "same vocabulary", *, seed: int = 0, dtype=torch.float64, shape=(5, 11), vocab=V):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
         self.shape = shape
         self.hidden, self.weight, self.bias = self.random(*shape, H), self.random(vocab, H) / 2, self.random(vocab)

@@ -64,7 +64,7 @@ class Problem:
     """Five sequences of unequal lengths, some tokens masked, one sequence with nothing counted."""
 
     def __init__(self, name: str, kind, settings: dict, *, packed: bool, seed: int, dtype=torch.float64, spread: float = 0.3):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
         lengths = [9, 14, 22, 7, 12] if packed else [12] * 5
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEVICE)
@@ -85,6 +85,8 @@ class Problem:
         counted = (self.targets != -100) & self.options.get("mask", torch.tensor(True, device=DEVICE))
         head = {key: settings[key] for key in ("softcap", "logit_scale", "temperature") if key in settings}
         logps, _, _ = reference.token_logprobs(self.hidden, self.weight, self.targets, bias=self.bias, **head)
+        # A ratio of sums leaves its clip range sooner than one of tokens.
+        spread = spread / 8 if kind is RLOOLoss else spread
         # What stands at tokens that do not count is nobody's.
         near = lambda size: torch.where(counted, logps + size * self.random(*self.shape), math.nan)  # noqa: E731
         if "on policy" not in name:
@@ -226,8 +228,11 @@ def test_within_twice_the_naive_error(name, trainable, dtype):
     exact = [x.double() for x in (problem.hidden, problem.weight, problem.bias)]
     truth = run(maths, *exact[:2], problem.targets, exact[2], 1.7, requires)
     assert_close(ours.value, truth.value, max(relative_error(naive.value, truth.value), 2 * torch.finfo(dtype).eps), name="loss")
+    # exp of a sum has the rounding error of the sum, which the naive computation may escape by luck.
+    floor = torch.finfo(torch.float32).eps * problem.hidden.shape[1] * 4 if kind is RLOOLoss else 0.0
     for operand in truth.grads:
-        assert_close(ours.grads[operand], truth.grads[operand], naive.grads[operand], name=f"d_{operand}")
+        naive_error = max(relative_error(naive.grads[operand], truth.grads[operand]), floor)
+        assert_close(ours.grads[operand], truth.grads[operand], naive_error, name=f"d_{operand}")
 
 
 # -- properties
@@ -276,7 +281,7 @@ def test_products(trainable, settings, products):
 def test_extremes_are_finite(name, what):
     kind, settings = VARIANTS[name]
     T = 1 if what == "one token" else 6
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(DEVICE).manual_seed(3)
     random = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)  # noqa: E731
     hidden, weight = random(4, T, 8), random(30, 8)
     targets = torch.randint(0, 30, (4, T), generator=generator).to(DEVICE)

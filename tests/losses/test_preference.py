@@ -52,7 +52,7 @@ class Problem:
     """Six sequences of unequal lengths, prompts masked, one of them with nothing supervised."""
 
     def __init__(self, kind, variant: str, *, packed: bool, given: str, seed: int, dtype=torch.float64):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
         self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
         lengths = [9, 14, 31, 11, 12, 14] if packed else [15] * 6
         self.starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEVICE)
@@ -218,7 +218,7 @@ def truth_rows(kind, options, problem, hidden, row):
 def test_kl_from_a_second_set_of_hidden_states():
     problem = Problem(KTOLoss, "kto", packed=False, given="hidden", seed=5)
     kl_hidden, kl_ref = problem.random(4, 7, H), problem.random(4, 7, H_REF)
-    kl_targets = torch.randint(0, V, (4, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    kl_targets = torch.randint(0, V, (4, 7), generator=torch.Generator(DEVICE).manual_seed(1)).to(DEVICE)
     kl_targets[:, ::3] = -100
     policy, _, _ = reference.token_logprobs(kl_hidden, problem.weight, kl_targets, bias=problem.bias)
     ref, _, _ = reference.token_logprobs(kl_ref, problem.options["ref_weight"], kl_targets, bias=problem.options["ref_bias"])
@@ -301,7 +301,7 @@ def test_one_pair_of_any_length_keeps_the_budget(T, trainable):
 @pytest.mark.parametrize("what", ["nothing supervised", "rejected empty", "chosen empty", "equal", "certain"])
 def test_extremes_are_finite(name, what):
     kind, options = VARIANTS[name]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(4, 5, 8, generator=generator).to(DEVICE)
     weight = torch.randn(30, 8, generator=generator).to(DEVICE)
     targets = torch.randint(0, 30, (4, 5), generator=generator).to(DEVICE)
