@@ -12,16 +12,19 @@ import typer
 from benchmarks import ce as cross_entropy
 from benchmarks import gemm as chunk_gemms
 from benchmarks import picture, readme
+from benchmarks import preference as pairs
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
 from benchmarks.objective import Objective, Shape
+from benchmarks.policy import POLICY
+from benchmarks.preference import PREFERENCE
 from benchmarks.report import RESULTS, new_document, newest
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 
 # The benchmarks with a table in the README.
-TABLES = ("ce", "distillation")
+TABLES = ("ce", "distillation", "preference", "policy")
 
 Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
 Out = Annotated[Path | None, typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick).")]
@@ -59,6 +62,66 @@ def distillation(
     """Jensen-Shannon divergence from a teacher: us and every installed peer, with a trainable and with a frozen head."""
     picked = parsed(DISTILLATION, shapes)
     compare("distillation", DISTILLATION, picked, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+
+
+@app.command()
+def preference(
+    shapes: Annotated[list[str] | None, typer.Option(help="orpo:PAIRSxTxHxV or dpo:PAIRSxTxHxV, or either with @frozen.")] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 4.0,
+) -> None:
+    """ORPO and DPO with a reference, in GEMM-equivalents: us and every installed peer, with a trainable and with a frozen head."""
+    compare("preference", PREFERENCE, parsed(PREFERENCE, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+
+
+@app.command()
+def policy(
+    shapes: Annotated[list[str] | None, typer.Option(help="BxTxHxV or BxTxHxV@frozen, several with commas.")] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 4.0,
+) -> None:
+    """GRPO, in GEMM-equivalents: us and every installed peer, with a trainable and with a frozen head."""
+    compare("policy", POLICY, parsed(POLICY, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+
+
+@app.command()
+def orpo_batch(
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 3.0,
+) -> None:
+    """ORPO of 32, 64 and 128 pairs of 1,024 tokens, the table of Liger's paper: peak memory and tokens per second."""
+    shapes = pairs.QUICK_BATCH_SHAPES if quick else pairs.BATCH_SHAPES
+    document = compare("orpo-batch", PREFERENCE, shapes, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    typer.echo(pairs.by_token(document))
+
+
+@app.command()
+def dpo_length(
+    max_length: Annotated[int, typer.Option(min=1024, help="The largest T; the sizes double from 1,024.")] = 65536,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 2.0,
+) -> None:
+    """DPO of one pair against its length T, with a reference: memory beyond the gradients, time per token, and the plan."""
+    shapes = pairs.QUICK_LENGTH_SHAPES if quick else pairs.length_shapes(max_length)
+    names = tuple(only or pairs.LENGTH_NAMES)
+    document = compare("dpo-length", PREFERENCE, shapes, out, quick, device, names, tuple(skip or ()), seconds)
+    typer.echo(pairs.by_token(document))
 
 
 @app.command()
@@ -129,7 +192,7 @@ def compare(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     seconds: float,
-) -> None:
+) -> dict:
     """Runs a comparison over `shapes`, by default the objective's own; exits with 1 unless our own rows are all right."""
     target = chosen_device(device, quick)
     shapes = shapes or (objective.quick_shapes if quick else objective.shapes)
@@ -147,6 +210,7 @@ def compare(
     if failed := objective.ours_failed(document):
         typer.echo("not right: " + "; ".join(failed), err=True)
         raise typer.Exit(1)
+    return document
 
 
 def chosen_device(name: str, quick: bool) -> torch.device:

@@ -64,17 +64,18 @@ def measure(
         say(f"  {name}: {describe_check(rows[name])}")
     right = {name: calls[name] for name, row in rows.items() if row["verdict"] == "ok"}
 
-    cases = {name: backward_case(call, leaves) for name, call in right.items()}
+    cases = {name: backward_case(call, leaves, rows[name]) for name, call in right.items()}
     times = interleave(yardstick.cases | cases, device_of(leaves), seconds=seconds)
     bare = yardstick.summary(times)
 
     for name, call in right.items():
         if not times[name]:
-            rows[name]["verdict"] = "out of memory"
+            rows[name]["verdict"] = "failed" if "reason" in rows[name] else "out of memory"
+            say(f"  {name}: {describe_check(rows[name])} while it was timed")
             continue
         rows[name] |= spread(times[name])
         rows[name]["ratio"] = rows[name]["ms"] / bare["ms"]
-        rows[name] |= memory(call, leaves)
+        rows[name] |= memory(call, leaves, rows[name])
     clear(leaves)
     return bare, list(rows.values())
 
@@ -122,18 +123,28 @@ def sound(row: dict) -> bool:
     return row["loss_error"] <= LOSS_LIMIT and all(error <= GRADIENT_LIMIT for error in gradients)
 
 
-def backward_case(call: Callable[[], object], leaves: dict[str, Tensor]) -> Case:
-    def prepare():
+def backward_case(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> Case:
+    def run() -> None:
+        try:
+            loss_of(call()).backward()
+        except torch.OutOfMemoryError:
+            raise
+        # What fails only now is dropped like what runs out of memory, with its reason in the row.
+        except Exception as error:
+            row["reason"] = one_line(error)
+            raise torch.OutOfMemoryError(row["reason"]) from error
+
+    def prepare() -> Callable[[], None]:
         clear(leaves)
-        return lambda: loss_of(call()).backward()
+        return run
 
     return prepare
 
 
-def memory(call: Callable[[], object], leaves: dict[str, Tensor]) -> dict:
+def memory(call: Callable[[], object], leaves: dict[str, Tensor], row: dict) -> dict:
     """Peak bytes beyond the inputs, and what of them is not the gradients handed back."""
     device = device_of(leaves)
-    run = backward_case(call, leaves)()
+    run = backward_case(call, leaves, row)()
     try:
         peak = peak_bytes(run, device)
     except torch.OutOfMemoryError:
@@ -177,4 +188,5 @@ def describe_check(row: dict) -> str:
     if row["verdict"] in ("failed", "out of memory"):
         return f"{row['verdict']} {row.get('reason', '')}".strip()
     errors = [f"{key.removesuffix('_error')} {value:.1e}" for key, value in row.items() if key.endswith("_error")]
-    return f"{row['verdict']} ({', '.join(errors)}), first call {row['first_call_seconds']:.1f} s"
+    plan = f"; {row['plan']}" if "plan" in row else ""
+    return f"{row['verdict']} ({', '.join(errors)}), first call {row['first_call_seconds']:.1f} s{plan}"

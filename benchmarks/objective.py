@@ -16,9 +16,10 @@ from benchmarks.yardstick import Yardstick
 
 
 class Shape(Protocol):
-    """A frozen dataclass of sizes (int), shares (float) and switches (bool), whose `N` grows with the batch.
+    """A frozen dataclass of sizes (int), shares (float), switches (bool) and names (str), with `N` tokens in all.
 
-    `str` gives what `--shapes` reads, and `report.sizes` prints the fields by their names.
+    `str` gives what `--shapes` reads, and `report.sizes` prints the fields by their names. `GROWS` names the fields that grow with
+    the batch, where they are others than `N`.
     """
 
     N: int
@@ -110,7 +111,8 @@ class Objective:
 
 
 def covers(smaller: Shape, shape: Shape) -> bool:
-    return smaller.N <= shape.N and replace(smaller, N=shape.N) == shape
+    batch = {name: getattr(shape, name) for name in getattr(shape, "GROWS", ("N",))}
+    return all(getattr(smaller, name) <= size for name, size in batch.items()) and replace(smaller, **batch) == shape
 
 
 def judge(row: dict, goal: Goal) -> None:

@@ -23,7 +23,7 @@ def table(document: dict, source: str) -> str:
     """Ratio to the bare products and peak memory for every implementation and shape, in Markdown."""
     sections = document["sections"]
     headers = ["", *(sizes(section["shape"]) for section in sections), "largest gradient error"]
-    body = [["bare GEMMs", *(f"{section['yardstick']['ms']:.1f} ms" for section in sections), ""]]
+    body = [[yardstick(document), *(f"{section['yardstick']['ms']:.1f} ms" for section in sections), ""]]
     for name in dict.fromkeys(row["name"] for section in sections for row in section["rows"]):
         rows = [next((row for row in section["rows"] if row["name"] == name), None) for section in sections]
         cells = [name, *map(cell, rows), worst(rows)]
@@ -46,6 +46,12 @@ def worst(rows: list[dict | None]) -> str:
     return f"{max(errors):.0e}" if errors else ""
 
 
+def yardstick(document: dict) -> str:
+    """Its name, where all sections share one."""
+    names = {section["yardstick"].get("name") for section in document["sections"]}
+    return names.pop() or "bare GEMMs" if len(names) == 1 else "bare GEMMs"
+
+
 def over_all_rows(document: dict) -> str:
     ignored = any(section["shape"].get("ignored") for section in document["sections"])
     return " (over all rows, the ignored ones too)" if ignored else ""
@@ -54,9 +60,11 @@ def over_all_rows(document: dict) -> str:
 def caption(document: dict, source: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
+    one = yardstick(document) == "one bare GEMM"
+    products = "one bare matrix product, hidden @ weight.T (GEMM-equivalents)" if one else "the bare matrix products"
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call with its defaults. "
-        f"Time as a multiple of the bare matrix products, interleaved in the same run{over_all_rows(document)}; "
+        f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative L2. "
         f"{versions}.{f' Absent: {absent}.' if absent else ''} "
         f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."

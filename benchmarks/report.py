@@ -96,8 +96,10 @@ def lines(section: dict) -> str:
 def sizes(shape: dict) -> str:
     """A shape in words: `N 8,192, H 4,096, V 128,256, 50% ignored`; what is zero or off is left out."""
 
-    def part(name: str, value: float) -> str:
+    def part(name: str, value: float | str) -> str:
         name = name.replace("_", " ")
+        if isinstance(value, str):
+            return value
         if isinstance(value, bool):
             return name
         return f"{value:.0%} {name}" if isinstance(value, float) else f"{name} {value:,}"
