@@ -86,6 +86,8 @@ def default_budget(device: torch.device) -> int:
 # Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight summed in fp32, 4,096 rows
 # cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,024 rows 11.8-16.7%; sizes between them vary by 10%.
 GOOD_CHUNKS = (4096, 2048, 1536, 1024, 512)
+# Rows of a tile of the products.
+TILE = 128
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
@@ -97,7 +99,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
     if good is None:
         return -(-rows // -(-rows // capacity))
     # A few rows more in every chunk cost less than a last chunk of only a few, which reads and writes all of d_weight too.
-    stretched = -(-rows // (rows // good))
+    stretched = -(-rows // (rows // good) // TILE) * TILE
     return stretched if stretched <= min(capacity, good + good // 8) else good
 
 

@@ -59,16 +59,16 @@ MUTANTS = [
             ("tail of the teacher unmasked", 't = tl.where(shared, t * cold, -float("inf"))', "t = t * cold"),
             ("tail of the gradient unmasked", "element_ty), mask=mask)", "element_ty))"),
             ("uncounted rows not zeroed", "tl.where(factor == 0.0, 0.0, g * slope)", "g * slope + tl.where(factor == 0.0, 1.0, 0.0)"),
-            ("shares of the mixture swapped", "m = beta * t + (1.0 - beta) * s", "m = beta * s + (1.0 - beta) * t"),
-            ("drift ignored", "if top > shift + DRIFT:", "if shift < -1e29:"),
+            ("shares of the mixture swapped", "tl.where(above, 1.0 - beta, beta)", "tl.where(above, beta, 1.0 - beta)"),
+            ("divergence's second half dropped", "ours - beta * t * (to_s - d)", "ours"),
+            ("last block of equal maxima", "tl.where(top > best, start, best_start)", "tl.where(top >= best, start, best_start)"),
             (
-                "last of equal maxima",
-                "tl.where(best == tl.max(best, 0), at, 2147483647), 0)",
-                "tl.where(best < tl.max(best, 0), at, 2147483647), 0)",
+                "last column of equal maxima",
+                "favourite = tl.min(tl.where(shared & (z * cold == best_s), cols, far), 0)",
+                "favourite = tl.max(tl.where(shared & (z * cold == best_s), cols, 0), 0)",
             ),
+            ("drift ignored", "if top > shift + DRIFT:", "if shift < -1e29:"),
             ("softcap's slope dropped", "slope = scale * (1.0 - squashed * squashed)", "slope = scale + 0.0 * squashed"),
-            ("series of phi cut short", "r * r * (0.5 + r * (0.16666667", "r * r * (0.5 + 0.0 * r * (0.16666667"),
-            ("log1p's series cut short", "x * (1.0 + x * (-0.5 + x", "x * (1.0 + 0.0 * x * (-0.5 + x"),
         )
     ),
 ]
