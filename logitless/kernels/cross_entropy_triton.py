@@ -104,13 +104,11 @@ def row_kernel(
         # Fetched a block ahead: behind this block's reduction and store, its latency would show.
         upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < V, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-        if start + BLOCK > V:
-            z = tl.where(mask, z, -float("inf"))
+        z = tl.where(mask, z, -float("inf"))
         top = tl.max(z, 0)
-        has_target = (y >= start) & (y < start + BLOCK)
         if EXTRA:
             # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target, later ones not above.
-            if has_target:
+            if (y >= start) & (y < start + BLOCK):
                 beaten = (best >= z_y) | (tl.max(((z == z_y) & (cols < y)).to(tl.int32), 0) > 0)
             best = tl.maximum(best, top)
         if top > shift + DRIFT:
@@ -129,9 +127,7 @@ def row_kernel(
             shift = top
         # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
         drop = tl.maximum(z - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.exp(drop)
-        if has_target:
-            e = tl.where(cols == y, 0.0, e)
+        e = tl.where(cols == y, 0.0, tl.exp(drop))
         rest += e
         if EXTRA:
             rest_z += e * drop

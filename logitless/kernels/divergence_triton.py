@@ -95,8 +95,8 @@ def divergence_kernel(
     for start in range(0, V, BLOCK):
         cols = start + lane
         mask, shared = cols < V, cols < common
-        z, _ = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
-        t, _ = head_at_one(
+        z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
+        t, slope_t = head_at_one(
             tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
         )
         if SPLIT:
@@ -111,11 +111,11 @@ def divergence_kernel(
     # The arg-maxes, each from the one block that holds it.
     cols, far = start_s + lane, 2147483647
     shared = cols < common
-    z, _ = head_at_one(tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN)
+    z, slope = head_at_one(tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN)
     favourite = tl.min(tl.where(shared & (z * cold == best_s), cols, far), 0)
     cols = start_t + lane
     shared = cols < common
-    t, _ = head_at_one(
+    t, slope_t = head_at_one(
         tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
     )
     agrees = favourite == tl.min(tl.where(shared & (t * cold == best_t), cols, far), 0)
@@ -124,7 +124,7 @@ def divergence_kernel(
         log_sum_1 = tl.log(tl.sum(sum_1, 0))
         cols = start_1 + lane
         mask = cols < V
-        z, _ = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
+        z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
         favourite = tl.min(tl.where(mask & (z == best_1), cols, far), 0)
     else:
         shift_1, log_sum_1 = shift_s, log_sum_s
@@ -138,14 +138,14 @@ def divergence_kernel(
         for start in range(0, common, BLOCK):
             cols = start + lane
             shared = cols < common
-            z, _ = head_at_one(tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN)
-            t, _ = head_at_one(
+            z, slope = head_at_one(tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN)
+            t, slope_t = head_at_one(
                 tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
             )
             log_s = tl.maximum((z * cold - shift_s) - log_sum_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
             log_t = tl.maximum((t * cold - shift_t) - log_sum_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
             log_s, log_t = tl.where(shared, log_s, NOTHING), tl.where(shared, log_t, NOTHING)
-            s, terms, _, means = scored(log_s, log_t, tl.exp(log_t), beta, MODE)
+            s, terms, score, means = scored(log_s, log_t, tl.exp(log_t), beta, MODE)
             loss += terms
             mean += means
             entropy -= s * log_s
@@ -160,7 +160,7 @@ def divergence_kernel(
             cols = start + lane
             mask, shared = cols < V, cols < common
             z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
-            t, _ = head_at_one(
+            t, slope_t = head_at_one(
                 tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
             )
             log_s = tl.maximum((z * cold - shift_s) - log_sum_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
@@ -168,12 +168,12 @@ def divergence_kernel(
             log_s, log_t = tl.where(shared, log_s, NOTHING), tl.where(shared, log_t, NOTHING)
             if MODE == FORWARD:
                 t = tl.exp(log_t)
-                s, terms, _, _ = scored(log_s, log_t, t, beta, MODE)
+                s, terms, score, means = scored(log_s, log_t, t, beta, MODE)
                 g = soft_factor * (s - t)
                 loss += terms
                 entropy -= s * log_s
             else:
-                s, _, score, _ = scored(log_s, log_t, t, beta, MODE)
+                s, terms, score, means = scored(log_s, log_t, t, beta, MODE)
                 g = soft_factor * s * (score - average)
             if SPLIT:
                 p = tl.exp((z - shift_1) - log_sum_1)

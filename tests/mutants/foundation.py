@@ -52,14 +52,7 @@ MUTANTS = [
     ),
     Mutant("kernel: target's entry has the wrong sign", TRITON, "(-others * slope_y)", "(others * slope_y)", KERNELS),
     Mutant("kernel: tail of the vocabulary unmasked", TRITON, 'z = tl.where(mask, z, -float("inf"))', "z = z", KERNELS),
-    Mutant("kernel: target counted among the rest", TRITON, "e = tl.where(cols == y, 0.0, e)", "e = e", KERNELS),
-    Mutant(
-        "kernel: target left out of its own block alone",
-        TRITON,
-        "        if has_target:\n            e =",
-        "        if start == 0:\n            e =",
-        KERNELS,
-    ),
+    Mutant("kernel: target counted among the rest", TRITON, "e = tl.where(cols == y, 0.0, tl.exp(drop))", "e = tl.exp(drop)", KERNELS),
     Mutant(
         "kernel: tail of the gradient unmasked",
         TRITON,
