@@ -11,6 +11,7 @@ Gradients enter a chunk at order one. Wherever the gradient of a row is a multip
 import functools
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -85,10 +86,14 @@ class Walk:
                     self._read_reference(step, targets, buffer)
                 logits = project(x, self.weight, buffer[: step.stop - step.start])
                 row_scale = self._read(step, logits, targets) if step.read else None
+                aside = beside(self.weight.device, step.solve is not None and row_scale is not None)
                 # A gradient that lacks only its row_scale is multiplied out at once: the GPU is busy while the host solves.
                 d_hidden = None if row_scale is None else self._d_hidden(step, _overlay(logits, self.weight.dtype))
+            else:
+                aside = nullcontext()
             if step.solve is not None:
-                self._solve(step.solve)
+                with aside:
+                    self._solve(step.solve)
             if step.write and step.stop > step.start:
                 gradient, row_scale = self._write(step, logits, targets, row_scale)
                 d_hidden = self._d_hidden(step, gradient) if d_hidden is None else d_hidden
@@ -154,6 +159,32 @@ class Walk:
 
     def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def beside(device: torch.device, useful: bool) -> AbstractContextManager:
+    """A context for work that needs what the GPU has been given so far, and runs beside what it is given before the context is entered.
+
+    Solving a chunk is a hundred kernels of a few microseconds each; beside the d_hidden product they take no time of their own. Either
+    stream waits for the other at the context's ends, so that memory passes between them in order.
+    """
+    if not useful or device.type != "cuda":
+        return nullcontext()
+    so_far = torch.cuda.current_stream(device).record_event()
+
+    @contextmanager
+    def aside():
+        stream, main = _side_stream(device), torch.cuda.current_stream(device)
+        stream.wait_event(so_far)
+        with torch.cuda.stream(stream):
+            yield
+        main.wait_stream(stream)
+
+    return aside()
 
 
 def _overlay(logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -370,7 +370,7 @@ def test_bad_input(what):
         attempt()
 
 
-@pytest.mark.parametrize("name", ["dapo token kl", "grpo sequence", "rloo"])
+@pytest.mark.parametrize("name", ["dapo token kl", "grpo sequence", "rloo on policy"])
 def test_compiles_from_outside(name):
     kind, settings = VARIANTS[name]
     problem = Problem(name, kind, settings, packed=False, seed=16, dtype=torch.float32)
