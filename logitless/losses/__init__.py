@@ -6,6 +6,7 @@ from logitless.losses.batch import Batch, Term
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses.distillation import DistillationLoss, JSDLoss
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
+from logitless.losses.multi_token import MedusaHeads, MedusaLoss, MultiTokenLoss
 from logitless.losses.plan import BudgetWarning, Plan
 from logitless.losses.policy import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
 from logitless.losses.preference import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
@@ -22,6 +23,9 @@ __all__ = [
     "KTOLoss",
     "LogitsLoss",
     "LossOutput",
+    "MedusaHeads",
+    "MedusaLoss",
+    "MultiTokenLoss",
     "ORPOLoss",
     "PPOLoss",
     "Plan",

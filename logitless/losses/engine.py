@@ -18,10 +18,12 @@ from logitless.kernels.scale import scale as kernels_scale
 from logitless.losses.batch import Rows, Scales, select_rows, settled
 from logitless.losses.measure import logits_loss_row_bytes
 from logitless.losses.plan import MIB, BudgetWarning, Plan, default_budget, make_plan
-from logitless.losses.walk import LogitsWalk, Needs, TokenWalk, Walk, scale_rows
+from logitless.losses.walk import Blocks, LogitsWalk, Needs, TokenWalk, Walk, scale_rows
 
 if TYPE_CHECKING:
     from logitless.losses.base import LinearLoss
+
+Number = float | Tensor
 
 # Rows that the backward pass of a frozen head scales at a time: a few [rows, H] temporaries, small beside d_hidden.
 SCALED_ROWS = 2048
@@ -123,12 +125,10 @@ def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rew
     return plan
 
 
-Number = float | Tensor
-
-
 def scales(
-    loss: "LinearLoss", problem: Problem, tokens: int | Tensor, chosen_tokens: int | Tensor, *, reduced: bool
-) -> tuple[Scales, Number]:
+    loss: "LinearLoss", problem: Problem, tokens: Number, chosen_tokens: Number, *, reduced: bool, coefficient: float = 1.0,
+    pending: Number | None = None,
+) -> tuple[Scales, Number]:  # fmt: skip
     """Factors of each unit, and the power of two that stays out of the chunks.
 
     With the factor of the main unit as m * 2^e, m in [0.5, 1) goes into the gradients that enter the chunks and 2^e is left for the
@@ -152,8 +152,8 @@ def scales(
         normalizers = loss.normalizers(counts, problem.targets, problem.inputs)
         if problem.num_items is not None:
             normalizers[loss.unit] = problem.num_items
-    factors = {unit: inverse(count) for unit, count in normalizers.items()} | {None: 1.0}
-    pending = _power_of_two(factors[loss.unit])
+    factors = {unit: coefficient * inverse(count) for unit, count in normalizers.items()} | {None: coefficient}
+    pending = _power_of_two(factors[loss.unit]) if pending is None else pending
     return Scales({unit: factor / pending for unit, factor in factors.items()}, metrics), pending
 
 
@@ -187,12 +187,25 @@ def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan)
     return {"stats": stats, "grads": TokenStats(**grads), "vectors": plan.strategy == "row_scaled", "ref_logps": ref_logps}
 
 
-def solve(loss: "LinearLoss", problem: Problem, *, static: bool) -> tuple[Solved, Plan]:
-    """The loss and its gradients in one pass. `static`: dtypes may not depend on the number of tokens."""
+def solve(
+    loss: "LinearLoss", problem: Problem, *, static: bool, coefficient: float = 1.0, pending: Number | None = None,
+    blocks: Blocks | None = None, d_weight: Tensor | None = None, d_bias: Tensor | None = None,
+) -> tuple[Solved, Plan]:  # fmt: skip
+    """The loss and its gradients in one pass.
+
+    Args:
+        static: dtypes may not depend on the number of tokens.
+        coefficient: factor of the loss, where it is a part of another.
+        pending, d_weight, d_bias: of another part, to be summed with.
+        blocks: layers between the hidden states and the head.
+    """
     rows = _rows(loss, problem)
     plan = _plan(loss, problem, rows, solved=True)
-    factors, pending = scales(loss, problem, rows.tokens, rows.chosen_tokens, reduced=True)
-    walk = _walk(loss, problem, rows, factors, **_token_buffers(loss, problem, rows, plan))
+    factors, pending = scales(
+        loss, problem, rows.tokens, rows.chosen_tokens, reduced=True, coefficient=coefficient, pending=pending
+    )  # fmt: skip
+    shared = {"blocks": blocks, "d_weight": d_weight, "d_bias": d_bias}
+    walk = _walk(loss, problem, rows, factors, **shared, **_token_buffers(loss, problem, rows, plan))
     walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
     if plan.strategy == "row_scaled":
         _scale_all(walk.d_hidden, walk.d_hidden, walk, rows)

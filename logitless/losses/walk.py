@@ -60,8 +60,9 @@ class Walk:
     scales: Scales | None
     reports: list = field(default_factory=list)
     d_hidden: Tensor | None = None
-    d_weight: Tensor | None = None
+    d_weight: Tensor | None = None  # given: summed on top of what it holds
     d_bias: Tensor | None = None
+    blocks: "Blocks | None" = None  # layers between the hidden states and the head
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -74,11 +75,11 @@ class Walk:
         if self.needs.hidden and accum_dtype:
             make = torch.empty if plan.rows == N else torch.zeros
             self.d_hidden = make(N, H, dtype=self.weight.dtype, device=self.weight.device)
-        if self.needs.weight and accum_dtype:
+        first = self.d_weight is None and self.d_bias is None
+        if self.needs.weight and accum_dtype and first:
             self.d_weight = torch.empty(V, H, dtype=accum_dtype, device=self.weight.device)
-        if self.needs.bias and accum_dtype:
+        if self.needs.bias and accum_dtype and first:
             self.d_bias = torch.empty(V, 1, dtype=torch.promote_types(self.weight.dtype, torch.float32), device=self.weight.device)
-        first = True
         for step in plan.steps:
             if step.stop > step.start:
                 x, targets = self._take(step)
@@ -107,14 +108,16 @@ class Walk:
     def _take(self, step: Step) -> tuple[Tensor, Tensor]:
         """Hidden states and targets of a step's rows, in the dtype of the products."""
         at = self.rows.slice(step.start, step.stop)
-        return self.hidden[at].to(self.weight.dtype), self.targets[at]
+        x = self.hidden[at].to(self.weight.dtype)
+        return (x if self.blocks is None else self.blocks.forward(x)), self.targets[at]
 
     def _d_hidden(self, step: Step, gradient: Tensor) -> Tensor | None:
         """gradient @ weight [C, H]: in its place in d_hidden, or beside it where rows are gathered."""
         if not self.needs.hidden:
             return None
         at = self.rows.slice(step.start, step.stop)
-        out = self.d_hidden[at] if isinstance(at, slice) else self.weight.new_empty((step.stop - step.start, self.weight.shape[1]))
+        direct = isinstance(at, slice) and self.blocks is None
+        out = self.d_hidden[at] if direct else self.weight.new_empty((step.stop - step.start, self.weight.shape[1]))
         return hidden_gradient(gradient, self.weight, out)
 
     def _add(self, step: Step, x: Tensor, gradient: Tensor, row_scale: Tensor | None, d_hidden: Tensor | None, first: bool) -> None:
@@ -123,11 +126,15 @@ class Walk:
         if d_hidden is not None:
             if row_scale is not None:
                 scale(d_hidden, row_scale, d_hidden)
+            if self.blocks is not None:
+                d_hidden = self.blocks.backward(d_hidden)
             if not isinstance(at, slice):
                 self.d_hidden.index_copy_(0, at, d_hidden)
+            elif self.blocks is not None:
+                self.d_hidden[at] = d_hidden
         if self.needs.weight:
             if row_scale is not None:
-                ours = not isinstance(at, slice) or x.dtype != self.hidden.dtype
+                ours = self.blocks is None and (not isinstance(at, slice) or x.dtype != self.hidden.dtype)
                 x = scale(x, row_scale, x if ours else torch.empty_like(x))
             accumulate(self.d_weight, gradient, x, first=first)
         if self.needs.bias:
@@ -159,6 +166,36 @@ class Walk:
 
     def _write(self, step: Step, logits: Tensor, targets: Tensor, row_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
+
+
+class Blocks:
+    """Layers between the hidden states and the head, run forward and backward on a chunk of rows at a time; nothing else is stored."""
+
+    def __init__(self, module: torch.nn.Module, parameters: dict[str, Tensor], grad: bool):
+        self._module, self._grad = module, grad
+        self.trained = [name for name, x in parameters.items() if grad and x.requires_grad]
+        self._leaves = {name: x.detach().requires_grad_(name in self.trained) for name, x in parameters.items()}
+        sums = (parameters[name] for name in self.trained)
+        self.grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in sums]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self._grad), _own_hooks():
+            self._x = x.detach().requires_grad_(self._grad)
+            self._y = torch.func.functional_call(self._module, self._leaves, (self._x,))
+        return self._y.detach().to(x.dtype)
+
+    def backward(self, d_y: Tensor) -> Tensor:
+        wanted = [self._x, *(self._leaves[name] for name in self.trained)]
+        d_x, *found = torch.autograd.grad(self._y, wanted, d_y.to(self._y.dtype))
+        for total, gradient in zip(self.grads, found, strict=True):
+            total += gradient
+        self._x = self._y = None
+        return d_x
+
+
+def _own_hooks():
+    """Identity hooks: those of an activation checkpoint around the call would drop what is saved here, and run the model again for it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 @functools.cache
@@ -259,8 +296,7 @@ class TokenWalk(Walk):
 def grad_and_value(objective: Callable, variables: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, object]:
     """`torch.func.grad_and_value(objective, has_aux=True)`, by plain autograd: its operations take the host a third of the time, and
     those of a loss are so small that the host's time is what they cost."""
-    # Identity hooks: an activation checkpoint around the call would drop what these few numbers save, and run the model again for them.
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+    with torch.enable_grad(), _own_hooks():
         leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
         total, found = objective(leaves)
     if not total.requires_grad:

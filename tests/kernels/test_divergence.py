@@ -162,3 +162,17 @@ def test_twin_of_any_gap(gap):
         assert relative_error(ours, theirs) < 1e-6
     assert not kernels.jsd(student, student, 0.3).any()
     assert kernels.jsd(torch.tensor([[0.0, -math.inf]]), torch.tensor([[-math.inf, 0.0]]), 0.5).item() == pytest.approx(math.log(2))
+
+
+@needs_triton
+def test_the_first_of_equal_maxima_counts():
+    """As torch.argmax has it: within a block and across blocks, of the student and of the teacher."""
+    student, teacher = torch.zeros(4, 2500, device=DEVICE), torch.zeros(4, 2500, device=DEVICE)
+    student[:, [5, 9, 1500]] = 3.0
+    teacher[0, [5, 9, 1500]], teacher[1, [9, 1500]], teacher[2, 1500], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
+    found = kernels.fused_divergence(
+        student, teacher, torch.tensor([5, 9, 1500, 5], device=DEVICE), None, gradient=None, divergence="jsd", beta=0.5, hard_weight=0.0,
+        head=Head(), teacher_head=Head(),
+    )  # fmt: skip
+    assert found.agreement.tolist() == [1, 0, 0, 1]
+    assert found.is_top1.tolist() == [1, 0, 0, 1]

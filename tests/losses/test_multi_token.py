@@ -1,0 +1,244 @@
+"""Medusa and multi-token prediction against plain PyTorch: every gradient of every head, block and hidden state."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from logitless import MedusaHeads, MedusaLoss, MultiTokenLoss
+from tests.support import DEVICE, AllocationWatcher, relative_error
+
+H, V = 12, 150
+ROW = V * 8
+SCRATCH = 6 * 8 * 2**10
+
+
+def problem(packed: bool, *, seed=0, dtype=torch.float64):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    lengths = [9, 2, 14, 1, 7] if packed else [8] * 4
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    shape = (sum(lengths),) if packed else (4, 8)
+    random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)  # noqa: E731
+    targets = torch.randint(0, V, shape, generator=generator)
+    targets.view(-1)[::7] = -100
+    return random, shape, targets, starts, ({"cu_seqlens": starts} if packed else {})
+
+
+def heads_of(K: int, layers: int, shared: bool, random) -> MedusaHeads:
+    heads = MedusaHeads(H, V, K, layers, shared=shared, dtype=torch.float64)
+    for parameter in heads.parameters():
+        parameter.data = random(*parameter.shape) / 3
+    return heads
+
+
+def plain_targets(targets, offset, starts):
+    """Sequence by sequence, by hand."""
+    flat = targets.reshape(-1)
+    out = torch.full_like(flat, -100)
+    for a, b in zip(starts[:-1].tolist(), starts[1:].tolist()):
+        for i in range(a, b - offset):
+            out[i] = flat[i + offset]
+    return out
+
+
+def plain_loss(terms, targets, starts, num_items=None, **options):
+    """Weighted sum of cross-entropies of (coefficient, hidden, weight, bias, offset)."""
+    total, losses, hits = 0.0, [], []
+    for coefficient, hidden, weight, bias, offset in terms:
+        logits = F.linear(hidden.reshape(-1, H), weight, bias)
+        labels = plain_targets(targets, offset, starts)
+        summed = F.cross_entropy(logits, labels, reduction="sum", **options)
+        count = (labels != -100).sum().clamp(min=1)
+        losses.append(summed / (count if num_items is None else num_items))
+        hits.append(((logits.argmax(-1) == labels) & (labels != -100)).sum() / count)
+        total = total + coefficient * losses[-1]
+    return total, losses, hits
+
+
+def every_start(targets, starts, packed):
+    return starts if packed else torch.arange(0, targets.numel() + 1, targets.shape[1])
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("shared", [False, True], ids=["own projections", "shared head"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("rows", [1000, 5])
+def test_medusa(packed, layers, shared, stage, rows):
+    random, shape, targets, starts, options = problem(packed)
+    heads = heads_of(3, layers, shared, random)
+    hidden, weight, bias = random(*shape, H).requires_grad_(stage == 2), random(V, H).requires_grad_(stage == 2), random(V)
+    bias.requires_grad_(stage == 2)
+    trained = [x for x in (hidden, weight, bias, *heads.parameters()) if x.requires_grad]
+    if not trained:
+        pytest.skip("nothing is left to train")
+    coefficients = (0.9, 0.5, 0.3) if layers else None
+    loss = MedusaLoss(
+        coefficients=coefficients, base_coefficient=0.0 if stage == 1 else 0.7, label_smoothing=0.1, logits_budget=SCRATCH + rows * ROW
+    )
+    num_items = 23 if layers == 1 else None
+    out = loss(hidden, heads, targets, base_weight=weight, base_bias=bias, num_items=num_items, **options)
+
+    terms = [] if stage == 1 else [(0.7, hidden, weight, bias, 1)]
+    for k in range(3):
+        projection = weight if shared else heads.projection(k)
+        terms.append(((coefficients or (1.0, 0.8, 0.64))[k], heads.blocks(k)(hidden), projection, None, k + 2))
+    truth, losses, hits = plain_loss(terms, targets, every_start(targets, starts, packed), num_items, label_smoothing=0.1)
+    assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
+    ours = torch.autograd.grad(3.0 * out.loss, trained, retain_graph=True)
+    theirs = torch.autograd.grad(3.0 * truth, trained)
+    for x, a, b in zip(trained, ours, theirs, strict=True):
+        assert b.norm() > 0 and a.dtype == x.dtype
+        assert relative_error(a, b) < 1e-10, tuple(x.shape)
+    again = torch.autograd.grad(out.loss, trained)
+    assert all(relative_error(3 * a, b) < 1e-12 for a, b in zip(again, ours, strict=True))
+    names = ([] if stage == 1 else ["base"]) + [f"head_{k}" for k in range(3)]
+    assert set(out.metrics) == {f"{name}/{what}" for name in names for what in ("loss", "accuracy")}
+    for name, value, hit in zip(names, losses, hits, strict=True):
+        assert relative_error(out.metrics[f"{name}/loss"], value.detach()) < 1e-12
+        assert abs(out.metrics[f"{name}/accuracy"] - hit) < 1e-6
+        assert not out.metrics[f"{name}/loss"].requires_grad
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen head"])
+def test_multi_token(packed, trainable):
+    random, shape, targets, starts, options = problem(packed, seed=1)
+    hiddens = [random(*shape, H).requires_grad_() for _ in range(3)]
+    weight, bias = random(V, H).requires_grad_(trainable), random(V).requires_grad_(trainable)
+    out = MultiTokenLoss(coefficients=(1.0, 0.4, 0.2))(hiddens, weight, targets, bias=bias, **options)
+    terms = [(c, h, weight, bias, k + 1) for k, (c, h) in enumerate(zip((1.0, 0.4, 0.2), hiddens))]
+    truth, losses, _ = plain_loss(terms, targets, every_start(targets, starts, packed))
+    trained = [*hiddens, *([weight, bias] if trainable else [])]
+    assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
+    for a, b in zip(torch.autograd.grad(out.loss, trained), torch.autograd.grad(truth, trained), strict=True):
+        assert b.norm() > 0 and relative_error(a, b) < 1e-10
+    assert relative_error(out.metrics["depth_2/loss"], losses[2].detach()) < 1e-12
+    with torch.no_grad():
+        assert relative_error(MultiTokenLoss()(hiddens, weight, targets, bias=bias, **options).loss, out.loss.detach()) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_within_twice_the_naive_error(dtype):
+    random, shape, targets, starts, _ = problem(False, seed=2)
+    exact = [random(*shape, H), random(V, H) / 3, *(p.detach() for p in heads_of(2, 1, False, random).parameters())]
+
+    def gradients(cast, ours):
+        leaves = [cast(x).requires_grad_() for x in exact]
+        heads = MedusaHeads(H, V, 2, dtype=leaves[0].dtype)
+        for parameter, leaf in zip(heads.parameters(), leaves[2:], strict=True):
+            parameter.data = leaf.data
+        trained = [*leaves[:2], *heads.parameters()]
+        if ours:
+            value = MedusaLoss()(leaves[0], heads, targets, base_weight=leaves[1]).loss
+        else:
+            wide = [(1.0, leaves[0], leaves[1], None, 1)]
+            wide += [(0.8**k, heads.blocks(k)(leaves[0]), heads.projection(k), None, k + 2) for k in range(2)]
+            value = 0.0
+            for c, h, w, _, offset in wide:
+                logits = F.linear(h.reshape(-1, H), w)
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+                value = value + c * F.cross_entropy(logits, plain_targets(targets, offset, every_start(targets, starts, False)))
+        return torch.autograd.grad(value, trained)
+
+    truth, naive, ours = (
+        gradients(lambda x: x.clone(), False),
+        gradients(lambda x: x.to(dtype), False),
+        gradients(lambda x: x.to(dtype), True),
+    )
+    for t, n, o in zip(truth, naive, ours, strict=True):
+        assert o.dtype == dtype
+        assert relative_error(o, t) <= 2 * relative_error(n, t) + 8 * torch.finfo(dtype).eps
+
+
+def test_stage_1_trains_the_heads_and_nothing_else():
+    random, shape, targets, _, _ = problem(False, seed=3, dtype=torch.float32)
+    hidden, weight = random(*shape, H), random(V, H)
+    heads = MedusaHeads(H, V, 2).start_from(weight)
+    before = hidden.clone(), weight.clone(), [p.detach().clone() for p in heads.parameters()]
+    loss = MedusaLoss(base_coefficient=0.0)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=0.05)
+    values = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        out = loss(hidden, heads, targets)
+        out.loss.backward()
+        optimizer.step()
+        values.append(out.loss.item())
+    assert values[-1] < 0.7 * values[0]
+    assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
+    assert all(not torch.equal(a, b) for a, b in zip(heads.parameters(), before[2]))
+
+
+def test_heads_start_as_the_base_model_and_have_the_reference_layout():
+    base = torch.randn(V, H)
+    heads = MedusaHeads(H, V, 2, 1).start_from(base)
+    hidden = torch.randn(3, H)
+    logits = heads(hidden)
+    assert logits.shape == (2, 3, V) and torch.allclose(logits[1], hidden @ base.T, atol=1e-5)
+    expected = {f"medusa_head.{k}.{name}" for k in range(2) for name in ("0.linear.weight", "0.linear.bias", "1.weight")}
+    assert set(heads.state_dict()) == expected
+    MedusaHeads(H, V, 2, 1).load_state_dict(heads.state_dict())
+    shared = MedusaHeads(H, V, 2, 1, shared=True)
+    assert torch.allclose(shared(hidden, base)[0], hidden @ base.T, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+def test_memory_does_not_grow_with_the_heads():
+    N, hidden_size, vocab, budget = 600, 8, 600, 2**20
+    peaks = []
+    for K in (2, 5):
+        heads = MedusaHeads(hidden_size, vocab, K).start_from(torch.randn(vocab, hidden_size))
+        hidden, base = torch.randn(1, N, hidden_size, requires_grad=True), torch.randn(vocab, hidden_size, requires_grad=True)
+        targets = torch.randint(0, vocab, (1, N))
+        loss = MedusaLoss(logits_budget=budget)
+        with AllocationWatcher() as watch:
+            loss(hidden, heads, targets, base_weight=base).loss.backward()
+        gradients = sum(p.grad.nbytes for p in (hidden, base, *heads.parameters()))
+        peaks.append(watch.peak - gradients)
+    assert peaks[1] <= 1.05 * peaks[0], peaks
+
+
+def test_sequences_shorter_than_the_offset_contribute_nothing():
+    heads = MedusaHeads(H, V, 4)
+    hidden, base = torch.randn(2, 2, H, requires_grad=True), torch.randn(V, H)
+    targets = torch.randint(0, V, (2, 2))
+    out = MedusaLoss()(hidden, heads, targets, base_weight=base)
+    assert out.metrics["head_0/loss"] == 0 and out.metrics["base/loss"] > 0
+    assert relative_error(out.loss.detach(), F.cross_entropy(hidden[:, 0] @ base.T, targets[:, 1]).detach()) < 1e-5
+    out.loss.backward()
+    assert hidden.grad.isfinite().all() and not hidden.grad[:, 1].any()
+
+
+BAD = {
+    "zero heads": (lambda: MedusaHeads(H, V, 0), "num_heads: expected at least 1"),
+    "layers": (lambda: MedusaHeads(H, V, 1, -1), "num_layers: expected 0 or more"),
+    "start": (lambda: MedusaHeads(H, V, 1).start_from(torch.zeros(V + 1, H)), "weight: expected the base head"),
+    "coefficients": (
+        lambda: MedusaLoss(coefficients=(1.0,))(
+            torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long(), base_weight=torch.zeros(V, H)
+        ),
+        "coefficients: expected 2 numbers",
+    ),
+    "no base": (
+        lambda: MedusaLoss()(torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long()),
+        "base_weight: expected the base head",
+    ),
+    "vocabulary": (
+        lambda: MedusaLoss()(torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long(), base_weight=torch.zeros(V + 1, H)),
+        f"base_weight: expected {V} rows",
+    ),
+    "reduction": (lambda: MedusaLoss(reduction="none"), "reduction: expected 'mean' or 'sum'"),
+    "no hidden states": (lambda: MultiTokenLoss()([], torch.zeros(V, H), torch.zeros(1, 4).long()), "hiddens: expected at least one"),
+    "depths": (
+        lambda: MultiTokenLoss(coefficients=(1.0,))([torch.zeros(1, 4, H)] * 2, torch.zeros(V, H), torch.zeros(1, 4).long()),
+        "coefficients: expected 2 numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    attempt, message = BAD[what]
+    with pytest.raises(ValueError, match=message):
+        attempt()
