@@ -1,5 +1,5 @@
 """A committed list of small breakages, each of which the tests must notice: `make mutants` applies them one by one."""
 
-from tests.mutants import distillation, foundation, policy, preference
+from tests.mutants import distillation, foundation, multi_token, policy, preference
 
-MUTANTS = [*foundation.MUTANTS, *preference.MUTANTS, *policy.MUTANTS, *distillation.MUTANTS]
+MUTANTS = [*foundation.MUTANTS, *preference.MUTANTS, *policy.MUTANTS, *distillation.MUTANTS, *multi_token.MUTANTS]
