@@ -7,6 +7,7 @@ from torch import Tensor
 
 from logitless.losses.base import TokenLoss, _names_out, call, prepare
 from logitless.losses.checks import check_choice
+from logitless.losses.plan import Plan
 
 
 class TokenLogprobs(NamedTuple):
@@ -18,8 +19,15 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Logprobs(TokenLoss):
+class TokenNumbers(TokenLoss):
+    """Any of the per-token numbers of a `TokenLoss`, handed out for ordinary autograd: logps and lse always, `entropy` (False, True:
+    differentiable, "metric": not) and `also`, without gradient.
+
+    `numbers(hidden, weight, targets)` returns ({name: (...)}, plan), zero where ignored.
+    """
+
     entropy: bool | str = False
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,9 +39,16 @@ class _Logprobs(TokenLoss):
 
     @property
     def observes(self) -> tuple[str, ...]:
-        return ("entropy",) if self.entropy == "metric" else ()
+        return (*self.also, "entropy") if self.entropy == "metric" else self.also
 
     reduction: ClassVar = "none"
+
+    def numbers(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, shift: bool = False
+    ) -> tuple[dict[str, Tensor], Plan | None]:
+        problem = prepare(self, hidden, weight, targets, bias, None, shift, None, {})
+        found, plan = call(self, problem, solved=False)
+        return {name: x.view(targets.shape) for name, x in zip(_names_out(self), found, strict=True)}, plan
 
 
 def linear_logprobs(
@@ -56,8 +71,6 @@ def linear_logprobs(
     Returns:
         TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.
     """
-    loss = _Logprobs(ignore_index=ignore_index, entropy=entropy, **head)
-    problem = prepare(loss, hidden, weight, targets, bias, None, False, None, {})
-    numbers, _ = call(loss, problem, solved=False)
-    named = {name: x.view(targets.shape) for name, x in zip(_names_out(loss), numbers, strict=True)}
-    return TokenLogprobs(named["logps"], named["entropy"] if entropy else None, named["lse"])
+    loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
+    found, _ = loss.numbers(hidden, weight, targets, bias=bias)
+    return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

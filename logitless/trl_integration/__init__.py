@@ -12,7 +12,31 @@ from .versions import SUPPORTED, require_supported
 
 require_supported()
 
+from .log_prob_trainers import (  # noqa: E402
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin  # noqa: E402
 from .sft import SFTConfig, SFTTrainer  # noqa: E402
 
-__all__ = ["SUPPORTED", "ChunkedLossConfigMixin", "ChunkedLossTrainerMixin", "SFTConfig", "SFTTrainer"]
+__all__ = [
+    "SUPPORTED",
+    "ChunkedLossConfigMixin",
+    "ChunkedLossTrainerMixin",
+    "DPOConfig",
+    "DPOTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+]

@@ -3,12 +3,10 @@
 A pair is two short classes:
 
     @dataclass
-    class SFTConfig(ChunkedLossConfigMixin, trl.SFTConfig): ...
+    class DPOConfig(ChunkedLossConfigMixin, trl.DPOConfig): ...
 
-    class SFTTrainer(ChunkedLossTrainerMixin, trl.SFTTrainer):
-        stock_module = trl.trainer.sft_trainer
-
-        def chunked_score(self, model, **stock_options): ...
+    class DPOTrainer(ChunkedLossTrainerMixin, trl.DPOTrainer):
+        stock_module = trl.trainer.dpo_trainer
 
 The constructors of TRL's trainers (SFT, DPO, KTO, GRPO, RLOO) call `add_fused_lm_head` for the policy, and DPO uses the patched
 reference model before its constructor ends. So the name is exchanged in that trainer's module, and only while it constructs.
@@ -23,6 +21,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from .head import Score, attach_chunked_head
+from .per_token import PerTokenScore
 
 
 @contextmanager
@@ -109,8 +108,13 @@ class ChunkedLossTrainerMixin:
         return getattr(self.args, "use_chunked_loss", False)
 
     def chunked_score(self, model: PreTrainedModel, **stock_options: Any) -> Score:
-        """The scorer for `model`; `stock_options` are what TRL passes to `add_fused_lm_head` (`temperature`, `outputs`, …)."""
-        raise NotImplementedError
+        """The scorer for `model`; `stock_options` are what TRL passes to `add_fused_lm_head` (`temperature`, `outputs`, …).
+
+        By default per-token numbers, from which TRL's own code makes any of its losses and metrics.
+        """
+        # Only GRPO differentiates the entropy.
+        differentiable = bool(getattr(self.args, "entropy_coef", 0.0))
+        return PerTokenScore(self, model, differentiable_entropy=differentiable, **stock_options)
 
     def _add_chunked_head(self, model: PreTrainedModel, **stock_options: Any) -> None:
         attach_chunked_head(model, self.chunked_score(model, **stock_options))

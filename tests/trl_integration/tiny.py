@@ -87,10 +87,11 @@ class _Watch(TrainerCallback):
     on_step_end = on_substep_end
 
 
-def train(trainer_class: type, args: Any, model: PreTrainedModel, dataset: Dataset, **options: Any) -> Run:
+def train(trainer_class: type, args: Any, model: PreTrainedModel, dataset: Dataset, *, tokenizer: Any = None, **options: Any) -> Run:
     """Trains and returns the logs of every step (timings left out)."""
     watch = _Watch()
-    trainer = trainer_class(model, args=args, train_dataset=dataset, processing_class=tiny_tokenizer(), callbacks=[watch], **options)
+    options |= {"processing_class": tokenizer or tiny_tokenizer(), "callbacks": [watch]}
+    trainer = trainer_class(model, args=args, train_dataset=dataset, **options)
     watch.trainer = trainer
     trainer.train()
     timing = ("runtime", "per_second", "flos")

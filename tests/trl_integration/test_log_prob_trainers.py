@@ -1,0 +1,144 @@
+"""Our DPO, KTO, GRPO and RLOO pairs beside TRL's: the same losses, gradient norms and metrics over several optimizer steps."""
+
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset
+
+import logitless.trl_integration as ours
+
+from .test_sft import RTOL, STEPS, options
+from .tiny import VOCAB, tiny_model, tiny_tokenizer, train
+
+
+def sequences(examples: int, seed: int, low=2, high=12) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (examples,), generator=generator).tolist()
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def text(examples: int, seed: int) -> list[str]:
+    return [" ".join(f"w{i}" for i in row) for row in sequences(examples, seed)]
+
+
+def preference_dataset(examples=24) -> Dataset:
+    return Dataset.from_dict({"prompt": text(examples, 0), "chosen": text(examples, 1), "rejected": text(examples, 2)})
+
+
+def kto_dataset(examples=24) -> Dataset:
+    return Dataset.from_dict({"prompt": text(examples, 0), "completion": text(examples, 1), "label": [i % 3 > 0 for i in range(examples)]})
+
+
+def prompt_dataset(examples=12) -> Dataset:
+    return Dataset.from_dict({"prompt": text(examples, 0)})
+
+
+def reward(completion_ids, **kwargs) -> list[float]:
+    """Any number that differs between completions."""
+    return [sum(ids[:4]) % 13 / 13 for ids in completion_ids]
+
+
+def words() -> transformers.PreTrainedTokenizerFast:
+    """The tiny tokenizer, splitting at spaces."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def side_by_side(tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=lambda model: model, trainer=None, **changes):
+    """Trains with TRL's pair and with ours, from the same weights on the same batches."""
+    path = tmp_path / "model"
+    if not path.exists():
+        # KTO and GRPO rebuild the reference from where the model came from.
+        tiny_model(family).save_pretrained(path)
+        words().save_pretrained(path)
+    runs = []
+    for config, cls, more in (
+        (getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer"), {}),
+        (getattr(ours, f"{kind}Config"), getattr(ours, f"{kind}Trainer"), {"use_chunked_loss": True, "logits_budget": 16 * 1024}),
+    ):
+        model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
+        settings = options(tmp_path / "out", **changes) | more
+        torch.manual_seed(0)
+        runs.append(train(cls, config(**settings), model, dataset, tokenizer=words(), **(trainer or {})))
+    return runs
+
+
+def assert_same(stock, mine, *, strategies=frozenset({"recompute", "loss_only"}), rtol=RTOL) -> None:
+    assert len(stock.logs) == len(mine.logs) > STEPS
+    for step, (theirs, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
+        assert theirs.keys() == own.keys()
+        for key in theirs:
+            if "time" not in key:
+                assert own[key] == pytest.approx(theirs[key], rel=rtol, abs=1e-5), f"{key} at log {step}"
+    assert (stock.weights - mine.weights).norm() <= 30 * rtol * stock.weights.norm()
+    assert set(mine.strategies) <= strategies and None not in mine.strategies, mine.strategies
+    assert set(stock.strategies) == {None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": ["sigmoid", "sft", "bco_pair"], "loss_weights": [0.8, 0.2, 1.0]},
+        {"loss_type": "ipo", "precompute_ref_log_probs": True},
+        {"use_weighting": True, "gradient_accumulation_steps": 2},
+        {"loss_type": "aot", "ld_alpha": 0.4, "per_device_train_batch_size": 4},
+        {"f_divergence_type": "js_divergence", "padding_free": True},
+    ],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+def test_dpo(tmp_path, changes):
+    assert_same(*side_by_side(tmp_path, "DPO", preference_dataset(), **changes))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "tied"])
+def test_dpo_heads_of_families(tmp_path, family):
+    assert_same(*side_by_side(tmp_path, "DPO", preference_dataset(), family=family))
+
+
+def test_dpo_with_lora_keeps_the_vectors_of_a_frozen_head(tmp_path):
+    def adapted(model):
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+    assert_same(*side_by_side(tmp_path, "DPO", preference_dataset(), wrap=adapted), strategies={"row_scaled", "loss_only"})
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "apo_zero_unpaired"}], ids=["kto", "apo"])
+def test_kto(tmp_path, changes):
+    assert_same(*side_by_side(tmp_path, "KTO", kto_dataset(), per_device_train_batch_size=4, **changes))
+
+
+ROLLOUTS = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": STEPS}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2},
+        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "temperature": 0.8},
+        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+        {"cast_lm_head_to_fp32": True, "gradient_accumulation_steps": 2},
+    ],
+    ids=lambda changes: "-".join(changes) or "default",
+)
+def test_grpo(tmp_path, changes):
+    assert_same(*side_by_side(tmp_path, "GRPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes), rtol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"beta": 0.1, "num_iterations": 2}], ids=["default", "kl"])
+def test_rloo(tmp_path, changes):
+    assert_same(*side_by_side(tmp_path, "RLOO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes), rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO"])
+def test_flag_off_is_the_stock_trainer(kind):
+    config = getattr(ours, f"{kind}Config")(output_dir="x", use_cpu=True, bf16=False)
+    assert config.use_chunked_loss is False
+    assert issubclass(getattr(ours, f"{kind}Trainer"), getattr(trl, f"{kind}Trainer"))
