@@ -23,10 +23,12 @@ from .log_prob_trainers import (  # noqa: E402
     RLOOTrainer,
 )
 from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin  # noqa: E402
+from .preference_trainers import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer  # noqa: E402
 from .sft import SFTConfig, SFTTrainer  # noqa: E402
 
 __all__ = [
-    "SUPPORTED",
+    "CPOConfig",
+    "CPOTrainer",
     "ChunkedLossConfigMixin",
     "ChunkedLossTrainerMixin",
     "DPOConfig",
@@ -35,8 +37,11 @@ __all__ = [
     "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
+    "ORPOConfig",
+    "ORPOTrainer",
     "RLOOConfig",
     "RLOOTrainer",
     "SFTConfig",
     "SFTTrainer",
+    "SUPPORTED",
 ]

@@ -13,7 +13,7 @@ reference model before its constructor ends. So the name is exchanged in that tr
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
@@ -90,8 +90,8 @@ class ChunkedLossTrainerMixin:
     anything runs.
     """
 
-    # The TRL module whose `add_fused_lm_head` the stock constructor calls
-    stock_module: ClassVar[ModuleType]
+    # The TRL module whose `add_fused_lm_head` the stock constructor calls; None if it calls none
+    stock_module: ClassVar[ModuleType | None] = None
     last_plan: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -100,7 +100,8 @@ class ChunkedLossTrainerMixin:
         if config is None or not config.use_chunked_loss:
             super().__init__(*args, **kwargs)
             return
-        with swapped(self.stock_module, add_fused_lm_head=self._add_chunked_head), swapped(config, _claimed=True):
+        head = nullcontext() if self.stock_module is None else swapped(self.stock_module, add_fused_lm_head=self._add_chunked_head)
+        with head, swapped(config, _claimed=True):
             super().__init__(*args, **kwargs)
 
     @property

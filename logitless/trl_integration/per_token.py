@@ -26,11 +26,11 @@ class PerTokenScore:
     ):  # fmt: skip
         self.trainer, self.outputs, self.exact = trainer, outputs, cast_lm_head_to_fp32
         asked = tuple(FIELDS[name] for name in outputs if name in FIELDS and name != "entropy")
-        self.loss = TokenNumbers(
-            entropy=("entropy" in outputs) and (differentiable_entropy or "metric"), also=asked, temperature=temperature,
-            logits_budget=trainer.args.logits_budget, logits_dtype=torch.float32 if cast_lm_head_to_fp32 else None,
-            **head_options(model.config),
-        )  # fmt: skip
+        head = {"temperature": temperature, "logits_budget": trainer.args.logits_budget, **head_options(model.config)}
+        if cast_lm_head_to_fp32:
+            head["logits_dtype"] = torch.float32
+        self.loss = TokenNumbers(entropy=("entropy" in outputs) and (differentiable_entropy or "metric"), also=asked, **head)
+        self.every_position = TokenNumbers(also=("sum_logits",), **head)
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool) -> dict[str, Tensor]:
         if self.exact:

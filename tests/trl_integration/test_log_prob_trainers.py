@@ -1,5 +1,7 @@
 """Our DPO, KTO, GRPO and RLOO pairs beside TRL's: the same losses, gradient norms and metrics over several optimizer steps."""
 
+from importlib import import_module
+
 import peft
 import pytest
 import torch
@@ -10,7 +12,7 @@ from datasets import Dataset
 import logitless.trl_integration as ours
 
 from .test_sft import RTOL, STEPS, options
-from .tiny import VOCAB, tiny_model, tiny_tokenizer, train
+from .tiny import SIZES, VOCAB, tiny_model, tiny_tokenizer, train
 
 
 def sequences(examples: int, seed: int, low=2, high=12) -> list[list[int]]:
@@ -49,6 +51,12 @@ def words() -> transformers.PreTrainedTokenizerFast:
     return tokenizer
 
 
+def stock(name: str) -> type:
+    """TRL's class of that name, wherever it is kept."""
+    kind = name.removesuffix("Config").removesuffix("Trainer")
+    return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{kind.lower()}"), name)
+
+
 def side_by_side(tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=lambda model: model, trainer=None, **changes):
     """Trains with TRL's pair and with ours, from the same weights on the same batches."""
     path = tmp_path / "model"
@@ -58,7 +66,7 @@ def side_by_side(tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=
         words().save_pretrained(path)
     runs = []
     for config, cls, more in (
-        (getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer"), {}),
+        (stock(f"{kind}Config"), stock(f"{kind}Trainer"), {}),
         (getattr(ours, f"{kind}Config"), getattr(ours, f"{kind}Trainer"), {"use_chunked_loss": True, "logits_budget": 16 * 1024}),
     ):
         model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
@@ -137,8 +145,55 @@ def test_rloo(tmp_path, changes):
     assert_same(*side_by_side(tmp_path, "RLOO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes), rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO"])
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"])
 def test_flag_off_is_the_stock_trainer(kind):
     config = getattr(ours, f"{kind}Config")(output_dir="x", use_cpu=True, bf16=False)
     assert config.use_chunked_loss is False
-    assert issubclass(getattr(ours, f"{kind}Trainer"), getattr(trl, f"{kind}Trainer"))
+    assert issubclass(getattr(ours, f"{kind}Trainer"), stock(f"{kind}Trainer"))
+
+
+# -- the trainers that build the full logits
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "mixtral"])
+def test_orpo(tmp_path, family):
+    assert_same(*side_by_side(tmp_path, "ORPO", preference_dataset(), family=family, max_length=48, beta=0.5))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"loss_type": "hinge", "cpo_alpha": 0.0, "gradient_accumulation_steps": 2},
+        {"loss_type": "ipo"},
+        {"loss_type": "simpo", "simpo_gamma": 0.7, "label_smoothing": 0.1},
+        {"loss_type": "alphapo", "alpha": 0.2},
+    ],
+    ids=lambda changes: changes.get("loss_type", "sigmoid"),
+)
+def test_cpo(tmp_path, changes):
+    assert_same(*side_by_side(tmp_path, "CPO", preference_dataset(), max_length=48, **changes))
+
+
+@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
+def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind):
+    """What the flag is for: with a budget of a few rows nothing of the size of the logits is allocated."""
+    from tests.support import AllocationWatcher
+
+    sizes = []
+    for flag in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SIZES | {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1})
+        )
+        changes = {"use_chunked_loss": True, "logits_budget": 2**20} if flag else {}
+        settings = options(tmp_path, per_device_train_batch_size=8, max_length=64, **changes)
+        trainer = getattr(ours, f"{kind}Trainer")(
+            model, args=getattr(ours, f"{kind}Config")(**settings), train_dataset=preference_dataset(8), processing_class=words()
+        )
+        batch = next(iter(trainer.get_train_dataloader()))
+        with AllocationWatcher() as watch:
+            trainer.get_batch_loss_metrics(trainer.model, batch)[0].backward()
+        sizes.append(watch.largest)
+    tokens = batch["chosen_input_ids"].numel() + batch["rejected_input_ids"].numel()
+    assert sizes[0] >= tokens * 4096 * 4 and sizes[1] <= 2**20
