@@ -11,11 +11,13 @@ import typer
 
 from benchmarks import ce as cross_entropy
 from benchmarks import gemm as chunk_gemms
+from benchmarks import medusa as multi_head
 from benchmarks import picture, readme
 from benchmarks import preference as pairs
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
+from benchmarks.medusa import MEDUSA
 from benchmarks.objective import Objective, Shape
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
@@ -122,6 +124,24 @@ def dpo_length(
     names = tuple(only or pairs.LENGTH_NAMES)
     document = compare("dpo-length", PREFERENCE, shapes, out, quick, device, names, tuple(skip or ()), seconds)
     typer.echo(pairs.by_token(document))
+
+
+@app.command()
+def medusa(
+    shapes: Annotated[list[str] | None, typer.Option(help="HEADSxTxHxV@STAGE, several with commas.")] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 0.0,
+) -> None:
+    """Medusa heads, 3 and 5, in both stages against the length T: time per token, and memory that must not grow with the heads."""
+    document = compare("medusa", MEDUSA, parsed(MEDUSA, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    typer.echo(multi_head.table(document))
+    if grown := multi_head.grown(document):
+        typer.echo("memory grows with the heads: " + "; ".join(grown), err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
