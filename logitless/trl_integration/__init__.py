@@ -12,6 +12,7 @@ from .versions import SUPPORTED, require_supported
 
 require_supported()
 
+from .distillation_trainers import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer  # noqa: E402
 from .log_prob_trainers import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
@@ -33,6 +34,10 @@ __all__ = [
     "ChunkedLossTrainerMixin",
     "DPOConfig",
     "DPOTrainer",
+    "DistillationConfig",
+    "DistillationTrainer",
+    "GKDConfig",
+    "GKDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
