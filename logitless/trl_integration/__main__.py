@@ -1,0 +1,45 @@
+"""TRL's command line with our trainers:
+
+    python -m logitless.trl_integration sft --model_name_or_path MODEL --dataset_name DATASET --use_chunked_loss true
+    python -m logitless.trl_integration dpo --config dpo.yaml
+
+The commands are TRL's own scripts, with TRL's arguments and YAML files, in which the names of Config and Trainer mean ours. Datasets and
+models are on the hub or on disk: `datasets: [{path: json, data_files: rows.jsonl}]` in the YAML file reads a local one.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import trl
+
+import logitless.trl_integration as ours
+
+from .mixins import swapped
+
+# TRL's script -> the name of the pair it trains with.
+COMMANDS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO", "distillation": "Distillation"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one of TRL's scripts with our pair.
+
+    Raises:
+        SystemExit: without a known command, or with arguments that TRL's parser refuses.
+    """
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if command in ("-h", "--help"):
+        print(__doc__, "\nCommands: " + ", ".join(COMMANDS))
+        return
+    if command not in COMMANDS:
+        raise SystemExit(f"command: expected one of {', '.join(COMMANDS)}, got {command!r}; see --help.")
+    script, name = import_module(f"trl.scripts.{command}"), COMMANDS[command]
+    pair = {f"{name}{part}": getattr(ours, f"{name}{part}") for part in ("Config", "Trainer")}
+    # The scripts import these names when they run.
+    with swapped(trl, **pair):
+        parser = script.make_parser(prog=f"python -m logitless.trl_integration {command}")
+        script.main(*parser.parse_args_and_config(args=rest))
+
+
+if __name__ == "__main__":
+    main()
