@@ -247,11 +247,13 @@ def grown(document: dict) -> list[str]:
         for row in section["rows"]:
             if row["name"] in goals(shape) and row["verdict"] == "ok" and row["beyond_gradients_bytes"] is not None:
                 held[replace(shape, heads=0)][shape.heads] = row["beyond_gradients_bytes"]
-    return [
-        f"stage {shape.stage}, T {shape.T:,}: {report.gib(few):.2f} GiB with {min(by_heads)} heads, {report.gib(many):.2f} with {max(by_heads)}"
-        for shape, by_heads in held.items()
-        if (many := by_heads[max(by_heads)]) > (1 + GROWTH) * (few := by_heads[min(by_heads)])
-    ]
+    found = []
+    for shape, by_heads in held.items():
+        fewest, most = min(by_heads), max(by_heads)
+        if by_heads[most] > (1 + GROWTH) * by_heads[fewest]:
+            sizes = (f"{report.gib(by_heads[heads]):.2f} GiB with {heads} heads" for heads in (fewest, most))
+            found.append(f"stage {shape.stage}, T {shape.T:,}: {', '.join(sizes)}")
+    return found
 
 
 def table(document: dict) -> str:

@@ -51,7 +51,7 @@ class Objective:
     peers: Peers
     problem: Callable[[Shape, torch.device, int], Problem]  # (shape, device, seed)
     goals: Callable[[Shape], dict[str, Goal]]  # by the names of our own implementations, the same at every shape
-    measure: Callable[..., tuple[dict, list[dict]]] = measure
+    measure: Callable[..., tuple[dict, list[dict]]] = measure  # the yardstick's numbers and the rows of a problem's calls
 
     def run(
         self,

@@ -10,12 +10,30 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import logitless
-from benchmarks import ce, distillation, gemm, measure, objective, peers, picture, policy, preference, readme, report, timing, yardstick
+from benchmarks import (
+    ce,
+    distillation,
+    gemm,
+    measure,
+    medusa,
+    objective,
+    peers,
+    picture,
+    policy,
+    preference,
+    readme,
+    report,
+    timing,
+    yardstick,
+)
 from benchmarks.__main__ import app
 from benchmarks.ce import CE
 from benchmarks.ce_peers import PEERS, eager_loss
 from benchmarks.distillation import DISTILLATION
 from benchmarks.distillation_peers import eager_loss as eager_jsd
+from benchmarks.medusa import MEDUSA
+from benchmarks.medusa_peers import eager_loss as eager_medusa
+from benchmarks.medusa_peers import terms
 from benchmarks.policy import POLICY
 from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
@@ -27,6 +45,7 @@ CPU = torch.device("cpu")
 SHAPE = ce.Shape(48, 16, 131, ignored=0.5)
 PAIRED = preference.QUICK_SHAPES
 SAMPLED = policy.QUICK_SHAPES
+*STAGES, LONG = medusa.QUICK_SHAPES
 FROZEN = [distillation.Shape(48, 16, 24, 131, frozen_head=frozen) for frozen in (False, True)]
 
 
@@ -200,9 +219,10 @@ def test_after_running_out_of_memory_longer_inputs_are_not_tried():
         (preference.Shape("ORPO", 2, 8, 4, 11), {"pairs": 4}, {"loss": "DPO"}),
         (preference.Shape("DPO", 1, 8, 4, 11), {"T": 16}, {"H": 8}),
         (policy.Shape(2, 8, 4, 11), {"sequences": 3, "T": 9}, {"frozen_head": True}),
+        (medusa.Shape(3, 1, 8, 4, 11), {"heads": 5, "stage": 2, "T": 16}, {"V": 12}),
         (SHAPE, {"N": 96}, {"V": 132}),
     ],
-    ids=["pairs", "length", "sequences", "tokens"],
+    ids=["pairs", "length", "sequences", "heads", "tokens"],
 )
 def test_more_tokens_of_the_same_problem_need_more_memory(shape, larger, other):
     more = replace(shape, **larger)
@@ -301,7 +321,7 @@ def test_malformed_shapes_are_refused(text):
         ce.Shape.parse(text)
 
 
-@pytest.mark.parametrize("shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES], ids=str)
+@pytest.mark.parametrize("shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES, *medusa.SHAPES], ids=str)
 def test_shapes_read_what_they_print(shape):
     assert type(shape).parse(str(shape)) == shape
 
@@ -322,6 +342,12 @@ def test_malformed_preference_shapes_are_refused(text):
 def test_malformed_policy_shapes_are_refused(text):
     with pytest.raises(ValueError, match="expected BxTxHxV"):
         policy.Shape.parse(text)
+
+
+@pytest.mark.parametrize("text", ["3x8x4x11", "3x8x4x11@3", "3x8x4x11@", "3x4x4x11@1", "0x8x4x11@1", "3x8x4@1", ""])
+def test_malformed_medusa_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="expected HEADSxTxHxV@STAGE"):
+        medusa.Shape.parse(text)
 
 
 def test_the_table_has_every_error_that_any_row_has():
@@ -367,6 +393,7 @@ def test_sizes_in_words():
         (["distillation", "--quick", "--shapes", "12x3x5"], "expected NxHxTxV"),
         (["preference", "--quick", "--shapes", "12x3x5x7"], "expected orpo:PAIRSxTxHxV"),
         (["policy", "--quick", "--shapes", "12x3x5"], "expected BxTxHxV"),
+        (["medusa", "--quick", "--shapes", "3x12x3x5"], "expected HEADSxTxHxV@STAGE"),
         (["ce", "--quick", "--device", "cpu", "--only", "nobody"], "nobody"),
     ],
 )
@@ -771,6 +798,211 @@ def test_their_tables_count_in_one_product(benchmark, tmp_path):
     text = page.read_text()
     assert report.sizes(asdict(shape)) in text and "**1.25x, 3.0 GiB**" in text and "one bare GEMM" in text
     assert "one bare matrix product, hidden @ weight.T" in text and "of the bare matrix products" not in text
+
+
+def test_medusa_measures_the_library_and_its_peers(tmp_path):
+    out = tmp_path / "medusa.json"
+    result = invoke("medusa", "--quick", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["complete"] and written["absent"] == {"loop over Liger's fused CE": "needs CUDA, the device is cpu"}
+    assert [section["shape"] for section in written["sections"]] == [asdict(shape) for shape in medusa.QUICK_SHAPES]
+    table = result.output[result.output.index("  K  ") :].splitlines()[2:]
+    for section in written["sections"]:
+        shape = medusa.Shape(**section["shape"])
+        errors = {"loss_error", "d_weight_0_error", "d_block_0_error"} | ({"d_hidden_error"} if shape.stage == 2 else set())
+        assert [row["name"] for row in section["rows"]] == ["logitless", "eager, fp32 upcast"]
+        for row in section["rows"]:
+            assert row["verdict"] == "ok" and row["rounds"] == medusa.ROUNDS == 3
+            assert {key for key in row if key.endswith("_error")} == ({"loss_error"} if shape == LONG else errors)
+            assert row["ratio"] == pytest.approx(row["ms"] / section["yardstick"]["ms"])
+            assert row["peak_bytes"] is row["beyond_gradients_bytes"] is None
+            numbers = f"{row['ms']:.1f}", f"{1e3 * row['ms'] / shape.T:.2f}", f"{row['ratio']:.2f}"
+            assert table.pop(0).split() == [str(shape.heads), str(shape.stage), f"{shape.T:,}", *row["name"].split(), *numbers]
+        assert section["rows"][0]["plan"].startswith("fused") and section["rows"][0]["budget_bytes"] > 0
+    assert not table
+
+
+def test_medusa_shapes_sweep_the_length_in_both_stages():
+    lengths = [1024, 2048, 4096, 8192, 16384, 32768]
+    assert [(s.heads, s.stage, s.T, s.H, s.V) for s in medusa.SHAPES] == [
+        (heads, stage, T, 4096, 128256) for heads in (3, 5) for stage in (1, 2) for T in lengths
+    ]
+
+
+@pytest.mark.parametrize("shape", STAGES, ids=str)
+def test_medusa_truth_is_the_fp64_autograd_result(shape):
+    hidden, heads, targets, base = medusa.inputs(shape, CPU, seed=3)
+    arguments = hidden, heads, targets, base
+    found = medusa.truth(*arguments, gradients=True, chunk=7)
+    wide = {name: x.detach().double().requires_grad_() for name, x in medusa.problem(shape, CPU, seed=3).leaves.items()}
+    x, y = wide.get("hidden", hidden.double())[0], targets[0]
+    losses = [] if base is None else [F.cross_entropy(x[:-1] @ wide["base"].T, y[1:])]
+    for k in range(shape.heads):
+        lifted = x + F.silu(x @ wide[f"block_{k}"].T + wide[f"bias_{k}"])
+        losses.append(0.8**k * F.cross_entropy((lifted @ wide[f"weight_{k}"].T)[: -(k + 2)], y[k + 2 :]))
+    loss = sum(losses)
+    assert (base is None) == (shape.stage == 1) == (not hidden.requires_grad)
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert found.gradients.keys() == {"weight_0", "block_0"} | ({"hidden"} if shape.stage == 2 else set())
+    for name, gradient in zip(found.gradients, torch.autograd.grad(loss, [wide[name] for name in found.gradients]), strict=True):
+        assert found.gradients[name].shape == gradient.shape and measure.relative_l2(gradient, found.gradients[name]) < 1e-5
+    alone = medusa.truth(*arguments, gradients=False)
+    assert alone.gradients == {} and alone.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert all(x.grad is None for x in heads.parameters())
+
+
+def test_two_bf16_products_make_an_fp32_one():
+    x, weight = torch.randn(32, 256), torch.randn(300, 256).bfloat16()
+    true = (x.double() @ weight.double().T).float()
+    assert (
+        measure.relative_l2(medusa.logits(x, weight), true) < 1e-5 < 1e-3 < measure.relative_l2(medusa.product(x.bfloat16(), weight), true)
+    )
+
+
+def test_medusa_inputs_are_those_of_trained_heads():
+    """Every head has a loss to speak of, of which its block and its softmax have a share."""
+    hidden, heads, targets, base = medusa.inputs(medusa.Shape(3, 2, 128, 512, 20_000), CPU, seed=1)
+    for term in terms(heads, base):
+        x, y = hidden[0, : -term.offset], targets[0, term.offset :]
+        losses = [F.cross_entropy((states @ term.weight.T).float(), y).item() for states in (x, x if term.block is None else term.block(x))]
+        assert all(1.0 < loss < 6.0 for loss in losses)
+        assert term.block is None or abs(losses[0] / losses[1] - 1) > 0.02
+
+
+def of_heads(
+    *, weigh=lambda term: term.coefficient, offset=0, states=lambda term, x: x if term.block is None else term.block(x), rows=None
+):
+    """A sum of cross-entropies of full logits with something bent."""
+
+    def call(hidden, heads, targets, base):
+        total = 0.0
+        for term in terms(heads, base):
+            ahead = term.offset + offset * (term.block is not None)
+            logits = states(term, hidden[0, :-ahead]) @ term.weight.t()
+            ce = F.cross_entropy(logits.float(), targets[0, ahead:], reduction="mean" if rows is None else "sum")
+            total = total + weigh(term) * (ce if rows is None else ce / rows)
+        return total
+
+    return call
+
+
+def block_bypassed(term, x):
+    """The right states, with a gradient of hidden that lacks the way through the block."""
+    return x if term.block is None else x + F.silu(term.block.linear(x.detach()))
+
+
+WRONG_MEDUSA = {
+    "no decay": of_heads(weigh=lambda term: 1.0),
+    "a token too near": of_heads(offset=-1),
+    "a token too far": of_heads(offset=1),
+    "last head left out": of_heads(weigh=lambda term: term.coefficient * (term.offset < 4)),
+    "mean over all positions": of_heads(rows=96),
+    "no blocks": of_heads(states=lambda term, x: x),
+    "no residual": of_heads(states=lambda term, x: x if term.block is None else term.block(x) - x),
+    "no SiLU": of_heads(states=lambda term, x: x if term.block is None else x + term.block.linear(x)),
+    "no gradient of the blocks": of_heads(states=lambda term, x: x if term.block is None else x + (term.block(x) - x).detach()),
+}
+WRONG_STAGE_2 = {
+    "no base head": of_heads(weigh=lambda term: term.coefficient * (term.offset > 1)),
+    "no gradient of hidden from the heads": of_heads(states=lambda term, x: x if term.block is None else term.block(x.detach())),
+    "no gradient of hidden through the blocks": of_heads(states=block_bypassed),
+}
+
+
+@pytest.mark.parametrize("shape", STAGES, ids=str)
+def test_a_wrong_medusa_loss_gets_no_time(shape):
+    wrong = WRONG_MEDUSA | (WRONG_STAGE_2 if shape.stage == 2 else {})
+    rows = rows_of(MEDUSA, shape, wrong | {"eager": eager_medusa, "by hand": of_heads()})
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {"eager": "ok", "by hand": "ok"}
+    assert not any("ms" in rows[name] for name in wrong)
+
+
+@pytest.mark.parametrize("shape", [STAGES[0], LONG], ids=["checked first", "loss alone"])
+def test_medusa_rows_of_what_is_wrong_or_fails(shape):
+    def fails(*arguments):
+        raise AssertionError("chunk\nof the wrong size")
+
+    def exhausts(*arguments):
+        raise torch.OutOfMemoryError("40 GiB")
+
+    def off(*arguments):
+        return 1.02 * eager_medusa(*arguments)
+
+    losses = {"fails": fails, "exhausts": exhausts, "off": off, "NaN": lambda *x: math.nan * eager_medusa(*x), "eager": eager_medusa}
+    rows = rows_of(MEDUSA, shape, losses)
+    assert [rows[name]["verdict"] for name in losses] == ["failed", "out of memory", "wrong", "wrong", "ok"]
+    assert rows["fails"]["reason"] == "AssertionError: chunk of the wrong size"
+    assert rows["off"]["loss_error"] == pytest.approx(0.02, rel=0.1)
+    assert [name for name in losses if "ms" in rows[name]] == ["eager"]
+
+
+def test_medusa_memory_is_that_of_the_timed_calls(monkeypatch):
+    """Beyond what there was before; the returned gradients are those of everything that trains."""
+    monkeypatch.setattr(medusa, "allocated", lambda device, restart=False: 1000 if restart else 10_001_000)
+    for shape in (STAGES[1], LONG):
+        row = rows_of(MEDUSA, shape, {"logitless": eager_medusa_with_plan})["logitless"]
+        trained = (3 + 1) * shape.V * shape.H + 3 * shape.H * (shape.H + 1) + shape.T * shape.H
+        assert (row["peak_bytes"], row["beyond_gradients_bytes"]) == (10_000_000, 10_000_000 - 2 * trained)
+        assert row["memory_limit_bytes"] == 2**20 + medusa.goals(shape)["logitless"].extra_bytes
+        assert row["meets_memory_limit"] == (10_000_000 - 2 * trained <= row["memory_limit_bytes"])
+
+
+def eager_medusa_with_plan(*arguments):
+    from logitless import LossOutput
+    from logitless.losses.plan import Plan
+
+    return LossOutput(eager_medusa(*arguments), {}, Plan("fused", (), 1, 1, 2**20))
+
+
+def test_the_memory_goal_of_medusa_knows_no_heads():
+    limits = {shape: medusa.goals(shape)["logitless"] for shape in medusa.SHAPES}
+    assert all(goal.ratio is None for goal in limits.values())
+    for shape, goal in limits.items():
+        assert goal == limits[replace(shape, heads=3)]
+        d_hidden = 6 * shape.T * 4096 if shape.stage == 2 else 0
+        assert goal.extra_bytes == 4 * 128256 * 4096 + d_hidden + 4 * min(shape.T, 4096) * 4096
+
+
+def medusa_document(*rows):
+    """A result with our rows: (heads, stage, T, bytes beyond the gradients)."""
+    row = {"name": "logitless", "verdict": "ok", "ms": 12.5, "ratio": 10.0, "peak_bytes": 3 * 2**30}
+    limits = {"memory_limit_bytes": 2**30, "meets_memory_limit": True}
+    theirs = [{"name": "eager, fp32 upcast", "verdict": "out of memory"}]
+    sections = [
+        {
+            "shape": asdict(medusa.Shape(heads, stage, T, 4096, 128256)),
+            "rows": [row | limits | {"beyond_gradients_bytes": beyond}, *theirs],
+        }
+        for heads, stage, T, beyond in rows
+    ]
+    return document("medusa", sections=sections)
+
+
+def test_memory_that_grows_with_the_heads_is_found():
+    flat = [(3, 1, 1024, 2**30), (3, 2, 1024, 2**32), (5, 1, 1024, int(1.04 * 2**30)), (5, 2, 1024, 2**31), (5, 2, 2048, 2**34)]
+    assert medusa.grown(medusa_document(*flat)) == []
+    grows = medusa_document(*flat, (3, 2, 4096, 2**30), (5, 2, 4096, int(1.06 * 2**30)))
+    assert medusa.grown(grows) == ["stage 2, T 4,096: 1.00 GiB with 3 heads, 1.06 GiB with 5 heads"]
+    # Neither what failed nor a peer counts, and on a CPU there is nothing to compare.
+    grows["sections"][-1]["rows"][0]["verdict"] = "out of memory"
+    assert medusa.grown(grows) == medusa.grown(medusa_document((3, 1, 1024, None), (5, 1, 1024, None))) == []
+
+
+def test_a_medusa_run_whose_memory_grows_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(medusa, "grown", lambda document: ["stage 1, T 96: much"])
+    out = tmp_path / "medusa.json"
+    result = invoke("medusa", "--quick", "--device", "cpu", "--only", "eager", "--shapes", str(STAGES[0]), "--out", str(out))
+    assert result.exit_code == 1 and "memory grows with the heads: stage 1, T 96: much" in result.output
+    assert "us/token" in result.output and json.loads(out.read_text())["complete"]
+
+
+def test_the_medusa_table_says_who_kept_the_limit_and_who_ran_out():
+    run = medusa_document((5, 2, 2048, 2**29))
+    run["sections"][0]["rows"][0]["meets_memory_limit"] = False
+    *_, ours, eager = medusa.table(run).splitlines()
+    assert ours.split() == "5 2 2,048 logitless 12.5 6.10 10.00 3.00 0.50 1.00 NO".split()
+    assert eager.split() == "5 2 2,048 eager, fp32 upcast out of memory".split()
 
 
 def test_sweep_doubles():

@@ -19,8 +19,8 @@ def scale_kernel(x_ptr, factor_ptr, out_ptr, x_stride, out_stride, factor_stride
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     rows, columns = x.shape
-    if factor.dim() == 0 and x.is_contiguous() and out.is_contiguous() and columns % BLOCK:
-        # One factor: any shape will do, so take one that fills the blocks.
+    if factor.dim() == 0 and x.is_contiguous() and out.is_contiguous():
+        # One factor: any shape will do, so take one that fills the blocks, and puts them all along the grid's long dimension.
         width = next((w for w in (BLOCK, BLOCK // 2, BLOCK // 4) if x.numel() % w == 0), columns)
         if width != columns:
             return scale(x.view(-1, width), factor, out.view(-1, width)).view(rows, columns)

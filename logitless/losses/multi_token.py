@@ -188,10 +188,11 @@ class MultiHead(torch.autograd.Function):
         totals = Totals(call, needs)
         value, numbers, pending = 0.0, [], None
         for index, (part, problem) in enumerate(call.parts):
-            solved, blocks, call.plan = totals.solve(loss, index, part, problem, pending)
+            solved, call.plan = totals.solve(loss, index, part, problem, pending)
             pending = solved.pending if pending is None else pending
             value = value + solved.loss
             numbers.append(torch.stack((solved.loss / part.coefficient, solved.metrics[0])))
+            del solved  # its d_weight in fp32, before the next part allocates one
         ctx.save_for_backward(pending, *totals.finished())
         ctx.dtypes = [x.dtype for x in call.tensors]
         ctx.needs = needs
@@ -211,7 +212,7 @@ class MultiHead(torch.autograd.Function):
             for index, need in enumerate(ctx.needs):
                 if need:
                     x = next(kept)
-                    flat = x.reshape(x.shape[0], -1) if x.dim() > 1 else x.reshape(1, -1)
+                    flat = x.reshape(-1, x.shape[-1])
                     found[index] = engine.finish(flat, scale, ctx.dtypes[index], owned=owned).view(x.shape)
         return (None, None, *found)
 
@@ -248,8 +249,8 @@ class Totals:
                 self.sums[key] = gradient if self.last[key] > index else gradient.to(self.call.tensors[key].dtype)
         if blocks is not None:
             for name, gradient in zip(blocks.trained, blocks.grads, strict=True):
-                self.sums[self.call.number(part.parameters[name])] = gradient
-        return solved, blocks, plan
+                self.sums[self.call.number(part.parameters[name])] = gradient.to(part.parameters[name].dtype)
+        return solved, plan
 
     def finished(self) -> list[Tensor]:
         """Gradients of the tensors that need one, in their shapes; zeros where no part reached."""

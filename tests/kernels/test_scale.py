@@ -43,3 +43,21 @@ def test_strides(per_row):
     wide = poisoned(5, 30, dtype=torch.float32)
     scale(transposed, factor, wide)
     assert torch.equal(wide, transposed * (factor[:, None] if per_row else factor))
+
+
+def test_any_length_fits_the_grid(monkeypatch):
+    """CUDA allows 65,535 blocks along the second dimension; one row of 2^28 numbers must not lie along it."""
+    pytest.importorskip("triton")
+    from logitless.kernels import scale_triton
+
+    class Grid:
+        def __getitem__(self, grid):
+            found.append(grid)
+            return lambda *args, **options: None
+
+    found = []
+    monkeypatch.setattr(scale_triton, "scale_kernel", Grid())
+    for shape in ((1, 2**28), (2**17, 2048), (3, 5 * 2**20), (2**28, 1)):
+        x = torch.empty(shape, device="meta")
+        scale_triton.scale(x, torch.empty((), device="meta"), x)
+    assert all(grid[1] <= 65535 for grid in found), found
