@@ -13,6 +13,7 @@ from .versions import SUPPORTED, require_supported
 require_supported()
 
 from .distillation_trainers import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer  # noqa: E402
+from .existing import apply_to, patch_model  # noqa: E402
 from .log_prob_trainers import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
@@ -49,4 +50,6 @@ __all__ = [
     "SFTConfig",
     "SFTTrainer",
     "SUPPORTED",
+    "apply_to",
+    "patch_model",
 ]

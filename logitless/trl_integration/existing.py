@@ -1,0 +1,143 @@
+"""For models and trainers that exist already: `patch_model` and `apply_to`, both undoable."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from logitless import CrossEntropyLoss
+
+from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
+from .head import _load_balancing_loss, attach_chunked_head, head_options, head_parameters
+from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
+from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin
+from .per_token import FIELDS
+from .preference_trainers import CPOTrainer, ORPOTrainer
+from .sft import SFTTrainer
+
+# GKD before SFT, whose subclass TRL's is.
+TRAINERS = (GKDTrainer, SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer, CPOTrainer, ORPOTrainer)
+
+
+def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> Callable[[], None]:
+    """Make `model(..., labels=labels)` compute its loss without logits; returns a function that undoes it.
+
+    The answer's `loss` is the model's own: labels are shifted, `num_items_in_batch` divides the sum where it is given, the soft cap and
+    the scale of the model's head apply, and a mixture of experts adds its router loss. Its `logits` are None. Calls without labels,
+    generation among them, run as before.
+
+    Args:
+        model: any causal language model of transformers, under PEFT or not.
+        logits_budget: bytes that the logits alive at one time may take; default the library's.
+
+    Raises:
+        ValueError: the model has no LM head, or PEFT adapts it (when called).
+    """
+    base = _base(model)
+    if base.get_output_embeddings() is None:
+        raise ValueError(
+            f"model: expected a causal language model with an LM head, got {type(base).__name__}; pass AutoModelForCausalLM's."
+        )
+    loss = CrossEntropyLoss(logits_budget=logits_budget, **head_options(base.config))
+    original = base.forward
+
+    @functools.wraps(type(base).forward)
+    def forward(self: PreTrainedModel, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if labels is None and kwargs.get("shift_labels") is None:
+            return original(*args, **kwargs)
+        return _loss_forward(self, loss, *args, labels=labels, **kwargs)
+
+    before = base.__dict__.get("forward")
+    base.forward = types.MethodType(forward, base)
+
+    def undo() -> None:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before
+
+    return undo
+
+
+def _loss_forward(
+    model: PreTrainedModel, loss: CrossEntropyLoss, *args: Any, labels: Tensor | None, shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None, **kwargs: Any,
+) -> CausalLMOutputWithPast:  # fmt: skip
+    config = model.config.get_text_config()
+    kwargs |= {"use_cache": False, "return_dict": True}
+    if getattr(config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    backbone = model.base_model(*args, **kwargs)
+    weight, bias = head_parameters(model)
+    targets = labels if shift_labels is None else shift_labels
+    with maybe_gather_lm_head_ctx(weight, bias):
+        value = loss(
+            backbone.last_hidden_state.to(weight.device), weight, targets.to(weight.device), bias=bias, shift=shift_labels is None,
+            num_items=num_items_in_batch,
+        ).loss  # fmt: skip
+    if kwargs.get("output_router_logits"):
+        aux_loss = _load_balancing_loss(config, backbone.router_logits, kwargs.get("attention_mask"))
+        value = value + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+    return CausalLMOutputWithPast(
+        loss=value, hidden_states=getattr(backbone, "hidden_states", None), attentions=getattr(backbone, "attentions", None)
+    )
+
+
+def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None) -> Callable[[], None]:
+    """Switch the chunked loss on in a trainer that exists already; returns a function that switches it off again.
+
+    A trainer of TRL becomes the one of ours that it would have been; any other `transformers.Trainer` gets `patch_model`.
+
+    Args:
+        trainer: TRL's (or a subclass of it), or transformers'.
+        logits_budget: bytes that the logits alive at one time may take; default the library's.
+
+    Raises:
+        ValueError: the trainer has the flag already, or something that needs logits: `compute_metrics`, `compute_loss_func`.
+    """
+    if isinstance(trainer, ChunkedLossTrainerMixin):
+        raise ValueError("trainer: expected one without the chunked loss, got ours; set use_chunked_loss=True in its config.")
+    for name in ("compute_metrics", "compute_loss_func"):
+        if getattr(trainer, name, None) is not None:
+            raise ValueError(f"{name}: expected None with the chunked loss, got a function that takes logits; leave it out.")
+    ours = next((cls for cls in TRAINERS if isinstance(trainer, cls.__mro__[cls.__mro__.index(_last_own(cls)) + 1])), None)
+    if ours is None:
+        return patch_model(trainer.accelerator.unwrap_model(trainer.model), logits_budget=logits_budget)
+
+    stock, args = type(trainer), trainer.args
+    models = [_base(trainer.accelerator.unwrap_model(trainer.model))]
+    if ours.stock_module is not None and getattr(trainer, "ref_model", None) is not None:
+        models.append(_base(trainer.accelerator.unwrap_model(trainer.ref_model)))
+    forwards = [model.__dict__.get("forward") for model in models]
+    trainer.__class__ = type(stock.__name__, (ours, stock), {}) if stock not in ours.__mro__ else ours
+    args.use_chunked_loss, args.logits_budget = True, logits_budget
+    options = {}
+    if ours.stock_module is not None and ours is not SFTTrainer:
+        cast = getattr(args, "cast_lm_head_to_fp32", False)
+        options = {"temperature": getattr(trainer, "temperature", 1.0), "cast_lm_head_to_fp32": cast}
+        options["outputs"] = ("log_probs", *FIELDS) if ours is DPOTrainer else ("log_probs", "entropy", "mean_logits")
+    if ours is not DistillationTrainer:
+        for model in models:
+            attach_chunked_head(model, trainer.chunked_score(model, **options))
+
+    def undo() -> None:
+        trainer.__class__ = stock
+        del args.use_chunked_loss, args.logits_budget
+        for model, forward in zip(models, forwards, strict=True):
+            if forward is not None:
+                model.forward = forward
+            elif "forward" in model.__dict__:
+                del model.forward
+
+    return undo
+
+
+def _last_own(cls: type) -> type:
+    """The last class of the method resolution order that is this library's; what follows it is TRL's."""
+    return [base for base in cls.__mro__ if base.__module__.startswith(ChunkedLossConfigMixin.__module__.rpartition(".")[0])][-1]

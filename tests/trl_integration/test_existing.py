@@ -1,0 +1,106 @@
+"""Models and trainers that existed before the flag: the same losses and gradients, and the way back."""
+
+import pytest
+import torch
+import transformers
+import trl
+
+from logitless.losses import engine
+from logitless.trl_integration import SFTConfig, SFTTrainer, apply_to, patch_model
+
+from .test_log_prob_trainers import ROLLOUTS, preference_dataset, prompt_dataset, reward, stock, words
+from .test_sft import options
+from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    found = []
+    for name in ("solve", "token_numbers"):
+        run = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *args, run=run, name=name, **options: (found.append(name), run(*args, **options))[1])
+    return found
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    out = model(**inputs)
+    out.loss.backward()
+    return out, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "granite", "cohere", "mixtral"])
+@pytest.mark.parametrize("num_items", [None, torch.tensor(50)], ids=["mean", "num_items"])
+def test_patched_model(family, num_items, calls):
+    model = tiny_model(family, **({"output_router_logits": True} if family == "mixtral" else {}))
+    ids = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    inputs |= {} if num_items is None else {"num_items_in_batch": num_items}
+    theirs, expected = gradients(model, **inputs)
+    undo = patch_model(model, logits_budget=2**14)
+    assert not calls
+    ours, found = gradients(model, **inputs)
+    assert calls == ["solve"] and ours.logits is None
+    assert torch.allclose(ours.loss, theirs.loss, rtol=1e-5)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    # Without labels nothing has changed.
+    assert torch.equal(model(input_ids=ids).logits, theirs.logits) or torch.allclose(model(input_ids=ids).logits, theirs.logits)
+    undo()
+    assert gradients(model, **inputs)[0].logits is not None and calls == ["solve"]
+
+
+def test_patched_model_in_the_plain_trainer(tmp_path):
+    losses = []
+    for patched in (False, True):
+        model = tiny_model()
+        if patched:
+            patch_model(model)
+        rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
+        data = rows.map(lambda row: {"labels": row["input_ids"]})
+        args = transformers.TrainingArguments(**{k: v for k, v in options(tmp_path, gradient_accumulation_steps=2).items()})
+        trainer = transformers.Trainer(model, args=args, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log] + [trainer.evaluate()["eval_loss"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind, more", [("SFT", {}), ("DPO", {"use_weighting": True}), ("ORPO", {"max_length": 48}), ("GRPO", ROLLOUTS)])
+def test_apply_to(tmp_path, calls, kind, more):
+    path = tmp_path / "model"
+    tiny_model().save_pretrained(path)
+    words().save_pretrained(path)
+    logs = []
+    for applied in (False, True):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        dataset = {"SFT": tiny_dataset, "GRPO": prompt_dataset}.get(kind, preference_dataset)()
+        extra = {"reward_funcs": reward} if kind == "GRPO" else {}
+        args = stock(f"{kind}Config")(**options(tmp_path / "out", **more))
+        cls = type("Mine", (stock(f"{kind}Trainer"),), {}) if kind == "DPO" else stock(f"{kind}Trainer")
+        trainer = cls(model, args=args, train_dataset=dataset, processing_class=words(), **extra)
+        undo = apply_to(trainer, logits_budget=2**14) if applied else None
+        trainer.train()
+        logs.append([{k: v for k, v in log.items() if isinstance(v, float) and "time" not in k and "per_second" not in k}
+                     for log in trainer.state.log_history])  # fmt: skip
+        assert bool(calls) == applied
+    for theirs, ours in zip(*logs, strict=True):
+        for name in theirs.keys() - {"train_runtime", "total_flos"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    undo()
+    assert type(trainer) is cls and not hasattr(trainer.args, "use_chunked_loss")
+
+
+def test_what_needs_logits_is_refused(tmp_path):
+    args = trl.SFTConfig(**options(tmp_path))
+    trainer = trl.SFTTrainer(
+        tiny_model(), args=args, train_dataset=tiny_dataset(), processing_class=tiny_tokenizer(), compute_metrics=lambda _: {}
+    )
+    with pytest.raises(ValueError, match="compute_metrics: expected None"):
+        apply_to(trainer)
+    mine = SFTTrainer(tiny_model(), args=SFTConfig(**options(tmp_path)), train_dataset=tiny_dataset(), processing_class=tiny_tokenizer())
+    with pytest.raises(ValueError, match="trainer: expected one without"):
+        apply_to(mine)
+    with pytest.raises(ValueError, match="model: expected a causal language model"):
+        patch_model(tiny_model().base_model)
