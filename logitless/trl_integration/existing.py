@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl.experimental.cpo import CPOTrainer as StockCPOTrainer
+from trl.experimental.gkd import GKDTrainer as StockGKDTrainer
+from trl.experimental.orpo import ORPOTrainer as StockORPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from logitless import CrossEntropyLoss
@@ -16,13 +20,23 @@ from logitless import CrossEntropyLoss
 from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
 from .head import _load_balancing_loss, attach_chunked_head, head_options, head_parameters
 from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
-from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin
+from .mixins import ChunkedLossTrainerMixin
 from .per_token import FIELDS
 from .preference_trainers import CPOTrainer, ORPOTrainer
 from .sft import SFTTrainer
 
-# GKD before SFT, whose subclass TRL's is.
-TRAINERS = (GKDTrainer, SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer, CPOTrainer, ORPOTrainer)
+# TRL's class -> ours; GKD before SFT, of which it is a subclass.
+TRAINERS = {
+    StockGKDTrainer: GKDTrainer,
+    trl.SFTTrainer: SFTTrainer,
+    trl.DPOTrainer: DPOTrainer,
+    trl.KTOTrainer: KTOTrainer,
+    trl.GRPOTrainer: GRPOTrainer,
+    trl.RLOOTrainer: RLOOTrainer,
+    trl.DistillationTrainer: DistillationTrainer,
+    StockCPOTrainer: CPOTrainer,
+    StockORPOTrainer: ORPOTrainer,
+}
 
 
 def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> Callable[[], None]:
@@ -106,7 +120,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
     for name in ("compute_metrics", "compute_loss_func"):
         if getattr(trainer, name, None) is not None:
             raise ValueError(f"{name}: expected None with the chunked loss, got a function that takes logits; leave it out.")
-    ours = next((cls for cls in TRAINERS if isinstance(trainer, cls.__mro__[cls.__mro__.index(_last_own(cls)) + 1])), None)
+    ours = next((ours for stock, ours in TRAINERS.items() if isinstance(trainer, stock)), None)
     if ours is None:
         return patch_model(trainer.accelerator.unwrap_model(trainer.model), logits_budget=logits_budget)
 
@@ -136,8 +150,3 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
                 del model.forward
 
     return undo
-
-
-def _last_own(cls: type) -> type:
-    """The last class of the method resolution order that is this library's; what follows it is TRL's."""
-    return [base for base in cls.__mro__ if base.__module__.startswith(ChunkedLossConfigMixin.__module__.rpartition(".")[0])][-1]
