@@ -5,8 +5,10 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from logitless.losses.base import TokenLoss, _names_out, call, prepare
+from logitless.losses.arguments import prepare
+from logitless.losses.base import TokenLoss
 from logitless.losses.checks import check_choice
+from logitless.losses.function import call, names_out
 from logitless.losses.plan import Plan
 
 
@@ -48,7 +50,7 @@ class TokenNumbers(TokenLoss):
     ) -> tuple[dict[str, Tensor], Plan | None]:
         problem = prepare(self, hidden, weight, targets, bias, None, shift, None, {})
         found, plan = call(self, problem, solved=False)
-        return {name: x.view(targets.shape) for name, x in zip(_names_out(self), found, strict=True)}, plan
+        return {name: x.view(targets.shape) for name, x in zip(names_out(self), found, strict=True)}, plan
 
 
 def linear_logprobs(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from logitless.losses import engine
-from logitless.losses.base import LossOutput, prepare
+from logitless.losses.arguments import prepare
+from logitless.losses.base import LossOutput
 from logitless.losses.checks import expect
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.engine import Problem

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from logitless.kernels.cross_entropy import TokenStats
-from logitless.losses.base import LossOutput, TokenLoss, shifted
+from logitless.losses.arguments import shifted
+from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.batch import Batch, Term
 from logitless.losses.checks import check_choice, expect
 from logitless.losses.paired import LARGEST, bounded_exp
