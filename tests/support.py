@@ -56,6 +56,13 @@ def assert_close(actual: Tensor, truth: Tensor, naive: Tensor | float, *, name: 
     assert error <= allowed, f"{name}: relative error {error:.2e} > {allowed:.2e} = 2 * {naive_error:.2e} (naive) + 8 eps"
 
 
+def assert_metrics_close(actual: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) -> None:
+    """The same names, and numbers within `tolerance`, absolute below 1 and relative above."""
+    assert set(actual) == set(truth)
+    for name, value in truth.items():
+        assert abs(actual[name].item() - value.item()) <= tolerance * max(1.0, abs(value.item())), name
+
+
 @dataclass
 class Outcome:
     """What a loss gave: its value, the gradients of the operands that asked for one, and its unprocessed return value."""

@@ -10,7 +10,7 @@ from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
 from logitless.losses import reference
 from logitless.losses.policy import LEVELS, PER_SEQUENCE, SURROGATES, clipped
 from tests.cases import DTYPES
-from tests.support import DEVICE, GemmCounter, assert_close, relative_error, run, sum_error
+from tests.support import DEVICE, GemmCounter, assert_close, assert_metrics_close, relative_error, run, sum_error
 
 H, V = 16, 300
 ROW = V * 8  # bytes of a row of fp64 logits
@@ -153,20 +153,14 @@ def test_equals_the_reference(name, kind, settings, strategy, packed, head, redu
     for operand, gradient in truth.grads.items():
         assert gradient.norm() > 0, operand
         assert relative_error(ours.grads[operand], gradient) < 1e-9, operand
-    compare_metrics(ours.output.metrics, found["metrics"])
+    assert_metrics_close(ours.output.metrics, found["metrics"], 1e-9)
     assert ours.output.logps.shape == problem.targets.shape and not ours.output.logps.requires_grad
     assert relative_error(ours.output.logps, found["logps"]) < 1e-12
     with torch.no_grad():
         only = loss(*operands[:3], bias=problem.bias, num_items=num_items, **problem.options)
     assert only.plan.strategy == "loss_only"
     assert relative_error(only.loss, truth.value) < 1e-11
-    compare_metrics(only.metrics, found["metrics"])
-
-
-def compare_metrics(ours: dict, truth: dict) -> None:
-    assert set(ours) == set(truth)
-    for name, value in truth.items():
-        assert abs(ours[name].item() - value.item()) <= 1e-9 * max(1.0, abs(value.item())), name
+    assert_metrics_close(only.metrics, found["metrics"], 1e-9)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -187,7 +181,7 @@ def test_unreduced(name, packed):
     assert out.loss.shape == ((5,) if by_sequence else problem.targets.shape)
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-11
     assert relative_error(out.logps, logps) < 1e-12
-    compare_metrics(out.metrics, metrics)
+    assert_metrics_close(out.metrics, metrics, 1e-9)
     upstream = problem.random(*truth.shape)
     ours, theirs = (torch.autograd.grad(x, hidden, upstream)[0] for x in (out.loss, truth))
     assert relative_error(ours, theirs) < 1e-9
