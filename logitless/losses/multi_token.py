@@ -7,7 +7,6 @@ heads but their own gradients.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -130,14 +129,13 @@ def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | N
 class MultiHeadLoss(CrossEntropyLoss):
     """What the losses of several heads share: a weighted sum of cross-entropies, solved head after head."""
 
-    metric_names: ClassVar = CrossEntropyLoss.metric_names
-
     def __post_init__(self) -> None:
         coefficients = getattr(self, "coefficients", None)
         if coefficients is not None:
             object.__setattr__(self, "coefficients", tuple(map(float, coefficients)))
         super().__post_init__()
         expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", repr(self.reduction), "sum over the heads")
+        expect(not self.return_logps, "return_logps", "False for several heads", True, "each has log-probabilities of its own")
 
     def solve_parts(
         self, parts: Sequence[Part], targets: Tensor, cu_seqlens: Tensor | None, num_items: float | Tensor | None

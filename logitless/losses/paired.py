@@ -76,6 +76,11 @@ class ReferencedLoss(TokenLoss):
         return True
 
     @property
+    def walk_options(self) -> dict:
+        """The fields that another walk beside the loss's own shares with it, its head left aside."""
+        return {name: getattr(self, name) for name in ("ignore_index", "logits_budget", "logits_dtype", "compact")}
+
+    @property
     def ref_head(self) -> Head:
         softcap = self.softcap if self.ref_softcap == "same" else self.ref_softcap
         return Head(softcap, self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale, self.temperature)
@@ -94,9 +99,10 @@ class ReferencedLoss(TokenLoss):
         if ref_hidden is not None:
             check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
-                head = self.ref_head._asdict() | {"logits_budget": self.logits_budget, "ignore_index": self.ignore_index}
                 with torch.no_grad():
-                    ref_logps = linear_logprobs(ref_hidden, ref_weight, targets, bias=ref_bias, **head).logps
+                    ref_logps = linear_logprobs(
+                        ref_hidden, ref_weight, targets, bias=ref_bias, **self.ref_head._asdict(), **self.walk_options
+                    ).logps
             else:
                 inputs = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
         if ref_logps is not None:

@@ -84,7 +84,8 @@ def default_budget(device: torch.device) -> int:
 
 
 # Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight summed in fp32, 4,096 rows
-# cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,024 rows 11.8-16.7%; sizes between them vary by 10%.
+# cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,536 rows 7-10%, 1,024 rows 11.8-16.7%; others
+# vary by 10%.
 GOOD_CHUNKS = (4096, 2048, 1536, 1024, 512)
 # Rows of a tile of the products.
 TILE = 128

@@ -479,14 +479,15 @@ class KTOLoss(ReferencedLoss):
         known = {"kl_hidden", "kl_targets", "ref_logps", "ref_hidden"}
         complete = {"kl_hidden", "kl_targets"} <= set(kl) <= known and ("ref_logps" in kl) != ("ref_hidden" in kl)
         expect(complete, "kl", "kl_hidden, kl_targets and one of ref_logps and ref_hidden", sorted(kl), "pass exactly these")
-        common = {"logits_budget": self.logits_budget, "ignore_index": self.ignore_index, "compact": self.compact}
         targets = kl["kl_targets"]
         with torch.no_grad():
-            policy = linear_logprobs(kl["kl_hidden"], weight, targets, bias=bias, **self.head._asdict(), **common).logps
+            policy = linear_logprobs(kl["kl_hidden"], weight, targets, bias=bias, **self.head._asdict(), **self.walk_options).logps
             reference = kl.get("ref_logps")
             if reference is not None and reference.shape == targets.shape:
                 reference = torch.where(targets == self.ignore_index, 0.0, reference)
             if reference is None:
                 check_reference(kl["ref_hidden"], ref_weight, ref_bias, weight, targets)
-                reference = linear_logprobs(kl["ref_hidden"], ref_weight, targets, bias=ref_bias, **self.ref_head._asdict(), **common).logps
+                reference = linear_logprobs(
+                    kl["ref_hidden"], ref_weight, targets, bias=ref_bias, **self.ref_head._asdict(), **self.walk_options
+                ).logps
             return ((policy.sum() - reference.sum()) / targets.shape[0]).clamp(min=0)

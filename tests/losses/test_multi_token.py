@@ -232,6 +232,7 @@ BAD = {
         f"base_weight: expected {V} rows",
     ),
     "reduction": (lambda: MedusaLoss(reduction="none"), "reduction: expected 'mean' or 'sum'"),
+    "log-probabilities": (lambda: MedusaLoss(return_logps=True), "return_logps: expected False"),
     "no hidden states": (lambda: MultiTokenLoss()([], torch.zeros(V, H), torch.zeros(1, 4).long()), "hiddens: expected at least one"),
     "depths": (
         lambda: MultiTokenLoss(coefficients=(1.0,))([torch.zeros(1, 4, H)] * 2, torch.zeros(V, H), torch.zeros(1, 4).long()),
