@@ -10,6 +10,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
+from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
 from benchmarks import picture, readme
@@ -25,8 +26,8 @@ from benchmarks.report import RESULTS, new_document, newest
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 
-# The benchmarks with a table in the README.
-TABLES = ("ce", "distillation", "preference", "policy")
+# The benchmarks with a table in the README, and what writes it.
+TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), readme.table) | {"medusa": multi_head.by_length}
 
 Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
 Out = Annotated[Path | None, typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick).")]
@@ -127,6 +128,19 @@ def dpo_length(
 
 
 @app.command()
+def distillation_length(
+    max_tokens: Annotated[int, typer.Option(min=8192, help="The largest N; the sizes grow fourfold from 8,192.")] = 131072,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    seconds: Seconds = 2.0,
+) -> None:
+    """JSD against N: our memory beyond the gradients, and the ratio to the bare products."""
+    shapes = teaching.QUICK_SHAPES[:1] if quick else teaching.length_shapes(max_tokens)
+    compare("distillation-length", DISTILLATION, shapes, out, quick, device, ("logitless",), (), seconds)
+
+
+@app.command()
 def medusa(
     shapes: Annotated[list[str] | None, typer.Option(help="HEADSxTxHxV@STAGE, several with commas.")] = None,
     out: Out = None,
@@ -189,7 +203,7 @@ def plot(
     tables = {name: found for name in TABLES if (found := newest(name, results))}
     for name, (source, document) in tables.items():
         try:
-            readme.rewrite(readme_path, name, readme.table(document, f"benchmarks/results/{source.name}"))
+            readme.rewrite(readme_path, name, TABLES[name](document, f"benchmarks/results/{source.name}"))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         typer.echo(f"{readme_path}: table from {source}")

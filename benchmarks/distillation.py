@@ -1,7 +1,8 @@
 """Distillation through two linear heads, by the Jensen-Shannon divergence: the problem (shapes, inputs, fp32 truth)."""
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -42,6 +43,13 @@ class Shape:
 TARGETS = {Shape(8192, 2048, 4096, 151936): 1.22, Shape(8192, 2048, 4096, 151936, frozen_head=True): None}
 SHAPES = tuple(TARGETS)
 QUICK_SHAPES = (Shape(96, 32, 48, 517), Shape(96, 32, 48, 517, frozen_head=True))
+
+
+def length_shapes(max_tokens: int) -> tuple[Shape, ...]:
+    """The design's shape with N growing fourfold from 8,192."""
+    sizes = itertools.takewhile(lambda N: N <= max_tokens, (SHAPES[0].N << 2 * k for k in itertools.count()))
+    return tuple(replace(SHAPES[0], N=N) for N in sizes)
+
 
 # Of what makes a token's distribution peaked, the student shares this much with its teacher.
 AGREEMENT = 0.7

@@ -279,3 +279,25 @@ def table(document: dict) -> str:
             )
     headers = ["K", "stage", "T", "", "ms", "us/token", "x GEMMs", "peak GiB", "beyond grads", "limit", "within"]
     return tabulate(body, headers, disable_numparse=True, colalign=(*["right"] * 3, "left", *["right"] * 7))
+
+
+def by_length(document: dict, source: str) -> str:
+    """Time and memory beyond the gradients against the length, in Markdown."""
+    cells: dict[tuple, dict[int, str]] = defaultdict(dict)
+    for section in document["sections"]:
+        shape = Shape(**section["shape"])
+        for row in section["rows"]:
+            beyond = report.text(report.gib(row.get("beyond_gradients_bytes")), ", {:.1f} GiB") or ""
+            measured = row["verdict"] == "ok"
+            cells[shape.heads, shape.stage, row["name"]][shape.T] = f"{row['ms']:.0f} ms{beyond}" if measured else row["verdict"]
+    lengths = sorted({T for found in cells.values() for T in found})
+    body = [[*key, *(found.get(T, "") for T in lengths)] for key, found in cells.items()]
+    body = [[cell and f"**{cell}**" for cell in line] if line[2] == "logitless" else line for line in body]
+    align = ("right", "right", "left", *["right"] * len(lengths))
+    headers = ["heads", "stage", "", *(f"T {T:,}" for T in lengths)]
+    sizes = report.sizes({name: document["sections"][0]["shape"][name] for name in "HV"})
+    return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True) + (
+        f"\n\nOne {document['device']}, {document['date'][:10]}, {sizes}, bf16, forward and backward; memory beyond the inputs and the "
+        "returned gradients. Ours holds one d_weight in fp32 until it is cast, where Liger sums in bf16. "
+        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+    )

@@ -1005,6 +1005,24 @@ def test_the_medusa_table_says_who_kept_the_limit_and_who_ran_out():
     assert eager.split() == "5 2 2,048 eager, fp32 upcast out of memory".split()
 
 
+def test_the_readme_has_medusa_by_length():
+    *header, caption = medusa.by_length(medusa_document((5, 2, 2048, 2**29), (5, 2, 1024, 2**30)), "here.json").splitlines()
+    titles, _, ours, eager = ([cell.strip() for cell in line.strip("|").split("|")] for line in header[:4])
+    assert titles == ["heads", "stage", "", "T 1,024", "T 2,048"]
+    assert ours == ["**5**", "**2**", "**logitless**", "**12 ms, 1.0 GiB**", "**12 ms, 0.5 GiB**"]
+    assert eager == ["5", "2", "eager, fp32 upcast", "out of memory", "out of memory"]
+    assert "H 4,096, V 128,256" in caption and "here.json" in caption
+
+
+def test_distillation_length_measures_ours_up_to_the_length_asked_for(tmp_path):
+    assert [shape.N for shape in distillation.length_shapes(131072)] == [8192, 32768, 131072]
+    out = tmp_path / "result.json"
+    result = invoke("distillation-length", "--quick", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert written["benchmark"] == "distillation-length" and [row["name"] for row in written["sections"][0]["rows"]] == ["logitless"]
+
+
 def test_sweep_doubles():
     assert [shape.N for shape in ce.sweep_shapes(8192)] == [1024, 2048, 4096, 8192]
     assert ce.sweep_shapes(131072)[-1].N == 131072
