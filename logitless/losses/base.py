@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from logitless.losses.arguments import prepare
 from logitless.losses.batch import Batch, Segments, Term, settled, tallied, unreduced
 from logitless.losses.checks import check_choice, expect
 from logitless.losses.engine import Problem
-from logitless.losses.function import call, names_out, register
+from logitless.losses.function import call, names_out, register, solved_names
 from logitless.losses.plan import Plan
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -28,13 +29,19 @@ class LossOutput(NamedTuple):
         loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
         metrics: detached 0-d tensors by name.
         plan: what ran; None inside a compiled graph, which is traced before anything runs.
-        logps: log-probabilities of the targets, in their shape, 0 where ignored, without gradient; None unless `return_logps`.
+        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where ignored: logps, lse, what else
+            the loss looked at, and (unless reduction="none") d_logps, the loss's gradient with respect to logps. Else empty.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     plan: Plan | None
-    logps: Tensor | None = None
+    tokens: dict[str, Tensor] = MappingProxyType({})
+
+    @property
+    def logps(self) -> Tensor | None:
+        """Log-probabilities of the targets; None unless `return_logps`."""
+        return self.tokens.get("logps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +137,12 @@ class LinearLoss:
         expect(not unknown, "inputs", f"names among {self.inputs}", unknown, f"see what {type(self).__name__} takes", TypeError)
         problem = prepare(self, hidden, weight, targets, bias, num_items, shift, cu_seqlens, inputs)
         if self.reduction != "none":
-            (loss, metrics, logps), plan = call(self, problem, solved=True)
+            (loss, metrics, *numbers), plan = call(self, problem, solved=True)
+            tokens = dict(zip(solved_names(self), numbers, strict=True))
         else:
-            loss, metrics, logps, plan = _unreduced(self, problem, targets.shape)
-        logps = logps.view(targets.shape) if self.return_logps else None
-        return LossOutput(loss, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, logps)
+            loss, metrics, tokens, plan = _unreduced(self, problem, targets.shape)
+        tokens = {name: x.view(targets.shape) for name, x in tokens.items()}
+        return LossOutput(loss, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +153,7 @@ class TokenLoss(LinearLoss):
     logps, lse, entropy, sum_logits (class-weighted), log_sum_sq_probs and is_top1; logps and lse are always there.
 
     Args:
-        return_logps: hand out the tokens' log-probabilities beside the loss, so that nobody needs another pass for them.
+        return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody needs another pass for them.
     """
 
     return_logps: bool = False
@@ -186,13 +194,13 @@ class LogitsLoss(LinearLoss):
         raise NotImplementedError
 
 
-def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Plan | None]:
+def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[Tensor, Tensor, dict, Plan | None]:
     """reduction="none": the terms on all tokens at once, in ordinary autograd over the per-token numbers."""
     numbers, plan = call(loss, problem, solved=False)
     named = dict(zip(names_out(loss), numbers, strict=True))
     if loss.is_logits_loss:
         values = named.pop("values")
-        return values.view(shape), torch.stack(list(named.values())) if named else values.new_zeros(0), None, plan
+        return values.view(shape), torch.stack(list(named.values())) if named else values.new_zeros(0), {}, plan
     segments = None
     if problem.sequences:
         tokens = problem.targets
@@ -208,4 +216,4 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
     found = tallied(metrics, factors.metrics)
     stacked = torch.stack([settled([found[name]]).to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
     values = values.view(shape) if values.shape == problem.targets.shape else values
-    return values, stacked, named["logps"].detach(), plan
+    return values, stacked, {name: x.detach() for name, x in named.items()} if loss.return_logps else {}, plan

@@ -56,7 +56,7 @@ class Solved(NamedTuple):
 
     loss: Tensor
     metrics: Tensor
-    logps: Tensor | None  # (N,), where the loss returns them
+    tokens: list[Tensor]  # (N,) each, of `solved_names`
     pending: Tensor
     d_hidden: Tensor | None
     d_weight: Tensor | None
@@ -214,8 +214,15 @@ def solve(
         pending = torch.full((), pending, dtype=problem.stat_dtype, device=problem.targets.device)
     metrics = [settled([found[name] for _, found in walk.reports]).to(loss_value.dtype) for name in _metric_names(loss, walk.reports)]
     stacked = torch.stack(metrics) if metrics else loss_value.new_zeros(0)
-    logps = _scatter(walk.stats.logps, rows, problem.targets.shape[0]) if loss.return_logps else None
-    return Solved(loss_value, stacked, logps, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
+    tokens = [_scatter(x, rows, problem.targets.shape[0]) for x in _tokens(loss, walk, pending)]
+    return Solved(loss_value, stacked, tokens, pending, walk.d_hidden, walk.d_weight, walk.d_bias), plan
+
+
+def _tokens(loss: "LinearLoss", walk: Walk, pending: Tensor) -> list[Tensor]:
+    if not loss.return_logps:
+        return []
+    d_logps = walk.grads.logps * pending if walk.needs.any else torch.zeros_like(walk.stats.logps)
+    return [*(x for _, x in walk.stats.items()), d_logps]
 
 
 def _metric_names(loss: "LinearLoss", reports: list) -> tuple[str, ...]:

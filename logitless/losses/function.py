@@ -51,13 +51,18 @@ def names_out(loss: "LinearLoss") -> tuple[str, ...]:
     return tuple(name for name, _ in allocate_stats((*loss.differentiates, *loss.observes), 0, torch.float32, torch.device("cpu")).items())
 
 
+def solved_names(loss: "LinearLoss") -> tuple[str, ...]:
+    """Names of the per-token numbers that stand beside a solved loss, in order."""
+    return (*names_out(loss), "d_logps") if loss.return_logps else ()
+
+
 def _differentiable(loss: "LinearLoss") -> tuple[str, ...]:
     """Which of them carry a gradient; lse does for nothing."""
     return ("values",) if loss.is_logits_loss else (*loss.differentiates, "lse")
 
 
 def call(loss: "LinearLoss", problem: Problem, *, solved: bool) -> tuple[tuple[Tensor, ...], Plan | None]:
-    """Run a call under autograd: (loss, metrics) if solved, else the numbers of `names_out`; and the plan."""
+    """Run a call under autograd: (loss, metrics, *numbers of `solved_names`) if solved, else the numbers of `names_out`; and the plan."""
     p = problem
     needs = [p.needs.hidden, p.needs.weight, p.needs.bias]
     tensors = (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, *(p.inputs[name] for name in loss.inputs))
@@ -81,8 +86,8 @@ def _forward(loss: "LinearLoss", solved: bool, sequences: int, dtype: torch.dtyp
         return tuple(numbers), [d_logp], None, None
     problem = _problem(loss, *arguments)
     if solved:
-        (*outputs, pending, d_hidden, d_weight, d_bias), plan = engine.solve(loss, problem, static=False)
-        return tuple(outputs), [pending, d_hidden, d_weight, d_bias], None, plan
+        found, plan = engine.solve(loss, problem, static=False)
+        return (found.loss, found.metrics, *found.tokens), list(found[3:]), None, plan
     found, d_logp, rows, plan = engine.token_numbers(loss, problem)
     return tuple(found[name] for name in names_out(loss)), [d_logp], rows, plan
 
@@ -105,7 +110,7 @@ class FusedLinearBase(torch.autograd.Function):
         ctx.tensors = len(tensors)
         if solved:
             ctx.save_for_backward(*kept)
-            ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
+            ctx.mark_non_differentiable(*outputs[1:])
         else:
             ctx.save_for_backward(*tensors, *kept, *outputs)
             names = names_out(loss)
@@ -187,13 +192,13 @@ def _solve_op(
     with _outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs)
         found, _ = engine.solve(loss, problem, static=True)
-        return [_absent(x, found.loss) for x in found]
+        return [found.loss, found.metrics, *found.tokens, *(_absent(x, found.loss) for x in found[3:])]
 
 
 @_solve_op.register_fake
 def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs, key):
     loss, stat = _LOSSES[key], torch.promote_types(dtype, torch.float32)
-    shapes = ((), (len(loss.metric_names),), targets.shape if loss.return_logps else (0,), ())
+    shapes = ((), (len(loss.metric_names),), *(targets.shape for _ in solved_names(loss)), ())
     numbers = [hidden.new_empty(shape, dtype=stat) for shape in shapes]
     return numbers + _problem_shapes(hidden, weight, dtype, needs, loss.accum_dtype or stat)
 

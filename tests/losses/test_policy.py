@@ -146,7 +146,7 @@ def test_equals_the_reference(name, kind, settings, strategy, packed, head, redu
     operands = problem.hidden, problem.weight, problem.targets, problem.bias
     truth = run(truth_loss, *operands, 1.7, requires)
     ours = run(lambda h, w, t, *, bias: loss(h, w, t, bias=bias, num_items=num_items, **problem.options), *operands, 1.7, requires)
-    plan = ours.output.plan
+    plan, d_logps = ours.output.plan, ours.output.tokens["d_logps"]
     # A sequence of one or two tokens fits in any budget.
     assert expected_strategy(loss, strategy) in (plan.strategy, *plan.parts), plan.describe()
     assert relative_error(ours.value, truth.value) < 1e-11
@@ -156,6 +156,10 @@ def test_equals_the_reference(name, kind, settings, strategy, packed, head, redu
     assert_metrics_close(ours.output.metrics, found["metrics"], 1e-9)
     assert ours.output.logps.shape == problem.targets.shape and not ours.output.logps.requires_grad
     assert relative_error(ours.output.logps, found["logps"]) < 1e-12
+    if loss.differentiates == ("logps",):
+        # By the chain rule they are all that is missing.
+        chained = run(lambda *a, bias: (reference.token_logprobs(*a, bias=bias, **head)[0] * d_logps).sum(), *operands, 1.7, ("hidden",))
+        assert relative_error(chained.grads["hidden"], truth.grads["hidden"]) < 1e-9
     with torch.no_grad():
         only = loss(*operands[:3], bias=problem.bias, num_items=num_items, **problem.options)
     assert only.plan.strategy == "loss_only"
@@ -373,7 +377,7 @@ def test_compiles_from_outside(name):
 
     def model(h, w, t):
         out = loss(h * 2, w, t, **problem.options)
-        return out.loss, out.logps
+        return out.loss, torch.stack([out.logps, out.tokens["d_logps"]])
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     (ours, logps), (theirs, truth) = compiled(hidden, weight, problem.targets), model(hidden, weight, problem.targets)
