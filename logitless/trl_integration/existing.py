@@ -21,7 +21,6 @@ from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
 from .head import _load_balancing_loss, attach_chunked_head, head_options, head_parameters
 from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from .mixins import ChunkedLossTrainerMixin
-from .per_token import FIELDS
 from .preference_trainers import CPOTrainer, ORPOTrainer
 from .sft import SFTTrainer
 
@@ -37,6 +36,9 @@ TRAINERS = {
     StockCPOTrainer: CPOTrainer,
     StockORPOTrainer: ORPOTrainer,
 }
+
+# What they ask of the head beside log-probabilities and entropy.
+OUTPUTS = {DPOTrainer: ("log_probs", "entropy", "mean_logits", "is_top1"), KTOTrainer: ("log_probs", "entropy", "mean_logits")}
 
 
 def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> Callable[[], None]:
@@ -135,7 +137,9 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
     if ours.stock_module is not None and ours is not SFTTrainer:
         cast = getattr(args, "cast_lm_head_to_fp32", False)
         options = {"temperature": getattr(trainer, "temperature", 1.0), "cast_lm_head_to_fp32": cast}
-        options["outputs"] = ("log_probs", *FIELDS) if ours is DPOTrainer else ("log_probs", "entropy", "mean_logits")
+        options["outputs"] = OUTPUTS.get(ours, ("log_probs", "entropy"))
+        if getattr(trainer, "use_weighting", False):
+            options["outputs"] += ("log_sum_sq_probs",)
     if ours is not DistillationTrainer:
         for model in models:
             attach_chunked_head(model, trainer.chunked_score(model, **options))

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.plan import Plan
 
 from .head import head_options
 
@@ -26,18 +27,21 @@ class PerTokenScore:
     ):  # fmt: skip
         self.trainer, self.outputs, self.exact = trainer, outputs, cast_lm_head_to_fp32
         asked = tuple(FIELDS[name] for name in outputs if name in FIELDS and name != "entropy")
-        head = {"temperature": temperature, "logits_budget": trainer.args.logits_budget, **head_options(model.config)}
+        self.head = {"temperature": temperature, "logits_budget": trainer.args.logits_budget, **head_options(model.config)}
         if cast_lm_head_to_fp32:
-            head["logits_dtype"] = torch.float32
-        self.loss = TokenNumbers(entropy=("entropy" in outputs) and (differentiable_entropy or "metric"), also=asked, **head)
-        self.every_position = TokenNumbers(also=("sum_logits",), **head)
+            self.head["logits_dtype"] = torch.float32
+        self.loss = TokenNumbers(entropy=("entropy" in outputs) and (differentiable_entropy or "metric"), also=asked, **self.head)
+        self.every_position = TokenNumbers(also=("sum_logits",), **self.head)
+
+    def numbers(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool) -> tuple[dict, Plan | None]:
+        return self.loss.numbers(hidden, weight, labels, bias=bias, shift=shift)
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool) -> dict[str, Tensor]:
         if self.exact:
             # The head's own precision, whatever autocast would make of it.
             hidden = hidden.to(weight.dtype)
         with torch.autocast(hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type) and not self.exact):
-            found, self.trainer.last_plan = self.loss.numbers(hidden, weight, labels, bias=bias, shift=shift)
+            found, self.trainer.last_plan = self.numbers(hidden, weight, bias, labels, shift)
         mask = labels != -100
         if shift:
             # TRL's fields have an entry for each label but the first of a row.

@@ -10,9 +10,16 @@ import trl
 from datasets import Dataset
 
 import logitless.trl_integration as ours
+from logitless import DPOLoss
+from logitless.losses.preference import DPO_TYPES
+from logitless.trl_integration.foreseen import Foresight, _warn_once
+from logitless.trl_integration.log_prob_trainers import SMOOTHED
 
 from .test_sft import RTOL, STEPS, options
 from .tiny import SIZES, VOCAB, tiny_model, tiny_tokenizer, train
+
+# A loss that ours and TRL's classes do not compute alike would be right all the same, and slower.
+pytestmark = pytest.mark.filterwarnings("error:the trainer's gradient is not the one foreseen")
 
 
 def sequences(examples: int, seed: int, low=2, high=12) -> list[list[int]]:
@@ -57,7 +64,9 @@ def stock(name: str) -> type:
     return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{kind.lower()}"), name)
 
 
-def side_by_side(tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=lambda model: model, trainer=None, **changes):
+def side_by_side(
+    tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=lambda model: model, trainer=None, budget=16 * 1024, **changes
+):
     """Trains with TRL's pair and with ours, from the same weights on the same batches."""
     path = tmp_path / "model"
     if not path.exists():
@@ -67,7 +76,7 @@ def side_by_side(tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=
     runs = []
     for config, cls, more in (
         (stock(f"{kind}Config"), stock(f"{kind}Trainer"), {}),
-        (getattr(ours, f"{kind}Config"), getattr(ours, f"{kind}Trainer"), {"use_chunked_loss": True, "logits_budget": 16 * 1024}),
+        (getattr(ours, f"{kind}Config"), getattr(ours, f"{kind}Trainer"), {"use_chunked_loss": True, "logits_budget": budget}),
     ):
         model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
         settings = options(tmp_path / "out", **changes) | more
@@ -76,8 +85,8 @@ def side_by_side(tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=
     return runs
 
 
-def assert_same(stock, mine, *, strategies=frozenset({"recompute", "loss_only"}), rtol=RTOL) -> None:
-    assert len(stock.logs) == len(mine.logs) > STEPS
+def assert_same(stock, mine, *, strategies=frozenset({"recompute", "loss_only"}), rtol=RTOL, steps=STEPS) -> None:
+    assert len(stock.logs) == len(mine.logs) > steps
     for step, (theirs, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
         assert theirs.keys() == own.keys()
         for key in theirs:
@@ -97,11 +106,20 @@ def assert_same(stock, mine, *, strategies=frozenset({"recompute", "loss_only"})
         {"use_weighting": True, "gradient_accumulation_steps": 2},
         {"loss_type": "aot", "ld_alpha": 0.4, "per_device_train_batch_size": 4},
         {"f_divergence_type": "js_divergence", "padding_free": True},
+        {"loss_type": ["robust", "exo_pair"], "label_smoothing": 0.1},
+        {"loss_type": ["robust", "sigmoid"], "label_smoothing": 0.1},
     ],
     ids=lambda changes: "-".join(changes) or "default",
 )
 def test_dpo(tmp_path, changes):
     assert_same(*side_by_side(tmp_path, "DPO", preference_dataset(), **changes))
+
+
+@pytest.mark.parametrize("loss_type", list(DPO_TYPES))
+def test_dpo_takes_three_products_where_pairs_fit_the_budget(tmp_path, loss_type):
+    changes = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type in SMOOTHED else 0.0, "max_steps": 2}
+    runs = side_by_side(tmp_path, "DPO", preference_dataset(), budget=2**20, per_device_train_batch_size=4, **changes)
+    assert_same(*runs, strategies={"resident"}, steps=2)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "tied"])
@@ -125,19 +143,63 @@ def test_kto(tmp_path, changes):
 ROLLOUTS = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": STEPS}
 
 
+FUSED, GROUPED, APART = {"fused"}, {"resident", "recompute"}, {"recompute"}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "strategies"),
     [
-        {},
-        {"beta": 0.1, "loss_type": "grpo", "num_iterations": 2},
-        {"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "temperature": 0.8},
-        {"entropy_coef": 0.1, "top_entropy_quantile": 0.5},
-        {"cast_lm_head_to_fp32": True, "gradient_accumulation_steps": 2},
+        ({}, FUSED),
+        ({"beta": 0.1, "loss_type": "grpo", "num_iterations": 2}, FUSED),
+        ({"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "temperature": 0.8, "num_iterations": 2}, GROUPED),
+        ({"entropy_coef": 0.1, "top_entropy_quantile": 0.5}, APART),
+        ({"top_entropy_quantile": 0.5, "num_iterations": 2}, APART),
+        ({"cast_lm_head_to_fp32": True, "gradient_accumulation_steps": 2}, FUSED),
+        ({"loss_type": "bnpo", "delta": 1.1, "num_iterations": 3, "learning_rate": 0.1}, FUSED),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2}, GROUPED),
+        ({"loss_type": "cispo", "epsilon_high": 1.05, "num_iterations": 2, "learning_rate": 0.03}, FUSED),
+        ({"loss_type": "sapo", "num_iterations": 2, "beta": 0.05, "use_bias_correction_kl": True}, FUSED),
+        ({"loss_type": "vespo", "num_iterations": 2}, GROUPED),
+        ({"off_policy_mask_threshold": 0.001, "num_iterations": 2, "learning_rate": 0.1}, GROUPED),
     ],
-    ids=lambda changes: "-".join(changes) or "default",
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_grpo(tmp_path, changes):
-    assert_same(*side_by_side(tmp_path, "GRPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes), rtol=1e-3)
+def test_grpo(tmp_path, changes, strategies):
+    runs = side_by_side(tmp_path, "GRPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes)
+    assert_same(*runs, strategies=strategies, rtol=1e-3)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_grpo_with_a_sampler_s_corrections(tmp_path, monkeypatch, loss_type):
+    original = trl.GRPOTrainer._generate_and_score_completions
+
+    def sampled(self, inputs):
+        """What vLLM's log-probabilities would add."""
+        self.use_vllm = False
+        out = original(self, inputs)
+        self.use_vllm = True
+        shape = out["completion_ids"].shape
+        ratio = torch.rand(shape, generator=torch.Generator().manual_seed(4)) + 0.5
+        ratio = torch.where(out["completion_mask"] == 1, ratio, 1.0)
+        return out | {"importance_sampling_ratio": ratio, "sampling_per_token_logps": torch.zeros(shape) - 4}
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", sampled)
+    changes = ROLLOUTS | {"loss_type": loss_type, "num_iterations": 2}
+    runs = side_by_side(tmp_path, "GRPO", prompt_dataset(), trainer={"reward_funcs": reward}, **changes)
+    assert_same(*runs, strategies=FUSED if loss_type == "dapo" else GROUPED, rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("default:the trainer's gradient is not the one foreseen")
+def test_a_gradient_that_was_not_foreseen_is_right_all_the_same(tmp_path, monkeypatch):
+    """As it would be after a release of TRL that changes a loss."""
+    _warn_once.cache_clear()
+    wrong = lambda self, inputs, smoothed: Foresight(  # noqa: E731
+        DPOLoss, {"loss_type": "hinge"}, {"ref_logps": torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))}
+    )
+    monkeypatch.setattr(ours.DPOTrainer, "_foreseen", wrong)
+    with pytest.warns(UserWarning, match="the trainer's gradient is not the one foreseen"):
+        runs = side_by_side(tmp_path, "DPO", preference_dataset(), loss_type="ipo", per_device_train_batch_size=4)
+    assert_same(*runs, rtol=3e-3)
 
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.1, "num_iterations": 2}], ids=["default", "kl"])
