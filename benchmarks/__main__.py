@@ -13,13 +13,14 @@ from benchmarks import ce as cross_entropy
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
-from benchmarks import picture, readme
+from benchmarks import picture, readme, trainers
 from benchmarks import preference as pairs
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
 from benchmarks.medusa import MEDUSA
 from benchmarks.objective import Objective, Shape
+from benchmarks.peers import package_version
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import RESULTS, new_document, newest
@@ -27,7 +28,10 @@ from benchmarks.report import RESULTS, new_document, newest
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 
 # The benchmarks with a table in the README, and what writes it.
-TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), readme.table) | {"medusa": multi_head.by_length}
+TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), readme.table) | {
+    "medusa": multi_head.by_length,
+    "trl": trainers.by_trainer,
+}
 
 Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
 Out = Annotated[Path | None, typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick).")]
@@ -155,6 +159,29 @@ def medusa(
     typer.echo(multi_head.table(document))
     if grown := multi_head.grown(document):
         typer.echo("memory grows with the heads: " + "; ".join(grown), err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def trl(
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Annotated[list[str] | None, typer.Option(help="Measure only trainers whose name is or contains this; repeatable.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave out trainers whose name is or contains this; repeatable.")] = None,
+) -> None:
+    """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the same loss."""
+    target = chosen_device(device, quick)
+    packages = ("trl", "peft", "accelerate")
+    document = new_document("trl", target, quick=quick, versions={name: package_version(name) for name in packages})
+    path = out_path(out, document)
+    try:
+        trainers.run(document, target, only=tuple(only or ()), skip=tuple(skip or ()), out=path, say=speaker())
+    except (ImportError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    finish(path)
+    if failed := trainers.failed(document):
+        typer.echo("not right: " + "; ".join(failed), err=True)
         raise typer.Exit(1)
 
 

@@ -1,0 +1,208 @@
+"""TRL's trainers beside ours with `use_chunked_loss=True`: training steps as a user runs them, whole, in time and memory.
+
+The model is Qwen3-0.6B's architecture with random weights. GRPO is figure 6 of Liger's paper: batch sizes until memory runs out,
+without gradient checkpointing and without generation. The others keep TRL's defaults, gradient checkpointing among them.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from tabulate import tabulate
+
+from benchmarks import report
+from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
+from benchmarks.peers import Peer, Peers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trainer with options of its config; GRPO is measured by batch size, the others by tokens."""
+
+    kind: str  # of the pair: "SFT" for SFTConfig and SFTTrainer
+    options: dict = field(default_factory=dict)
+    lora: bool = False
+
+    @property
+    def unit(self) -> str:
+        return "batch size" if self.kind == "GRPO" else "tokens"
+
+
+@dataclass(frozen=True)
+class Scale:
+    model: dict  # of Qwen3Config
+    sequence: int  # tokens of an SFT sequence, and of the two of a pair together
+    tokens: tuple[int, ...]
+    rollout: tuple[int, int]  # tokens of a prompt and of its completion
+    batches: tuple[int, ...]
+
+    def sizes(self, case: Case) -> tuple[int, ...]:
+        return self.batches if case.kind == "GRPO" else self.tokens
+
+    def batch(self, case: Case, size: int) -> int:
+        """Sequences, pairs or completions in a step."""
+        return size if case.kind == "GRPO" else size // self.sequence
+
+
+CASES = {
+    "SFT": Case("SFT"),
+    "SFT, label smoothing": Case("SFT", {"label_smoothing_factor": 0.1}),
+    "ORPO": Case("ORPO", {"remove_unused_columns": False}),
+    "DPO": Case("DPO"),
+    "GRPO": Case("GRPO", {"gradient_checkpointing": False}),
+    "GRPO, LoRA": Case("GRPO", {"gradient_checkpointing": False}, lora=True),
+}
+PEERS = Peers([Peer(name, lambda case=case: case, package="peft" if case.lora else None) for name, case in CASES.items()])
+
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+TINY = QWEN3 | {
+    "vocab_size": 517,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+FULL = Scale(QWEN3, 2048, (4096, 8192, 16384, 32768), (128, 512), (8, 16, 32, 64, 128, 256))
+QUICK = Scale(TINY, 32, (64,), (4, 12), (8,))
+
+
+def run(
+    document: dict,
+    device: torch.device,
+    *,
+    only: tuple[str, ...] = (),
+    skip: tuple[str, ...] = (),
+    out: Path | None,
+    say: Callable[[str], None],
+) -> dict:
+    """Trains in every case at every size with TRL's trainer and ours, and writes `document` to `out` after each run.
+
+    Raises:
+        ImportError: TRL is not installed, or not in a supported version.
+        ValueError: `only` or `skip` names no case.
+    """
+    cases, absent = PEERS.load(device, only, skip)
+    # Nothing is looked up on the hub; read when transformers is imported.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from logitless.trl_integration.versions import require_supported
+
+    require_supported()
+    from benchmarks import trainer_steps
+
+    scale = QUICK if document["quick"] else FULL
+    head = {"model": scale.model, "steps": trainer_steps.STEPS, "timed_steps": trainer_steps.TIMED}
+    document |= head | {"absent": absent, "sections": [], "complete": False}
+    for name, reason in absent.items():
+        say(f"absent: {name}: {reason}")
+    with TemporaryDirectory() as folder:
+        trainer_steps.save_model(scale.model, Path(folder), device, document["seed"])
+        for name, case in cases.items():
+            exhausted: set[str] = set()
+            for size in scale.sizes(case):
+                section = {"trainer": name, "unit": case.unit, "size": size, "rows": []}
+                document["sections"].append(section)
+                for trainer, ours in (("TRL", False), ("logitless", True)):
+                    row = {"name": trainer, "verdict": "out of memory"}
+                    # What ran out of memory at a smaller size is not tried at a larger one.
+                    if trainer not in exhausted:
+                        row |= trainer_steps.measure(case, scale, size, Path(folder), device, document["seed"], ours=ours)
+                    if row["verdict"] == "out of memory":
+                        exhausted.add(trainer)
+                    section["rows"].append(row)
+                    judge(section)
+                    report.write_json(out, document)
+                    say(f"{name}, {case.unit} {size:,}: {describe(section)}")
+            say(f"\n{name}\n{table(document, name, 'simple')}\n")
+    document["complete"] = True
+    report.write_json(out, document)
+    return document
+
+
+def judge(section: dict) -> None:
+    """Where both trainers ran: how far ours was from TRL's in any step, and whether that is too far."""
+    if [row["verdict"] for row in section["rows"]] != ["ok", "ok"]:
+        return
+    stock, ours = section["rows"]
+    section["loss_difference"] = furthest(stock["losses"], ours["losses"])
+    section["grad_norm_difference"] = furthest(stock["grad_norms"], ours["grad_norms"])
+    # NaN is in no limit.
+    if not (section["loss_difference"] <= LOSS_LIMIT and section["grad_norm_difference"] <= GRADIENT_LIMIT):
+        ours["verdict"] = "wrong"
+
+
+def furthest(stock: list[float], ours: list[float]) -> float:
+    """The largest relative difference; NaN if any is."""
+    pairs = torch.tensor([stock, ours], dtype=torch.float64)
+    return ((pairs[1] - pairs[0]).abs() / pairs[0].abs()).max().item()
+
+
+def failed(document: dict) -> list[str]:
+    """Runs of ours that failed, or learned from something else than TRL's."""
+    return [
+        f"{section['trainer']}, {section['unit']} {section['size']:,}: {row['verdict']} {row.get('reason', '')}".strip()
+        for section in document["sections"]
+        for row in section["rows"]
+        if row["name"] == "logitless" and row["verdict"] in ("wrong", "failed")
+    ]
+
+
+def cell(row: dict) -> str:
+    if row["verdict"] != "ok":
+        return row["verdict"]
+    return f"{row['ms']:.0f} ms" + (report.text(report.gib(row["peak_bytes"]), ", {:.1f} GiB") or "")
+
+
+def difference(section: dict) -> str:
+    if "loss_difference" not in section:
+        return ""
+    return f"{section['loss_difference']:.0e}, {section['grad_norm_difference']:.0e}"
+
+
+def describe(section: dict) -> str:
+    """The newest row of a section in one line."""
+    row = section["rows"][-1]
+    parts = [f"{row['name']} {cell(row)}", row.get("reason"), row.get("plan"), difference(section)]
+    return "; ".join(part for part in parts if part)
+
+
+def table(document: dict, trainer: str, form: str) -> str:
+    """One trainer's sizes, in a format of tabulate's."""
+    sections = [section for section in document["sections"] if section["trainer"] == trainer]
+    body = []
+    for section in sections:
+        stock, ours = section["rows"]
+        body.append([f"{section['size']:,}", cell(stock), cell(ours), ours.get("strategy"), difference(section)])
+    headers = [sections[0]["unit"], "TRL", "logitless", "strategy", "loss, gradient norm differ by"]
+    align = ("right", "right", "right", "left", "right")
+    return tabulate(body, headers, tablefmt=form, colalign=align, disable_numparse=True)
+
+
+def by_trainer(document: dict, source: str) -> str:
+    """A table for each trainer, in Markdown."""
+    names = dict.fromkeys(section["trainer"] for section in document["sections"])
+    tables = "\n\n".join(f"{name}:\n\n{table(document, name, 'github')}" for name in names)
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
+    absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
+    sizes = {letter: document["model"][name] for letter, name in (("H", "hidden_size"), ("V", "vocab_size"))}
+    return (
+        f"{tables}\n\nOne {document['device']}, {document['date'][:10]}, bf16, Qwen3-0.6B's architecture ({report.sizes(sizes)}, random "
+        "weights): a whole training step, optimizer included, of TRL's trainer and of ours with `use_chunked_loss=True`. Median time of "
+        f"the last {document['timed_steps']} of {document['steps']} steps and the most memory allocated during them; differences "
+        "are the largest of any step, relative. GRPO without generation and without gradient checkpointing, the rest with TRL's defaults. "
+        f"{versions}.{f' Absent: {absent}.' if absent else ''} "
+        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+    )
