@@ -175,7 +175,10 @@ class GivenRollout:
 
 
 def rollout(batch: int, prompt: int, completion: int, vocabulary: int, random: torch.Generator, device: torch.device) -> dict[str, Tensor]:
-    """Random prompts and completions with random advantages, in the shape in which the trainer's generation returns them."""
+    """Random prompts and completions with random advantages, in the shape in which the trainer's generation returns them.
+
+    They are the policy's own, so that every ratio is 1 and the loss minus the mean advantage: what tells is the gradient.
+    """
     ids = torch.randint(2, vocabulary, (batch, prompt + completion), generator=random).to(device)
     mask = torch.ones_like(ids)
     return {
