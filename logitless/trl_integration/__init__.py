@@ -12,6 +12,7 @@ from .versions import SUPPORTED, require_supported
 
 require_supported()
 
+from .async_distillation import AsyncDistillationConfig, AsyncDistillationTrainer  # noqa: E402
 from .distillation_trainers import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer  # noqa: E402
 from .existing import apply_to, patch_model  # noqa: E402
 from .log_prob_trainers import (  # noqa: E402
@@ -25,10 +26,27 @@ from .log_prob_trainers import (  # noqa: E402
     RLOOTrainer,
 )
 from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin  # noqa: E402
+from .online_trainers import (  # noqa: E402
+    A2POConfig,
+    A2POTrainer,
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    GMPOConfig,
+    GMPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+)
 from .preference_trainers import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer  # noqa: E402
 from .sft import SFTConfig, SFTTrainer  # noqa: E402
+from .triple_preference import TPOConfig, TPOTrainer  # noqa: E402
 
 __all__ = [
+    "A2POConfig",
+    "A2POTrainer",
+    "AsyncDistillationConfig",
+    "AsyncDistillationTrainer",
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
     "CPOConfig",
     "CPOTrainer",
     "ChunkedLossConfigMixin",
@@ -39,17 +57,23 @@ __all__ = [
     "DistillationTrainer",
     "GKDConfig",
     "GKDTrainer",
+    "GMPOConfig",
+    "GMPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
     "KTOTrainer",
     "ORPOConfig",
     "ORPOTrainer",
+    "OnlineDPOConfig",
+    "OnlineDPOTrainer",
     "RLOOConfig",
     "RLOOTrainer",
     "SFTConfig",
     "SFTTrainer",
     "SUPPORTED",
+    "TPOConfig",
+    "TPOTrainer",
     "apply_to",
     "patch_model",
 ]

@@ -1,5 +1,6 @@
 """Our DPO, KTO, GRPO and RLOO pairs beside TRL's: the same losses, gradient norms and metrics over several optimizer steps."""
 
+import re
 from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
@@ -62,8 +63,8 @@ def words() -> transformers.PreTrainedTokenizerFast:
 
 def stock(name: str) -> type:
     """TRL's class of that name, wherever it is kept."""
-    kind = name.removesuffix("Config").removesuffix("Trainer")
-    return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{kind.lower()}"), name)
+    package = re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Config").removesuffix("Trainer")).lower()
+    return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{package}"), name)
 
 
 def side_by_side(
