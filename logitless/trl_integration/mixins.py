@@ -100,6 +100,8 @@ class ChunkedLossTrainerMixin:
         if config is None or not config.use_chunked_loss:
             super().__init__(*args, **kwargs)
             return
+        # AsyncGRPO puts the head on before it keeps its arguments.
+        self.args = config
         head = nullcontext() if self.stock_module is None else swapped(self.stock_module, add_fused_lm_head=self._add_chunked_head)
         with head, swapped(config, _claimed=True):
             super().__init__(*args, **kwargs)
