@@ -10,23 +10,33 @@ import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from trl.experimental.a2po import A2POTrainer as StockA2POTrainer
+from trl.experimental.async_distillation import AsyncDistillationTrainer as StockAsyncDistillationTrainer
+from trl.experimental.async_grpo import AsyncGRPOTrainer as StockAsyncGRPOTrainer
 from trl.experimental.cpo import CPOTrainer as StockCPOTrainer
 from trl.experimental.gkd import GKDTrainer as StockGKDTrainer
+from trl.experimental.gmpo import GMPOTrainer as StockGMPOTrainer
+from trl.experimental.online_dpo import OnlineDPOTrainer as StockOnlineDPOTrainer
 from trl.experimental.orpo import ORPOTrainer as StockORPOTrainer
+from trl.experimental.tpo import TPOTrainer as StockTPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from logitless import CrossEntropyLoss
 
+from .async_distillation import AsyncDistillationTrainer
 from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
 from .head import _load_balancing_loss, attach_chunked_head, head_options, head_parameters
 from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from .mixins import ChunkedLossTrainerMixin
+from .online_trainers import A2POTrainer, AsyncGRPOTrainer, GMPOTrainer, OnlineDPOTrainer
 from .preference_trainers import CPOTrainer, ORPOTrainer
 from .sft import SFTTrainer
+from .triple_preference import TPOTrainer
 
-# TRL's class -> ours; GKD before SFT, of which it is a subclass.
+# TRL's class -> ours; GKD and GMPO before SFT and GRPO, of which they are subclasses.
 TRAINERS = {
     StockGKDTrainer: GKDTrainer,
+    StockGMPOTrainer: GMPOTrainer,
     trl.SFTTrainer: SFTTrainer,
     trl.DPOTrainer: DPOTrainer,
     trl.KTOTrainer: KTOTrainer,
@@ -35,7 +45,14 @@ TRAINERS = {
     trl.DistillationTrainer: DistillationTrainer,
     StockCPOTrainer: CPOTrainer,
     StockORPOTrainer: ORPOTrainer,
+    StockA2POTrainer: A2POTrainer,
+    StockAsyncDistillationTrainer: AsyncDistillationTrainer,
+    StockAsyncGRPOTrainer: AsyncGRPOTrainer,
+    StockOnlineDPOTrainer: OnlineDPOTrainer,
+    StockTPOTrainer: TPOTrainer,
 }
+# Their loss is exchanged where TRL computes it; no model gets a head.
+WITHOUT_HEAD = (AsyncDistillationTrainer, DistillationTrainer)
 
 # What they ask of the head beside log-probabilities and entropy.
 OUTPUTS = {DPOTrainer: ("log_probs", "entropy", "mean_logits", "is_top1"), KTOTrainer: ("log_probs", "entropy", "mean_logits")}
@@ -128,7 +145,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
 
     stock, args = type(trainer), trainer.args
     models = [_base(trainer.accelerator.unwrap_model(trainer.model))]
-    if ours.stock_module is not None and getattr(trainer, "ref_model", None) is not None:
+    if getattr(trainer, "ref_model", None) is not None:
         models.append(_base(trainer.accelerator.unwrap_model(trainer.ref_model)))
     forwards = [model.__dict__.get("forward") for model in models]
     trainer.__class__ = type(stock.__name__, (ours, stock), {}) if stock not in ours.__mro__ else ours
@@ -140,7 +157,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
         options["outputs"] = OUTPUTS.get(ours, ("log_probs", "entropy"))
         if getattr(trainer, "use_weighting", False):
             options["outputs"] += ("log_sum_sq_probs",)
-    if ours is not DistillationTrainer:
+    if ours not in WITHOUT_HEAD:
         for model in models:
             attach_chunked_head(model, trainer.chunked_score(model, **options))
 

@@ -18,11 +18,12 @@ from trl.experimental.async_grpo import async_grpo_trainer, packing
 from trl.experimental.async_grpo import async_rollout_worker as grpo_worker
 
 import logitless.trl_integration as ours
+from logitless.trl_integration import apply_to
 from tests.support import AllocationWatcher
 
-from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, words
+from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, stock, words
 from .test_sft import options
-from .tiny import SIZES, VOCAB
+from .tiny import SIZES, VOCAB, tiny_model
 
 TOP_K = 5
 
@@ -187,24 +188,50 @@ def test_async_distillation_without_a_word_from_the_teacher(tmp_path):
     assert mine.logs[0]["loss"] == mine.logs[0]["grad_norm"] == 0.0 and mine.logs[0]["jsd"] is None
 
 
-@pytest.mark.parametrize("kind, make", [("AsyncGRPO", grpo_sample), ("AsyncDistillation", distillation_sample)])
-def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind, make):
-    config = SIZES | {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(tmp_path / "model")
-    settings = options(
-        tmp_path, per_device_train_batch_size=12, token_budget=0, dtype="float32", use_chunked_loss=True, logits_budget=2**19
-    )
-    settings |= EAGER if kind == "AsyncDistillation" else {}
+KINDS = pytest.mark.parametrize("kind, make", [("AsyncGRPO", grpo_sample), ("AsyncDistillation", distillation_sample)])
+
+
+def trainer_and_batch(cls, config, path, make, **changes):
+    settings = options(path / "out", token_budget=0, dtype="float32", **changes) | (EAGER if "Distillation" in cls.__name__ else {})
     worker = Worker(make)
-    trainer = getattr(ours, f"{kind}Trainer")(
-        str(tmp_path / "model"), args=getattr(ours, f"{kind}Config")(**settings), train_dataset=prompt_dataset(),
-        processing_class=words(), rollout_worker=worker, weight_transfer=NO_TRANSFER,
+    trainer = cls(
+        str(path / "model"), args=config(**settings), train_dataset=prompt_dataset(), processing_class=words(), rollout_worker=worker,
+        weight_transfer=NO_TRANSFER,
     )  # fmt: skip
     worker.start()
     trainer.current_gradient_accumulation_steps = 1
-    batch = next(iter(trainer.get_train_dataloader()))
+    return trainer, next(iter(trainer.get_train_dataloader()))
+
+
+@KINDS
+def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind, make):
+    sizes = SIZES | {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")
+    pair = getattr(ours, f"{kind}Trainer"), getattr(ours, f"{kind}Config")
+    changes = {"per_device_train_batch_size": 12, "use_chunked_loss": True, "logits_budget": 2**19}
+    trainer, batch = trainer_and_batch(*pair, tmp_path, make, **changes)
     with AllocationWatcher() as watch:
         trainer.compute_loss(trainer.model, batch).backward()
     tokens = int(batch["global_n_tokens"][0])
     assert 2**19 < tokens * 4096 * 4 and 4096 * 16 * 4 <= watch.largest <= 2**19
+
+
+@KINDS
+def test_apply_to_a_trainer_that_exists(tmp_path, kind, make):
+    tiny_model().save_pretrained(tmp_path / "model")
+    cls = stock(f"{kind}Trainer")
+    trainer, batch = trainer_and_batch(cls, stock(f"{kind}Config"), tmp_path, make, per_device_train_batch_size=6)
+
+    def gradients():
+        trainer.model.zero_grad()
+        trainer.compute_loss(trainer.model, batch).backward()
+        return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+    expected = gradients()
+    undo = apply_to(trainer, logits_budget=2**13)
+    found = gradients()
+    assert trainer.last_plan.chunks > 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    undo()
+    assert type(trainer) is cls and torch.equal(gradients(), expected)

@@ -7,11 +7,12 @@ import transformers
 from datasets import Dataset
 
 import logitless.trl_integration as ours
+from logitless.trl_integration import apply_to
 from tests.support import AllocationWatcher
 
 from .test_log_prob_trainers import ROLLOUTS, assert_same, prompt_dataset, reward, side_by_side, stock, text, words
 from .test_sft import options
-from .tiny import SIZES, tiny_model
+from .tiny import SIZES, VOCAB, tiny_model
 
 LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 FROZEN = frozenset({"row_scaled", "loss_only"})
@@ -139,41 +140,41 @@ def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind):
             model, args=getattr(ours, f"{kind}Config")(**settings), train_dataset=data, processing_class=words(), **extra
         )
         with AllocationWatcher() as watch:
-            LOSSES[kind](trainer).sum().backward()
+            LOSSES[kind](trainer, 4096).sum().backward()
         sizes.append(watch.largest)
     # GMPO's stock trainer has a chunked head of its own.
     assert sizes[1] <= 2**19 and (sizes[0] >= tokens * 4096 * 4 or kind == "GMPO"), sizes
 
 
-def rollout(trainer, prompt=8, completion=24):
+def rollout(vocab, prompt=8, completion=24):
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.randint(3, 4096, (8, length), generator=generator) for length in (prompt, completion)]
+    parts = [torch.randint(3, vocab, (8, length), generator=generator) for length in (prompt, completion)]
     return parts, [torch.ones_like(part) for part in parts]
 
 
-def online_dpo_loss(trainer):
-    (prompt, completion), (prompt_mask, mask) = rollout(trainer)
+def online_dpo_loss(trainer, vocab):
+    (prompt, completion), (prompt_mask, mask) = rollout(vocab)
     with torch.no_grad():
         trainer._forward(trainer.ref_model, prompt, prompt_mask, completion, mask)
     return trainer._forward(trainer.model, prompt, prompt_mask, completion, mask)
 
 
-def a2po_loss(trainer):
-    ids, mask = (torch.cat(parts, dim=1) for parts in rollout(trainer))
+def a2po_loss(trainer, vocab):
+    ids, mask = (torch.cat(parts, dim=1) for parts in rollout(vocab))
     with torch.no_grad():
         trainer._get_sequence_logps(trainer.ref_model, ids, mask, 24)
     return trainer._get_sequence_logps(trainer.model, ids, mask, 24)
 
 
-def gmpo_loss(trainer):
-    (prompt, completion), (prompt_mask, mask) = rollout(trainer)
+def gmpo_loss(trainer, vocab):
+    (prompt, completion), (prompt_mask, mask) = rollout(vocab)
     trainer.current_gradient_accumulation_steps = 1
     batch = {"prompt_ids": prompt, "prompt_mask": prompt_mask, "completion_ids": completion, "completion_mask": mask}
     return trainer._compute_loss(trainer.model, batch | {"advantages": torch.linspace(-1, 1, 8)})
 
 
-def tpo_loss(trainer):
-    (prompt, completion), (prompt_mask, mask) = rollout(trainer)
+def tpo_loss(trainer, vocab):
+    (prompt, completion), (prompt_mask, mask) = rollout(vocab)
     ids = torch.cat((prompt, completion), dim=1).repeat(3, 1)
     completions = torch.cat((0 * prompt_mask, mask), dim=1).repeat(3, 1)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": completions}
@@ -203,3 +204,31 @@ def test_the_reference_is_scored_in_the_policys_precision(tmp_path):
         exact = tiny_model()(ids).logits[:, 2:-1].log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]
     assert torch.equal(reference, policy)
     assert 1e-5 < (reference - exact).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["OnlineDPO", "A2PO", "GMPO", "TPO"])
+def test_apply_to_a_trainer_that_exists(tmp_path, kind):
+    """From the loss of one batch to the next: TRL's, ours, and TRL's again."""
+    changes = {"GMPO": {"num_generations": 3}}.get(kind, {})
+    extra = {} if kind == "TPO" else {"reward_funcs": text_reward}
+    args = stock(f"{kind}Config")(**options(tmp_path, **changes))
+    tiny_model().save_pretrained(tmp_path / "model")
+    trainer = stock(f"{kind}Trainer")(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), args=args, processing_class=words(),
+        train_dataset=triple_dataset() if kind == "TPO" else prompt_dataset(), **extra,
+    )  # fmt: skip
+    trainer.model.train(False)
+
+    def gradients():
+        trainer.model.zero_grad()
+        LOSSES[kind](trainer, VOCAB).sum().backward()
+        return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+    expected, forward = gradients(), trainer.model.forward
+    undo = apply_to(trainer, logits_budget=2**14)
+    found = gradients()
+    assert trainer.last_plan.chunks > 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    undo()
+    assert type(trainer) is stock(f"{kind}Trainer") and trainer.model.forward == forward
+    assert torch.equal(gradients(), expected)
