@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 import trl
 import yaml
 
+import logitless.trl_integration as ours
 from logitless.losses import engine
-from logitless.trl_integration.__main__ import COMMANDS, main
+from logitless.trl_integration.__main__ import COMMANDS, SCRIPTS, main
 
 from .test_log_prob_trainers import text, words
 from .tiny import tiny_model
@@ -16,7 +18,9 @@ from .tiny import tiny_model
 def files(tmp_path, rows: list[dict]) -> dict:
     """A model and a dataset on disk, and the settings of a run of two steps."""
     tiny_model().save_pretrained(tmp_path / "model")
-    words().save_pretrained(tmp_path / "model")
+    tokenizer = words()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {
         "model_name_or_path": str(tmp_path / "model"),
@@ -75,7 +79,46 @@ def test_unknown_commands_and_help(capsys):
 def test_every_command_is_a_script_of_trl():
     from importlib import import_module
 
-    for command, name in COMMANDS.items():
-        module = import_module(f"trl.scripts.{command}")
+    for kind, script in COMMANDS.values():
+        module = import_module(f"trl.scripts.{script}")
         assert callable(module.make_parser) and callable(module.main)
-        assert hasattr(trl, f"{name}Config")
+        assert hasattr(trl, f"{SCRIPTS[script]}Config") and hasattr(ours, f"{kind}Config")
+
+
+def lengths(completions, **kwargs) -> list[float]:
+    return [float(len(completion) % 2) for completion in completions]
+
+
+ROLLOUTS = {"reward_funcs": [f"{__name__}.lengths"]}
+
+
+@pytest.mark.parametrize(
+    "command, more",
+    [
+        ("orpo", {"max_length": 48}),
+        ("cpo", {"max_length": 48, "loss_type": "simpo", "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}),
+        ("tpo", {"loss_type": "tpo-l"}),
+        ("gkd", {"lmbda": 0.0, "max_length": 48}),
+        ("online_dpo", ROLLOUTS | {"max_new_tokens": 4}),
+        ("a2po", ROLLOUTS | {"max_completion_length": 4, "num_value_samples": 2, "filter_all_incorrect": False}),
+        ("gmpo", ROLLOUTS | {"max_completion_length": 4, "num_generations": 2}),
+    ],
+)
+def test_trainers_without_a_script_of_their_own(tmp_path, calls, command, more):
+    columns = ["prompt"] if more.keys() & ROLLOUTS.keys() else ["prompt", "chosen", "rejected", "reference"]
+    rows = [dict(zip(columns, row)) for row in zip(*(text(8, seed) for seed in range(4)))]
+    if command == "gkd":
+        roles = ("user", "assistant")
+        rows = [{"messages": [{"role": r, "content": row[c]} for r, c in zip(roles, columns)]} for row in rows]
+    settings = files(tmp_path, rows) | {"use_chunked_loss": True} | more
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    with torch.compiler.set_stance("force_eager"):
+        main([command, "--config", str(tmp_path / "run.yaml")])
+    assert calls and (tmp_path / "out" / ("adapter_model" if "use_peft" in more else "model")).with_suffix(".safetensors").exists()
+
+
+def test_what_a_trainer_does_not_take_is_refused(tmp_path):
+    settings = files(tmp_path, [{"prompt": line} for line in text(8, 0)]) | ROLLOUTS | {"use_peft": True}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(SystemExit, match="peft_config: expected None for A2POTrainer"):
+        main(["a2po", "--config", str(tmp_path / "run.yaml")])
