@@ -1,8 +1,11 @@
-"""What the trainers share that know no fused head: they call models for logits, ours asks the same models for log-probabilities."""
+"""For trainers that know no fused head: they call models for logits, ours asks the same models for log-probabilities."""
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from .distillation_trainers import _base
+from .head import Score, attach_chunked_head
 from .mixins import ChunkedLossTrainerMixin
 
 
@@ -21,10 +24,13 @@ class AttachedHeadTrainerMixin(ChunkedLossTrainerMixin):
             raise ValueError("model: expected a decoder with use_chunked_loss=True, got an encoder-decoder; set use_chunked_loss=False.")
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
-                self._add_chunked_head(_base(self.accelerator.unwrap_model(model)))
+                model = _base(self.accelerator.unwrap_model(model))
+                attach_late(self, model, self.chunked_score(model))
 
-    def scored(self, model: Any, **inputs: Any) -> Any:
-        """The model's `FusedCausalLMOutput` for inputs with `labels` or `shift_labels`."""
-        # A reference was prepared before it got our head, which is therefore outside the autocast that Accelerate put around it.
-        with self.accelerator.autocast():
-            return model(**inputs, fused_lm_head=True)
+
+def attach_late(trainer: Any, model: PreTrainedModel, score: Score) -> None:
+    """`attach_chunked_head` for a model that may have been prepared by Accelerate, whose autocast is around the forward that was there."""
+    prepared = hasattr(model, "_original_forward")
+    attach_chunked_head(model, score)
+    if prepared:
+        model.forward = trainer.accelerator.autocast()(model.forward)

@@ -24,8 +24,9 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 from logitless import CrossEntropyLoss
 
 from .async_distillation import AsyncDistillationTrainer
+from .attached_head import attach_late
 from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
-from .head import _load_balancing_loss, attach_chunked_head, head_options, head_parameters
+from .head import _load_balancing_loss, head_options, head_parameters
 from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from .mixins import ChunkedLossTrainerMixin
 from .online_trainers import A2POTrainer, AsyncGRPOTrainer, GMPOTrainer, OnlineDPOTrainer
@@ -159,7 +160,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
             options["outputs"] += ("log_sum_sq_probs",)
     if ours not in WITHOUT_HEAD:
         for model in models:
-            attach_chunked_head(model, trainer.chunked_score(model, **options))
+            attach_late(trainer, model, trainer.chunked_score(model, **options))
 
     def undo() -> None:
         trainer.__class__ = stock

@@ -61,7 +61,7 @@ class A2POTrainer(AttachedHeadTrainerMixin, StockA2POTrainer):
             return super()._get_sequence_logps(model, input_ids, attention_mask, logits_to_keep)
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         labels[:, :-logits_to_keep] = -100
-        return self.scored(model, input_ids=input_ids, attention_mask=attention_mask, labels=labels).log_probs.sum(dim=1)
+        return model(input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True).log_probs.sum(dim=1)
 
 
 @dataclass
@@ -91,9 +91,7 @@ class OnlineDPOTrainer(AttachedHeadTrainerMixin, StockOnlineDPOTrainer):
         # What each position predicts, padding included, which TRL's metrics count. Without a prompt TRL does not shift.
         before = prompt_ids.shape[1] - 1
         labels = torch.nn.functional.pad(completion_ids, (before, 1), value=-100) if before >= 0 else completion_ids
-        out = self.scored(
-            model, input_ids=torch.cat((prompt_ids, completion_ids), dim=1),
-            attention_mask=torch.cat((prompt_mask, completion_mask), dim=1), shift_labels=labels, **(vision_inputs or {}),
-        )  # fmt: skip
+        ids, mask = torch.cat((prompt_ids, completion_ids), dim=1), torch.cat((prompt_mask, completion_mask), dim=1)
+        out = model(ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True, **(vision_inputs or {}))
         start = max(before, 0)
         return out.log_probs[:, start : start + length]

@@ -81,7 +81,7 @@ class TPOTrainer(AttachedHeadTrainerMixin, StockTPOTrainer):
         ids, completion = inputs["input_ids"], inputs["completion_mask"].bool()
 
         def scored(**given: Any) -> SimpleNamespace:
-            out = self.scored(model, **given, labels=ids.masked_fill(~completion, -100))
+            out = model(**given, labels=ids.masked_fill(~completion, -100), fused_lm_head=True)
             fields = {name: getattr(out, name) for name in ("log_probs", "entropy", "mean_logits", "is_top1")}
             return SimpleNamespace(logits=LogitsOf(labels=ids[:, 1:], **fields))
 

@@ -4,13 +4,14 @@ import peft
 import pytest
 import torch
 import transformers
+import trl
 from datasets import Dataset
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from tests.support import AllocationWatcher
 
-from .test_log_prob_trainers import ROLLOUTS, assert_same, prompt_dataset, reward, side_by_side, stock, text, words
+from .test_log_prob_trainers import ROLLOUTS, assert_same, preference_dataset, prompt_dataset, reward, side_by_side, stock, text, words
 from .test_sft import options
 from .tiny import SIZES, VOCAB, tiny_model
 
@@ -210,6 +211,31 @@ def test_the_reference_is_scored_in_the_policys_precision(tmp_path):
         exact = tiny_model()(ids).logits[:, 2:-1].log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]
     assert torch.equal(reference, policy)
     assert 1e-5 < (reference - exact).abs().max() < 1e-2
+
+
+def test_apply_to_keeps_the_references_precision(tmp_path):
+    args = trl.DPOConfig(**options(tmp_path, bf16=True))
+    trainer = trl.DPOTrainer(
+        tiny_model(), ref_model=tiny_model(), args=args, train_dataset=preference_dataset(), processing_class=words()
+    )  # fmt: skip
+    apply_to(trainer)
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    policy = trainer.accelerator.prepare_model(trainer.model)
+    with torch.no_grad():
+        found = [model(ids, labels=ids, fused_lm_head=True).log_probs for model in (policy, trainer.ref_model)]
+    assert torch.equal(*found)
+    # Every other call is as it was, and so is generation.
+    assert trainer.ref_model(ids).logits.dtype == torch.float32
+    assert trainer.ref_model.generate(ids, max_new_tokens=2).shape == (2, 11)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path):
+    sizes = {"d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **sizes))
+    args = ours.OnlineDPOConfig(**options(tmp_path, use_chunked_loss=True))
+    given = {"train_dataset": prompt_dataset(), "processing_class": words(), "reward_funcs": text_reward}
+    with pytest.raises(ValueError, match="model: expected a decoder with use_chunked_loss=True"):
+        ours.OnlineDPOTrainer(model, args=args, **given)
 
 
 @pytest.mark.parametrize("kind", ["OnlineDPO", "A2PO", "GMPO", "TPO"])
