@@ -5,7 +5,9 @@
     SFTTrainer(model, args=SFTConfig(use_chunked_loss=True), train_dataset=dataset).train()
 
 Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off it *is* TRL's
-pair. This is the only folder of the library that imports trl or transformers.
+pair. They cover TRL's trainers for language models and, from `trl.experimental`, A2PO, AsyncDistillation, AsyncGRPO, CPO, GKD, GMPO,
+OnlineDPO, ORPO and TPO. For trainers and models that exist already there are `apply_to` and `patch_model`. This is the only folder
+of the library that imports trl or transformers.
 """
 
 from .versions import SUPPORTED, require_supported
