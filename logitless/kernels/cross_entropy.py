@@ -76,7 +76,7 @@ def single_pass(gradient_dtype: torch.dtype) -> bool:
 
 def token_statistics(
     logits: Tensor,  # (C, V)
-    targets: Tensor,  # (C,) int64
+    targets: Tensor,  # (C,) int64; beyond V for a token that these logits do not have (a shard's)
     out: TokenStats,  # (C,) each, written
     *,
     head: Head,
@@ -84,7 +84,7 @@ def token_statistics(
     class_weights: Tensor | None = None,  # (V,) of sum_logits; None means ones
     ignore_index: int = -100,
 ) -> None:
-    """Fill `out`; ignored rows get zeros."""
+    """Fill `out`; ignored rows get zeros. Where the target is beyond V, logps is -inf and is_top1 the largest logit."""
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels import cross_entropy_triton
 
@@ -163,13 +163,14 @@ def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
 def _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index, gradient=None) -> None:
     """Fills `out`, and `gradient` with d logp / d logits where it is given."""
     for rows, z, slope in _row_blocks(logits, head, bias):
-        supervised = targets[rows] != ignore_index
-        target = torch.where(supervised, targets[rows], 0)[:, None]
+        supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
+        target = torch.where(supervised & known, targets[rows], 0)[:, None]
         top, arg_max = z.max(1)
         log_p = torch.log_softmax(z, 1)
         top_log_p = log_p.gather(1, arg_max[:, None])[:, 0]
         lse = top - top_log_p
-        found = {"logps": log_p.gather(1, target)[:, 0], "lse": lse, "is_top1": (arg_max == targets[rows]).to(z.dtype)}
+        found = {"logps": torch.where(known, log_p.gather(1, target)[:, 0], -torch.inf), "lse": lse}
+        found["is_top1"] = torch.where(known, (arg_max == targets[rows]).to(z.dtype), top)
         found["lse_residual"] = torch.where(lse.isfinite(), (top - lse) - top_log_p, 0.0)
         if out.sum_logits is not None:
             found["sum_logits"] = z.sum(1) if class_weights is None else z @ class_weights.to(z.dtype)
@@ -183,7 +184,7 @@ def _token_statistics_twin(logits, targets, out, head, bias, class_weights, igno
         for name, buffer in out[rows].items():
             buffer.copy_(torch.where(supervised, found[name], 0.0))
         if gradient is not None:
-            p.scatter_add_(1, target, torch.full_like(p[:, :1], -1.0))
+            p.scatter_add_(1, target, -known[:, None].to(p.dtype))
             _store(gradient[rows], p.neg_(), slope, supervised)
 
 
@@ -191,7 +192,7 @@ def _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weigh
     g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
     g_softmax = -g_logp if grads.lse is None else grads.lse - g_logp
     for rows, z, slope in _row_blocks(logits, head, bias):
-        supervised = targets[rows] != ignore_index
+        supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
         log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])
         p = log_p.exp()
         g = p * g_softmax[rows, None]
@@ -200,7 +201,8 @@ def _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weigh
             g.addcmul_(log_p, grads.entropy[rows, None], value=-1)
         if grads.sum_logits is not None:
             g += grads.sum_logits[rows, None] if class_weights is None else grads.sum_logits[rows, None] * class_weights
-        g.scatter_add_(1, torch.where(supervised, targets[rows], 0)[:, None], g_logp[rows, None])
+        here = supervised & known
+        g.scatter_add_(1, torch.where(here, targets[rows], 0)[:, None], torch.where(here, g_logp[rows], 0.0)[:, None])
         _store(gradient[rows], g, slope, supervised)
 
 

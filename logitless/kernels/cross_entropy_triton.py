@@ -155,7 +155,7 @@ def row_kernel(
     if EXTRA:
         mean_z = (tl.sum(rest_z, 0) + e_y * tl.maximum(z_y - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)) / total
         tl.store(entropy_ptr + row, log_total - mean_z)
-        tl.store(is_top1_ptr + row, tl.where(beaten | (best > z_y), 0.0, 1.0))
+        tl.store(is_top1_ptr + row, tl.where(known, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
     if SUM:
         tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total)
         tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))

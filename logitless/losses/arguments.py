@@ -1,6 +1,7 @@
 """The arguments of a call, checked and flattened to one row per token."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from logitless.losses.checks import check_operands, expect
 from logitless.losses.engine import Problem
+from logitless.losses.shard import local_rows, process_group
 from logitless.losses.walk import Needs
 
 if TYPE_CHECKING:
@@ -19,12 +21,20 @@ def shifted(x: Tensor, last: float) -> Tensor:
     return torch.cat((x[..., 1:], torch.full_like(x[..., :1], last)), dim=-1)
 
 
+def resolved(loss: "LinearLoss", weight: Tensor) -> "LinearLoss":
+    """The loss with its `tp_group` as a process group, whatever names it."""
+    if loss.tp_group is None:
+        return loss
+    group = process_group(loss.tp_group, weight)
+    return loss if group is loss.tp_group else replace(loss, tp_group=group)
+
+
 def prepare(
     loss: "LinearLoss", hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, num_items: float | Tensor | None,
     shift: bool, cu_seqlens: Tensor | None, inputs: Mapping[str, Tensor | None],
 ) -> Problem:  # fmt: skip
     """Check a call's arguments and flatten them to one row per token."""
-    weight, bias = _gathered("weight", weight), _gathered("bias", bias)
+    weight, bias = _here(loss, "weight", weight), _here(loss, "bias", bias)
     autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     check_operands(hidden, weight, targets, bias, autocast=autocast)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
@@ -55,6 +65,11 @@ def prepare(
     return Problem(hidden.reshape(-1, H), weight, bias, targets.reshape(-1).long(), num_items, cu_seqlens, flat, sequences, dtype, needs)
 
 
+def _here(loss: "LinearLoss", name: str, x: Tensor | None) -> Tensor | None:
+    """What this rank multiplies with: the whole parameter, or its shard of the vocabulary."""
+    return _gathered(name, x if x is None or loss.tp_group is None else local_rows(name, x, loss.tp_group))
+
+
 def _gathered(name: str, x: Tensor | None) -> Tensor | None:
     """A sharded (DTensor) parameter, whole; its gradient goes back averaged over the ranks, as FSDP reduces gradients."""
     if x is None or not torch.distributed.is_available():
@@ -76,7 +91,7 @@ def _flat_input(loss: "LinearLoss", name: str, x: Tensor | None, shape: torch.Si
         expect(x.shape[:1] == (sequences,), name, f"shape ({sequences},), one entry per sequence", tuple(x.shape), "match the batch")
         return x
     if name.endswith(("_weight", "_bias")):
-        return _gathered(name, x.detach())
+        return _here(loss, name, x.detach())
     if name in loss.token_inputs or name in ("teacher_hidden", "ref_hidden"):
         fits = x.shape[: len(shape)] == shape
         expect(fits, name, f"a shape that starts with targets' {tuple(shape)}", tuple(x.shape), "give one entry per token")

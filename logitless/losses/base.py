@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +11,16 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenStats
 from logitless.kernels.head import Head
 from logitless.losses import engine
-from logitless.losses.arguments import prepare
+from logitless.losses.arguments import prepare, resolved
 from logitless.losses.batch import Batch, Segments, Term, settled, tallied, unreduced
 from logitless.losses.checks import check_choice, expect
 from logitless.losses.engine import Problem
 from logitless.losses.function import call, names_out, register, solved_names
 from logitless.losses.plan import Plan
+from logitless.losses.shard import VocabShard
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
@@ -56,6 +60,9 @@ class LinearLoss:
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without rounding noise.
         compact: leave unsupervised rows out before the first product, at the price of one host sync.
+        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are this
+            rank's rows, in the order of the ranks, and hidden and targets are the same on all. Also a one-dimensional DeviceMesh or, for
+            a DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
     """
 
     ignore_index: int = -100
@@ -67,6 +74,7 @@ class LinearLoss:
     accum_dtype: torch.dtype | None = None
     logits_dtype: torch.dtype | None = None
     compact: bool = True
+    tp_group: "ProcessGroup | DeviceMesh | str | None" = None
 
     # Tokens that must be seen together: "token", "group" (`sequences_per_group` sequences, 2 for a pair) or "batch".
     scope: ClassVar[str] = "token"
@@ -82,10 +90,16 @@ class LinearLoss:
     reference: ClassVar[bool] = False
     is_logits_loss: ClassVar[bool] = False
     return_logps: ClassVar[bool] = False
+    # Whether `terms` is right on a shard of the logits. Per-token numbers always are; of the logits, see `Batch`.
+    vocab_parallel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("scope", self.scope, SCOPES)
+        sharded = self.tp_group is None or not self.is_logits_loss or self.vocab_parallel
+        expect(
+            sharded, "tp_group", f"None for {type(self).__name__}", self.tp_group, "write its terms for shards and set vocab_parallel"
+        )  # fmt: skip
         expect(self.temperature > 0, "temperature", "a positive number", self.temperature, "use 1.0 for none")
         expect(self.softcap is None or self.softcap > 0, "softcap", "a positive number or None", self.softcap, "use None for none")
         expect(
@@ -135,6 +149,7 @@ class LinearLoss:
         """
         unknown = [name for name in inputs if name not in self.inputs]
         expect(not unknown, "inputs", f"names among {self.inputs}", unknown, f"see what {type(self).__name__} takes", TypeError)
+        self = resolved(self, weight)
         problem = prepare(self, hidden, weight, targets, bias, num_items, shift, cu_seqlens, inputs)
         if self.reduction != "none":
             (loss, metrics, *numbers), plan = call(self, problem, solved=True)
@@ -207,7 +222,8 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
         even = tokens.new_full((problem.sequences,), tokens.shape[0] // problem.sequences)
         lengths = even if problem.cu_seqlens is None else problem.cu_seqlens.diff()
         segments = Segments(lengths, tokens.shape[0], problem.sequences, 1)
-    batch = Batch(problem.targets, problem.weight.shape[0], problem.inputs, segments, ignore_index=loss.ignore_index)
+    V = problem.V if loss.tp_group is None else VocabShard.of(problem.weight, loss.tp_group).total
+    batch = Batch(problem.targets, V, problem.inputs, segments, ignore_index=loss.ignore_index)
     terms, metrics = batch.masked(*loss.terms(TokenStats(**named), batch))
     values = unreduced(terms)
     supervised = problem.supervised(loss.ignore_index)

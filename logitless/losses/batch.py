@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless.losses.checks import expect
+
+if TYPE_CHECKING:
+    from logitless.losses.shard import VocabShard
 
 UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
 
@@ -149,9 +152,10 @@ class Batch:
 
     def __init__(
         self, targets: Tensor, V: int, inputs: Mapping[str, Tensor | None], segments: Segments | None = None, *,
-        ignore_index: int | None = None,
+        ignore_index: int | None = None, shard: "VocabShard | None" = None,
     ):  # fmt: skip
         self.targets = targets
+        self._shard = shard
         self.V = V
         self.segments = segments
         # None where every row of the slice is supervised.
@@ -201,6 +205,31 @@ class Batch:
             return Term(mask(term.values), mask(term.over))
 
         return tuple({name: masked(term) for name, term in part.items()} for part in parts)
+
+    # What a function of logits needs of the whole vocabulary, also where the logits are a shard of it (`vocab_parallel`).
+
+    def log_softmax(self, z: Tensor) -> Tensor:
+        return z.log_softmax(-1) if self._shard is None else z - self._shard.logsumexp(z)[:, None]
+
+    def summed(self, x: Tensor) -> Tensor:
+        """(n,) sums over the columns of `z` -> over the vocabulary."""
+        return x if self._shard is None else self._shard.reduce(x)
+
+    def norm(self, z: Tensor) -> Tensor:
+        """(n, 1) lengths of the rows."""
+        if self._shard is None:
+            return z.norm(dim=-1, keepdim=True)
+        return self._shard.shared(self._shard.reduce(z.square().sum(-1, keepdim=True))).clamp(min=1e-24).sqrt()
+
+    def argmax(self, z: Tensor) -> Tensor:
+        """(n,) ids."""
+        return z.argmax(-1) if self._shard is None else self._shard.argmax(z)
+
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) ids -> their columns, 0 where they have none here, and whether they have one."""
+        ids = ids if self._shard is None else ids - self._shard.start
+        here = (ids >= 0) & (ids < (self.V if self._shard is None else self._shard.width))
+        return torch.where(here, ids, 0), here
 
     def spread(self, x: Tensor) -> Tensor:
         """(sequences,) per sequence -> (n,) per token; the transpose of `sum_by_sequence`."""

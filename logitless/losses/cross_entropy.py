@@ -83,7 +83,8 @@ class CrossEntropyLoss(TokenLoss):
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, class_weights: Tensor | None = None,
         token_weights: Tensor | None = None, num_items: float | Tensor | None = None, shift: bool = False,
     ) -> LossOutput:  # fmt: skip
-        check_vocabulary_input("class_weights", class_weights, weight.shape[0])
+        if self.tp_group is None:
+            check_vocabulary_input("class_weights", class_weights, weight.shape[0])
         if token_weights is not None:
             expect(
                 token_weights.shape == targets.shape, "token_weights", f"targets' shape {tuple(targets.shape)}",

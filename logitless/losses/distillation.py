@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
@@ -24,6 +23,8 @@ DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]
 }
 # Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its cancellation.
 COSINE = "cosine"
+# The least length of a row of logits that is divided by, as in torch.nn.functional.normalize.
+TINY = 1e-12
 NAMES = (*DIVERGENCES, COSINE)
 TOPK_MODES = ("tail", "renormalize")
 
@@ -67,6 +68,7 @@ class DistillationLoss(LogitsLoss):
     topk_mode: str = "tail"
 
     teacher: ClassVar = True
+    vocab_parallel: ClassVar = True
     token_inputs: ClassVar = ("labels", "topk_logprobs", "topk_ids")
     metric_names: ClassVar = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
 
@@ -81,25 +83,26 @@ class DistillationLoss(LogitsLoss):
         if batch.topk_ids is None:
             common = min(logits.shape[-1], batch.teacher_logits.shape[-1])
             z, t = logits[:, :common], batch.teacher_logits[:, :common]
-            student, teacher = z.log_softmax(-1), t.log_softmax(-1)
-            best, favourite = z.argmax(-1), t.argmax(-1)
+            student, teacher = batch.log_softmax(z), batch.log_softmax(t)
+            best, favourite = batch.argmax(z), batch.argmax(t)
         else:
             values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
             best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
-            soft = 0.5 * (F.normalize(z, dim=-1) - F.normalize(t, dim=-1)).square().sum(-1)
+            soft = 0.5 * (z / batch.norm(z).clamp(min=TINY) - t / batch.norm(t).clamp(min=TINY)).square().sum(-1)
         else:
             soft = DIVERGENCES[self.divergence](self, student, teacher)
+        soft = batch.summed(soft)
         hard = top1 = torch.zeros_like(soft)
         if batch.labels is not None:
-            labelled = (batch.labels >= 0) & (batch.labels < logits.shape[-1])
-            labels = torch.where(labelled, batch.labels, 0)
-            hard = -(logits * self.temperature).log_softmax(-1).gather(-1, labels[:, None])[:, 0].masked_fill(~labelled, 0.0)
-            top1 = (logits.argmax(-1) == batch.labels).to(soft.dtype)
+            columns, labelled = batch.columns(batch.labels)
+            hard = -batch.log_softmax(logits * self.temperature).gather(-1, columns[:, None])[:, 0].masked_fill(~labelled, 0.0)
+            hard = batch.summed(hard)
+            top1 = (batch.argmax(logits) == batch.labels).to(soft.dtype)
         log_p = student if batch.topk_ids is None else full
-        entropy = -(log_p.exp() * log_p.clamp(min=NOTHING)).sum(-1)
+        entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=NOTHING)).sum(-1))
         return self._mixed(soft, hard, entropy, top1, (best == favourite).to(soft.dtype))
 
     def _mixed(self, soft: Tensor, hard: Tensor, *others: Tensor) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -134,8 +137,11 @@ class DistillationLoss(LogitsLoss):
         inputs = {"labels": targets}
         if teacher_hidden is not None:
             _check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
+            alike = self.tp_group is None or teacher_weight.shape[0] == weight.shape[0]
+            expect(alike, "teacher_weight", f"{weight.shape[0]} rows with tp_group", teacher_weight.shape[0], "shard both heads alike")
             inputs |= {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
         else:
+            expect(self.tp_group is None, "teacher_logprobs_topk", "a teacher with a sharded head, with tp_group", "k ids", "pass its head")
             expect(self.divergence != COSINE, "teacher_logprobs_topk", "a teacher with logits for 'cosine'", "k of them", "pass its head")
             values, ids = teacher_logprobs_topk
             _check_topk(values, ids, shape, weight.shape[0])

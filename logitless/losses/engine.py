@@ -16,8 +16,10 @@ from logitless.kernels.cross_entropy import TokenStats, allocate_stats, twin_byt
 from logitless.kernels.matmul import piece_bytes
 from logitless.kernels.scale import scale as kernels_scale
 from logitless.losses.batch import Rows, Scales, select_rows, settled
+from logitless.losses.checks import check_vocabulary_input
 from logitless.losses.measure import logits_loss_row_bytes
 from logitless.losses.plan import MIB, BudgetWarning, Plan, default_budget, make_plan
+from logitless.losses.shard import VocabShard
 from logitless.losses.walk import Blocks, LogitsWalk, Needs, TokenWalk, Walk, scale_rows
 
 if TYPE_CHECKING:
@@ -42,6 +44,17 @@ class Problem(NamedTuple):
     sequences: int  # 0 where the call has none
     dtype: torch.dtype  # of the products
     needs: Needs
+    shard: VocabShard | None = None
+
+    @property
+    def V(self) -> int:
+        """Size of the vocabulary."""
+        return self.weight.shape[0] if self.shard is None else self.shard.total
+
+    @property
+    def width(self) -> int:
+        """Columns of a chunk of logits, the same on all ranks, so that they walk the same chunks."""
+        return self.weight.shape[0] if self.shard is None else max(self.shard.sizes)
 
     @property
     def stat_dtype(self) -> torch.dtype:
@@ -64,7 +77,7 @@ class Solved(NamedTuple):
 
 
 def _rows(loss: "LinearLoss", problem: Problem) -> Rows:
-    V = problem.weight.shape[0]
+    V = problem.V
     supervised = problem.supervised(loss.ignore_index)
     bad = (supervised & ((problem.targets < 0) | (problem.targets >= V))).sum()
     grouped = loss.scope != "token"
@@ -94,7 +107,7 @@ def keeps_vectors(loss: "LinearLoss", needs: Needs) -> bool:
 
 
 def _plan(loss: "LinearLoss", problem: Problem, rows: Rows, *, solved: bool, rewalk: bool = False) -> Plan:
-    V, H = problem.weight.shape
+    V, H = problem.width, problem.weight.shape[1]
     device = problem.weight.device
     logits_dtype = loss.logits_dtype or problem.dtype
     # What grows with the vocabulary counts; the two [C, H] matrices beside a chunk are part of O(N H).
@@ -170,7 +183,10 @@ def _walk(loss: "LinearLoss", problem: Problem, rows: Rows, factors: Scales | No
     weight, inputs = problem.weight.to(problem.dtype), problem.inputs
     if inputs.get("ref_weight") is not None:
         inputs = {**inputs, "ref_weight": inputs["ref_weight"].to(problem.dtype)}
-    return make(loss, problem.hidden, weight, problem.bias, problem.targets, inputs, rows, problem.needs, factors, **more)
+    if problem.shard is not None and inputs.get("class_weights") is not None:
+        check_vocabulary_input("class_weights", inputs["class_weights"], problem.V)
+        more["column_weights"] = problem.shard.rows_of(inputs["class_weights"])
+    return make(loss, problem.hidden, weight, problem.bias, problem.targets, inputs, rows, problem.needs, factors, problem.shard, **more)
 
 
 def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan) -> dict:
@@ -240,9 +256,8 @@ def _scale_all(d_logp: Tensor, out: Tensor, walk: TokenWalk, rows: Rows) -> None
     for start in range(0, rows.count, SCALED_ROWS):
         stop = min(start + SCALED_ROWS, rows.count)
         at = rows.slice(start, stop)
-        scaled = scale_rows(d_logp[at], walk.weight, walk.targets[at], walk.stats[start:stop], walk.grads[start:stop], walk.loss.head).to(
-            out.dtype
-        )
+        numbers = walk.stats[start:stop], walk.grads[start:stop]
+        scaled = scale_rows(d_logp[at], walk.weight, walk.targets[at], *numbers, walk.loss.head, walk.shard).to(out.dtype)
         if isinstance(at, slice):
             out[at] = scaled
         else:

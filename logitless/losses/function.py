@@ -24,6 +24,7 @@ from logitless.kernels.cross_entropy import allocate_stats
 from logitless.losses import engine
 from logitless.losses.engine import Problem
 from logitless.losses.plan import Plan
+from logitless.losses.shard import VocabShard
 from logitless.losses.walk import Needs
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def _second_walk(ctx, upstream: Sequence[Tensor | None], compiling: bool):
 
 def _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs) -> Problem:
     named = dict(zip(loss.inputs, inputs, strict=True))
-    return Problem(hidden, weight, bias, targets, num_items, cu_seqlens, named, sequences, dtype, Needs(*needs))
+    shard = None if loss.tp_group is None else VocabShard.of(weight, loss.tp_group)
+    return Problem(hidden, weight, bias, targets, num_items, cu_seqlens, named, sequences, dtype, Needs(*needs), shard)
 
 
 def _token_gradients(loss, problem: Problem, d_logp, numbers, upstream, rows, *, static: bool):

@@ -5,7 +5,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from logitless.losses.arguments import prepare
+from logitless.losses.arguments import prepare, resolved
 from logitless.losses.base import TokenLoss
 from logitless.losses.checks import check_choice
 from logitless.losses.function import call, names_out
@@ -48,8 +48,8 @@ class TokenNumbers(TokenLoss):
     def numbers(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, shift: bool = False
     ) -> tuple[dict[str, Tensor], Plan | None]:
-        problem = prepare(self, hidden, weight, targets, bias, None, shift, None, {})
-        found, plan = call(self, problem, solved=False)
+        loss = resolved(self, weight)
+        found, plan = call(loss, prepare(loss, hidden, weight, targets, bias, None, shift, None, {}), solved=False)
         return {name: x.view(targets.shape) for name, x in zip(names_out(self), found, strict=True)}, plan
 
 
@@ -68,7 +68,7 @@ def linear_logprobs(
         targets: (...) int64.
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, for nothing.
-        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact, as in every loss.
+        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact, tp_group, as in every loss.
 
     Returns:
         TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.

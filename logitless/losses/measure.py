@@ -50,19 +50,21 @@ class PeakBytes(TorchDispatchMode):
 def logits_loss_row_bytes(loss: "LinearLoss", problem: "Problem", logits_dtype: torch.dtype) -> int:
     teacher_weight = problem.inputs["teacher_weight"] if loss.teacher else None
     teacher = 0 if teacher_weight is None else teacher_weight.shape[0]
-    if loss.has_kernel(problem.weight.device, logits_dtype, problem.inputs):
+    if problem.shard is None and loss.has_kernel(problem.weight.device, logits_dtype, problem.inputs):
         return teacher * logits_dtype.itemsize
     widths = tuple((name, x.shape[1:], x.dtype) for name, x in problem.inputs.items() if x is not None and name in loss.token_inputs)
-    bytes_ = _measure(loss, problem.weight.shape[0], teacher, widths, logits_dtype, problem.weight.device, problem.needs.any)
+    compiled = problem.shard is None and problem.weight.device.type == "cuda"
+    device = problem.weight.device if compiled else torch.device("meta")
+    # The same on all ranks, which walk the same chunks.
+    teacher = problem.width if teacher and problem.shard is not None else teacher
+    bytes_ = _measure(loss, problem.width, teacher, widths, logits_dtype, device, problem.needs.any)
     return bytes_ + teacher * logits_dtype.itemsize
 
 
 @functools.cache
 def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differentiate: bool) -> int:
-    """Bytes a row: what the compiled function allocates on a GPU; on other devices what the uncompiled one does, its upper bound."""
-    on_gpu = device.type == "cuda"
-    where = device if on_gpu else "meta"
-    make = functools.partial(torch.zeros, device=where)
+    """Bytes a row: what the compiled function allocates on a GPU; on the meta device what the uncompiled one would, its upper bound."""
+    make = functools.partial(torch.zeros, device=device)
     inputs = {name: make(ROWS, *shape, dtype=dtype) for name, shape, dtype in widths if not name.startswith("teacher")}
     inputs |= {name: None for name in loss.inputs if name not in inputs}
     if teacher_V:
@@ -70,7 +72,7 @@ def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differe
     one = make((), dtype=torch.float32) + 1
     units = dict.fromkeys((*UNITS, None), one)
     arguments = (make(ROWS, V, dtype=logits_dtype), None, make(ROWS, dtype=torch.int64), inputs, Scales(units, units), None)
-    if not on_gpu:
+    if device.type == "meta":
         with PeakBytes() as watch:
             logits_evaluation(loss, differentiate)(*arguments)
         return -(-watch.peak // ROWS)

@@ -135,6 +135,9 @@ class MultiHeadLoss(CrossEntropyLoss):
             object.__setattr__(self, "coefficients", tuple(map(float, coefficients)))
         super().__post_init__()
         expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", repr(self.reduction), "sum over the heads")
+        expect(
+            self.tp_group is None, "tp_group", "None for several heads", self.tp_group, "gather the heads, or take linear_logprobs of each"
+        )
         expect(not self.return_logps, "return_logps", "False for several heads", True, "each has log-probabilities of its own")
 
     def solve_parts(

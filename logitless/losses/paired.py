@@ -78,7 +78,7 @@ class ReferencedLoss(TokenLoss):
     @property
     def walk_options(self) -> dict:
         """The fields that another walk beside the loss's own shares with it, its head left aside."""
-        return {name: getattr(self, name) for name in ("ignore_index", "logits_budget", "logits_dtype", "compact")}
+        return {name: getattr(self, name) for name in ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")}
 
     @property
     def ref_head(self) -> Head:
@@ -164,6 +164,8 @@ class UnreferencedLoss(PairedLoss):
         check_choice("logits_over", self.logits_over, ("completion", "position"))
         linear = self.logits_over == "completion" or self.softcap is None
         expect(linear, "logits_over", "'completion' with a softcap", repr(self.logits_over), "the mean row of the head knows no softcap")
+        whole = self.logits_over == "completion" or self.tp_group is None
+        expect(whole, "logits_over", "'completion' with tp_group", repr(self.logits_over), "no rank has the whole head to average")
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, cu_seqlens: Tensor | None = None, **arguments

@@ -25,6 +25,7 @@ from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from logitless.kernels.scale import scale
 from logitless.losses.batch import Batch, Rows, Scales, reduced, tallied, unreduced
 from logitless.losses.plan import Plan, Span, Step
+from logitless.losses.shard import IGNORED, VocabShard
 
 if TYPE_CHECKING:
     from logitless.losses.base import LinearLoss
@@ -58,6 +59,7 @@ class Walk:
     rows: Rows
     needs: Needs
     scales: Scales | None
+    shard: VocabShard | None = None
     reports: list = field(default_factory=list)
     d_hidden: Tensor | None = None
     d_weight: Tensor | None = None  # given: summed on top of what it holds
@@ -106,10 +108,12 @@ class Walk:
                     total.zero_()
 
     def _take(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Hidden states and targets of a step's rows, in the dtype of the products."""
+        """Hidden states of a step's rows, in the dtype of the products, and their targets, as columns of the logits."""
         at = self.rows.slice(step.start, step.stop)
-        x = self.hidden[at].to(self.weight.dtype)
-        return (x if self.blocks is None else self.blocks.forward(x)), self.targets[at]
+        x, targets = self.hidden[at].to(self.weight.dtype), self.targets[at]
+        if self.shard is not None:
+            targets = self.shard.columns(targets, self.loss.ignore_index)
+        return (x if self.blocks is None else self.blocks.forward(x)), targets
 
     def _d_hidden(self, step: Step, gradient: Tensor) -> Tensor | None:
         """gradient @ weight [C, H]: in its place in d_hidden, or beside it where rows are gathered."""
@@ -126,6 +130,8 @@ class Walk:
         if d_hidden is not None:
             if row_scale is not None:
                 scale(d_hidden, row_scale, d_hidden)
+            if self.shard is not None:
+                self.shard.all_reduce(d_hidden)
             if self.blocks is not None:
                 d_hidden = self.blocks.backward(d_hidden)
             if not isinstance(at, slice):
@@ -153,7 +159,8 @@ class Walk:
                 cut[name] = value[sequences if name in self.loss.sequence_inputs else at]
         ignore_index = None if self.loss.compact else self.loss.ignore_index
         segments = self.rows.segments(span.stop - span.start, span.first, span.last)
-        return Batch(self.targets[at], self.weight.shape[0], cut, segments, ignore_index=ignore_index)
+        V = self.weight.shape[0] if self.shard is None else self.shard.total
+        return Batch(self.targets[at], V, cut, segments, ignore_index=ignore_index, shard=self.shard)
 
     def _read_reference(self, step: Step, targets: Tensor, buffer: Tensor) -> None:
         """Where a reference model takes part, its numbers of the same rows, through the same buffer."""
@@ -235,10 +242,17 @@ class TokenWalk(Walk):
     grads: TokenStats = None  # (rows,) each, filled by solving, or given
     vectors: bool = False  # whether d logp / d hidden itself is kept, to be scaled afterwards
     ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
+    column_weights: Tensor | None = None  # class weights of a shard
 
     @property
     def _head(self) -> dict:
-        return {"head": self.loss.head, "bias": self.bias, "ignore_index": self.loss.ignore_index}
+        ignored = self.loss.ignore_index if self.shard is None else IGNORED
+        return {"head": self.loss.head, "bias": self.bias, "ignore_index": ignored}
+
+    @property
+    def _column_weights(self) -> Tensor | None:
+        """(columns,) class weights."""
+        return self.inputs.get("class_weights") if self.column_weights is None else self.column_weights
 
     def _read_reference(self, step: Step, targets: Tensor, buffer: Tensor) -> None:
         if self.ref_logps is None:
@@ -248,6 +262,8 @@ class TokenWalk(Walk):
         found = kernels.allocate_stats((), len(targets), self.ref_logps.dtype, targets.device)
         head = self._head | {"head": self.loss.ref_head, "bias": self.inputs["ref_bias"]}
         kernels.token_statistics(logits, targets, found, **head)
+        if self.shard is not None:
+            self.shard.combine(found, targets)
         self.ref_logps[step.start : step.stop] = found.logps
 
     def _batch(self, span: Span) -> Batch:
@@ -260,8 +276,15 @@ class TokenWalk(Walk):
         out = self.stats[step.start : step.stop]
         multiple_of_d_logp = self.vectors or tuple(self.loss.differentiates) == ("logps",)
         if step.write and multiple_of_d_logp and kernels.single_pass(self.weight.dtype):
-            return kernels.logprob_gradient(logits, targets, out, gradient=_overlay(logits, self.weight.dtype), **self._head)
-        kernels.token_statistics(logits, targets, out, class_weights=self.inputs.get("class_weights"), **self._head)
+            gradient = _overlay(logits, self.weight.dtype)
+            row_scale = kernels.logprob_gradient(logits, targets, out, gradient=gradient, **self._head)
+            if self.shard is not None:
+                row_scale = row_scale * self.shard.combine(out, targets).exp()
+                self.shard.set_target(gradient, targets, out, row_scale, self.loss.head)
+            return row_scale
+        kernels.token_statistics(logits, targets, out, class_weights=self._column_weights, **self._head)
+        if self.shard is not None:
+            self.shard.combine(out, targets)
         return None
 
     def _solve(self, span: Span) -> None:
@@ -288,7 +311,7 @@ class TokenWalk(Walk):
             return gradient, row_scale * grads.logps
         kernels.logits_gradient(
             logits, targets, self.stats[step.start : step.stop], grads,
-            gradient=gradient, class_weights=self.inputs.get("class_weights"), **self._head,
+            gradient=gradient, class_weights=self._column_weights, **self._head,
         )  # fmt: skip
         return gradient, None
 
@@ -324,12 +347,12 @@ class LogitsWalk(Walk):
             teacher, weight = batch.teacher_hidden, self.inputs["teacher_weight"]
             batch.teacher_logits = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
-        if self.loss.has_kernel(logits.device, logits.dtype, self.inputs):
+        if self.shard is None and self.loss.has_kernel(logits.device, logits.dtype, self.inputs):
             self._gradient, found = self._fused(logits, batch, upstream, differentiate)
         else:
             inputs = {name: getattr(batch, name) for name in self.inputs if name not in ("teacher_hidden", "teacher_weight")}
             inputs["teacher_logits"] = getattr(batch, "teacher_logits", None)
-            evaluate = logits_function(self.loss, differentiate)
+            evaluate = logits_function(self.loss, differentiate, self.shard)
             self._gradient, found = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
         self.reports.append(found["report"])
         if self.values is not None:
@@ -354,13 +377,14 @@ class LogitsWalk(Walk):
         return gradient.to(self.weight.dtype), None
 
 
-def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, upstream):
+def logits_objective(loss: "LinearLoss", shard: VocabShard | None, logits, bias, targets, inputs, scales, upstream):
     """A LogitsLoss on one chunk of raw products: (scalar to differentiate, its report and, unreduced, the values)."""
     z, _ = loss.head.logits(logits, bias)
     if inputs.get("teacher_logits") is not None:
         teacher, _ = loss.teacher_head.logits(inputs["teacher_logits"], inputs.get("teacher_bias"))
         inputs = inputs | {"teacher_logits": teacher}
-    batch = Batch(targets, logits.shape[1], inputs, ignore_index=None if loss.compact else loss.ignore_index)
+    V = logits.shape[1] if shard is None else shard.total
+    batch = Batch(targets, V, inputs, ignore_index=None if loss.compact else loss.ignore_index, shard=shard)
     terms, metrics = batch.masked(*loss.terms(z, batch))
     found = tallied(metrics, scales.metrics)
     if scales.loss is not None:
@@ -371,13 +395,17 @@ def logits_objective(loss: "LinearLoss", logits, bias, targets, inputs, scales, 
     return total, {"report": (total.detach(), found), "values": values.detach()}
 
 
-def logits_evaluation(loss: "LinearLoss", differentiate: bool) -> Callable:
+def logits_evaluation(loss: "LinearLoss", differentiate: bool, shard: VocabShard | None = None) -> Callable:
     """(logits, bias, targets, inputs, scales, upstream) -> (gradient or None, what `logits_objective` found), in plain PyTorch."""
 
     def evaluate(logits, *arguments):
         def objective(z):
-            return logits_objective(loss, z, *arguments)
+            return logits_objective(loss, shard, z, *arguments)
 
+        if differentiate and shard is not None:
+            # What crosses the group has derivatives of its own, which torch.func does not take.
+            gradients, _, found = grad_and_value(lambda leaves: objective(leaves["z"]), {"z": logits})
+            return gradients["z"], found
         if differentiate:
             gradient, (_, found) = torch.func.grad_and_value(objective, has_aux=True)(logits)
             return gradient, found
@@ -387,9 +415,11 @@ def logits_evaluation(loss: "LinearLoss", differentiate: bool) -> Callable:
 
 
 @functools.cache
-def logits_function(loss: "LinearLoss", differentiate: bool) -> Callable:
-    """`logits_evaluation` under torch.compile; where no compiler works, as it is, with one warning."""
-    plain = logits_evaluation(loss, differentiate)
+def logits_function(loss: "LinearLoss", differentiate: bool, shard: VocabShard | None = None) -> Callable:
+    """`logits_evaluation` under torch.compile; where no compiler works, as it is, with one warning. Collectives stay uncompiled."""
+    plain = logits_evaluation(loss, differentiate, shard)
+    if shard is not None:
+        return plain
     state = {"run": torch.compile(plain, dynamic=True)}
 
     def evaluate(*arguments):
@@ -406,7 +436,9 @@ def logits_function(loss: "LinearLoss", differentiate: bool) -> Callable:
     return evaluate
 
 
-def scale_rows(d_logp: Tensor, weight: Tensor, targets: Tensor, stats: TokenStats, grads: TokenStats, head: Head) -> Tensor:
+def scale_rows(
+    d_logp: Tensor, weight: Tensor, targets: Tensor, stats: TokenStats, grads: TokenStats, head: Head, shard: VocabShard | None
+) -> Tensor:
     """d loss / d hidden of some rows from d logp / d hidden of each: the whole backward pass of a frozen head.
 
     d lse / d hidden is what is left when d logp / d hidden is taken from d z(target) / d hidden, a row of the head.
@@ -417,4 +449,9 @@ def scale_rows(d_logp: Tensor, weight: Tensor, targets: Tensor, stats: TokenStat
     slope = grads.lse * head.derivative_at(stats.logps + stats.lse)
     scaled = scaled * (grads.logps - grads.lse)[:, None]
     known = torch.where(slope != 0, targets, 0)  # with compact=False a row may have no target; its gradients are zero
+    if shard is not None:
+        local = known - shard.start
+        here = (local >= 0) & (local < shard.width)
+        rows = torch.where(here[:, None], weight[torch.where(here, local, 0)].to(scaled.dtype), 0.0)
+        return torch.addcmul(scaled, slope[:, None], shard.all_reduce(rows))
     return torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))

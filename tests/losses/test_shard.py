@@ -1,0 +1,289 @@
+"""Vocabulary-parallel heads: every rank of two or four has what one process with the whole head has."""
+
+import re
+import warnings
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless import (
+    BudgetWarning,
+    CrossEntropyLoss,
+    DistillationLoss,
+    DPOLoss,
+    GRPOLoss,
+    JSDLoss,
+    KTOLoss,
+    MultiTokenLoss,
+    ORPOLoss,
+    RLOOLoss,
+)  # fmt: skip
+from logitless.losses.base import LogitsLoss
+from logitless.losses.batch import Term
+from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.shard import IGNORED, VocabShard
+
+B, T, H, TEACHER_H = 4, 6, 10, 7
+# Rows of the head on each rank: uneven, and few enough on one of them that many targets are elsewhere.
+SIZES = {2: (30, 17), 4: (11, 2, 19, 15)}
+V = 47
+# Whole chunks, and chunks of a few rows.
+LARGE, SMALL = 2**24, 9_000
+
+
+class Numbers(TokenNumbers):
+    """`TokenNumbers` as a loss: a function of every number that it hands out."""
+
+    def __call__(self, hidden, weight, targets, *, bias=None):
+        found, plan = self.numbers(hidden, weight, targets, bias=bias)
+        values = found["logps"].cos() + 0.1 * found["lse"].square() + found.get("entropy", torch.zeros(())) ** 2
+        return Answer(values.sum(), {name: x.detach() for name, x in found.items() if x.shape == targets.shape}, plan)
+
+
+@dataclass
+class Answer:
+    loss: Tensor
+    metrics: dict
+    plan: object = None
+    tokens: dict = field(default_factory=dict)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
+
+def targets() -> Tensor:
+    ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3))
+    ids[0, :2] = ids[2, 3] = -100
+    return ids
+
+
+def ce(**options):
+    call = {name: options.pop(name) for name in ("token_weights", "class_weights") if name in options}
+    return CrossEntropyLoss(**options), call
+
+
+REFERENCE = {"ref_hidden": random(B, T, TEACHER_H, seed=5), "ref_weight": random(V, TEACHER_H, seed=6)}
+TEACHER = {"teacher_hidden": random(B, T, TEACHER_H, seed=7), "teacher_weight": random(V, TEACHER_H, seed=8)}
+ROLLOUT = {"advantages": random(B, seed=9), "old_logps": -3 + 0.1 * random(B, T, seed=9)}
+KL = {"kl_hidden": random(B, T, H, seed=11), "kl_targets": targets(), "ref_logps": torch.full((B,), -30.0, dtype=torch.float64)}
+BIAS = random(V, seed=1)
+
+# What is a shard's alone; everything else is the same on all ranks.
+SHARDED = ("ref_weight", "ref_bias", "teacher_weight", "teacher_bias")
+CASES = {
+    "ce": ce(),
+    "ce smoothed": ce(label_smoothing=0.2, z_loss=0.01, softcap=3.0, logit_scale=0.7),
+    "ce class weights": ce(label_smoothing=0.2, class_weights=random(V, seed=2).abs(), reduction="sum"),
+    "ce dft": ce(dft=True, temperature=0.8, token_weights=random(B, T, seed=4).abs()),
+    "ce unreduced": ce(reduction="none", z_loss=0.1, label_smoothing=0.1),
+    "ce all rows": ce(compact=False, ignore_index=-100),
+    "ce ignoring an id": ce(ignore_index=12, z_loss=0.1),
+    "logprobs": (Numbers(entropy="metric", also=("sum_logits", "log_sum_sq_probs", "is_top1")), {}),
+    "logprobs entropy": (Numbers(entropy=True, softcap=4.0), {}),
+    "dpo": (DPOLoss(), REFERENCE),
+    "dpo weighted": (DPOLoss(loss_type=["sigmoid", "sft"], use_weighting=True), REFERENCE | {"ref_bias": random(V, seed=12)}),
+    "orpo": (ORPOLoss(), {}),
+    "kto": (KTOLoss(), {"labels": torch.tensor([True, False, True, True]), "kl": KL, "ref_logps": random(B, seed=3)}),
+    "grpo": (GRPOLoss(return_logps=True), ROLLOUT),
+    "grpo entropy": (GRPOLoss(entropy_coef=0.3, top_entropy_quantile=0.5), ROLLOUT),
+    "rloo": (RLOOLoss(), ROLLOUT),
+    "jsd": (JSDLoss(temperature=1.5, hard_loss_weight=0.3), TEACHER),
+    "jsd capped": (JSDLoss(beta=0.3, softcap=5.0, teacher_logit_scale=0.5), TEACHER | {"teacher_bias": random(V, seed=13)}),
+    **{
+        name: (DistillationLoss(divergence=name), TEACHER)
+        for name in ("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine")
+    },
+    "jsd unreduced": (JSDLoss(reduction="none"), TEACHER),
+}
+TRAINED = {"all": ("hidden", "weight", "bias"), "frozen head": ("hidden",), "frozen hidden": ("weight",), "nothing": ()}
+
+
+def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ...]) -> dict[str, Tensor]:
+    leaves = {name: x.clone().requires_grad_(name in trained) for name, x in operands.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        ids = torch.where(targets() == -100, loss.ignore_index, targets())
+        out = loss(leaves["hidden"], leaves["weight"], ids, bias=leaves["bias"], **options)
+    value = out.loss if out.loss.dim() == 0 else (out.loss * random(*out.loss.shape, seed=20)).sum()
+    found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
+    found |= {f"token {name}": x for name, x in out.tokens.items()}
+    if trained:
+        gradients = torch.autograd.grad(1.7 * value, [leaves[name] for name in trained])
+        found |= {f"d_{name}": x for name, x in zip(trained, gradients, strict=True)}
+    return found
+
+
+def cases():
+    for number, (name, (loss, options)) in enumerate(CASES.items()):
+        for turn, (frozen, trained) in enumerate(TRAINED.items()):
+            yield f"{name}, {frozen}", replace(loss, logits_budget=(LARGE, SMALL)[(number + turn) % 2]), options, trained
+
+
+def cut(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
+    return x.split(sizes)[rank]
+
+
+def worker(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=30))
+    group, sizes, found = dist.group.WORLD, SIZES[ranks], {}
+    head = {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}
+    for name, loss, options, trained in cases():
+        options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
+        operands = {key: x if key == "hidden" else cut(x, sizes, rank) for key, x in head.items()}
+        found[name] = run(replace(loss, tp_group=group), options, operands, trained)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        operands = {key: (x if key == "hidden" else cut(x, sizes, rank)).to(dtype) for key, x in head.items()}
+        found[str(dtype)] = run(CrossEntropyLoss(z_loss=0.01, tp_group=group), {}, operands, TRAINED["all"])
+    found |= apart(rank, group, sizes, head)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def apart(rank: int, group, sizes, head) -> dict:
+    """What is no case of the table: ties, confident tokens, a tensor of other ways to name the group, errors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    ranks = len(sizes)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    sharded = distribute_tensor(head["weight"], mesh, [Shard(0)]).requires_grad_()
+    by_name = CrossEntropyLoss(tp_group="tp")(head["hidden"], sharded, targets())
+    by_name.loss.backward()
+    assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
+    found = {"dtensor": {"loss": by_name.loss.detach(), "d_weight": sharded.grad.full_tensor()}}
+    by_mesh = CrossEntropyLoss(tp_group=mesh)(head["hidden"], cut(head["weight"], sizes, rank), targets())
+    found["mesh"] = {"loss": by_mesh.loss}
+
+    # Tokens of one logit far above all others, and of equal ones on all ranks.
+    logits = torch.zeros(3, V, dtype=torch.float64)
+    logits[0, 40], logits[1, 5] = 30.0, 12.0
+    eye = torch.eye(V, dtype=torch.float64)
+    ids = torch.tensor([40, 5, 33])
+    out = CrossEntropyLoss(tp_group=group, reduction="none")(logits, cut(eye, sizes, rank), ids)
+    found["confident"] = {"loss": out.loss, "metric token_accuracy": out.metrics["token_accuracy"]}
+    equal = CrossEntropyLoss(tp_group=group)(torch.zeros_like(logits[:1]), cut(eye, sizes, rank), torch.tensor([0]))
+    found["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
+    errors = {}
+    for name, attempt in {
+        "own": lambda: Own(tp_group=group),
+        "heads": lambda: MultiTokenLoss(tp_group=group),
+        "name": lambda: CrossEntropyLoss(tp_group="tensor")(head["hidden"], sharded, targets()),
+        "teacher": lambda: JSDLoss(tp_group=group)(head["hidden"], cut(head["weight"], sizes, rank), **TEACHER),
+        "class_weights": lambda: CrossEntropyLoss(tp_group=group)(
+            head["hidden"], cut(head["weight"], sizes, rank), targets(), class_weights=torch.ones(V + 1)
+        ),
+        "target": lambda: CrossEntropyLoss(tp_group=group)(head["hidden"], cut(head["weight"], sizes, rank), targets() + V),
+    }.items():
+        try:
+            attempt()
+            errors[name] = "nothing"
+        except ValueError as error:
+            errors[name] = str(error)
+    return found | {"errors": errors}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(LogitsLoss):
+    def terms(self, logits, batch):
+        return {"own": Term(logits.square().mean(-1))}, {}
+
+
+@pytest.fixture(scope="module", params=list(SIZES), ids=lambda ranks: f"{ranks} ranks")
+def ranks(request, tmp_path_factory):
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], tolerance: float) -> None:
+    assert all(rank.keys() == truth.keys() for rank in found)
+    for name, x in truth.items():
+        if name in ("d_weight", "d_bias"):
+            ours = [torch.cat([rank[name] for rank in found])]
+        else:
+            ours = [rank[name] for rank in found]
+            # Bit for bit the same everywhere: a replica must not drift.
+            assert all(torch.equal(ours[0], other) for other in ours), name
+        assert (ours[0] - x).norm() <= tolerance * max(x.norm(), 1e-3), f"{name}: {ours[0]} instead of {x}"
+        assert not name.startswith("d_") or x.norm() > 0, name
+
+
+@pytest.mark.parametrize("name, loss, options, trained", [pytest.param(*case, id=case[0]) for case in cases()])
+def test_equals_one_process(ranks, name, loss, options, trained):
+    truth = run(loss, options, {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}, trained)
+    assert_equal([rank[name] for rank in ranks], truth, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_in_low_precision(ranks, dtype):
+    head = {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}
+    rounded = {name: x.to(dtype) for name, x in head.items()}
+    truth = run(CrossEntropyLoss(z_loss=0.01), {}, {name: x.double() for name, x in rounded.items()}, TRAINED["all"])
+    naive = run(CrossEntropyLoss(z_loss=0.01), {}, rounded, TRAINED["all"])
+    found = [rank[str(dtype)] for rank in ranks]
+    for name, x in truth.items():
+        if name.startswith("metric token"):
+            continue
+        ours = torch.cat([rank[name] for rank in found]) if name in ("d_weight", "d_bias") else found[0][name]
+        error, allowed = ((y.double() - x).norm() / x.norm() for y in (ours, naive[name]))
+        assert error <= 2 * allowed + 8 * torch.finfo(dtype if name.startswith("d_") else torch.float32).eps, name
+
+
+def test_the_group_by_name_and_by_mesh(ranks):
+    truth = run(CrossEntropyLoss(), {}, {"hidden": random(B, T, H), "weight": random(V, H), "bias": torch.zeros(V).double()}, ("weight",))
+    for rank in ranks:
+        assert torch.allclose(rank["dtensor"]["loss"], truth["loss"]) and torch.allclose(rank["mesh"]["loss"], truth["loss"])
+        assert torch.allclose(1.7 * rank["dtensor"]["d_weight"], truth["d_weight"])
+
+
+def test_confident_tokens_and_ties(ranks):
+    for rank in ranks:
+        # 46 others at exp(-30), and at exp(-12).
+        expected = torch.log1p(46 * torch.exp(torch.tensor([-30.0, -12.0]).double()))
+        assert torch.allclose(rank["confident"]["loss"][:2], expected, rtol=1e-4, atol=0)
+        # The third token's target is one of 47 equals, and not the first.
+        assert rank["confident"]["metric token_accuracy"] == pytest.approx(2 / 3)
+        assert rank["first of equals"]["token_accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    {
+        "own": "tp_group: expected None for Own",
+        "heads": "tp_group: expected None for several heads",
+        "name": "tp_group: expected a dimension of weight's device mesh",
+        "teacher": "teacher_weight: expected",
+        "class_weights": "class_weights: expected shape",
+        "target": r"targets: expected ids in \[0, 47\)",
+    }.items(),
+)
+def test_bad_input(ranks, what, message):
+    for rank in ranks:
+        assert re.search(message, rank["errors"][what]), rank["errors"][what]
+
+
+def test_columns_of_a_shard():
+    shard = FakeShard(1)
+    ids = torch.tensor([0, 29, 30, 46, -100])
+    assert shard.columns(ids, -100).tolist() == [17, 17, 0, 16, IGNORED]
+    # The ignored id may lie inside.
+    assert shard.columns(ids, 30).tolist()[2] == IGNORED
+
+
+class FakeGroup:
+    def __init__(self, rank):
+        self._rank = rank
+
+    def rank(self):
+        return self._rank
+
+
+def FakeShard(rank):  # noqa: N802
+    return VocabShard(FakeGroup(rank), SIZES[2])
