@@ -15,6 +15,7 @@ from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
 from benchmarks import picture, readme, trainers
 from benchmarks import preference as pairs
+from benchmarks import tensor_parallel as shards
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
@@ -23,7 +24,7 @@ from benchmarks.objective import Objective, Shape
 from benchmarks.peers import package_version
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
-from benchmarks.report import RESULTS, new_document, newest
+from benchmarks.report import RESULTS, new_document, newest, write_json
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 
@@ -31,6 +32,7 @@ app = typer.Typer(help="Measure logitless beside its peers.", add_completion=Fal
 TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), readme.table) | {
     "medusa": multi_head.by_length,
     "trl": trainers.by_trainer,
+    "tensor-parallel": shards.by_loss,
 }
 
 Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
@@ -182,6 +184,25 @@ def trl(
     finish(path)
     if failed := trainers.failed(document):
         typer.echo("not right: " + "; ".join(failed), err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def tensor_parallel(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes, each with a GPU.")] = 2,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+) -> None:
+    """Heads sharded over the vocabulary (CE, DPO, GRPO, JSD) beside one GPU: agreement, time and memory of each rank."""
+    target = chosen_device(device, quick)
+    document = new_document("tensor-parallel", target, quick=quick)
+    path = out_path(out, document)
+    shards.run(document, ranks, quick=quick, device=target.type, say=speaker())
+    write_json(path, document)
+    finish(path)
+    if wrong := [section["loss"] for section in document["sections"] for row in section["rows"][1:] if not row["right"]]:
+        typer.echo(f"not right: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)
 
 

@@ -1023,6 +1023,23 @@ def test_distillation_length_measures_ours_up_to_the_length_asked_for(tmp_path):
     assert written["benchmark"] == "distillation-length" and [row["name"] for row in written["sections"][0]["rows"]] == ["logitless"]
 
 
+def test_tensor_parallel_compares_every_rank_with_one_gpu(tmp_path):
+    out = tmp_path / "result.json"
+    result = invoke("tensor-parallel", "--quick", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    assert [section["loss"] for section in written["sections"]] == ["cross-entropy", "DPO", "GRPO", "JSD"]
+    for section in written["sections"]:
+        whole, *ranks = section["rows"]
+        assert whole["verdict"] == "ok" and len(ranks) == 2
+        # Another head than the whole one: its errors are its own.
+        assert all(row["right"] and row["d_weight_error"] != whole["d_weight_error"] for row in ranks)
+        for row in section["rows"]:
+            row["beyond_gradients_bytes"] = 2**30
+    page = tensor_parallel.by_loss(written, "here.json")
+    assert "| cross-entropy, N 96, H 32, V 517" in page and "1.0 GiB" in page and "here.json" in page
+
+
 def test_sweep_doubles():
     assert [shape.N for shape in ce.sweep_shapes(8192)] == [1024, 2048, 4096, 8192]
     assert ce.sweep_shapes(131072)[-1].N == 131072

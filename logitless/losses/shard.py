@@ -102,6 +102,9 @@ class VocabShard(NamedTuple):
         dist.all_reduce(x, group=self.group)
         return x
 
+    def all_reduce_async(self, x: Tensor) -> "dist.Work":
+        return dist.all_reduce(x, group=self.group, async_op=True)
+
     def gathered(self, x: Tensor) -> Tensor:
         """[ranks, ...]"""
         x = x.contiguous()

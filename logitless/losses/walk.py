@@ -127,17 +127,10 @@ class Walk:
     def _add(self, step: Step, x: Tensor, gradient: Tensor, row_scale: Tensor | None, d_hidden: Tensor | None, first: bool) -> None:
         """Add a chunk's share to the gradients. Beside the chunk this takes two [C, H] matrices at most."""
         at = self.rows.slice(step.start, step.stop)
-        if d_hidden is not None:
-            if row_scale is not None:
-                scale(d_hidden, row_scale, d_hidden)
-            if self.shard is not None:
-                self.shard.all_reduce(d_hidden)
-            if self.blocks is not None:
-                d_hidden = self.blocks.backward(d_hidden)
-            if not isinstance(at, slice):
-                self.d_hidden.index_copy_(0, at, d_hidden)
-            elif self.blocks is not None:
-                self.d_hidden[at] = d_hidden
+        if d_hidden is not None and row_scale is not None:
+            scale(d_hidden, row_scale, d_hidden)
+        # The other ranks' share arrives beside the d_weight product.
+        arrival = None if self.shard is None or d_hidden is None else self.shard.all_reduce_async(d_hidden)
         if self.needs.weight:
             if row_scale is not None:
                 ours = self.blocks is None and (not isinstance(at, slice) or x.dtype != self.hidden.dtype)
@@ -146,6 +139,15 @@ class Walk:
         if self.needs.bias:
             column = torch.ones(x.shape[0], device=x.device) if row_scale is None else row_scale
             accumulate(self.d_bias, gradient, column[:, None].to(gradient.dtype), first=first)
+        if arrival is not None:
+            arrival.wait()
+        if d_hidden is not None:
+            if self.blocks is not None:
+                d_hidden = self.blocks.backward(d_hidden)
+            if not isinstance(at, slice):
+                self.d_hidden.index_copy_(0, at, d_hidden)
+            elif self.blocks is not None:
+                self.d_hidden[at] = d_hidden
 
     def _batch(self, span: Span) -> Batch:
         """The declared inputs, cut to a span: per token, per sequence, or whole."""

@@ -1,0 +1,156 @@
+"""Vocabulary-parallel heads beside the whole head on one GPU: the same problem on every rank, each with its rows of the head."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import Tensor
+
+from benchmarks import ce, distillation, policy, preference
+from benchmarks.ce import CE
+from benchmarks.distillation import DISTILLATION
+from benchmarks.measure import Truth, check, clear, memory
+from benchmarks.objective import Objective
+from benchmarks.policy import POLICY
+from benchmarks.policy_peers import EPSILON, OPTIONS
+from benchmarks.preference import PREFERENCE
+from benchmarks.report import gib, sizes, text
+from benchmarks.timing import release, spread, time_ms
+from logitless import DPOLoss, GRPOLoss, JSDLoss, linear_cross_entropy
+
+ROUNDS = 8
+# Two roundings of bf16 gradients more than one GPU, whose own error counts twice.
+ROUNDINGS = 8 * torch.finfo(torch.bfloat16).eps
+
+
+def cross_entropy(group, hidden: Tensor, weight: Tensor, targets: Tensor):
+    return linear_cross_entropy(hidden, weight, targets, tp_group=group)
+
+
+def dpo(group, hidden: Tensor, weight: Tensor, targets: Tensor, ref_hidden: Tensor, ref_weight: Tensor):
+    return DPOLoss(tp_group=group)(hidden, weight, targets, ref_hidden=ref_hidden, ref_weight=ref_weight)
+
+
+def grpo(group, hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_logps: Tensor):
+    loss = GRPOLoss(**OPTIONS, epsilon=EPSILON, tp_group=group)
+    return loss(hidden, weight, targets, advantages=advantages, old_logps=old_logps)
+
+
+def jsd(group, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor):
+    return JSDLoss(tp_group=group)(hidden, weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
+
+
+# Name -> the objective, the loss, its shape, the quick one, and which arguments are heads.
+LOSSES: dict[str, tuple[Objective, Callable, object, object, tuple[int, ...]]] = {
+    "cross-entropy": (CE, cross_entropy, ce.SHAPES[0], ce.QUICK_SHAPES[0], (1,)),
+    "DPO": (PREFERENCE, dpo, preference.SHAPES[2], preference.QUICK_SHAPES[2], (1, 4)),
+    "GRPO": (POLICY, grpo, policy.SHAPES[0], policy.QUICK_SHAPES[0], (1,)),
+    "JSD": (DISTILLATION, jsd, distillation.SHAPES[0], distillation.QUICK_SHAPES[0], (1, 3)),
+}
+
+
+def run(document: dict, ranks: int, *, quick: bool, device: str, say: Callable[[str], None]) -> None:
+    """Fills `document["sections"]`: for each loss one row of the whole head and one of each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(worker, args=(ranks, folder, quick, device, document["seed"]), nprocs=ranks)
+        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+    document |= {"ranks": ranks, "sections": []}
+    for name, (_, _, shape, quick_shape, _) in LOSSES.items():
+        rows = [found[0][name]["whole"]] + [found[rank][name]["shard"] | {"name": f"rank {rank}"} for rank in range(ranks)]
+        for row in rows[1:]:
+            row["right"] = row["verdict"] == "ok" and all(
+                row[key] <= 2 * rows[0][key] + ROUNDINGS for key in row if key.startswith("d_") and key.endswith("_error")
+            )
+        document["sections"].append({"loss": name, "shape": asdict(quick_shape if quick else shape), "rows": rows})
+    document["complete"] = True
+    say("\n" + table(document))
+
+
+def worker(rank: int, ranks: int, folder: str, quick: bool, device_type: str, seed: int) -> None:
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=120),
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
+    group, found = dist.group.WORLD, {}
+    for name, (objective, loss, shape, quick_shape, heads) in LOSSES.items():
+        problem = objective.problem(quick_shape if quick else shape, device, seed)
+        whole = measured(partial(loss, None, *problem.arguments), problem.leaves, problem.truth, device)
+        arguments, leaves = list(problem.arguments), dict(problem.leaves)
+        V = arguments[1].shape[0]
+        # Uneven, as a vocabulary is that no number of ranks divides.
+        ends = [round(V * share) for share in torch.linspace(0, 1, ranks + 1).tolist()]
+        ends[1] += min(64, V // 8)
+        rows = slice(ends[rank], ends[rank + 1])
+        for at in heads:
+            arguments[at] = arguments[at].detach()[rows].clone()
+        leaves["weight"] = arguments[1].requires_grad_()
+        truth = Truth(problem.truth.loss, problem.truth.gradients | {"weight": problem.truth.gradients["weight"][rows].clone()})
+        del problem
+        release(device)
+        found[name] = {"whole": whole, "shard": measured(partial(loss, group, *arguments), leaves, truth, device)}
+        del arguments, leaves, truth
+        release(device)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def measured(call: Callable, leaves: dict[str, Tensor], truth: Truth, device: torch.device) -> dict:
+    """A row: agreement with the truth, time, memory. The same calls on every rank, so that nobody waits in vain."""
+    row = check("one GPU", call, leaves, truth)
+    if row["verdict"] in ("failed", "out of memory"):
+        return row
+
+    def step() -> None:
+        output = call()
+        getattr(output, "loss", output).backward()
+
+    times = []
+    for _ in range(ROUNDS):
+        clear(leaves)
+        dist.barrier()
+        times.append(time_ms(step, device))
+    return row | spread(times[2:]) | memory(call, leaves, row)
+
+
+def table(document: dict) -> str:
+    body = [
+        [
+            section["loss"] if row is section["rows"][0] else "",
+            row["name"],
+            text(row.get("ms"), "{:.1f}"),
+            text(gib(row.get("beyond_gradients_bytes")), "{:.2f}"),
+            text(row.get("d_hidden_error"), "{:.1e}"),
+            text(row.get("d_weight_error"), "{:.1e}"),
+            {True: "yes", False: "NO", None: row["verdict"]}[row.get("right")],
+        ]
+        for section in document["sections"]
+        for row in section["rows"]
+    ]
+    headers = ["", "", "ms", "GiB beyond grads", "d_hidden err", "d_weight err", "right"]
+    return tabulate(body, headers, disable_numparse=True, colalign=("left", "left", *["right"] * 5))
+
+
+def by_loss(document: dict, source: str) -> str:
+    """Time and memory of one GPU and of the ranks, in Markdown."""
+    body = []
+    for section in document["sections"]:
+        whole, *ranks = section["rows"]
+        slowest = max(row["ms"] for row in ranks)
+        most = [max(gib(row["beyond_gradients_bytes"]) for row in rows) for rows in ([whole], ranks)]
+        cells = [f"{whole['ms']:.1f} ms, {most[0]:.1f} GiB", f"{slowest:.1f} ms, {most[1]:.1f} GiB", f"{whole['ms'] / slowest:.2f}x"]
+        body.append([f"{section['loss']}, {sizes({k: v for k, v in section['shape'].items() if k != 'loss'})}", *cells])
+    headers = ["", "one GPU", f"{document['ranks']} ranks", "faster"]
+    return tabulate(body, headers, tablefmt="github", colalign=("left", *["right"] * 3), disable_numparse=True) + (
+        f"\n\n{document['ranks']} x {document['device']}, {document['date'][:10]}, bf16, forward and backward, uneven shards; "
+        f"memory of a rank beyond the inputs and the returned gradients. From `{source}`, by `{document['command']}`."
+    )
