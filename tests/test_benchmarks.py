@@ -23,6 +23,7 @@ from benchmarks import (
     preference,
     readme,
     report,
+    tensor_parallel,
     timing,
     yardstick,
 )
