@@ -128,13 +128,14 @@ class DistillationLoss(LogitsLoss):
         self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,
         teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
         teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None, bias: Tensor | None = None,
-        num_items: float | Tensor | None = None,
+        num_items: float | Tensor | None = None, **inputs: Tensor | None,
     ) -> LossOutput:  # fmt: skip
         shape = hidden.shape[:-1]
         expect(targets is not None or not self.hard_loss_weight, "targets", "labels for the hard loss", None, "or hard_loss_weight=0.0")
         given = (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
         expect(given == 1, "teacher_hidden", "one of teacher_hidden and teacher_logprobs_topk", f"{given} of them", "pass one teacher")
-        inputs = {"labels": targets}
+        # What a subclass declares beside these
+        inputs |= {"labels": targets}
         if teacher_hidden is not None:
             _check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
             alike = self.tp_group is None or teacher_weight.shape[0] == weight.shape[0]

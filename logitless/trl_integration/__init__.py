@@ -39,7 +39,16 @@ from .online_trainers import (  # noqa: E402
     OnlineDPOTrainer,
 )
 from .preference_trainers import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer  # noqa: E402
+from .self_distillation_trainers import SDFTConfig, SDFTTrainer, SDPOConfig, SDPOTrainer  # noqa: E402
 from .sft import SFTConfig, SFTTrainer  # noqa: E402
+from .teacher_distillation_trainers import (  # noqa: E402
+    GOLDConfig,
+    GOLDTrainer,
+    IWOPDConfig,
+    IWOPDTrainer,
+    ServerDistillationConfig,
+    ServerDistillationTrainer,
+)
 from .triple_preference import TPOConfig, TPOTrainer  # noqa: E402
 
 __all__ = [
@@ -61,8 +70,12 @@ __all__ = [
     "GKDTrainer",
     "GMPOConfig",
     "GMPOTrainer",
+    "GOLDConfig",
+    "GOLDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "IWOPDConfig",
+    "IWOPDTrainer",
     "KTOConfig",
     "KTOTrainer",
     "ORPOConfig",
@@ -71,11 +84,17 @@ __all__ = [
     "OnlineDPOTrainer",
     "RLOOConfig",
     "RLOOTrainer",
+    "SDFTConfig",
+    "SDFTTrainer",
+    "SDPOConfig",
+    "SDPOTrainer",
     "SFTConfig",
     "SFTTrainer",
     "SUPPORTED",
     "TPOConfig",
     "TPOTrainer",
+    "ServerDistillationConfig",
+    "ServerDistillationTrainer",
     "apply_to",
     "patch_model",
 ]

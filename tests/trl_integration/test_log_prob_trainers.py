@@ -63,7 +63,8 @@ def words() -> transformers.PreTrainedTokenizerFast:
 
 def stock(name: str) -> type:
     """TRL's class of that name, wherever it is kept."""
-    package = re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Config").removesuffix("Trainer")).lower()
+    kind = name.removesuffix("Config").removesuffix("Trainer")
+    package = "iw_opd" if kind == "IWOPD" else re.sub("(?<=[a-z])(?=[A-Z])", "_", kind).lower()
     return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{package}"), name)
 
 
