@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import is_peft_available
 
 from logitless.losses.logprobs import TokenNumbers
 
+from .distillation_trainers import _base
 from .head import head_options, head_parameters
 from .mixins import ChunkedLossTrainerMixin, swapped
 
@@ -86,17 +86,6 @@ def picked_logps(logits: DeferredLogits, index: Tensor) -> Tensor:
     return logits.logps(index)
 
 
-def base_model(trainer: Any, model: Any) -> PreTrainedModel:
-    """The transformers model under accelerate's wrappers and an adapter."""
-    model = trainer.accelerator.unwrap_model(model)
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            return model.get_base_model()
-    return model
-
-
 class DeferredLogitsTrainerMixin(ChunkedLossTrainerMixin):
     """For the trainers that compute a loss of `model(...).logits`: with the flag on these are deferred while they do.
 
@@ -116,10 +105,16 @@ class DeferredLogitsTrainerMixin(ChunkedLossTrainerMixin):
     @property
     def deferred_models(self) -> list[PreTrainedModel]:
         """The student, and the teacher where it is another model."""
-        models = [base_model(self, model) for model in (self.model, getattr(self, "teacher_model", None)) if model is not None]
+        found = [model for model in (self.model, getattr(self, "teacher_model", None)) if model is not None]
+        models = [_base(self.accelerator.unwrap_model(model)) for model in found]
         return models[:1] if models[0] is models[-1] else models
 
+    @staticmethod
+    def check_options(args: Any) -> None:
+        """Raises for options that the flag cannot serve."""
+
     def defer_heads(self) -> None:
+        self.check_options(self.args)
         for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
             if getattr(self, name, None) is not None:
                 raise ValueError(f"{name}: expected None with use_chunked_loss=True, got a function of the full logits; leave it out.")

@@ -16,8 +16,13 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer as StockAsyncGRPOTraine
 from trl.experimental.cpo import CPOTrainer as StockCPOTrainer
 from trl.experimental.gkd import GKDTrainer as StockGKDTrainer
 from trl.experimental.gmpo import GMPOTrainer as StockGMPOTrainer
+from trl.experimental.gold import GOLDTrainer as StockGOLDTrainer
+from trl.experimental.iw_opd import IWOPDTrainer as StockIWOPDTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer as StockOnlineDPOTrainer
 from trl.experimental.orpo import ORPOTrainer as StockORPOTrainer
+from trl.experimental.sdft import SDFTTrainer as StockSDFTTrainer
+from trl.experimental.sdpo import SDPOTrainer as StockSDPOTrainer
+from trl.experimental.server_distillation import ServerDistillationTrainer as StockServerDistillationTrainer
 from trl.experimental.tpo import TPOTrainer as StockTPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
@@ -25,19 +30,24 @@ from logitless import CrossEntropyLoss
 
 from .async_distillation import AsyncDistillationTrainer
 from .attached_head import attach_late
+from .deferred import DeferredLogitsTrainerMixin
 from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
 from .head import _load_balancing_loss, head_options, head_parameters
 from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from .mixins import ChunkedLossTrainerMixin
 from .online_trainers import A2POTrainer, AsyncGRPOTrainer, GMPOTrainer, OnlineDPOTrainer
 from .preference_trainers import CPOTrainer, ORPOTrainer
+from .self_distillation_trainers import SDFTTrainer, SDPOTrainer
 from .sft import SFTTrainer
+from .teacher_distillation_trainers import GOLDTrainer, IWOPDTrainer, ServerDistillationTrainer
 from .triple_preference import TPOTrainer
 
-# TRL's class -> ours; GKD and GMPO before SFT and GRPO, of which they are subclasses.
+# TRL's class -> ours; subclasses before the class (SFT, GRPO, Distillation) that they extend.
 TRAINERS = {
     StockGKDTrainer: GKDTrainer,
     StockGMPOTrainer: GMPOTrainer,
+    StockGOLDTrainer: GOLDTrainer,
+    StockServerDistillationTrainer: ServerDistillationTrainer,
     trl.SFTTrainer: SFTTrainer,
     trl.DPOTrainer: DPOTrainer,
     trl.KTOTrainer: KTOTrainer,
@@ -51,6 +61,9 @@ TRAINERS = {
     StockAsyncGRPOTrainer: AsyncGRPOTrainer,
     StockOnlineDPOTrainer: OnlineDPOTrainer,
     StockTPOTrainer: TPOTrainer,
+    StockSDFTTrainer: SDFTTrainer,
+    StockSDPOTrainer: SDPOTrainer,
+    StockIWOPDTrainer: IWOPDTrainer,
 }
 # Their loss is exchanged where TRL computes it; no model gets a head.
 WITHOUT_HEAD = (AsyncDistillationTrainer, DistillationTrainer)
@@ -146,8 +159,10 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
 
     stock, args = type(trainer), trainer.args
     models = [_base(trainer.accelerator.unwrap_model(trainer.model))]
-    if getattr(trainer, "ref_model", None) is not None:
-        models.append(_base(trainer.accelerator.unwrap_model(trainer.ref_model)))
+    defers = issubclass(ours, DeferredLogitsTrainerMixin)
+    other = getattr(trainer, "teacher_model" if defers else "ref_model", None)
+    if other is not None:
+        models.append(_base(trainer.accelerator.unwrap_model(other)))
     forwards = [model.__dict__.get("forward") for model in models]
     trainer.__class__ = type(stock.__name__, (ours, stock), {}) if stock not in ours.__mro__ else ours
     args.use_chunked_loss, args.logits_budget = True, logits_budget
@@ -158,7 +173,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
         options["outputs"] = OUTPUTS.get(ours, ("log_probs", "entropy"))
         if getattr(trainer, "use_weighting", False):
             options["outputs"] += ("log_sum_sq_probs",)
-    if ours not in WITHOUT_HEAD:
+    if ours not in WITHOUT_HEAD and not defers:
         for model in models:
             attach_late(trainer, model, trainer.chunked_score(model, **options))
 
@@ -171,4 +186,10 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
             elif "forward" in model.__dict__:
                 del model.forward
 
+    if defers:
+        try:
+            trainer.defer_heads()
+        except ValueError:
+            undo()
+            raise
     return undo

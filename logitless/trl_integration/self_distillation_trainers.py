@@ -22,22 +22,28 @@ from .support_divergence import SampledTokenDistillation, divergence
 MODES = ("full_logits", "topk_logits", "sampled_token")
 
 
+def check_options(args: Any) -> None:
+    """What TRL refuses in its first step, refused before."""
+    if args.distillation_mode not in MODES:
+        raise ValueError(f"distillation_mode: expected one of {', '.join(MODES)}, got {args.distillation_mode!r}; choose one.")
+    if args.distillation_mode == "topk_logits" and args.distillation_topk is None:
+        raise ValueError("distillation_topk: expected a number of tokens with distillation_mode='topk_logits', got None; set it.")
+
+
 @dataclass
 class SelfDistillationConfigMixin(ChunkedLossConfigMixin):
-    """The flag; with it on, what TRL refuses in its first step is refused here."""
+    """The flag of SDFT and SDPO."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.use_chunked_loss:
-            return
-        if self.distillation_mode not in MODES:
-            raise ValueError(f"distillation_mode: expected one of {', '.join(MODES)}, got {self.distillation_mode!r}; choose one.")
-        if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
-            raise ValueError("distillation_topk: expected a number of tokens with distillation_mode='topk_logits', got None; set it.")
+        if self.use_chunked_loss:
+            check_options(self)
 
 
 class SelfDistillationTrainerMixin(DeferredLogitsTrainerMixin):
-    """What SDFT and SDPO share: their own loss code is the same in both."""
+    """What SDFT and SDPO share: TRL's loss code is the same in both."""
+
+    check_options = staticmethod(check_options)
 
     def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
         with self.deferred():

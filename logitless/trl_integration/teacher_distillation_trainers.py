@@ -105,6 +105,14 @@ class IWOPDTrainer(SparseDivergenceTrainerMixin, StockIWOPDTrainer):
         ).loss  # fmt: skip
 
 
+def check_one_vocabulary(args: Any) -> None:
+    if args.use_uld_loss:
+        raise ValueError(
+            "use_uld_loss: expected False with use_chunked_loss=True, got True; to compare two vocabularies it merges the probabilities of "
+            "several positions and sorts them, for which it needs them all at once: set use_chunked_loss=False."
+        )
+
+
 @dataclass
 class GOLDConfig(ChunkedLossConfigMixin, StockGOLDConfig):
     """`trl.experimental.gold.GOLDConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's).
@@ -115,16 +123,15 @@ class GOLDConfig(ChunkedLossConfigMixin, StockGOLDConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_chunked_loss and self.use_uld_loss:
-            raise ValueError(
-                "use_uld_loss: expected False with use_chunked_loss=True, got True; it aligns tokens of two vocabularies by merging the "
-                "probabilities of several positions and sorting them, for which it needs all of them at once: set use_chunked_loss=False."
-            )
+        if self.use_chunked_loss:
+            check_one_vocabulary(self)
 
 
 class GOLDTrainer(DeferredLogitsTrainerMixin, StockGOLDTrainer):
     """`trl.experimental.gold.GOLDTrainer` for one tokenizer; with `GOLDConfig(use_chunked_loss=True)` neither student nor teacher build
     logits."""
+
+    check_options = staticmethod(check_one_vocabulary)
 
     @staticmethod
     def generalized_jsd_loss(student_logits: Any, teacher_logits: Any, *args: Any, **options: Any) -> Tensor:

@@ -8,8 +8,12 @@ import trl
 from logitless.losses import engine
 from logitless.trl_integration import SFTConfig, SFTTrainer, apply_to, patch_model
 
+from .served import serve
+from .test_distillation_trainers import teacher, uncompiled  # noqa: F401
 from .test_log_prob_trainers import ROLLOUTS, preference_dataset, prompt_dataset, reward, stock, words
+from .test_self_distillation_trainers import privileged_dataset
 from .test_sft import options
+from .test_teacher_distillation_trainers import batches
 from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
 
 
@@ -104,3 +108,49 @@ def test_what_needs_logits_is_refused(tmp_path):
         apply_to(mine)
     with pytest.raises(ValueError, match="model: expected a causal language model"):
         patch_model(tiny_model().base_model)
+
+
+DISTILLED = [
+    ("SDFT", {"num_generations": 1, "distillation_topk": 7, "max_completion_length": 6}),
+    ("SDPO", {"distillation_weight": 0.5, "num_generations": 2, "max_completion_length": 6, "per_device_train_batch_size": 4}),
+    ("IWOPD", {"beta": 0.4, "loss_top_k": 3, "lmbda": 0.0, "distillation_objective": "jsd", "max_completion_length": 6}),
+    ("GOLD", {"lmbda": 0.0, "max_completion_length": 6, "dataset_kwargs": {"skip_prepare_dataset": True}}),
+    ("ServerDistillation", {"teacher_model_server_url": "http://nowhere", "max_completion_length": 6}),
+]
+
+
+def distilled(tmp_path, kind, more):
+    """A stock trainer of this kind, with a model and a teacher of its own."""
+    path = tmp_path / "model"
+    tiny_model(initializer_range=0.3).save_pretrained(path)
+    words().save_pretrained(path)
+    torch.manual_seed(0)
+    local = kind in ("IWOPD", "GOLD")
+    dataset = tiny_dataset() if local else prompt_dataset() if kind == "ServerDistillation" else privileged_dataset()
+    extra = {"teacher_model": teacher(tmp_path), "data_collator": batches} if local else {"reward_funcs": reward} if kind == "SDPO" else {}
+    args = stock(f"{kind}Config")(**options(tmp_path / "out", **{"optim": "sgd", "learning_rate": 0.3} | more))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    return stock(f"{kind}Trainer")(model, args=args, train_dataset=dataset, processing_class=words(), **extra)
+
+
+@pytest.mark.parametrize("kind, more", DISTILLED)
+def test_apply_to_distillation(tmp_path, monkeypatch, calls, uncompiled, kind, more):  # noqa: F811
+    serve(monkeypatch)
+    logs = []
+    for applied in (False, True):
+        trainer = distilled(tmp_path, kind, more)
+        undo = apply_to(trainer, logits_budget=2**14) if applied else None
+        trainer.train()
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert bool(calls) == applied
+    assert logs[1] == pytest.approx(logs[0], rel=1e-3) and logs[0][0] > 1e-3
+    undo()
+    assert type(trainer) is stock(f"{kind}Trainer")
+    assert isinstance(trainer.model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits, torch.Tensor)
+
+
+def test_apply_to_leaves_a_trainer_that_it_refuses_as_it_was(tmp_path):
+    trainer = distilled(tmp_path, "SDPO", DISTILLED[1][1] | {"distillation_mode": "topk_logits"})
+    with pytest.raises(ValueError, match="distillation_topk: expected a number"):
+        apply_to(trainer)
+    assert type(trainer) is stock("SDPOTrainer") and not hasattr(trainer.args, "use_chunked_loss")
