@@ -6,6 +6,7 @@ import torch
 import transformers
 
 import logitless.trl_integration as ours
+from logitless.losses import engine
 
 from .served import serve
 from .test_distillation_trainers import collate, teacher, uncompiled  # noqa: F401
@@ -130,14 +131,19 @@ def test_lora_leaves_the_head_alone(tmp_path, kind, changes):
 
 
 @pytest.mark.parametrize("kind", ["IWOPD", "GOLD"])
-def test_autocast_covers_the_teacher_and_both_heads(tmp_path, kind):
-    """bf16=True leaves the weights in fp32: what runs outside of autocast would run in fp32, or not at all."""
+def test_autocast_covers_the_teacher_and_both_heads(tmp_path, monkeypatch, kind):
+    """bf16=True leaves the weights in fp32, and accelerate's autocast inside the forward that the flag bypasses."""
     decided(tmp_path)
-    trainer = {"teacher_model": teacher(tmp_path), "data_collator": batches}
+    dtypes, solve = set(), engine.solve
+    monkeypatch.setattr(engine, "solve", lambda loss, problem, **how: (dtypes.add(problem.dtype), solve(loss, problem, **how))[1])
+    taught = teacher(tmp_path)
+    taught.base_model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    trainer = {"teacher_model": taught, "data_collator": batches}
     changes = IW_OPD | {"loss_top_k": 0} if kind == "IWOPD" else OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     runs = side_by_side(tmp_path, kind, tiny_dataset(examples=16), trainer=trainer, **changes | {"bf16": True})
     losses = [[log["loss"] for log in run.logs if "loss" in log] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    assert dtypes == {torch.bfloat16}
 
 
 def test_what_needs_logits_is_refused(tmp_path):
