@@ -164,6 +164,7 @@ def _deferred_forward(trainer: Any, model: PreTrainedModel, *args: Any, logits_t
     # `base_model`, not `get_decoder()`, which leaves the images of a vision-language model out
     hidden = model.base_model(*args, **kwargs).last_hidden_state
     # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads the logits.
-    weight, bias = head_parameters(model)
+    # A view, not the parameter: DDP looks for the parameters in use behind the outputs of the forward, and a leaf has nothing behind it.
+    weight, bias = (None if x is None else x.view_as(x) for x in head_parameters(model))
     hidden = hidden[:, -logits_to_keep:].to(weight.device)
     return CausalLMOutputWithPast(logits=DeferredLogits(trainer, hidden, weight, bias, **head_options(model.config)))
