@@ -8,9 +8,9 @@ from tabulate import tabulate
 from benchmarks.report import GIB, sizes
 
 
-def rewrite(readme: Path, benchmark: str, body: str) -> None:
-    """Replaces what stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`."""
-    first, last = f"<!-- benchmarks:{benchmark} -->", f"<!-- /benchmarks:{benchmark} -->"
+def rewrite(readme: Path, name: str, body: str, *, kind: str = "benchmarks") -> None:
+    """Replaces what stands between `<!-- KIND:NAME -->` and `<!-- /KIND:NAME -->`."""
+    first, last = f"<!-- {kind}:{name} -->", f"<!-- /{kind}:{name} -->"
     text = readme.read_text() if readme.is_file() else ""
     if not re.search(f"{re.escape(first)}.*{re.escape(last)}", text, re.DOTALL):
         raise ValueError(f"--readme: expected {readme} to hold the lines {first} and {last}; add them where the table goes.")

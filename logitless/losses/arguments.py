@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,33 @@ from logitless.losses.walk import Needs
 
 if TYPE_CHECKING:
     from logitless.losses.base import LinearLoss
+
+
+class SplitHead(NamedTuple):
+    """A head whose last columns train and whose others do not, in the place of `weight`: the product is with (V, H + r) and only the
+    gradient of `trained` is computed, r columns of a product in the place of H + r. That is LoRA on the head: hidden [h, s·h·Aᵀ].
+
+    What it costs is a copy of the head for as long as a walk lasts, V * (H + r) numbers: one product with both parts side by side is
+    faster than a second one over the chunk's logits, and everything that the walks know about a head holds for it.
+    """
+
+    frozen: Tensor  # (V, H)
+    trained: Tensor  # (V, r)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.frozen.shape[0], self.frozen.shape[1] + self.trained.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.frozen.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.frozen.device
+
+    def mean(self, dim: int) -> Tensor:
+        return torch.cat((self.frozen.mean(dim), self.trained.mean(dim)), dim=-1)
 
 
 def shifted(x: Tensor, last: float) -> Tensor:
@@ -30,15 +57,20 @@ def resolved(loss: "LinearLoss", weight: Tensor) -> "LinearLoss":
 
 
 def prepare(
-    loss: "LinearLoss", hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, num_items: float | Tensor | None,
-    shift: bool, cu_seqlens: Tensor | None, inputs: Mapping[str, Tensor | None],
+    loss: "LinearLoss", hidden: Tensor, weight: Tensor | SplitHead, targets: Tensor, bias: Tensor | None,
+    num_items: float | Tensor | None, shift: bool, cu_seqlens: Tensor | None, inputs: Mapping[str, Tensor | None],
 ) -> Problem:  # fmt: skip
     """Check a call's arguments and flatten them to one row per token."""
+    frozen, weight = weight if isinstance(weight, SplitHead) else (None, weight)
     weight, bias = _here(loss, "weight", weight), _here(loss, "bias", bias)
+    frozen = frozen if frozen is None else _here(loss, "weight", frozen.detach())
     autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
-    check_operands(hidden, weight, targets, bias, autocast=autocast)
+    if frozen is None:
+        check_operands(hidden, weight, targets, bias, autocast=autocast)
+    else:
+        check_operands(hidden[..., : -weight.shape[1]], frozen, targets, bias, autocast=autocast)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else weight.dtype
-    V, H = weight.shape
+    H = hidden.shape[-1]
     if shift:
         targets = shifted(targets, loss.ignore_index)
         inputs = {name: shifted(x, 0) if x is not None and name in loss.token_inputs else x for name, x in inputs.items()}
@@ -62,7 +94,9 @@ def prepare(
             num_items = torch.full((), num_items, dtype=torch.float32, device=hidden.device)
         num_items = num_items.to(hidden.device)
         expect(num_items.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(num_items.shape), "sum it first")
-    return Problem(hidden.reshape(-1, H), weight, bias, targets.reshape(-1).long(), num_items, cu_seqlens, flat, sequences, dtype, needs)
+    return Problem(
+        hidden.reshape(-1, H), weight, bias, targets.reshape(-1).long(), num_items, cu_seqlens, flat, sequences, dtype, needs, frozen=frozen
+    )  # fmt: skip
 
 
 def _here(loss: "LinearLoss", name: str, x: Tensor | None) -> Tensor | None:

@@ -44,6 +44,9 @@ class Problem(NamedTuple):
     sequences: int  # 0 where the call has none
     dtype: torch.dtype  # of the products
     needs: Needs
+    # (V, H) columns of the head without gradient, which stand before those of `weight`; joined to it before a walk
+    frozen: Tensor | None = None
+    frozen_columns: int = 0  # how many of `weight` they are, once joined
     shard: VocabShard | None = None
 
     @property
@@ -186,7 +189,10 @@ def _walk(loss: "LinearLoss", problem: Problem, rows: Rows, factors: Scales | No
     if problem.shard is not None and inputs.get("class_weights") is not None:
         check_vocabulary_input("class_weights", inputs["class_weights"], problem.V)
         more["column_weights"] = problem.shard.rows_of(inputs["class_weights"])
-    return make(loss, problem.hidden, weight, problem.bias, problem.targets, inputs, rows, problem.needs, factors, problem.shard, **more)
+    return make(
+        loss, problem.hidden, weight, problem.bias, problem.targets, inputs, rows, problem.needs, factors,
+        shard=problem.shard, frozen_columns=problem.frozen_columns, **more,
+    )  # fmt: skip
 
 
 def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan) -> dict:

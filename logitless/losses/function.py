@@ -66,7 +66,7 @@ def call(loss: "LinearLoss", problem: Problem, *, solved: bool) -> tuple[tuple[T
     """Run a call under autograd: (loss, metrics, *numbers of `solved_names`) if solved, else the numbers of `names_out`; and the plan."""
     p = problem
     needs = [p.needs.hidden, p.needs.weight, p.needs.bias]
-    tensors = (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, *(p.inputs[name] for name in loss.inputs))
+    tensors = (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, p.frozen, *(p.inputs[name] for name in loss.inputs))
     if not p.needs.any:
         outputs, _, _, plan = _forward(loss, solved, p.sequences, p.dtype, needs, tensors)
         return outputs, plan
@@ -77,8 +77,7 @@ def call(loss: "LinearLoss", problem: Problem, *, solved: bool) -> tuple[tuple[T
 
 def _forward(loss: "LinearLoss", solved: bool, sequences: int, dtype: torch.dtype, needs: list[bool], tensors: tuple[Tensor | None, ...]):
     """(outputs, what the backward pass needs of this one, rows, plan), eagerly or through an operator."""
-    *head, cu_seqlens = tensors[:6]
-    arguments = (*head, cu_seqlens, list(tensors[6:]), sequences, dtype, needs)
+    arguments = (*tensors[:7], list(tensors[7:]), sequences, dtype, needs)
     if torch.compiler.is_compiling():
         if solved:
             *outputs, pending, d_hidden, d_weight, d_bias = _solve_op(*arguments, loss.key)
@@ -148,7 +147,7 @@ def _second_walk(ctx, upstream: Sequence[Tensor | None], compiling: bool):
     tensors, d_logp, numbers = saved[: ctx.tensors], saved[ctx.tensors], saved[ctx.tensors + 1 :]
     if all(gradient is None for gradient in upstream):
         return None, ()
-    arguments = (*tensors[:6], list(tensors[6:]), ctx.sequences, ctx.dtype, ctx.needs)
+    arguments = (*tensors[:7], list(tensors[7:]), ctx.sequences, ctx.dtype, ctx.needs)
     if compiling:
         scale, *gradients = _gradients_op(*arguments, ctx.loss.key, d_logp, list(numbers), list(upstream))
     else:
@@ -156,10 +155,17 @@ def _second_walk(ctx, upstream: Sequence[Tensor | None], compiling: bool):
     return scale, gradients
 
 
-def _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs) -> Problem:
-    named = dict(zip(loss.inputs, inputs, strict=True))
+def _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs) -> Problem:
+    named, columns = dict(zip(loss.inputs, inputs, strict=True)), 0
+    if frozen is not None:
+        columns = frozen.shape[1]
+        joined = frozen.new_empty((frozen.shape[0], hidden.shape[1]), dtype=dtype)
+        joined[:, :columns], joined[:, columns:] = frozen, weight
+        weight = joined
     shard = None if loss.tp_group is None else VocabShard.of(weight, loss.tp_group)
-    return Problem(hidden, weight, bias, targets, num_items, cu_seqlens, named, sequences, dtype, Needs(*needs), shard)
+    return Problem(
+        hidden, weight, bias, targets, num_items, cu_seqlens, named, sequences, dtype, Needs(*needs), frozen_columns=columns, shard=shard
+    )  # fmt: skip
 
 
 def _token_gradients(loss, problem: Problem, d_logp, numbers, upstream, rows, *, static: bool):
@@ -188,17 +194,17 @@ def _problem_shapes(hidden, weight, dtype, needs, accum) -> list[Tensor]:
 @torch.library.custom_op("logitless::solve", mutates_args=())
 def _solve_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_items: Tensor | None, cu_seqlens: Tensor | None,
-    inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
+    frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
     with _outside_dispatch():
-        problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs)
+        problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         found, _ = engine.solve(loss, problem, static=True)
         return [found.loss, found.metrics, *found.tokens, *(_absent(x, found.loss) for x in found[3:])]
 
 
 @_solve_op.register_fake
-def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs, key):
+def _(hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs, key):
     loss, stat = _LOSSES[key], torch.promote_types(dtype, torch.float32)
     shapes = ((), (len(loss.metric_names),), *(targets.shape for _ in solved_names(loss)), ())
     numbers = [hidden.new_empty(shape, dtype=stat) for shape in shapes]
@@ -208,17 +214,17 @@ def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, d
 @torch.library.custom_op("logitless::numbers", mutates_args=())
 def _numbers_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_items: Tensor | None, cu_seqlens: Tensor | None,
-    inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
+    frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
     with _outside_dispatch():
-        problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs)
+        problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         found, d_logp, _, _ = engine.token_numbers(loss, problem)
         return [_absent(d_logp, hidden), *(found[name] for name in names_out(loss))]
 
 
 @_numbers_op.register_fake
-def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs, key):
+def _(hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs, key):
     loss, stat = _LOSSES[key], torch.promote_types(dtype, torch.float32)
     kept = engine.keeps_vectors(loss, Needs(*needs))
     shapes = [() if name in loss.metric_names else targets.shape for name in names_out(loss)]
@@ -228,19 +234,19 @@ def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, d
 @torch.library.custom_op("logitless::gradients", mutates_args=())
 def _gradients_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_items: Tensor | None, cu_seqlens: Tensor | None,
-    inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
+    frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
     d_logp: Tensor, numbers: Sequence[Tensor], upstream: Sequence[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
     with _outside_dispatch():
-        problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs)
+        problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         kept = d_logp if engine.keeps_vectors(loss, problem.needs) else None
         found = _token_gradients(loss, problem, kept, numbers, upstream, None, static=True)
         return [_absent(x, found[0]) for x in found]
 
 
 @_gradients_op.register_fake
-def _(hidden, weight, bias, targets, num_items, cu_seqlens, inputs, sequences, dtype, needs, key, d_logp, numbers, upstream):
+def _(hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs, key, d_logp, numbers, upstream):
     stat = torch.promote_types(dtype, torch.float32)
     return [hidden.new_empty((), dtype=stat), *_problem_shapes(hidden, weight, dtype, needs, _LOSSES[key].accum_dtype or stat)]
 

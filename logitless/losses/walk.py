@@ -65,6 +65,7 @@ class Walk:
     d_weight: Tensor | None = None  # given: summed on top of what it holds
     d_bias: Tensor | None = None
     blocks: "Blocks | None" = None  # layers between the hidden states and the head
+    frozen_columns: int = 0  # of weight, from the left: d_weight has the others alone
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -79,7 +80,7 @@ class Walk:
             self.d_hidden = make(N, H, dtype=self.weight.dtype, device=self.weight.device)
         first = self.d_weight is None and self.d_bias is None
         if self.needs.weight and accum_dtype and first:
-            self.d_weight = torch.empty(V, H, dtype=accum_dtype, device=self.weight.device)
+            self.d_weight = torch.empty(V, H - self.frozen_columns, dtype=accum_dtype, device=self.weight.device)
         if self.needs.bias and accum_dtype and first:
             self.d_bias = torch.empty(V, 1, dtype=torch.promote_types(self.weight.dtype, torch.float32), device=self.weight.device)
         for step in plan.steps:
@@ -132,8 +133,10 @@ class Walk:
         # The other ranks' share arrives beside the d_weight product.
         arrival = None if self.shard is None or d_hidden is None else self.shard.all_reduce_async(d_hidden)
         if self.needs.weight:
+            ours = self.blocks is None and (not isinstance(at, slice) or x.dtype != self.hidden.dtype)
+            if self.frozen_columns:
+                x, ours = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
             if row_scale is not None:
-                ours = self.blocks is None and (not isinstance(at, slice) or x.dtype != self.hidden.dtype)
                 x = scale(x, row_scale, x if ours else torch.empty_like(x))
             accumulate(self.d_weight, gradient, x, first=first)
         if self.needs.bias:

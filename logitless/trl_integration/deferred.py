@@ -6,7 +6,6 @@ one of our losses. Anything else that needs the logits themselves raises.
 """
 
 import functools
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from logitless.losses.logprobs import TokenNumbers
 
 from .distillation_trainers import _base
-from .head import head_options, head_parameters
+from .head import head_options, head_parameters, replace_forward
 from .mixins import ChunkedLossTrainerMixin, swapped
 
 REMEDY = "the flag never builds them, so set use_chunked_loss=False."
@@ -156,7 +155,7 @@ def attach_deferred_head(trainer: Any, model: PreTrainedModel) -> None:
             return _deferred_forward(trainer, self, *args, **kwargs)
         return original_forward(*args, **kwargs)
 
-    model.forward = types.MethodType(forward, model)
+    replace_forward(model, forward)
 
 
 def _deferred_forward(trainer: Any, model: PreTrainedModel, *args: Any, logits_to_keep: int = 0, **kwargs: Any) -> CausalLMOutputWithPast:

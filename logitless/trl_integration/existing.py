@@ -1,7 +1,6 @@
 """For models and trainers that exist already: `patch_model` and `apply_to`, both undoable."""
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,7 @@ from .async_distillation import AsyncDistillationTrainer
 from .attached_head import attach_late
 from .deferred import DeferredLogitsTrainerMixin
 from .distillation_trainers import DistillationTrainer, GKDTrainer, _base
-from .head import _load_balancing_loss, head_options, head_parameters
+from .head import _load_balancing_loss, head_options, head_projection, remembered, replace_forward
 from .log_prob_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer
 from .mixins import ChunkedLossTrainerMixin
 from .online_trainers import A2POTrainer, AsyncGRPOTrainer, GMPOTrainer, OnlineDPOTrainer
@@ -80,11 +79,11 @@ def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> 
     generation among them, run as before.
 
     Args:
-        model: any causal language model of transformers, under PEFT or not.
+        model: any causal language model of transformers, under PEFT or not; LoRA may be on the head too.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
 
     Raises:
-        ValueError: the model has no LM head, or PEFT adapts it (when called).
+        ValueError: the model has no LM head, or PEFT adapts it with something else than plain LoRA (when called).
     """
     base = _base(model)
     if base.get_output_embeddings() is None:
@@ -100,16 +99,7 @@ def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> 
             return original(*args, **kwargs)
         return _loss_forward(self, loss, *args, labels=labels, **kwargs)
 
-    before = base.__dict__.get("forward")
-    base.forward = types.MethodType(forward, base)
-
-    def undo() -> None:
-        if before is None:
-            del base.forward
-        else:
-            base.forward = before
-
-    return undo
+    return replace_forward(base, forward)
 
 
 def _loss_forward(
@@ -121,13 +111,10 @@ def _loss_forward(
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     backbone = model.base_model(*args, **kwargs)
-    weight, bias = head_parameters(model)
+    hidden, weight, bias = head_projection(model, backbone.last_hidden_state)
     targets = labels if shift_labels is None else shift_labels
     with maybe_gather_lm_head_ctx(weight, bias):
-        value = loss(
-            backbone.last_hidden_state.to(weight.device), weight, targets.to(weight.device), bias=bias, shift=shift_labels is None,
-            num_items=num_items_in_batch,
-        ).loss  # fmt: skip
+        value = loss(hidden, weight, targets.to(weight.device), bias=bias, shift=shift_labels is None, num_items=num_items_in_batch).loss
     if kwargs.get("output_router_logits"):
         aux_loss = _load_balancing_loss(config, backbone.router_logits, kwargs.get("attention_mask"))
         value = value + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
@@ -163,7 +150,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
     other = getattr(trainer, "teacher_model" if defers else "ref_model", None)
     if other is not None:
         models.append(_base(trainer.accelerator.unwrap_model(other)))
-    forwards = [model.__dict__.get("forward") for model in models]
+    restore = remembered(*models)
     trainer.__class__ = type(stock.__name__, (ours, stock), {}) if stock not in ours.__mro__ else ours
     args.use_chunked_loss, args.logits_budget = True, logits_budget
     options = {}
@@ -180,11 +167,7 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
     def undo() -> None:
         trainer.__class__ = stock
         del args.use_chunked_loss, args.logits_budget
-        for model, forward in zip(models, forwards, strict=True):
-            if forward is not None:
-                model.forward = forward
-            elif "forward" in model.__dict__:
-                del model.forward
+        restore()
 
     if defers:
         try:

@@ -7,6 +7,7 @@ CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
 LOGPROBS = "tests/losses/test_logprobs.py"
 BASE = "tests/losses/test_base.py"
 BAD_INPUT = "tests/losses/test_bad_input.py"
+SPLIT_HEAD = "tests/losses/test_split_head.py"
 TWIN, TRITON, SCALE = "kernels/cross_entropy.py", "kernels/cross_entropy_triton.py", "kernels/scale_triton.py"
 ENGINE, WALK, CE, PLAN = "losses/engine.py", "losses/walk.py", "losses/cross_entropy.py", "losses/plan.py"
 
@@ -204,6 +205,21 @@ MUTANTS = [
         BASE,
     ),
     Mutant("create_graph unnoticed", "losses/function.py", "if not compiling and torch.is_grad_enabled():", "if False:", BAD_INPUT),
+    Mutant("gradient of the frozen columns", WALK, "x[:, self.frozen_columns :]", "x[:, : -self.frozen_columns]", SPLIT_HEAD),
+    Mutant(
+        "hidden states of a split head scaled in place",
+        WALK,
+        "x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True",
+        "x[:, self.frozen_columns :], True",
+        SPLIT_HEAD,
+    ),
+    Mutant(
+        "frozen columns joined on the wrong side",
+        "losses/function.py",
+        "joined[:, :columns], joined[:, columns:] = frozen, weight",
+        "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]] = frozen, weight",
+        SPLIT_HEAD,
+    ),
     Mutant("shift off by one", "losses/arguments.py", "torch.cat((x[..., 1:], torch", "torch.cat((x[..., :-1], torch", CROSS_ENTROPY),
     Mutant(
         "bad targets unchecked without compaction",

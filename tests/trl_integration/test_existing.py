@@ -6,7 +6,7 @@ import transformers
 import trl
 
 from logitless.losses import engine
-from logitless.trl_integration import SFTConfig, SFTTrainer, apply_to, patch_model
+from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 
 from .served import serve
 from .test_distillation_trainers import teacher, uncompiled  # noqa: F401
@@ -154,3 +154,17 @@ def test_apply_to_leaves_a_trainer_that_it_refuses_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="distillation_topk: expected a number"):
         apply_to(trainer)
     assert type(trainer) is stock("SDPOTrainer") and not hasattr(trainer.args, "use_chunked_loss")
+
+
+def test_data_parallel_is_refused(tmp_path):
+    """`Trainer` wraps the model in it where one process sees several GPUs. TRL's own trainers refuse that themselves, these not."""
+    patched, trained = tiny_model(), tiny_model()
+    undo = patch_model(patched)
+    args = ORPOConfig(**options(tmp_path, use_chunked_loss=True, max_length=48))
+    ORPOTrainer(trained, args=args, train_dataset=preference_dataset(), processing_class=words())
+    for model in (patched, trained):
+        with pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel"):
+            # as torch.nn.parallel.replicate does, which needs two GPUs
+            [module._replicate_for_data_parallel() for module in model.modules()]
+    undo()
+    [module._replicate_for_data_parallel() for module in patched.modules()]

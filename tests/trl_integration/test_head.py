@@ -7,10 +7,6 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from logitless.trl_integration.head import attach_chunked_head, head_options, head_parameters
 
@@ -112,41 +108,3 @@ def test_head_is_looked_up_on_every_call():
     after = model(IDS, labels=LABELS, fused_lm_head=True).loss
     assert after != before
     torch.testing.assert_close(after, model(IDS, labels=LABELS).loss)
-
-
-# --- several processes ---------------------------------------------------------------------------------------------------
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    full = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
-    return {name.removeprefix("module."): grad for name, grad in full.items()}
-
-
-def both_ranks(rank: int, store: str) -> None:
-    """Each rank trains on its own row; DDP and FSDP2 must both give the average of the two gradients."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{store}")
-    alone = tiny_model()
-    sum(alone(IDS[i : i + 1], labels=LABELS[i : i + 1]).loss for i in range(2)).div(2).backward()
-    expected = gradients(alone)
-
-    replicated = tiny_model()
-    attach_chunked_head(replicated, full_logits_score)
-    replicated = DistributedDataParallel(replicated)
-
-    # a head that is a unit of its own is still sharded when the loss reads its weight
-    sharded = tiny_model()
-    attach_chunked_head(sharded, full_logits_score)
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(sharded.get_output_embeddings(), mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-
-    for model in (replicated, sharded):
-        model(IDS[rank : rank + 1], labels=LABELS[rank : rank + 1], fused_lm_head=True).loss.backward()
-        for name, grad in gradients(model).items():
-            torch.testing.assert_close(grad, expected[name], msg=lambda m, name=name, model=model: f"{type(model).__name__} {name}: {m}")
-    dist.destroy_process_group()
-
-
-def test_data_parallel_gradients_are_averaged(tmp_path):
-    torch.multiprocessing.spawn(both_ranks, args=(str(tmp_path / "store"),), nprocs=2)

@@ -1,0 +1,65 @@
+"""The TRL examples, in fewer steps than by default: the tiny run, and a model and data that are given by name."""
+
+import json
+import os
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("trl")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import tiny_start  # noqa: E402
+import typer  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+# metric, whether it rises, and the strategies that its loss may run with
+EXAMPLES = {
+    "sft": ("loss", False, "fused"),
+    "dpo": ("rewards/accuracies", True, "recompute|loss_only"),
+    "grpo": ("reward", True, "recompute"),
+    "distill": ("loss", False, "fused"),
+}
+
+
+def run(name: str, *arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(import_module(name).main)
+    with torch.compiler.set_stance("force_eager"):
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_tiny_run(name):
+    metric, rises, strategies = EXAMPLES[name]
+    output = run(name, "--steps", "12")
+    found = re.search(rf"{metric} ([\d.]+) -> ([\d.]+); ({strategies}): .* supervised tokens", output)
+    assert found, output[-1000:]
+    before, after = map(float, found.groups()[:2])
+    assert (after > before) == rises
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_named_model_and_data(tmp_path, name):
+    """As at real size, from a folder; with TRL's own loss, and the model kept."""
+    path = tiny_start.tiny_model(tmp_path)
+    columns = {"sft": ["text"], "dpo": ["prompt", "chosen", "rejected"]}.get(name, ["prompt"])
+    rows = tiny_start.data("", columns).select(range(8)).to_list()
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ["--model", path, "--dataset", str(tmp_path / "rows"), "--output", str(tmp_path / "out"), "--steps", "2"]
+    given += ["--teacher", path] if name == "distill" else []
+    assert "; TRL's own loss" in run(name, *given, "--no-use-chunked-loss")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_examples_are_short():
+    for name in EXAMPLES:
+        assert len((Path(tiny_start.__file__).parent / f"{name}.py").read_text().splitlines()) < 80

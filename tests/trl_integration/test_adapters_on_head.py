@@ -1,0 +1,147 @@
+"""PEFT's adapters on the LM head: the losses and gradients of PEFT's own forward pass, and what is refused."""
+
+import peft
+import pytest
+import torch
+import transformers
+
+import logitless.trl_integration as ours
+from logitless.trl_integration import patch_model
+from logitless.trl_integration.head import head_projection
+
+from .test_distillation_trainers import teacher
+from .test_existing import gradients
+from .test_log_prob_trainers import assert_same, kto_dataset, preference_dataset, prompt_dataset, reward, side_by_side, words
+from .test_sft import options
+from .tiny import VOCAB, tiny_dataset, tiny_model
+
+IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": torch.where(IDS % 4 == 0, -100, IDS)}
+LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+
+
+def adapted(model, **changes):
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(**LORA | changes))
+
+
+def compare(model, *, rtol=1e-4, atol=1e-6) -> None:
+    """Loss and gradients of the model's own forward pass, then of ours."""
+    runs = []
+    for patched in (False, True):
+        if patched:
+            patch_model(model, logits_budget=2**14)
+        torch.manual_seed(2)  # of the dropout
+        runs.append(gradients(model, **INPUTS))
+    (theirs, expected), (mine, found) = runs
+    assert theirs.logits is not None and mine.logits is None
+    torch.testing.assert_close(mine.loss, theirs.loss, rtol=rtol, atol=atol)
+    assert (found - expected).norm() <= rtol * expected.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "granite", "cohere"])
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings")
+def test_lora_on_the_head_of_the_family(family):
+    model = adapted(tiny_model(family))
+    compare(model)
+    head = model.get_base_model().get_output_embeddings()
+    assert head.lora_B["default"].weight.grad.norm() > 0 and head.lora_A["default"].weight.grad.norm() > 0
+    assert head.get_base_layer().weight.grad is None
+
+
+@pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_rslora": True, "lora_alpha": 3}, {"lora_bias": True}], ids="-".join)
+def test_options_of_lora(changes):
+    model = tiny_model()
+    if "lora_bias" in changes:
+        model.set_output_embeddings(torch.nn.Linear(32, VOCAB))
+    compare(adapted(model, **changes).train())
+
+
+def test_a_head_that_trains_beside_its_adapter():
+    model = adapted(tiny_model())
+    head = model.get_base_model().get_output_embeddings()
+    head.get_base_layer().weight.requires_grad_()
+    compare(model)
+    assert head.get_base_layer().weight.grad.norm() > 0
+
+
+def test_several_adapters_at_once():
+    model = adapted(tiny_model())
+    model.add_adapter("second", peft.LoraConfig(**LORA | {"r": 2, "lora_alpha": 16}))
+    model.base_model.set_adapter(["default", "second"])
+    compare(model)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision(autocast):
+    """PEFT keeps the adapters in fp32 beside a bf16 model."""
+    model = adapted(tiny_model() if autocast else tiny_model().bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        compare(model, rtol=3e-2)
+
+
+@torch.no_grad()
+def test_only_what_is_switched_on_takes_part():
+    """As under `disable_adapter()`, where TRL takes the reference's log-probabilities."""
+    model = adapted(tiny_model(), target_modules=["lm_head"])
+    base, hidden = model.get_base_model(), torch.randn(1, 3, 32)
+    plain = torch.nn.functional.linear(hidden, base.lm_head.get_base_layer().weight)
+
+    def logits():
+        wide, weight, _ = head_projection(base, hidden)
+        weight = weight if isinstance(weight, torch.Tensor) else torch.cat(tuple(weight), dim=1)
+        found = wide @ weight.T
+        torch.testing.assert_close(found, base.lm_head(hidden))
+        return found
+
+    assert not torch.allclose(logits(), plain)
+    with model.disable_adapter():
+        assert torch.equal(logits(), plain)
+    model.merge_adapter()
+    assert base.lm_head.merged and not torch.allclose(logits(), plain)
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(), plain)
+
+
+@pytest.mark.parametrize(
+    "config, found",
+    [
+        (peft.LoraConfig(**LORA | {"use_dora": True}), "DoraLinearVariant"),
+        (peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]), "ia3.layer.Linear"),
+        (peft.LoHaConfig(target_modules=["lm_head"]), "loha.layer"),
+    ],
+    ids=["dora", "ia3", "loha"],
+)
+def test_other_adapters_are_refused(config, found):
+    model = peft.get_peft_model(tiny_model(), config)
+    patch_model(model)
+    with pytest.raises(ValueError, match=f"model: expected no adapter but plain LoRA on the LM head, got .*{found}.*; remove 'lm_head'"):
+        model(**INPUTS)
+
+
+def test_zero_3_is_refused(monkeypatch):
+    model = adapted(tiny_model())
+    patch_model(model)
+    monkeypatch.setattr(transformers.integrations.deepspeed, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA"):
+        model.get_base_model().forward(**INPUTS)
+
+
+# --- the trainers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
+def test_lora_on_the_head(tmp_path, kind, family):
+    assert_same(*side_by_side(tmp_path, kind, preference_dataset(), family=family, wrap=adapted, max_length=48))
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "GKD", "Distillation"])
+def test_trainers_that_refuse_it(tmp_path, kind):
+    """TRL's own constructors raise."""
+    data = {"SFT": tiny_dataset, "GKD": tiny_dataset, "DPO": preference_dataset, "KTO": kto_dataset}.get(kind, prompt_dataset)()
+    given = {"GRPO": {"reward_funcs": reward}, "RLOO": {"reward_funcs": reward}}.get(kind, {})
+    given |= {"teacher_model": teacher(tmp_path)} if kind in ("GKD", "Distillation") else {}
+    args = getattr(ours, f"{kind}Config")(**options(tmp_path, use_chunked_loss=True, per_device_train_batch_size=8))
+    with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
+        getattr(ours, f"{kind}Trainer")(adapted(tiny_model()), args=args, train_dataset=data, processing_class=words(), **given)

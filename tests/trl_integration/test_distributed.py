@@ -1,0 +1,186 @@
+"""Two processes: each trains on its half of the batches, and both hold the gradients of a single process that sees them all."""
+
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import logitless.trl_integration as ours
+from logitless.trl_integration.head import attach_chunked_head
+from logitless.trl_integration.per_token import PerTokenScore
+
+from .kinds import KINDS, needs
+from .launch import in_two_processes
+from .test_log_prob_trainers import words
+from .test_sft import options
+from .tiny import VOCAB, tiny_model, train
+
+STEPS = 2
+# One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled out, as one.
+# Sums over tokens that TRL divides by those of all processes but does not multiply by their number, which DDP's average then takes away.
+SHARE = {"GKD": 0.5}
+ALONE = {kind: {"gradient_accumulation_steps": 2} for kind in KINDS} | dict.fromkeys(("GRPO", "RLOO"), {"per_device_train_batch_size": 8})
+
+
+class FirstGradient(transformers.TrainerCallback):
+    def __init__(self):
+        self.found = None
+
+    def on_pre_optimizer_step(self, *args, model, **kwargs):
+        if self.found is None:
+            model = getattr(model, "module", model)
+            self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def rollout(prompt_ids: list[list[int]]) -> list[list[int]]:
+    """Completions that depend on the prompt and on how many it had before, whichever process asks."""
+    seen, found = {}, []
+    for ids in prompt_ids:
+        count = seen[tuple(ids)] = seen.get(tuple(ids), -1) + 1
+        generator = torch.Generator().manual_seed(1000 * sum(ids) + count)
+        length = torch.randint(2, 7, (), generator=generator)
+        found.append(torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+    return found
+
+
+def rolled_out(cls: type) -> type:
+    """The trainer with completions that any number of processes agree on."""
+
+    class RolledOut(cls):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            found = rollout(prompt_ids)
+            return (found, None) if cls is ours.GRPOTrainer else found
+
+    return RolledOut if hasattr(cls, "_generate_single_turn") else cls
+
+
+def run(kind: str, folder, **changes) -> dict:
+    dataset, settings, trainer = needs(kind, folder)
+    settings = {"use_chunked_loss": True, "logits_budget": 2**14, "max_grad_norm": 1e9} | settings | {"max_steps": STEPS}
+    settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
+    watch = FirstGradient()
+
+    def build(*args, callbacks, **given):
+        return cls(*args, callbacks=[*callbacks, watch], **given)
+
+    with torch.compiler.set_stance("force_eager"):
+        done = train(build, config(**options(folder / "out", **settings | changes)), model, dataset, tokenizer=words(), **trainer)
+    assert None not in done.strategies
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    assert done.trainer.accelerator.num_processes == world
+    return {"gradients": watch.found, "weights": done.weights, "loss": done.logs[0]["loss"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from .test_distillation_trainers import teacher
+
+    path = tmp_path_factory.mktemp("distributed")
+    tiny_model().save_pretrained(path / "model")
+    words().save_pretrained(path / "model")
+    teacher(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    """One pair of processes for all tests, as most of their time goes into imports."""
+    return in_two_processes(folder, everything, folder)
+
+
+def everything(folder) -> dict:
+    return {"trainers": {kind: run(kind, folder) for kind in KINDS}, "heads": all_heads()}
+
+
+def assert_same_gradients(kind: str, first: dict, second: dict, alone: dict) -> None:
+    assert first["gradients"].keys() == alone["gradients"].keys()
+    for name, gradient in alone["gradients"].items():
+        assert torch.equal(first["gradients"][name], second["gradients"][name]), name
+        gradient = SHARE.get(kind, 1.0) * gradient
+        torch.testing.assert_close(first["gradients"][name], gradient, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert sum(gradient.norm() for gradient in alone["gradients"].values()) > 1e-2
+    assert torch.equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ddp_with_two_processes(folder, ranks, kind):
+    assert_same_gradients(kind, *(rank["trainers"][kind] for rank in ranks), run(kind, folder, **ALONE[kind]))
+
+
+# --- the head alone, under DDP and FSDP2 ---------------------------------------------------------------------------------
+
+IDS = torch.arange(3, 33).view(2, 15)
+LABELS = torch.where(IDS % 4 == 0, -100, IDS)
+WRAPPERS = ("DDP", "FSDP2")
+MODELS = ("llama", "tied", "lora_on_the_head", "lora")
+SCORES = ("fused", "numbers")
+
+
+def scored_model(name: str, score: str) -> torch.nn.Module:
+    """Gradients from the forward pass (`patch_model`), or from a second walk in the backward pass (what DPO and GRPO do)."""
+    model = base = tiny_model("tied" if name == "tied" else "llama")
+    if name.startswith("lora"):
+        torch.manual_seed(1)
+        modules = ["q_proj", "lm_head"] if name == "lora_on_the_head" else ["q_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
+    if score == "fused":
+        ours.patch_model(base, logits_budget=2**12)
+    else:
+        trainer = SimpleNamespace(args=SimpleNamespace(logits_budget=2**12))
+        attach_chunked_head(base, PerTokenScore(trainer, base))
+    return model
+
+
+def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Tensor]:
+    labels = LABELS[rows]
+    if score == "fused":
+        loss = model(IDS[rows], labels=labels).loss
+    else:
+        logps = model(IDS[rows], labels=labels, fused_lm_head=True).log_probs
+        loss = -(logps * torch.arange(1.0, 15)).sum() / 50
+    loss.backward()
+    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items()}
+
+
+def wrapped(model: torch.nn.Module, wrapper: str) -> torch.nn.Module:
+    if wrapper == "DDP":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (2,))
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    # a head that is a unit of its own is still sharded when the loss reads its weight
+    if base.lm_head.weight is not base.model.embed_tokens.weight:
+        fully_shard(base.lm_head, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def all_heads() -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
+    rank, found = dist.get_rank(), {}
+    for case in ((wrapper, name, score) for wrapper in WRAPPERS for name in MODELS for score in SCORES):
+        wrapper, name, score = case
+        found[case] = step(wrapped(scored_model(name, score), wrapper), score, slice(rank, rank + 1))
+    return found
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_of_the_head_are_averaged(ranks, wrapper, name, score):
+    alone = [step(scored_model(name, score), score, slice(rank, rank + 1)) for rank in range(2)]
+    for rank in ranks:
+        found = rank["heads"][wrapper, name, score]
+        assert found.keys() == alone[0].keys()
+        for parameter, grad in found.items():
+            expected = (alone[0][parameter] + alone[1][parameter]) / 2
+            torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, at=parameter: f"{at}: {m}")

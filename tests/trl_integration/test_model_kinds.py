@@ -1,0 +1,112 @@
+"""Models that are not a plain causal language model, under every trainer: tied embeddings, a router loss, a head that PEFT trains whole,
+and images."""
+
+import peft
+import pytest
+import torch
+import transformers
+import trl
+
+from logitless.trl_integration import SFTConfig, SFTTrainer, patch_model
+
+from .kinds import KINDS, needs, tolerances
+from .test_existing import gradients
+from .test_log_prob_trainers import assert_same, side_by_side
+from .test_sft import options
+from .tiny import SIZES, VOCAB, tiny_tokenizer, train
+
+IMAGE = VOCAB - 1
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def runs(tmp_path, kind, **changes):
+    dataset, settings, trainer = needs(kind, tmp_path)
+    return side_by_side(tmp_path, kind, dataset, trainer=trainer, **settings | changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_embeddings(tmp_path, kind):
+    found = runs(tmp_path, kind, family="tied")
+    assert_same(*found, **tolerances(kind))
+    assert found[1].trainer.model.lm_head.weight is found[1].trainer.model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_router_loss(tmp_path, kind):
+    assert_same(*runs(tmp_path, kind, family="mixtral"), **tolerances(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_head_that_peft_trains_whole(tmp_path, kind):
+    """The policy's head is a copy, and the reference's the original."""
+
+    def adapted(model):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    found = runs(tmp_path, kind, wrap=adapted)
+    assert_same(*found, **tolerances(kind))
+    head = found[1].trainer.model.get_base_model().get_output_embeddings()
+    assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
+
+
+# --- images --------------------------------------------------------------------------------------------------------------
+
+
+def tiny_llava() -> transformers.PreTrainedModel:
+    """An image of four patches, each an embedding strong enough to be noticed when it is left out."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    text = transformers.LlamaConfig(**SIZES | {"initializer_range": 0.3})
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def with_images(rows: list[dict]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(row["seed"] for row in rows))
+    ids = torch.randint(3, IMAGE, (len(rows), 11), generator=generator)
+    ids[:, 1:5] = IMAGE
+    images = 3 * torch.randn(len(rows), 3, 8, 8, generator=generator)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.where(ids == IMAGE, -100, ids),
+        "pixel_values": images,
+    }
+
+
+def test_patched_model_sees_the_image():
+    model, inputs = tiny_llava(), with_images([{"seed": 0}] * 2)
+    theirs, expected = gradients(model, **inputs)
+    undo = patch_model(model, logits_budget=2**12)
+    mine, found = gradients(model, **inputs)
+    assert mine.logits is None
+    torch.testing.assert_close(mine.loss, theirs.loss)
+    torch.testing.assert_close(found, expected)
+    assert model.model.vision_tower.embeddings.patch_embedding.weight.grad.norm() > 0
+    other = model(**inputs | {"pixel_values": -inputs["pixel_values"]}).loss
+    assert (other - mine.loss).abs() > 1e-3
+    undo()
+
+
+def test_sft_vision_language_model(tmp_path):
+    from datasets import Dataset
+
+    # the collator makes the images, so TRL has nothing to prepare
+    settings = options(tmp_path, remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+    found = []
+    for config, trainer, more in (
+        (trl.SFTConfig, trl.SFTTrainer, {}),
+        (SFTConfig, SFTTrainer, {"use_chunked_loss": True, "logits_budget": 2**12}),
+    ):
+        given = {"dataset": Dataset.from_dict({"seed": list(range(12))}), "data_collator": with_images, "tokenizer": tiny_tokenizer()}
+        found.append(train(trainer, config(**settings | more), tiny_llava(), **given))
+    assert_same(*found, **tolerances("SFT"))
