@@ -13,12 +13,12 @@ are nearly equal, and equal ones give exactly 0 (a plain sum of p log p/q loses 
 are the functions of log-probabilities here, which `torch.func.grad_and_value` differentiates wherever Triton does not run.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels.cross_entropy import TokenStats, allocate_stats, token_statistics, uses_triton
 from logitless.kernels.head import Head
 
 # Log-probability of what is not there: exp() of it is 0 in every dtype, and unlike -inf it makes no NaN.
@@ -107,3 +107,70 @@ def fused_divergence(
             teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
         )
     )  # fmt: skip
+
+
+class Ranks(Protocol):
+    """The ranks that hold a shard of the vocabulary each, and where this one's lies (`losses/shard.py`)."""
+
+    width: int
+
+    def combine(self, stats: TokenStats, columns: Tensor) -> object: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor: ...
+
+    def argmax(self, values: Tensor, columns: Tensor) -> Tensor: ...
+
+
+# Rows of logits whose arg-max is taken at a time, with the transform of the head.
+ARG_MAX_ROWS = 64
+
+
+def sharded_divergence(
+    student: Tensor,  # (C, V_r) products with this rank's rows of the head
+    teacher: Tensor,  # (C, V_r)
+    labels: Tensor,  # (C,) columns, V_r for a label of another rank, negative for none
+    factors: Tensor | None,
+    *,
+    ranks: Ranks,
+    gradient: Tensor | None,
+    divergence: str,
+    beta: float,
+    hard_weight: float,
+    head: Head,
+    teacher_head: Head,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+) -> DivergenceStats:
+    """`fused_divergence` of a shard: three passes as there, and what each of them sums crosses the ranks after it."""
+    from logitless.kernels import divergence_triton
+
+    nowhere = torch.full_like(labels, ranks.width)
+    targets = torch.where(labels < 0, nowhere, labels)
+
+    def numbers(logits: Tensor, ids: Tensor, names: tuple[str, ...], head: Head, bias: Tensor | None) -> TokenStats:
+        found = allocate_stats(names, len(ids), torch.float32, logits.device)
+        token_statistics(logits, ids, found, head=head, bias=bias, ignore_index=-1)
+        ranks.combine(found, ids)
+        return found
+
+    cold = numbers(student, targets, ("entropy",), head, bias)
+    taught = numbers(teacher, nowhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias)
+    plain = cold if head.temperature == 1.0 else numbers(student, targets, (), head._replace(temperature=1.0), bias)
+    known = torch.stack([x for found in (cold, taught, plain) for x in (found.lse, found.lse_residual)])
+
+    def arg_max(logits: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+        found = [head.logits(x, bias)[0].max(-1) for x in logits.split(ARG_MAX_ROWS)]
+        return ranks.argmax(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    best, favourite = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
+    options = {
+        "divergence": divergence, "beta": beta, "hard_weight": hard_weight, "head": head, "teacher_head": teacher_head, "bias": bias,
+        "teacher_bias": teacher_bias,
+    }  # fmt: skip
+    sums = torch.empty(2, len(labels), device=student.device)
+    divergence_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
+    ranks.all_reduce(sums)
+    if factors is not None:
+        divergence_triton.shard_pass(student, teacher, labels, factors, known, sums, gradient=gradient, **options)
+    hard = torch.where(labels < 0, 0.0, -plain.logps)
+    return DivergenceStats(sums[0], hard, cold.entropy, torch.where(labels < 0, 0.0, cold.is_top1), (best == favourite).float())

@@ -155,7 +155,7 @@ class Batch:
         ignore_index: int | None = None, shard: "VocabShard | None" = None,
     ):  # fmt: skip
         self.targets = targets
-        self._shard = shard
+        self.shard = shard
         self.V = V
         self.segments = segments
         # None where every row of the slice is supervised.
@@ -209,26 +209,26 @@ class Batch:
     # What a function of logits needs of the whole vocabulary, also where the logits are a shard of it (`vocab_parallel`).
 
     def log_softmax(self, z: Tensor) -> Tensor:
-        return z.log_softmax(-1) if self._shard is None else z - self._shard.logsumexp(z)[:, None]
+        return z.log_softmax(-1) if self.shard is None else z - self.shard.logsumexp(z)[:, None]
 
     def summed(self, x: Tensor) -> Tensor:
         """(n,) sums over the columns of `z` -> over the vocabulary."""
-        return x if self._shard is None else self._shard.reduce(x)
+        return x if self.shard is None else self.shard.reduce(x)
 
     def norm(self, z: Tensor) -> Tensor:
         """(n, 1) lengths of the rows."""
-        if self._shard is None:
+        if self.shard is None:
             return z.norm(dim=-1, keepdim=True)
-        return self._shard.shared(self._shard.reduce(z.square().sum(-1, keepdim=True))).clamp(min=1e-24).sqrt()
+        return self.shard.shared(self.shard.reduce(z.square().sum(-1, keepdim=True))).clamp(min=1e-24).sqrt()
 
     def argmax(self, z: Tensor) -> Tensor:
         """(n,) ids."""
-        return z.argmax(-1) if self._shard is None else self._shard.argmax(z)
+        return z.argmax(-1) if self.shard is None else self.shard.argmax(*z.detach().max(-1))
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) ids -> their columns, 0 where they have none here, and whether they have one."""
-        ids = ids if self._shard is None else ids - self._shard.start
-        here = (ids >= 0) & (ids < (self.V if self._shard is None else self._shard.width))
+        ids = ids if self.shard is None else ids - self.shard.start
+        here = (ids >= 0) & (ids < (self.V if self.shard is None else self.shard.width))
         return torch.where(here, ids, 0), here
 
     def spread(self, x: Tensor) -> Tensor:

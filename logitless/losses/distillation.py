@@ -116,13 +116,16 @@ class DistillationLoss(LogitsLoss):
     def kernel(
         self, logits: Tensor, bias: Tensor | None, batch: Batch, factors: Tensor | None, gradient: Tensor | None
     ) -> tuple[dict[str, Term], dict[str, Term]]:
-        return self._mixed(
-            *kernels.fused_divergence(
-                logits, batch.teacher_logits, batch.labels, factors, gradient=gradient, divergence=self.divergence, beta=self.beta,
-                hard_weight=self.hard_loss_weight, head=self.head, teacher_head=self.teacher_head, bias=bias,
-                teacher_bias=batch.teacher_bias,
-            )
-        )  # fmt: skip
+        options = {
+            "gradient": gradient, "divergence": self.divergence, "beta": self.beta, "hard_weight": self.hard_loss_weight, "head": self.head,
+            "teacher_head": self.teacher_head, "bias": bias, "teacher_bias": batch.teacher_bias,
+        }  # fmt: skip
+        if batch.shard is None:
+            return self._mixed(*kernels.fused_divergence(logits, batch.teacher_logits, batch.labels, factors, **options))
+        # Without labels, nor one of an id that no rank has.
+        labels = torch.full_like(batch.targets, -1) if batch.labels is None else batch.labels
+        labels = torch.where((labels >= 0) & (labels < batch.V), batch.shard.columns(labels, -1), -1)
+        return self._mixed(*kernels.sharded_divergence(logits, batch.teacher_logits, labels, factors, ranks=batch.shard, **options))
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,

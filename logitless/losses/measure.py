@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.losses.batch import UNITS, Scales
+from logitless.losses.shard import LoneShard
 from logitless.losses.walk import logits_evaluation, logits_function
 
 if TYPE_CHECKING:
@@ -50,19 +51,20 @@ class PeakBytes(TorchDispatchMode):
 def logits_loss_row_bytes(loss: "LinearLoss", problem: "Problem", logits_dtype: torch.dtype) -> int:
     teacher_weight = problem.inputs["teacher_weight"] if loss.teacher else None
     teacher = 0 if teacher_weight is None else teacher_weight.shape[0]
-    if problem.shard is None and loss.has_kernel(problem.weight.device, logits_dtype, problem.inputs):
+    # The same on all ranks, which walk the same chunks.
+    teacher = problem.width if teacher and problem.shard is not None else teacher
+    if loss.has_kernel(problem.weight.device, logits_dtype, problem.inputs):
         return teacher * logits_dtype.itemsize
     widths = tuple((name, x.shape[1:], x.dtype) for name, x in problem.inputs.items() if x is not None and name in loss.token_inputs)
     compiled = problem.shard is None and problem.weight.device.type == "cuda"
     device = problem.weight.device if compiled else torch.device("meta")
-    # The same on all ranks, which walk the same chunks.
-    teacher = problem.width if teacher and problem.shard is not None else teacher
-    bytes_ = _measure(loss, problem.width, teacher, widths, logits_dtype, device, problem.needs.any)
+    shard = None if problem.shard is None else LoneShard(None, (problem.width,))
+    bytes_ = _measure(loss, problem.width, teacher, widths, logits_dtype, device, problem.needs.any, shard)
     return bytes_ + teacher * logits_dtype.itemsize
 
 
 @functools.cache
-def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differentiate: bool) -> int:
+def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differentiate: bool, shard: LoneShard | None) -> int:
     """Bytes a row: what the compiled function allocates on a GPU; on the meta device what the uncompiled one would, its upper bound."""
     make = functools.partial(torch.zeros, device=device)
     inputs = {name: make(ROWS, *shape, dtype=dtype) for name, shape, dtype in widths if not name.startswith("teacher")}
@@ -74,7 +76,7 @@ def _measure(loss, V: int, teacher_V: int, widths, logits_dtype, device, differe
     arguments = (make(ROWS, V, dtype=logits_dtype), None, make(ROWS, dtype=torch.int64), inputs, Scales(units, units), None)
     if device.type == "meta":
         with PeakBytes() as watch:
-            logits_evaluation(loss, differentiate)(*arguments)
+            logits_evaluation(loss, differentiate, shard)(*arguments)
         return -(-watch.peak // ROWS)
     evaluate = logits_function(loss, differentiate)
     evaluate(*arguments)

@@ -172,11 +172,27 @@ class VocabShard(NamedTuple):
         top = self.gathered(own.detach()).amax(0)
         return self.shared(top + self.reduce((own - top).exp()).log())
 
-    def argmax(self, z: Tensor) -> Tensor:
-        """(n,) ids in the whole vocabulary; the first of equal logits."""
-        values, ids = z.detach().max(-1)
-        values, ids = self.gathered(values), self.gathered(ids + self.start)
+    def argmax(self, values: Tensor, columns: Tensor) -> Tensor:
+        """(n,) ids in the whole vocabulary from each shard's largest logit and its column; the first of equal logits."""
+        values, ids = self.gathered(values), self.gathered(columns + self.start)
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
+
+
+class LoneShard(VocabShard):
+    """A shard that asks nobody, to learn what memory it takes."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def shared(self, x: Tensor) -> Tensor:
+        return x
 
 
 class _Reduce(torch.autograd.Function):

@@ -206,8 +206,10 @@ class Blocks:
 
 
 def _own_hooks():
-    """Identity hooks: those of an activation checkpoint around the call would drop what is saved here, and run the model again for it."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    """Hooks that keep what they are given: those of an activation checkpoint around the call would drop what is saved here, and run the
+    model again for it."""
+    # Detached: an operation that saves its own output would otherwise keep itself alive, and with it what nobody differentiates.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
 
 
 @functools.cache
@@ -352,7 +354,7 @@ class LogitsWalk(Walk):
             teacher, weight = batch.teacher_hidden, self.inputs["teacher_weight"]
             batch.teacher_logits = project(teacher.to(weight.dtype), weight, logits.new_empty(logits.shape[0], weight.shape[0]))
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
-        if self.shard is None and self.loss.has_kernel(logits.device, logits.dtype, self.inputs):
+        if self.loss.has_kernel(logits.device, logits.dtype, self.inputs):
             self._gradient, found = self._fused(logits, batch, upstream, differentiate)
         else:
             inputs = {name: getattr(batch, name) for name in self.inputs if name not in ("teacher_hidden", "teacher_weight")}

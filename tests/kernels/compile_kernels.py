@@ -61,6 +61,15 @@ def divergence_combinations() -> Iterator[Combination]:
         yield combination("divergence_kernel", {"student": logits, "teacher": logits, "grad": product}, flags)
 
 
+def shard_combinations() -> Iterator[Combination]:
+    for (logits, product), mode, plain, (write, hard) in itertools.product(
+        PAIRS, range(3), (False, True), ((False, False), (True, False), (True, True))
+    ):
+        gradient = product if write else logits
+        flags = {"MODE": mode, "PLAIN": plain, "HARD": hard, "WRITE": write, "ALIAS": gradient != logits, "BLOCK": BLOCK}
+        yield combination("shard_kernel", {"student": logits, "teacher": logits, "grad": gradient}, flags)
+
+
 def scale_combinations() -> Iterator[Combination]:
     for x, out in itertools.product(TYPES, TYPES):
         yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": SCALE_BLOCK})
@@ -68,7 +77,7 @@ def scale_combinations() -> Iterator[Combination]:
 
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
-    return [*row_combinations(), *gradient_combinations(), *divergence_combinations(), *scale_combinations()]
+    return [*row_combinations(), *gradient_combinations(), *divergence_combinations(), *shard_combinations(), *scale_combinations()]
 
 
 def signature(argument_names: list[str], c: Combination) -> dict[str, str]:

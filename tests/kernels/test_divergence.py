@@ -1,5 +1,6 @@
 """The divergence kernel against the fp64 reference, and its twin's functions at the edges."""
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
 from logitless.losses import reference
 from logitless.losses.reference.distillation import generalized_jsd, kl
+from logitless.losses.shard import VocabShard
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, poisoned
 from tests.support import relative_error
@@ -176,3 +178,77 @@ def test_the_first_of_equal_maxima_counts():
     )  # fmt: skip
     assert found.agreement.tolist() == [1, 0, 0, 1]
     assert found.is_top1.tolist() == [1, 0, 0, 1]
+
+
+class Echo(VocabShard):
+    """A rank whose collectives answer with what the others gave to the same call of the round before."""
+
+    __slots__ = ()
+
+    def gathered(self, x):
+        said, call = self.group.said, next(self.group.calls)
+        said[call, self.rank] = x.clone()
+        return torch.stack([said.get((call, rank), x) for rank in range(len(self.sizes))])
+
+    def all_reduce(self, x):
+        return x.copy_(self.gathered(x).sum(0))
+
+
+class Round:
+    def __init__(self, rank, said):
+        self.said, self.calls, self._rank = said, itertools.count(), rank
+
+    def rank(self):
+        return self._rank
+
+
+SHARDED = {
+    "mode": list(MODES),
+    "dtypes": [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")],
+    "temperature": [1.0, 1.7],
+    "softcap": [0.0, 6.0],
+    "bias": [False, True],
+    "hard": [0.0, 0.4],
+    "labels": [True, False],
+    "write": [True, False],
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("case", covering_array(SHARDED, has_effect))
+def test_shards_are_the_whole(case):
+    C, sizes = 5, (1300, 40, 1100)
+    V = sum(sizes)
+    dtype, grad_dtype = (TYPES[name] for name in case["dtypes"])
+    generator = torch.Generator().manual_seed(case["seed"])
+    random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    student, teacher = ((random(C, V) * 3).to(dtype).to(DEVICE) for _ in range(2))
+    bias, teacher_bias = (random(V).to(DEVICE) if case["bias"] else None for _ in range(2))
+    labels = torch.tensor([3, 1310, -100, V - 1, 900], device=DEVICE) if case["labels"] else torch.full((C,), -100, device=DEVICE)
+    factors = (random(C) * 2).to(DEVICE) if case["write"] else None
+    head = Head(case["softcap"] or None, 1.0, case["temperature"])
+    divergence, beta = MODES[case["mode"]]
+    options = {"divergence": divergence, "beta": beta, "hard_weight": case["hard"], "head": head, "teacher_head": Head(None, 0.8, 1.0)}
+
+    def gradient_like(x):
+        return poisoned(*x.shape, dtype=grad_dtype) if case["write"] else None
+
+    whole = gradient_like(student)
+    truth = kernels.fused_divergence(student, teacher, labels, factors, gradient=whole, bias=bias, teacher_bias=teacher_bias, **options)
+    said: dict = {}
+    # As many rounds as collectives depend on one another.
+    for _ in range(8):
+        pieces, numbers = [], []
+        for rank in range(len(sizes)):
+            shard = Echo(Round(rank, said), sizes)
+            cut = slice(shard.start, shard.start + shard.width)
+            pieces.append(gradient_like(student[:, cut]))
+            columns = torch.where(labels < 0, -1, shard.columns(labels, -100))
+            own = {"bias": None if bias is None else bias[cut], "teacher_bias": None if teacher_bias is None else teacher_bias[cut]}
+            logits = student[:, cut].contiguous(), teacher[:, cut].contiguous()
+            numbers.append(kernels.sharded_divergence(*logits, columns, factors, ranks=shard, gradient=pieces[-1], **own, **options))
+    for found in numbers:
+        for name, x, expected in zip(truth._fields, found, truth, strict=True):
+            assert torch.allclose(x, expected, rtol=1e-4, atol=1e-5), name
+    if case["write"]:
+        assert relative_error(torch.cat(pieces, 1), whole) < (1e-4 if grad_dtype == torch.float32 else 5e-3)
