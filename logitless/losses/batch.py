@@ -290,7 +290,7 @@ def select_rows(
             per_sequence = supervised.view(sequences, length)
             counts = per_sequence.sum(1) if compact else torch.full((sequences,), length, device=device)
             if roles > 1:
-                order = torch.arange(N, device=device).view(roles, -1, length).transpose(0, 1).reshape(-1)
+                order = torch.arange(N, device=device).view(roles, sequences // roles, length).transpose(0, 1).reshape(-1)
         else:
             ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
             counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
