@@ -1,10 +1,12 @@
 """Tokens spread over several processes: what is a property of all of them."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from logitless.losses.shard import GroupShared, GroupSum
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -44,3 +46,26 @@ def _device(group: "ProcessGroup | DeviceMesh | None") -> torch.device | str:
     if hasattr(group, "device_type"):
         return group.device_type
     return "cpu" if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator() or "cpu"
+
+
+class SequenceSlices(NamedTuple):
+    """Each rank of a group holds a slice of every sequence, and computes the loss of the whole ones.
+
+    Under autograd every rank differentiates the same loss with respect to its own tokens.
+    """
+
+    group: "ProcessGroup"
+
+    def sum(self, x: Tensor) -> Tensor:
+        """This rank's part -> the sum of all."""
+        return GroupSum.apply(x, self.group)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """What is known of whole sequences, for use on this rank's tokens."""
+        return GroupShared.apply(x, self.group)
+
+    def before(self, x: Tensor) -> Tensor:
+        """This rank's part -> the sum of the ranks before."""
+        parts = [torch.empty_like(x) for _ in range(self.group.size())]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return sum(parts[: self.group.rank()], torch.zeros_like(x))

@@ -49,6 +49,7 @@ def pairs() -> DeviceMesh:
 
 def fsdp(model: Scorer, *own: str, mesh=None) -> Scorer:
     """`own`: the modules of a group beside the root's."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     if own:
         fully_shard([getattr(model, name) for name in own], mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -129,9 +130,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @torch.compiler.set_stance("force_eager")
 def truth(ranks: int, name: str, fault: str, tied: bool) -> dict[str, Tensor]:
     """What one process has of everybody's batch."""
-    model, other, batch = Scorer(0, tied), Scorer(1).requires_grad_(False), everybodys(ranks, fault)
-    loss = model(batch["ids"], LOSSES[name], batch["targets"], call_of(name, batch, other))
-    loss.backward()
+    with torch.device("cpu"):
+        model, other, batch = Scorer(0, tied), Scorer(1).requires_grad_(False), everybodys(ranks, fault)
+        loss = model(batch["ids"], LOSSES[name], batch["targets"], call_of(name, batch, other))
+        loss.backward()
     return {"loss": loss.detach()} | gradients(model)
 
 
