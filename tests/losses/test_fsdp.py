@@ -1,9 +1,10 @@
 """Data parallel training: FSDP2 and DDP give the gradient of one process with everybody's batch, whatever a rank's own batch lacks."""
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, global_num_items
+from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, global_num_items, linear_logprobs
 
 V, H, B, T = 23, 8, 4, 5
 SMALL = 3 * V * 8  # bytes: a few rows of logits at a time
@@ -55,6 +56,17 @@ def fsdp(model: Scorer, *own: str, mesh=None) -> Scorer:
     return fully_shard(model, mesh=mesh)
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """A loss written in plain PyTorch: the head's gradient needs a second walk, in the backward pass."""
+
+    logits_budget: int | None = None
+
+    def __call__(self, *operands, num_items: Tensor | float | None = None, **options):
+        found = linear_logprobs(*operands, logits_budget=self.logits_budget, **options)
+        return SimpleNamespace(loss=-found.logps.sum() / ((operands[2] != -100).sum() if num_items is None else num_items))
+
+
 # How a model is wrapped, whether the head is tied, and whether the loss is called inside of its forward.
 WRAPPERS = {
     "ddp": (DistributedDataParallel, False, True),
@@ -73,6 +85,7 @@ LOSSES = {
     "grpo": GRPOLoss(loss_type="grpo"),
     "dapo": GRPOLoss(),
     "jsd": JSDLoss(hard_loss_weight=0.2),
+    "logprobs": Likelihood(),
 }
 # What is the matter with a batch of rank r.
 FAULTS = ("none", "nothing supervised", "no tokens", "several lengths")
@@ -109,7 +122,7 @@ def call_of(name: str, batch: dict[str, Tensor], other: Scorer) -> dict:
     """The arguments of a loss beside head and targets. `other` is the reference or the teacher."""
     if name in ("grpo", "dapo"):
         return {key: batch[key] for key in ("advantages", "old_logps")}
-    if name == "ce":
+    if name in ("ce", "logprobs"):
         return {}
     prefix = "ref" if name == "dpo" else "teacher"
     with torch.no_grad():
