@@ -7,6 +7,7 @@ from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entrop
 from logitless.losses.distillation import DistillationLoss, JSDLoss
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
 from logitless.losses.multi_token import MedusaHeads, MedusaLoss, MultiTokenLoss
+from logitless.losses.parallel import global_num_items
 from logitless.losses.plan import BudgetWarning, Plan
 from logitless.losses.policy import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
 from logitless.losses.preference import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
@@ -36,6 +37,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenLoss",
     "TokenStats",
+    "global_num_items",
     "linear_cross_entropy",
     "linear_logprobs",
 ]

@@ -49,11 +49,10 @@ def shifted(x: Tensor, last: float) -> Tensor:
 
 
 def resolved(loss: "LinearLoss", weight: Tensor) -> "LinearLoss":
-    """The loss with its `tp_group` as a process group, whatever names it."""
-    if loss.tp_group is None:
-        return loss
-    group = process_group(loss.tp_group, weight)
-    return loss if group is loss.tp_group else replace(loss, tp_group=group)
+    """The loss with its groups as process groups, whatever names them."""
+    given = {name: getattr(loss, name) for name in ("tp_group", "cp_group") if getattr(loss, name) is not None}
+    groups = {name: process_group(name, group, weight) for name, group in given.items()}
+    return loss if all(groups[name] is group for name, group in given.items()) else replace(loss, **groups)
 
 
 def prepare(

@@ -16,6 +16,7 @@ from logitless.losses.batch import Batch, Segments, Term, settled, tallied, unre
 from logitless.losses.checks import check_choice, expect
 from logitless.losses.engine import Problem
 from logitless.losses.function import call, names_out, register, solved_names
+from logitless.losses.parallel import SequenceSlices
 from logitless.losses.plan import Plan
 from logitless.losses.shard import VocabShard
 
@@ -63,6 +64,11 @@ class LinearLoss:
         tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are this
             rank's rows, in the order of the ranks, and hidden and targets are the same on all. Also a one-dimensional DeviceMesh or, for
             a DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
+        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named like `tp_group`; of losses of
+            pairs and whole sequences. What comes per token is this rank's, in the order of the ranks and shifted before it was sliced,
+            what comes per sequence is whole. Every rank gets the whole loss and its metrics, d_hidden of its own tokens, and their share
+            of d_weight: the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP), backpropagate the
+            loss times the size of the group.
     """
 
     ignore_index: int = -100
@@ -75,6 +81,7 @@ class LinearLoss:
     logits_dtype: torch.dtype | None = None
     compact: bool = True
     tp_group: "ProcessGroup | DeviceMesh | str | None" = None
+    cp_group: "ProcessGroup | DeviceMesh | str | None" = None
 
     # Tokens that must be seen together: "token", "group" (`sequences_per_group` sequences, 2 for a pair) or "batch".
     scope: ClassVar[str] = "token"
@@ -92,6 +99,9 @@ class LinearLoss:
     return_logps: ClassVar[bool] = False
     # Whether `terms` is right on a shard of the logits. Per-token numbers always are; of the logits, see `Batch`.
     vocab_parallel: ClassVar[bool] = False
+    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens through the batch alone, and its
+    # values are per sequence or pair exactly where their unit is, else per token.
+    context_parallel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("reduction", self.reduction, REDUCTIONS)
@@ -100,6 +110,9 @@ class LinearLoss:
         expect(
             sharded, "tp_group", f"None for {type(self).__name__}", self.tp_group, "write its terms for shards and set vocab_parallel"
         )  # fmt: skip
+        remedy = "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank whole sequences"
+        sliced = self.cp_group is None or self.context_parallel
+        expect(sliced, "cp_group", f"None for {type(self).__name__}", self.cp_group, remedy)
         expect(self.temperature > 0, "temperature", "a positive number", self.temperature, "use 1.0 for none")
         expect(self.softcap is None or self.softcap > 0, "softcap", "a positive number or None", self.softcap, "use None for none")
         expect(
@@ -117,6 +130,10 @@ class LinearLoss:
     @property
     def head(self) -> Head:
         return Head(self.softcap, self.logit_scale, self.temperature)
+
+    @property
+    def slices(self) -> SequenceSlices | None:
+        return None if self.cp_group is None else SequenceSlices(self.cp_group)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -149,6 +166,8 @@ class LinearLoss:
         """
         unknown = [name for name in inputs if name not in self.inputs]
         expect(not unknown, "inputs", f"names among {self.inputs}", unknown, f"see what {type(self).__name__} takes", TypeError)
+        aligned = self.cp_group is None or not shift
+        expect(aligned, "shift", "False with cp_group", shift, "shift whole sequences, whose slices then follow each other")
         self = resolved(self, weight)
         problem = prepare(self, hidden, weight, targets, bias, num_items, shift, cu_seqlens, inputs)
         if self.reduction != "none":
@@ -223,13 +242,13 @@ def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[T
         lengths = even if problem.cu_seqlens is None else problem.cu_seqlens.diff()
         segments = Segments(lengths, tokens.shape[0], problem.sequences, 1)
     V = problem.V if loss.tp_group is None else VocabShard.of(problem.weight, loss.tp_group).total
-    batch = Batch(problem.targets, V, problem.inputs, segments, ignore_index=loss.ignore_index)
+    batch = Batch(problem.targets, V, problem.inputs, segments, ignore_index=loss.ignore_index, slices=loss.slices)
     terms, metrics = batch.masked(*loss.terms(TokenStats(**named), batch))
     values = unreduced(terms)
     supervised = problem.supervised(loss.ignore_index)
     chosen = (supervised & batch.is_chosen).sum() if problem.sequences else 0
-    factors, _ = engine.scales(loss, problem, supervised.sum(), chosen, reduced=False)
-    found = tallied(metrics, factors.metrics)
+    factors, _ = engine.scales(loss, problem, *engine.counted(loss, problem, supervised.sum(), chosen), reduced=False)
+    found = tallied(metrics, factors.metrics, loss.slices)
     stacked = torch.stack([settled([found[name]]).to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
     values = values.view(shape) if values.shape == problem.targets.shape else values
     return values, stacked, {name: x.detach() for name, x in named.items()} if loss.return_logps else {}, plan

@@ -11,9 +11,12 @@ from torch import Tensor
 from logitless.losses.checks import expect
 
 if TYPE_CHECKING:
+    from logitless.losses.parallel import SequenceSlices
     from logitless.losses.shard import VocabShard
 
 UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
+# Of these every rank that holds a slice of the sequences has all; of other values its own tokens'.
+WHOLE = ("sequences", "pairs")
 
 
 class Term(NamedTuple):
@@ -51,20 +54,27 @@ class Scales(NamedTuple):
         return Scales(convert(self.loss), convert(self.metrics))
 
 
-def reduced(terms: Mapping[str, Term], scale: Mapping[str | None, float | Tensor]) -> dict[str, Tensor]:
+def reduced(
+    terms: Mapping[str, Term], scale: Mapping[str | None, float | Tensor], slices: "SequenceSlices | None" = None
+) -> dict[str, Tensor]:
     """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
 
     def total(term: Term) -> Tensor:
-        return term.values.sum() * scale[term.over]
+        own = term.values.sum() * scale[term.over]
+        return own if slices is None or term.over in WHOLE else slices.sum(own)
 
     return {name: total(term) for name, term in terms.items()}
 
 
-def tallied(metrics: Mapping[str, Term], scale: Mapping[str | None, float | Tensor]) -> dict[str, tuple[Tensor, ...]]:
+def tallied(
+    metrics: Mapping[str, Term], scale: Mapping[str | None, float | Tensor], slices: "SequenceSlices | None" = None
+) -> dict[str, tuple[Tensor, ...]]:
     """A chunk's share of each metric: its reduced sum and, where it has weights of its own, their sum."""
     own = {name: term.over for name, term in metrics.items() if isinstance(term.over, Tensor)}
-    sums = reduced({name: term._replace(over=None) if name in own else term for name, term in metrics.items()}, scale)
-    return {name: (total.detach(), own[name].sum()) if name in own else (total.detach(),) for name, total in sums.items()}
+    sums = reduced({name: term._replace(over=None) if name in own else term for name, term in metrics.items()}, scale, slices)
+    # Of whole sequences, too, the values and their weights are summed over the ranks alike.
+    weights = {name: weight.sum() if slices is None else slices.sum(weight.sum()) for name, weight in own.items()}
+    return {name: (total.detach(), weights[name]) if name in own else (total.detach(),) for name, total in sums.items()}
 
 
 def settled(shares: Sequence[tuple[Tensor, ...]]) -> Tensor:
@@ -152,10 +162,10 @@ class Batch:
 
     def __init__(
         self, targets: Tensor, V: int, inputs: Mapping[str, Tensor | None], segments: Segments | None = None, *,
-        ignore_index: int | None = None, shard: "VocabShard | None" = None,
+        ignore_index: int | None = None, shard: "VocabShard | None" = None, slices: "SequenceSlices | None" = None,
     ):  # fmt: skip
         self.targets = targets
-        self.shard = shard
+        self.shard, self._slices = shard, slices
         self.V = V
         self.segments = segments
         # None where every row of the slice is supervised.
@@ -170,12 +180,22 @@ class Batch:
 
     @cached_property
     def lengths(self) -> Tensor:
+        return self._own_lengths if self._slices is None else self._slices.sum(self._own_lengths)
+
+    @cached_property
+    def _own_lengths(self) -> Tensor:
         if self._ignored is None:
             return self.segments.to_sequence_order(self.segments.lengths)
-        return self.sum_by_sequence((~self._ignored).float())
+        return self._own_sums((~self._ignored).float())
 
     @cached_property
     def positions(self) -> Tensor:
+        if self._slices is None:
+            return self._own_positions
+        return self._own_positions + self.spread(self._slices.before(self._own_lengths))
+
+    @cached_property
+    def _own_positions(self) -> Tensor:
         segments = self.segments
         if self._ignored is None:
             return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
@@ -190,6 +210,9 @@ class Batch:
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
+        return self._own_sums(x) if self._slices is None else self._slices.sum(self._own_sums(x))
+
+    def _own_sums(self, x: Tensor) -> Tensor:
         segments = self.segments
         x = x if self._ignored is None else x.masked_fill(self._ignored, 0.0)
         return segments.to_sequence_order(_SegmentSum.apply(x, segments.lengths, segments.ids))
@@ -234,6 +257,7 @@ class Batch:
     def spread(self, x: Tensor) -> Tensor:
         """(sequences,) per sequence -> (n,) per token; the transpose of `sum_by_sequence`."""
         segments = self.segments
+        x = self._slices.shared(x) if self._slices is not None and x.requires_grad else x
         return _Spread.apply(segments.to_row_order(x), segments.lengths, segments.ids)
 
 
@@ -290,7 +314,7 @@ def select_rows(
             per_sequence = supervised.view(sequences, length)
             counts = per_sequence.sum(1) if compact else torch.full((sequences,), length, device=device)
             if roles > 1:
-                order = torch.arange(N, device=device).view(roles, -1, length).transpose(0, 1).reshape(-1)
+                order = torch.arange(N, device=device).view(roles, sequences // roles, length).transpose(0, 1).reshape(-1)
         else:
             ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
             counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()

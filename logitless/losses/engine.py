@@ -84,11 +84,22 @@ def _rows(loss: "LinearLoss", problem: Problem) -> Rows:
     supervised = problem.supervised(loss.ignore_index)
     bad = (supervised & ((problem.targets < 0) | (problem.targets >= V))).sum()
     grouped = loss.scope != "token"
-    roles = max(1, problem.sequences) if loss.scope == "batch" else loss.sequences_per_group
+    # Ranks with slices of the same sequences have different chunks: they meet once, when all their tokens are read.
+    together = loss.scope == "batch" or loss.cp_group is not None
+    roles = max(1, problem.sequences) if together else loss.sequences_per_group
     sequences = problem.sequences if grouped or loss.sequence_inputs else 0
-    return select_rows(
+    rows = select_rows(
         supervised, bad, V, compact=loss.compact, grouped=grouped, sequences=sequences, roles=roles, cu_seqlens=problem.cu_seqlens
     )  # fmt: skip
+    tokens, chosen_tokens = counted(loss, problem, rows.tokens, rows.chosen_tokens)
+    return rows._replace(tokens=tokens, chosen_tokens=chosen_tokens)
+
+
+def counted(loss: "LinearLoss", problem: Problem, *tokens: Number) -> tuple[Number, ...]:
+    """Numbers of tokens in this call -> in whole sequences."""
+    if loss.slices is None:
+        return tokens
+    return loss.slices.sum(torch.stack([torch.as_tensor(x, device=problem.targets.device) for x in tokens])).unbind()
 
 
 def accumulation_dtype(loss: "LinearLoss", problem: Problem, several_chunks: bool) -> torch.dtype:

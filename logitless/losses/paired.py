@@ -8,6 +8,7 @@ from torch import Tensor
 
 from logitless.kernels.cross_entropy import TokenStats
 from logitless.kernels.head import Head
+from logitless.losses.arguments import resolved
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.batch import Batch, Term
 from logitless.losses.checks import check_choice, expect
@@ -45,6 +46,7 @@ class PairedLoss(TokenLoss):
     scope: ClassVar = "group"
     unit: ClassVar = "pairs"
     sequences_per_group: ClassVar = 2
+    context_parallel: ClassVar = True
     observes: ClassVar = ("entropy", "is_top1", "sum_logits")
     metric_names: ClassVar = METRICS + TOKEN_METRICS
 
@@ -106,7 +108,12 @@ class ReferencedLoss(TokenLoss):
             else:
                 inputs = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
         if ref_logps is not None:
-            inputs["ref_logps" if ref_logps.shape == targets.shape else "ref_sequence_logps"] = ref_logps
+            per_token = ref_logps.shape == targets.shape
+            if self.cp_group is not None and targets.dim() == 1:
+                # A rank's packed slice may have as many tokens as the call has sequences.
+                others = resolved(self, weight).slices.sum(torch.tensor(not per_token, dtype=torch.int64, device=targets.device))
+                per_token = not others.item()
+            inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
@@ -139,13 +146,17 @@ def mean_logits_over_positions(
 ) -> tuple[Tensor, Tensor]:
     """Mean logit over every position of the chosen and of the rejected sequences, from the mean row of the head."""
     with torch.no_grad():
-        flat, row = hidden.reshape(-1, hidden.shape[-1]), weight.mean(0, dtype=torch.float32)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        flat, row = hidden.reshape(-1, hidden.shape[-1]), weight.mean(0, dtype=dtype)
         half = flat.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
         is_chosen = torch.arange(flat.shape[0], device=flat.device) < half
-        logits = (flat @ row.to(flat.dtype)).float() + (0.0 if bias is None else bias.float().mean())
+        logits = (flat @ row.to(flat.dtype)).to(dtype) + (0.0 if bias is None else bias.to(dtype).mean())
         logits = logits * (loss.logit_scale / loss.temperature)
-        means = (torch.where(side, logits, 0.0).sum() / side.sum() for side in (is_chosen, ~is_chosen))
-    return tuple(means)
+        sides = (is_chosen, ~is_chosen)
+        sums = torch.stack([x.sum() for side in sides for x in (torch.where(side, logits, 0.0), side.to(logits.dtype))])
+        if loss.cp_group is not None:
+            sums = loss.slices.sum(sums)
+    return sums[0] / sums[1], sums[2] / sums[3]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +183,6 @@ class UnreferencedLoss(PairedLoss):
     ) -> LossOutput:
         out = super().__call__(hidden, weight, targets, bias=bias, cu_seqlens=cu_seqlens, **arguments)
         if self.logits_over == "position":
-            chosen, rejected = mean_logits_over_positions(self, hidden, weight, bias, cu_seqlens)
+            chosen, rejected = mean_logits_over_positions(resolved(self, weight), hidden, weight, bias, cu_seqlens)
             out.metrics.update({"logits/chosen": chosen, "logits/rejected": rejected})
         return out

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from logitless.kernels.cross_entropy import TokenStats
+from logitless.losses.arguments import resolved
 from logitless.losses.base import LossOutput
 from logitless.losses.batch import Batch, Term
 from logitless.losses.checks import check_choice, expect
@@ -433,6 +434,7 @@ class KTOLoss(ReferencedLoss):
 
     scope: ClassVar = "group"
     unit: ClassVar = "sequences"
+    context_parallel: ClassVar = True
     sequence_inputs: ClassVar = (*ReferencedLoss.sequence_inputs, "labels")
     shared_inputs: ClassVar = ("kl",)
     observes: ClassVar = PairedLoss.observes
@@ -466,7 +468,7 @@ class KTOLoss(ReferencedLoss):
         wanted = "a number, a 0-d tensor or a mapping" if self.loss_type == "kto" else f"None for {self.loss_type}"
         expect((kl is not None) == (self.loss_type == "kto"), "kl", wanted, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
-            kl = self._kl(weight, bias, kl, arguments.get("ref_weight"), arguments.get("ref_bias"))
+            kl = resolved(self, weight)._kl(weight, bias, kl, arguments.get("ref_weight"), arguments.get("ref_bias"))
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         kl = torch.as_tensor(0.0 if kl is None else kl, dtype=dtype, device=hidden.device).detach().reshape(())
         out = super().__call__(hidden, weight, targets, bias=bias, labels=labels.bool(), kl=kl, **arguments)
@@ -483,11 +485,15 @@ class KTOLoss(ReferencedLoss):
         with torch.no_grad():
             policy = linear_logprobs(kl["kl_hidden"], weight, targets, bias=bias, **self.head._asdict(), **self.walk_options).logps
             reference = kl.get("ref_logps")
-            if reference is not None and reference.shape == targets.shape:
+            per_token = reference is None or reference.shape == targets.shape
+            if reference is not None and per_token:
                 reference = torch.where(targets == self.ignore_index, 0.0, reference)
             if reference is None:
                 check_reference(kl["ref_hidden"], ref_weight, ref_bias, weight, targets)
                 reference = linear_logprobs(
                     kl["ref_hidden"], ref_weight, targets, bias=ref_bias, **self.ref_head._asdict(), **self.walk_options
                 ).logps
-            return ((policy.sum() - reference.sum()) / targets.shape[0]).clamp(min=0)
+            sums = policy.sum(), reference.sum()
+            if self.cp_group is not None:
+                sums = self.slices.sum(sums[0]), self.slices.sum(sums[1]) if per_token else sums[1]
+            return ((sums[0] - sums[1]) / targets.shape[0]).clamp(min=0)

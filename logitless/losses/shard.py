@@ -29,18 +29,18 @@ IGNORED = -100
 TIE = 4
 
 
-def process_group(given: "dist.ProcessGroup | DeviceMesh | str", weight: Tensor) -> "dist.ProcessGroup":
-    """The group that a loss's `tp_group` names."""
+def process_group(name: str, given: "dist.ProcessGroup | DeviceMesh | str", weight: Tensor) -> "dist.ProcessGroup":
+    """The group that a loss's `tp_group` or `cp_group` names."""
     if isinstance(given, str):
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         names = () if mesh is None else mesh.mesh_dim_names or ()
-        expect(given in names, "tp_group", f"a dimension of weight's device mesh, one of {names}", repr(given), "or pass a ProcessGroup")
+        expect(given in names, name, f"a dimension of weight's device mesh, one of {names}", repr(given), "or pass a ProcessGroup")
         return mesh.get_group(given)
     if isinstance(given, DeviceMesh):
-        expect(given.ndim == 1, "tp_group", "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name")
+        expect(given.ndim == 1, name, "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name")
         return given.get_group()
     kinds = "a ProcessGroup, a DeviceMesh or the name of a mesh dimension"
-    expect(isinstance(given, dist.ProcessGroup), "tp_group", kinds, type(given).__name__, "pass one of them", TypeError)
+    expect(isinstance(given, dist.ProcessGroup), name, kinds, type(given).__name__, "pass one of them", TypeError)
     return given
 
 
@@ -160,11 +160,11 @@ class VocabShard(NamedTuple):
 
     def reduce(self, x: Tensor) -> Tensor:
         """This rank's part -> the sum of all."""
-        return _Reduce.apply(x, self.group)
+        return GroupSum.apply(x, self.group)
 
     def shared(self, x: Tensor) -> Tensor:
         """A number that all ranks have, for use on this rank's logits."""
-        return _Shared.apply(x, self.group)
+        return GroupShared.apply(x, self.group)
 
     def logsumexp(self, z: Tensor) -> Tensor:
         """(n,) over the whole vocabulary from this rank's logits (n, V_r), for use on them."""
@@ -195,7 +195,9 @@ class LoneShard(VocabShard):
         return x
 
 
-class _Reduce(torch.autograd.Function):
+class GroupSum(torch.autograd.Function):
+    """A rank's part -> the sum over the group, from which every rank computes the same loss."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
         total = x.clone()
@@ -207,7 +209,9 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Shared(torch.autograd.Function):
+class GroupShared(torch.autograd.Function):
+    """What all ranks have the same, for use on what each has of its own; its gradient is the sum of theirs."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
         ctx.group = group

@@ -165,7 +165,7 @@ class Walk:
         ignore_index = None if self.loss.compact else self.loss.ignore_index
         segments = self.rows.segments(span.stop - span.start, span.first, span.last)
         V = self.weight.shape[0] if self.shard is None else self.shard.total
-        return Batch(self.targets[at], V, cut, segments, ignore_index=ignore_index, shard=self.shard)
+        return Batch(self.targets[at], V, cut, segments, ignore_index=ignore_index, shard=self.shard, slices=self.loss.slices)
 
     def _read_reference(self, step: Step, targets: Tensor, buffer: Tensor) -> None:
         """Where a reference model takes part, its numbers of the same rows, through the same buffer."""
@@ -297,12 +297,12 @@ class TokenWalk(Walk):
     def _solve(self, span: Span) -> None:
         """Terms of a span, and their gradient with respect to the numbers that the loss differentiates."""
         batch, stats = self._batch(span), self.stats[span.start : span.stop]
-        names = self.loss.differentiates if self.needs.any else ()
+        names, slices = self.loss.differentiates if self.needs.any else (), self.loss.slices
 
         def objective(variables: dict[str, Tensor]):
             numbers = TokenStats(**dict(stats.items()) | variables)
             terms, metrics = batch.masked(*self.loss.terms(numbers, batch))
-            return sum(reduced(terms, self.scales.loss).values()), tallied(metrics, self.scales.metrics)
+            return sum(reduced(terms, self.scales.loss, slices).values()), tallied(metrics, self.scales.metrics, slices)
 
         gradients, total, metrics = grad_and_value(objective, {name: getattr(stats, name) for name in names})
         for name, gradient in gradients.items():

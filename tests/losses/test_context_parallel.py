@@ -1,0 +1,265 @@
+"""Sequences in slices: every rank of two or four has the loss of the whole sequences, and its own tokens' part of the gradient."""
+
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from logitless import (
+    BudgetWarning,
+    CPOLoss,
+    CrossEntropyLoss,
+    DPOLoss,
+    GRPOLoss,
+    JSDLoss,
+    KTOLoss,
+    MultiTokenLoss,
+    ORPOLoss,
+    SimPOLoss,
+    Term,
+    TokenLoss,
+    global_num_items,
+)
+
+B, T, H, V, REFERENCE_H = 4, 7, 6, 23, 5
+# Tokens of every sequence on each rank.
+SLICES = {2: {"uneven": (3, 4), "none here": (0, 7), "none there": (7, 0)}, 4: {"uneven": (2, 1, 3, 1), "gaps": (3, 0, 4, 0)}}
+LARGE, SMALL = 2**24, 9_000
+SLICED = ("hidden", "targets", "ref_hidden", "nll_targets", "token_ref_logps", "kl_hidden", "kl_targets", "teacher_hidden")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu")
+
+
+def labels(seed: int = 3) -> Tensor:
+    ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed), device="cpu")
+    ids[0, :2] = ids[1, 4:] = ids[2, 1:3] = ids[3, 6] = -100
+    return ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(TokenLoss):
+    """Tokens weighed by a function of their whole sequence, under differentiation."""
+
+    scope = "group"
+    unit = "sequences"
+    context_parallel = True
+    metric_names = ("position", "share", "sum")
+
+    def terms(self, stats, batch):
+        sums = batch.sum_by_sequence(stats.logps)
+        weighed = batch.spread((sums / batch.lengths).exp()) * stats.logps
+        positions = batch.positions.to(sums.dtype)
+        metrics = {"position": Term(positions), "share": Term(stats.logps, over=stats.logps < -3), "sum": Term(weighed, over=None)}
+        return {"tokens": Term(weighed), "sequences": Term(sums.square(), over="sequences")}, metrics
+
+
+HEAD = {"hidden": random(B, T, H), "weight": random(V, H), "bias": random(V, seed=1)}
+REFERENCE = {"ref_hidden": random(B, T, REFERENCE_H, seed=5), "ref_weight": random(V, REFERENCE_H, seed=6)}
+SCORED = {"ref_logps": random(B, seed=8) - 15}
+TOKENS = {"token_ref_logps": random(B, T, seed=8) - 3}
+TASTES = {"labels": torch.tensor([True, False, True, True], device="cpu")}
+KL = {"kl_hidden": random(B, T, H, seed=11), "kl_targets": labels(4)}
+UNALIKE = {"ref_logps": torch.full((B,), -30.0, dtype=torch.float64, device="cpu")}
+PROMPTED = {"nll_targets": torch.where(labels() == -100, 5, labels())}
+CASES = {
+    "dpo": (DPOLoss(return_logps=True), REFERENCE),
+    "dpo, packed": (DPOLoss(), SCORED),
+    "dpo, packed, tokens": (DPOLoss(), TOKENS),
+    "dpo, ipo": (DPOLoss(loss_type="ipo"), SCORED),
+    "dpo, mixed": (DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.3]), TOKENS),
+    "dpo, ld_alpha": (DPOLoss(ld_alpha=0.4), REFERENCE),
+    "dpo, ld_alpha, all rows": (DPOLoss(ld_alpha=0.4, compact=False), REFERENCE),
+    "dpo, weighted": (DPOLoss(loss_type=["sigmoid", "sft"], use_weighting=True), SCORED),
+    "dpo, sorted": (DPOLoss(loss_type="aot"), SCORED),
+    "dpo, unreduced": (DPOLoss(reduction="none"), REFERENCE),
+    "dpo, summed": (DPOLoss(reduction="sum", loss_type=["sigmoid", "sft"]), SCORED),
+    "orpo": (ORPOLoss(), {}),
+    "orpo, prompts": (ORPOLoss(logits_over="position"), PROMPTED),
+    "orpo, all rows": (ORPOLoss(compact=False), PROMPTED),
+    "cpo": (CPOLoss(), {}),
+    "simpo": (SimPOLoss(), {}),
+    "kto": (KTOLoss(), TASTES | TOKENS | {"kl": 0.3}),
+    "kto, kl": (KTOLoss(), TASTES | SCORED | {"kl": KL | UNALIKE}),
+    "kto, kl, reference": (KTOLoss(), TASTES | REFERENCE | {"kl": KL | {"ref_hidden": REFERENCE["ref_hidden"]}}),
+    "own": (Own(), {}),
+}  # fmt: skip
+SEPARABLE = {
+    "ce": (CrossEntropyLoss(z_loss=0.1), {}),
+    "jsd": (JSDLoss(), {"teacher_hidden": REFERENCE["ref_hidden"], "teacher_weight": REFERENCE["ref_weight"]}),
+}
+TRAINED = {"all": ("hidden", "weight", "bias"), "frozen head": ("hidden",), "nothing": ()}
+CALLS = [
+    (name, trained, SMALL if (number + turn) % 2 else LARGE)
+    for number, name in enumerate(CASES)
+    for turn, trained in enumerate(TRAINED)
+    if trained != "nothing" or name in ("dpo", "orpo", "own")
+]
+TARGETS = {"some": labels(), "none of the first": torch.where(torch.arange(T, device="cpu") < 3, -100, labels())}
+
+
+def sliced(inputs: dict, sizes: tuple[int, ...] | None, rank: int) -> dict:
+    """What a rank holds of a call's inputs; all of them without `sizes`."""
+    found = {}
+    for name, x in inputs.items():
+        if isinstance(x, dict):
+            found[name] = sliced(x, sizes, rank)
+        else:
+            cut = sizes is not None and name in SLICED
+            found[name.removeprefix("token_")] = x.split(sizes, 1)[rank] if cut else x
+    return found
+
+
+def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, Tensor]:
+    inputs = dict(inputs)
+    leaves = {name: inputs.pop(name).clone().requires_grad_(name in TRAINED[trained]) for name in HEAD}
+    hidden, targets = leaves["hidden"], inputs.pop("targets")
+    shape = targets.shape
+    if packed:
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        inputs = {name: x.flatten() if x.shape == shape else x for name, x in inputs.items()}
+        inputs["cu_seqlens"] = torch.arange(B + 1) * shape[1]
+    out = loss(hidden, leaves["weight"], targets, bias=leaves["bias"], **inputs)
+    found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
+    found |= {f"token {name}": x for name, x in out.tokens.items()}
+    if TRAINED[trained]:
+        weights = random(*out.loss.shape, seed=20) if out.loss.dim() else 1.7
+        gradients = torch.autograd.grad((weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]])
+        found |= {f"d_{name}": x for name, x in zip(TRAINED[trained], gradients, strict=True)}
+    return found
+
+
+def attempts():
+    """(what is called, with which targets)"""
+    for call in CALLS:
+        yield call, "some"
+    for name in ("dpo", "dpo, ld_alpha", "orpo, prompts", "kto"):
+        yield (name, "all", SMALL), "none of the first"
+
+
+def call_of(name: str, which: str, sizes: tuple[int, ...] | None = None, rank: int = 0) -> tuple[object, dict]:
+    loss, inputs = CASES.get(name) or SEPARABLE[name]
+    return loss, sliced(HEAD | {"targets": TARGETS[which]} | inputs, sizes, rank)
+
+
+def worker(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", BudgetWarning)
+    torch.compiler.set_stance("force_eager")
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=30))
+    mesh, found = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {}
+    for layout, sizes in SLICES[ranks].items():
+        for (name, trained, budget), which in attempts():
+            loss, inputs = call_of(name, which, sizes, rank)
+            loss = replace(loss, cp_group=dist.group.WORLD, logits_budget=budget)
+            found[layout, name, trained, which] = run(loss, inputs, trained, packed="packed" in name)
+        for name in SEPARABLE:
+            loss, inputs = call_of(name, "some", sizes, rank)
+            found[layout, name] = run(loss, inputs | {"num_items": global_num_items(inputs["targets"])}, "all")
+
+    # Other names of the group; a head whose gradient is averaged.
+    loss, inputs = call_of("dpo", "some", SLICES[ranks]["uneven"], rank)
+    found["mesh"] = run(replace(loss, cp_group=mesh), inputs, "all")
+    inputs["weight"] = distribute_tensor(inputs["weight"], mesh, [Shard(0)])
+    weight = inputs["weight"].requires_grad_()
+    out = replace(loss, cp_group="cp")(inputs.pop("hidden"), inputs.pop("weight"), inputs.pop("targets"), **inputs)
+    (1.7 * ranks * out.loss).backward()
+    found["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
+
+    if ranks == 4:  # with a head in two shards
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        loss, inputs = call_of("dpo", "some", (2, 5), grid.get_local_rank("cp"))
+        rows = {name: inputs[name].split((13, 10))[grid.get_local_rank("tp")] for name in ("weight", "bias", "ref_weight")}
+        found["grid"] = run(replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all")
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=list(SLICES), ids=lambda ranks: f"{ranks} ranks")
+def ranks(request, tmp_path_factory):
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], what: str) -> None:
+    for name, x in truth.items():
+        parts = [rank[name] for rank in found]
+        if name == "d_hidden" or name.startswith("token "):
+            parts = [torch.cat(parts, 1)]
+        elif name in ("d_weight", "d_bias"):
+            parts = [sum(parts)]
+        assert all(torch.equal(parts[0], part) for part in parts), f"{what}: {name}"
+        torch.testing.assert_close(parts[0], x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{what}: {name}: {m}")
+        assert not name.startswith("d_") or x.norm() > 0
+
+
+def flat(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Packed tokens in rows again."""
+    return {name: x.view(B, -1, *x.shape[1:]) if name.startswith("token ") else x for name, x in found.items()}
+
+
+@pytest.mark.parametrize(("call", "which"), list(attempts()), ids=lambda x: ", ".join(map(str, x)) if isinstance(x, tuple) else x)
+def test_equals_whole_sequences(ranks, call, which):
+    name, trained, _ = call
+    truth = run(*call_of(name, which), trained)
+    for layout in SLICES[len(ranks)]:
+        assert_equal([rank[layout, name, trained, which] for rank in ranks], truth, layout)
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+@torch.compiler.set_stance("force_eager")
+def test_tokens_that_stand_alone_need_the_normalizer_only(ranks, name):
+    truth = run(*call_of(name, "some"), "all")
+    for layout in SLICES[len(ranks)]:
+        found = [rank[layout, name] for rank in ranks]
+        loss = torch.stack([rank["loss"] for rank in found]).mean()
+        torch.testing.assert_close(loss, truth["loss"])
+        averaged = [{key: x / len(ranks) for key, x in rank.items() if key.startswith("d_")} for rank in found]
+        assert_equal(averaged, {key: x for key, x in truth.items() if key.startswith("d_")}, layout)
+
+
+def test_the_group_by_mesh_and_an_averaged_head(ranks):
+    truth = run(*call_of("dpo", "some"), "all")
+    assert_equal([rank["mesh"] for rank in ranks], truth, "mesh")
+    for rank in ranks:
+        for name, x in rank["averaged"].items():
+            torch.testing.assert_close(x, truth[name], rtol=1e-9, atol=1e-11)
+
+
+def test_beside_a_sharded_head(ranks):
+    if len(ranks) < 4:
+        pytest.skip("takes four ranks")
+    truth = run(*call_of("dpo", "some"), "all")
+    for name, x in truth.items():
+        found = [rank["grid"][name] for rank in ranks]  # slices by shards
+        if name == "d_hidden" or name.startswith("token "):
+            found = [torch.cat(found[shard::2], 1) for shard in (0, 1)]
+        elif name in ("d_weight", "d_bias"):
+            found = [torch.cat((found[0] + found[2], found[1] + found[3]))]
+        for ours in found:
+            torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("make", [CrossEntropyLoss, JSDLoss, GRPOLoss, MultiTokenLoss], ids=lambda make: make.__name__)
+def test_other_losses_refuse(make):
+    with pytest.raises(ValueError, match=f"cp_group: expected None for {make.__name__}, got .*; pass num_items=global_num_items"):
+        make(cp_group="cp")
+
+
+def test_bad_input():
+    inputs = [torch.zeros(2, 3, H), torch.zeros(V, H), torch.zeros(2, 3, dtype=torch.long)]
+    with pytest.raises(ValueError, match="shift: expected False with cp_group, got True; shift whole sequences"):
+        ORPOLoss(cp_group="cp")(*inputs, shift=True)
+    with pytest.raises(ValueError, match="cp_group: expected a dimension of weight's device mesh"):
+        ORPOLoss(cp_group="cp")(*inputs)
+    with pytest.raises(TypeError, match="cp_group: expected a ProcessGroup"):
+        ORPOLoss(cp_group=7)(*inputs)

@@ -1,0 +1,31 @@
+"""Several processes: gathered heads, normalizers, slices of sequences."""
+
+from tests.mutants.mutant import Mutant
+
+FSDP, SLICES = "tests/losses/test_fsdp.py", "tests/losses/test_context_parallel.py"
+ARGUMENTS, PARALLEL, SHARD = "losses/arguments.py", "losses/parallel.py", "losses/shard.py"
+BATCH, ENGINE, PAIRED = "losses/batch.py", "losses/engine.py", "losses/paired.py"
+PREFERENCE = "losses/preference.py"
+
+MUTANTS = [
+    Mutant(f"parallel: {name}", file, old, new, tests)
+    for name, file, old, new, tests in (
+        ("gradient of a gathered head summed", ARGUMENTS, 'grad_placements=[Partial("avg")]', 'grad_placements=[Partial("sum")]', FSDP),
+        ("num_items of all ranks", PARALLEL, "return total / dist.get_world_size(group)", "return total", FSDP),
+        ("num_items counts ignored targets", PARALLEL, "(items != ignore_index).sum()", "(items == items).sum()", FSDP),
+        ("pairs of no tokens", BATCH, "view(roles, sequences // roles, length)", "view(roles, -1, length)", FSDP),
+        ("shares of a term not summed", BATCH, "own if slices is None or term.over in WHOLE", "own if True", SLICES),
+        ("whole terms summed", BATCH, "slices is None or term.over in WHOLE", "slices is None", SLICES),
+        ("weights of a metric not summed", BATCH, "weight.sum() if slices is None", "weight.sum() if True", SLICES),
+        ("lengths of a slice", BATCH, "return self._own_lengths if self._slices is None", "return self._own_lengths if True", SLICES),
+        ("positions in a slice", BATCH, "self._own_positions + self.spread", "self._own_positions + 0 * self.spread", SLICES),
+        ("positions count this rank's too", PARALLEL, "parts[: self.group.rank()]", "parts[: self.group.rank() + 1]", SLICES),
+        ("gradient of what is spread, of one rank", BATCH, "if self._slices is not None and x.requires_grad", "if False", SLICES),
+        ("tokens of a slice as normalizer", ENGINE, "    if loss.slices is None:\n        return tokens\n", "    return tokens\n", SLICES),
+        ("ranks meet group by group", ENGINE, " or loss.cp_group is not None\n", "\n", SLICES),
+        ("packed slices of few tokens", PAIRED, "per_token = not others.item()", "pass", SLICES),
+        ("mean logits of a slice", PAIRED, "sums = loss.slices.sum(sums)", "pass", SLICES),
+        ("kl of a slice", PREFERENCE, "sums = self.slices.sum(sums[0]),", "sums = sums[0],", SLICES),
+        ("reference's kl summed", PREFERENCE, "self.slices.sum(sums[1]) if per_token", "self.slices.sum(sums[1]) if True", SLICES),
+    )
+]
