@@ -45,6 +45,10 @@ def register(cls: type, values: tuple) -> str:
     return key
 
 
+def registered_loss(key: str) -> "LinearLoss":
+    return _LOSSES[key]
+
+
 def names_out(loss: "LinearLoss") -> tuple[str, ...]:
     """Names of the per-token numbers that a call hands out, in order."""
     if loss.is_logits_loss:
@@ -197,7 +201,7 @@ def _solve_op(
     frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
-    with _outside_dispatch():
+    with outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         found, _ = engine.solve(loss, problem, static=True)
         return [found.loss, found.metrics, *found.tokens, *(_absent(x, found.loss) for x in found[3:])]
@@ -217,7 +221,7 @@ def _numbers_op(
     frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
-    with _outside_dispatch():
+    with outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         found, d_logp, _, _ = engine.token_numbers(loss, problem)
         return [_absent(d_logp, hidden), *(found[name] for name in names_out(loss))]
@@ -238,7 +242,7 @@ def _gradients_op(
     d_logp: Tensor, numbers: Sequence[Tensor], upstream: Sequence[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
-    with _outside_dispatch():
+    with outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         kept = d_logp if engine.keeps_vectors(loss, problem.needs) else None
         found = _token_gradients(loss, problem, kept, numbers, upstream, None, static=True)
@@ -255,7 +259,7 @@ def _(hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequ
 _PLAIN_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def _outside_dispatch():
+def outside_dispatch():
     """Let `torch.func.grad_and_value` work inside an operator's body.
 
     The dispatcher calls a body with autograd and functorch masked out, and on a compiled graph's first run from inside a dispatch

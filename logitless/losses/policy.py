@@ -49,7 +49,9 @@ class Layout:
         if per_sequence and self.is_per_sequence(x):
             x = self.spread(x)
         else:
-            expected = f"targets' shape {tuple(self.targets.shape)}" + (f" or ({self.sequences},)" if per_sequence else "")
+            # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
+            either = f"{tuple(self.targets.shape)} or ({self.sequences},)" if per_sequence else f"{tuple(self.targets.shape)}"
+            expected = f"targets' shape {either}"
             expect(x.shape == self.targets.shape, name, expected, tuple(x.shape), "align it with the targets")
             x = shifted(x, fill) if self.shift else x
         return torch.where(self.counted, x.detach().to(self.dtype), fill)

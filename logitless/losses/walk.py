@@ -183,15 +183,19 @@ class Walk:
 class Blocks:
     """Layers between the hidden states and the head, run forward and backward on a chunk of rows at a time; nothing else is stored."""
 
-    def __init__(self, module: torch.nn.Module, parameters: dict[str, Tensor], grad: bool):
-        self._module, self._grad = module, grad
-        self.trained = [name for name, x in parameters.items() if grad and x.requires_grad]
-        self._leaves = {name: x.detach().requires_grad_(name in self.trained) for name, x in parameters.items()}
-        sums = (parameters[name] for name in self.trained)
+    def __init__(
+        self, module: torch.nn.Module, tensors: dict[str, Tensor], trained: list[str], *, grad: bool, autocast: torch.dtype | None
+    ):
+        self._module, self._grad, self._autocast = module, grad, autocast
+        self.trained = trained
+        self._leaves = {name: x.detach().requires_grad_(name in trained) for name, x in tensors.items()}
+        sums = (tensors[name] for name in trained)
         self.grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in sums]
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(self._grad), _own_hooks():
+        # An operator's body runs outside of the autocast that its call was in.
+        autocast = torch.autocast(x.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        with torch.set_grad_enabled(self._grad), _own_hooks(), autocast:
             self._x = x.detach().requires_grad_(self._grad)
             self._y = torch.func.functional_call(self._module, self._leaves, (self._x,))
         return self._y.detach().to(x.dtype)
