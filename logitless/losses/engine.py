@@ -84,7 +84,8 @@ def _rows(loss: "LinearLoss", problem: Problem) -> Rows:
     supervised = problem.supervised(loss.ignore_index)
     bad = (supervised & ((problem.targets < 0) | (problem.targets >= V))).sum()
     grouped = loss.scope != "token"
-    roles = max(1, problem.sequences) if loss.scope == "batch" else loss.sequences_per_group
+    whole = loss.scope == "batch" or (grouped and not loss.compact and problem.cu_seqlens is not None)
+    roles = max(1, problem.sequences) if whole else loss.sequences_per_group
     sequences = problem.sequences if grouped or loss.sequence_inputs else 0
     return select_rows(
         supervised, bad, V, compact=loss.compact, grouped=grouped, sequences=sequences, roles=roles, cu_seqlens=problem.cu_seqlens

@@ -72,6 +72,11 @@ class Given:
     def items(self):
         return ((field.name, getattr(self, field.name)) for field in fields(self))
 
+    def flat(self) -> "Given":
+        """(B, T, ...) -> (B * T, ...): the same sequences side by side."""
+        per_token = self.targets.shape
+        return Given(**{name: x.flatten(0, 1) if x.shape[:2] == per_token else x for name, x in self.items()})
+
     def with_hidden(self, function: Callable[[Tensor], Tensor]) -> "Given":
         return Given(**{name: function(x) if name.startswith("hidden") else x for name, x in self.items()})
 
@@ -115,8 +120,8 @@ def heads(dtype: torch.dtype = torch.float32) -> MedusaHeads:
 def on(kind: type, *names: str, **settings) -> Callable:
     """A loss of one set of hidden states that takes the inputs `names` beside them."""
 
-    def call(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
-        more = {name: getattr(x, name) for name in names}
+    def call(x: Given, heads: MedusaHeads, cu_seqlens: Tensor | None = None, **options) -> tuple[Tensor, ...]:
+        more = {name: getattr(x, name) for name in names} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
         out = kind(**settings, **options)(x.hidden, x.weight, x.targets, bias=x.bias, **more)
         return out.loss, *out.metrics.values()
 
@@ -173,6 +178,10 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "own TokenLoss": on(FocalLoss),
     "own LogitsLoss": on(BrierLoss),
 }
+
+
+# Those that look at sequences, and take `cu_seqlens`.
+SEQUENCES = ("DPO", "DPO, sorted", "ORPO", "CPO", "SimPO", "KTO", "GRPO, whole sequences", "GRPO, top entropy", "RLOO")
 
 
 def gradients(value: Tensor, x: Given, heads: MedusaHeads, **options) -> dict[str, Tensor]:
