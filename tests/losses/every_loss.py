@@ -117,11 +117,15 @@ def heads(dtype: torch.dtype = torch.float32) -> MedusaHeads:
     return made
 
 
+# Options of a call; the others are fields of the loss.
+OF_CALLS = ("cu_seqlens", "num_items")
+
+
 def on(kind: type, *names: str, **settings) -> Callable:
     """A loss of one set of hidden states that takes the inputs `names` beside them."""
 
-    def call(x: Given, heads: MedusaHeads, cu_seqlens: Tensor | None = None, **options) -> tuple[Tensor, ...]:
-        more = {name: getattr(x, name) for name in names} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    def call(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
+        more = {name: getattr(x, name) for name in names} | {name: options.pop(name) for name in OF_CALLS if name in options}
         out = kind(**settings, **options)(x.hidden, x.weight, x.targets, bias=x.bias, **more)
         return out.loss, *out.metrics.values()
 
@@ -149,8 +153,8 @@ def multi_token(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
     return out.loss, *out.metrics.values()
 
 
-def medusa(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
-    out = MedusaLoss(**options)(x.hidden, heads, x.targets, base_weight=x.weight, base_bias=x.bias)
+def medusa(x: Given, heads: MedusaHeads, num_items: float | None = None, **options) -> tuple[Tensor, ...]:
+    out = MedusaLoss(**options)(x.hidden, heads, x.targets, base_weight=x.weight, base_bias=x.bias, num_items=num_items)
     return out.loss, *out.metrics.values()
 
 
