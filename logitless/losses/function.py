@@ -70,13 +70,19 @@ def call(loss: "LinearLoss", problem: Problem, *, solved: bool) -> tuple[tuple[T
     """Run a call under autograd: (loss, metrics, *numbers of `solved_names`) if solved, else the numbers of `names_out`; and the plan."""
     p = problem
     needs = [p.needs.hidden, p.needs.weight, p.needs.bias]
-    tensors = (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, p.frozen, *(p.inputs[name] for name in loss.inputs))
+    tensors = operands(loss, p)
     if not p.needs.any:
         outputs, _, _, plan = _forward(loss, solved, p.sequences, p.dtype, needs, tensors)
         return outputs, plan
     plans: list[Plan] = []
     outputs = FusedLinearBase.apply(loss, plans, solved, p.sequences, p.dtype, needs, *tensors)
     return outputs, plans[0] if plans else None
+
+
+def operands(loss: "LinearLoss", problem: Problem) -> tuple[Tensor | None, ...]:
+    """All tensors of a call, as `_problem` takes them."""
+    p = problem
+    return (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, p.frozen, *(p.inputs[name] for name in loss.inputs))
 
 
 def _forward(loss: "LinearLoss", solved: bool, sequences: int, dtype: torch.dtype, needs: list[bool], tensors: tuple[Tensor | None, ...]):

@@ -118,7 +118,7 @@ def heads(dtype: torch.dtype = torch.float32) -> MedusaHeads:
 
 
 # Options of a call; the others are fields of the loss.
-OF_CALLS = ("cu_seqlens", "num_items")
+OF_CALLS = ("cu_seqlens", "num_items", "accumulate_into", "grad_scale")
 
 
 def on(kind: type, *names: str, **settings) -> Callable:
@@ -142,8 +142,9 @@ def logprobs(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
 
 
 def top_k(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
+    more = {name: options.pop(name) for name in OF_CALLS if name in options}
     out = JSDLoss(hard_loss_weight=0.2, **options)(
-        x.hidden, x.weight, x.targets, bias=x.bias, teacher_logprobs_topk=(x.topk_logprobs, x.topk_ids)
+        x.hidden, x.weight, x.targets, bias=x.bias, teacher_logprobs_topk=(x.topk_logprobs, x.topk_ids), **more
     )
     return out.loss, *out.metrics.values()
 
