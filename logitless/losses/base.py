@@ -61,7 +61,8 @@ class LinearLoss:
         logits_budget: bytes that a chunk of logits and its temporaries may take; default 1 GiB, less on small cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without rounding noise.
-        compact: leave unsupervised rows out before the first product, at the price of one host sync.
+        compact: leave unsupervised rows out before the first product, at the price of one host sync. False reads nothing back, as a
+            CUDA graph requires: every row is projected, and packed sequences that belong to groups are taken for one group.
         tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are this
             rank's rows, in the order of the ranks, and hidden and targets are the same on all. Also a one-dimensional DeviceMesh or, for
             a DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.

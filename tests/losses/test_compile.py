@@ -155,17 +155,18 @@ def test_every_loss(name, frozen, monkeypatch):
 
 
 def test_heads_under_autocast():
-    """An operator's body runs outside of the autocast that its call was in."""
+    """An operator's body runs outside of the autocast that its call was in. With inductor, which believes the operator's dtypes."""
     loss, heads = every_loss.LOSSES["Medusa"], every_loss.heads()
 
     def step(x, heads):
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-            return loss(x, heads)
+            return loss(x.with_hidden(torch.Tensor.bfloat16), heads)
 
     x = every_loss.given(6)
-    (ours, *_), (eager, *_) = torch.compile(step, backend="aot_eager", fullgraph=True)(x, heads), step(x, heads)
+    (ours, *_), (eager, *_) = torch.compile(step, fullgraph=True)(x, heads), step(x, heads)
     torch.testing.assert_close(ours, eager)
-    torch.testing.assert_close(every_loss.gradients(ours, x, heads), every_loss.gradients(eager, x, heads))
+    found, expected = (every_loss.gradients(value, x, heads) for value in (ours, eager))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)  # inductor leaves out the cast to bf16 and back
 
 
 class SquashedHeads(MedusaHeads):
@@ -177,7 +178,7 @@ def test_heads_of_another_kind_are_compiled_anew():
     """A graph finds the blocks by a name: not those of the first module that was compiled, nor those of a copy that is gone."""
     x, loss = every_loss.given(6), every_loss.LOSSES["Medusa"]
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for kind in (MedusaHeads, SquashedHeads):
+    for kind in (MedusaHeads, SquashedHeads, MedusaHeads):
         heads = kind(every_loss.H, every_loss.V, 2, device=DEVICE)
         heads.load_state_dict(every_loss.heads().state_dict())
         torch.testing.assert_close(compiled(x, heads), loss(x, heads), rtol=1e-4, atol=1e-6)

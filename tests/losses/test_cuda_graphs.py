@@ -99,7 +99,7 @@ def test_reduce_overhead(name, budget):
     for seed in range(6):
         refill(x, seed)
         results = []
-        for function in (compiled, model):
+        for function in (model, compiled):
             torch.compiler.cudagraph_mark_step_begin()
             outputs = function(x, heads)
             found = every_loss.gradients(outputs[0], x, heads)
