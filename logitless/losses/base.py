@@ -149,10 +149,11 @@ class LinearLoss:
             num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global count / world size.
             shift: targets are unshifted labels of the same length, and per-token inputs go with them: position i predicts targets[i + 1].
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            accumulate_into: (V, H) fp32, a "main gradient": the backward pass adds the weight's gradient to it, chunk by chunk, and
-                weight.grad stays as it is. No other tensor of that shape is made, at the price of projecting the logits (a teacher's and
-                a reference's, too) a second time: 4 products for 3. On an H200, V 128,256, H 4,096, bf16 this saves 3.1 GB and costs
-                11 ms per 8,192 tokens. `reduction` must not be "none".
+            accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward pass adds the weight's
+                gradient to it, chunk by chunk, and weight.grad stays as it is. No other tensor of that shape is made, at the price of
+                projecting the logits (a teacher's and a reference's, too) a second time: 4 products for 3; a group beyond the budget takes
+                5 for 4. At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one product more, 11 ms per
+                8,192 tokens on an H200. `reduction` must not be "none".
             grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of micro-batches for example: the
                 loss itself must be differentiated as it is. An upstream gradient other than 1 is an error, at the price of
                 a host sync in the backward pass; with compact=False it asserts on the device.
