@@ -100,7 +100,8 @@ def _accumulate(loss: "LinearLoss", problem: Problem, main: Tensor, grad_scale: 
 @torch.library.custom_op("logitless::accumulate", mutates_args=("main",))
 def _accumulate_op(
     main: Tensor, grad_scale: float, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, num_items: Tensor | None,
-    cu_seqlens: Tensor | None, frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
+    cu_seqlens: Tensor | None, frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype,
+    needs: Sequence[bool], key: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     loss = registered_loss(key)
     with outside_dispatch():
