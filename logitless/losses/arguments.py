@@ -138,7 +138,7 @@ def _sequences(loss: "LinearLoss", hidden: Tensor, cu_seqlens: Tensor | None) ->
         return 0
     if cu_seqlens is None and hidden.dim() < 3:
         expect(loss.scope == "batch" and not loss.sequence_inputs, "hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens")
-        return 0
+        return 1
     count = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expect(
         count % loss.sequences_per_group == 0, "hidden", f"a multiple of {loss.sequences_per_group} sequences", count,

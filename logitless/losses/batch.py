@@ -41,15 +41,13 @@ class Scales(NamedTuple):
     def tensors(self, like: Tensor) -> "Scales":
         """All as 0-d tensors: a compiled function would take every new number for a new program."""
 
+        options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+
         def convert(scale):
-            return (
-                None
-                if scale is None
-                else {
-                    unit: torch.as_tensor(x, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-                    for unit, x in scale.items()
-                }
-            )
+            if scale is None:
+                return None
+            # Filled on the device: a copy from the host would be a sync.
+            return {unit: x.to(**options) if isinstance(x, Tensor) else torch.full((), x, **options) for unit, x in scale.items()}
 
         return Scales(convert(self.loss), convert(self.metrics))
 
@@ -299,13 +297,17 @@ def select_rows(
     roles: int,
     cu_seqlens: Tensor | None,
 ) -> Rows:
-    """Which rows to walk. The call's only host sync is here; with compact=False there is none and every row is walked."""
+    """Which rows to walk. The call's only host sync is here; with compact=False there is none and every row is walked.
+
+    Then the host knows of packed sequences only how many there are: the caller makes one group of all of them.
+    """
     N, device = supervised.shape[0], supervised.device
     order = sizes = None
     chosen, uncovered = 0, bad.new_zeros(())
     if cu_seqlens is not None:
         uncovered = ((cu_seqlens[0] != 0) | (cu_seqlens[-1] != N) | (cu_seqlens.diff() < 0).any()).long()
         cu_seqlens = cu_seqlens.clamp(0, N)  # so that nothing reads beyond the tokens before that is known
+    divided = 1 < roles < sequences  # into groups whose rows do not lie side by side
     if grouped or sequences:
         half = N // 2 if cu_seqlens is None else cu_seqlens[sequences // 2]
         chosen = (supervised & (torch.arange(N, device=device) < half)).sum()
@@ -313,12 +315,12 @@ def select_rows(
             length = N // sequences
             per_sequence = supervised.view(sequences, length)
             counts = per_sequence.sum(1) if compact else torch.full((sequences,), length, device=device)
-            if roles > 1:
+            if divided:
                 order = torch.arange(N, device=device).view(roles, sequences // roles, length).transpose(0, 1).reshape(-1)
         else:
             ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
             counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
-            if roles > 1:
+            if divided:
                 number = torch.searchsorted(cu_seqlens[1:], torch.arange(N, device=device), right=True)
                 groups = sequences // roles
                 order = torch.argsort(number % groups * roles + number // groups, stable=True)
@@ -328,8 +330,8 @@ def select_rows(
         torch._assert_async(uncovered == 0, f"cu_seqlens: expected rising boundaries from 0 to {N}, got others; let them cover hidden.")
         if sizes is None:
             return Rows(N, supervised.sum(), chosen, order, None, None)
-        group_sizes = sizes.view(-1, roles).sum(1).tolist() if grouped else None
-        return Rows(N, supervised.sum(), chosen, order, group_sizes, sizes, roles)
+        groups = sequences // roles
+        return Rows(N, supervised.sum(), chosen, order, [N // groups] * groups if grouped else None, sizes, roles)
 
     read = torch.stack((supervised.sum(), bad, uncovered))
     if sizes is not None:

@@ -28,8 +28,9 @@ class CrossEntropyLoss(TokenLoss):
         dft: dynamic fine-tuning (Wu et al., 2025, https://arxiv.org/abs/2508.05629).
 
     The call takes hidden (..., H), weight (V, H), targets (...) int64, and by keyword bias (V,), class_weights (V,), token_weights
-    (...), num_items, shift; it returns `LossOutput`, with the metrics token_accuracy, entropy (nats), z_loss and num_tokens. Means
-    of metrics are over the supervised tokens. It raises ValueError or TypeError on arguments that do not fit together.
+    (...), num_items, shift, and accumulate_into and grad_scale, as every loss; it returns `LossOutput`, with the metrics
+    token_accuracy, entropy (nats), z_loss and num_tokens. Means of metrics are over the supervised tokens. It raises ValueError or
+    TypeError on arguments that do not fit together.
     """
 
     label_smoothing: float = 0.0
@@ -82,6 +83,7 @@ class CrossEntropyLoss(TokenLoss):
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, class_weights: Tensor | None = None,
         token_weights: Tensor | None = None, num_items: float | Tensor | None = None, shift: bool = False,
+        accumulate_into: Tensor | None = None, grad_scale: float = 1.0,
     ) -> LossOutput:  # fmt: skip
         if self.tp_group is None:
             check_vocabulary_input("class_weights", class_weights, weight.shape[0])
@@ -92,7 +94,7 @@ class CrossEntropyLoss(TokenLoss):
             )  # fmt: skip
         return super().__call__(
             hidden, weight, targets, bias=bias, num_items=num_items, shift=shift,
-            class_weights=class_weights, token_weights=token_weights,
+            class_weights=class_weights, token_weights=token_weights, accumulate_into=accumulate_into, grad_scale=grad_scale,
         )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def _rows(loss: "LinearLoss", problem: Problem) -> Rows:
     bad = (supervised & ((problem.targets < 0) | (problem.targets >= V))).sum()
     grouped = loss.scope != "token"
     # Ranks with slices of the same sequences have different chunks: they meet once, when all their tokens are read.
-    together = loss.scope == "batch" or loss.cp_group is not None
+    together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and problem.cu_seqlens is not None)
     roles = max(1, problem.sequences) if together else loss.sequences_per_group
     sequences = problem.sequences if grouped or loss.sequence_inputs else 0
     rows = select_rows(
@@ -222,7 +222,7 @@ def _token_buffers(loss: "LinearLoss", problem: Problem, rows: Rows, plan: Plan)
 
 def solve(
     loss: "LinearLoss", problem: Problem, *, static: bool, coefficient: float = 1.0, pending: Number | None = None,
-    blocks: Blocks | None = None, d_weight: Tensor | None = None, d_bias: Tensor | None = None,
+    blocks: Blocks | None = None, d_weight: Tensor | None = None, d_bias: Tensor | None = None, straight: bool = False,
 ) -> tuple[Solved, Plan]:  # fmt: skip
     """The loss and its gradients in one pass.
 
@@ -231,15 +231,23 @@ def solve(
         coefficient: factor of the loss, where it is a part of another.
         pending, d_weight, d_bias: of another part, to be summed with.
         blocks: layers between the hidden states and the head.
+        straight: whether d_weight holds finished gradients, to which these are added as they are.
     """
     rows = _rows(loss, problem)
     plan = _plan(loss, problem, rows, solved=True)
+    # Only in fp16 would they vanish where they are not kept at order one; there d_weight is taken to that order, and back.
+    shrinks = straight and problem.dtype == torch.float16
+    pending = 1.0 if straight and not shrinks else pending
     factors, pending = scales(
         loss, problem, rows.tokens, rows.chosen_tokens, reduced=True, coefficient=coefficient, pending=pending
     )  # fmt: skip
+    if shrinks:
+        d_weight.div_(pending)
     shared = {"blocks": blocks, "d_weight": d_weight, "d_bias": d_bias}
     walk = _walk(loss, problem, rows, factors, **shared, **_token_buffers(loss, problem, rows, plan))
     walk.run(plan, accumulation_dtype(loss, problem, static or plan.chunks > 1))
+    if shrinks:
+        d_weight.mul_(pending)
     if plan.strategy == "row_scaled":
         _scale_all(walk.d_hidden, walk.d_hidden, walk, rows)
     loss_value = sum(value for value, _ in walk.reports) * pending

@@ -45,6 +45,10 @@ def register(cls: type, values: tuple) -> str:
     return key
 
 
+def registered_loss(key: str) -> "LinearLoss":
+    return _LOSSES[key]
+
+
 def names_out(loss: "LinearLoss") -> tuple[str, ...]:
     """Names of the per-token numbers that a call hands out, in order."""
     if loss.is_logits_loss:
@@ -66,13 +70,19 @@ def call(loss: "LinearLoss", problem: Problem, *, solved: bool) -> tuple[tuple[T
     """Run a call under autograd: (loss, metrics, *numbers of `solved_names`) if solved, else the numbers of `names_out`; and the plan."""
     p = problem
     needs = [p.needs.hidden, p.needs.weight, p.needs.bias]
-    tensors = (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, p.frozen, *(p.inputs[name] for name in loss.inputs))
+    tensors = operands(loss, p)
     if not p.needs.any:
         outputs, _, _, plan = _forward(loss, solved, p.sequences, p.dtype, needs, tensors)
         return outputs, plan
     plans: list[Plan] = []
     outputs = FusedLinearBase.apply(loss, plans, solved, p.sequences, p.dtype, needs, *tensors)
     return outputs, plans[0] if plans else None
+
+
+def operands(loss: "LinearLoss", problem: Problem) -> tuple[Tensor | None, ...]:
+    """All tensors of a call, as `_problem` takes them."""
+    p = problem
+    return (p.hidden, p.weight, p.bias, p.targets, p.num_items, p.cu_seqlens, p.frozen, *(p.inputs[name] for name in loss.inputs))
 
 
 def _forward(loss: "LinearLoss", solved: bool, sequences: int, dtype: torch.dtype, needs: list[bool], tensors: tuple[Tensor | None, ...]):
@@ -197,7 +207,7 @@ def _solve_op(
     frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
-    with _outside_dispatch():
+    with outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         found, _ = engine.solve(loss, problem, static=True)
         return [found.loss, found.metrics, *found.tokens, *(_absent(x, found.loss) for x in found[3:])]
@@ -217,7 +227,7 @@ def _numbers_op(
     frozen: Tensor | None, inputs: Sequence[Tensor | None], sequences: int, dtype: torch.dtype, needs: Sequence[bool], key: str,
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
-    with _outside_dispatch():
+    with outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         found, d_logp, _, _ = engine.token_numbers(loss, problem)
         return [_absent(d_logp, hidden), *(found[name] for name in names_out(loss))]
@@ -238,7 +248,7 @@ def _gradients_op(
     d_logp: Tensor, numbers: Sequence[Tensor], upstream: Sequence[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     loss = _LOSSES[key]
-    with _outside_dispatch():
+    with outside_dispatch():
         problem = _problem(loss, hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequences, dtype, needs)
         kept = d_logp if engine.keeps_vectors(loss, problem.needs) else None
         found = _token_gradients(loss, problem, kept, numbers, upstream, None, static=True)
@@ -255,7 +265,7 @@ def _(hidden, weight, bias, targets, num_items, cu_seqlens, frozen, inputs, sequ
 _PLAIN_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-def _outside_dispatch():
+def outside_dispatch():
     """Let `torch.func.grad_and_value` work inside an operator's body.
 
     The dispatcher calls a body with autograd and functorch masked out, and on a compiled graph's first run from inside a dispatch

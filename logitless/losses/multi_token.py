@@ -1,24 +1,14 @@
-"""Several heads over the same tokens: Medusa, and multi-token prediction.
-
-Every head is one walk of the engine over its own targets, and all of them add to the same gradients: one d_hidden, one d_weight in fp32
-at a time. Residual blocks are run on a chunk of rows, forward and backward, inside the walk. So nothing grows with the number of
-heads but their own gradients.
-"""
+"""Several heads over the same tokens: Medusa, and multi-token prediction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from logitless.losses import engine
-from logitless.losses.arguments import prepare
 from logitless.losses.base import LossOutput
 from logitless.losses.checks import expect
-from logitless.losses.cross_entropy import CrossEntropyLoss
-from logitless.losses.engine import Problem
-from logitless.losses.plan import Plan
-from logitless.losses.walk import Blocks
+from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
 class ResidualBlock(nn.Module):
@@ -34,7 +24,7 @@ class ResidualBlock(nn.Module):
         return x + nn.functional.silu(self.linear(x))
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(BlockHeads):
     """K heads for the tokens beyond the next: `num_layers` residual blocks each, and a projection of its own.
 
     The state dict has the layout of the reference implementation: `medusa_head.{k}.{layer}.linear.{weight,bias}` and
@@ -86,6 +76,14 @@ class MedusaHeads(nn.Module):
     def blocks(self, k: int) -> nn.Sequential:
         return self.medusa_head[k][: self.num_layers]
 
+    def block_tensors(self, k: int) -> dict[str, Tensor]:
+        found = {}
+        for layer in range(self.num_layers):
+            block = self.medusa_head[k][layer]
+            for name, x in (*block.named_parameters(), *block.named_buffers()):
+                found[f"{layer}.{name}"] = x
+        return found
+
     def projection(self, k: int) -> Tensor | None:
         """(V, H), or None where the base model's head is used."""
         return None if self.shared else self.medusa_head[k][self.num_layers].weight
@@ -94,173 +92,6 @@ class MedusaHeads(nn.Module):
         """Logits of all heads, (K, ..., V): for decoding a few positions, not for training."""
         weights = [base_weight if self.shared else self.projection(k) for k in range(len(self))]
         return torch.stack([nn.functional.linear(self.blocks(k)(hidden), weight) for k, weight in enumerate(weights)])
-
-
-@dataclass
-class Part:
-    """One head's share of a loss."""
-
-    name: str
-    coefficient: float
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    offset: int  # position i predicts token i + offset
-    module: nn.Module | None = None  # residual blocks
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        return {} if self.module is None else dict(self.module.named_parameters())
-
-
-def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Targets of a head: at each position the label `offset` further on in the same sequence, (B, T) or packed (N,)."""
-    T = labels.shape[-1]
-    positions = torch.arange(T, device=labels.device) + offset
-    inside = positions < T
-    if cu_seqlens is not None:
-        ends = cu_seqlens[1:].to(labels.device)
-        end = ends[torch.searchsorted(ends, positions - offset, right=True).clamp(max=len(ends) - 1)]
-        inside = positions < end
-    return torch.where(inside, labels[..., positions.clamp(max=max(T - 1, 0))], ignore_index)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiHeadLoss(CrossEntropyLoss):
-    """What the losses of several heads share: a weighted sum of cross-entropies, solved head after head."""
-
-    def __post_init__(self) -> None:
-        coefficients = getattr(self, "coefficients", None)
-        if coefficients is not None:
-            object.__setattr__(self, "coefficients", tuple(map(float, coefficients)))
-        super().__post_init__()
-        expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", repr(self.reduction), "sum over the heads")
-        expect(
-            self.tp_group is None, "tp_group", "None for several heads", self.tp_group, "gather the heads, or take linear_logprobs of each"
-        )
-        expect(not self.return_logps, "return_logps", "False for several heads", True, "each has log-probabilities of its own")
-
-    def solve_parts(
-        self, parts: Sequence[Part], targets: Tensor, cu_seqlens: Tensor | None, num_items: float | Tensor | None
-    ) -> LossOutput:
-        if cu_seqlens is not None:
-            expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", tuple(targets.shape), "flatten the tokens or leave it out")
-        call = Call()
-        for part in parts:
-            labels = ahead(targets, part.offset, self.ignore_index, cu_seqlens)
-            problem = prepare(self, part.hidden, part.weight, labels, part.bias, num_items, False, None, {})
-            call.add(part, problem)
-        loss, numbers = MultiHead.apply(self, call, *call.tensors)
-        metrics = {}
-        for part, (value, accuracy) in zip(parts, numbers.unbind(), strict=True):
-            metrics |= {f"{part.name}/loss": value, f"{part.name}/accuracy": accuracy}
-        return LossOutput(loss, metrics, call.plan)
-
-
-@dataclass
-class Call:
-    """The parts of a call as problems whose tensors are numbered: the same tensor in two parts is one tensor with one gradient."""
-
-    parts: list[tuple[Part, Problem]] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    plan: Plan | None = None
-    grad: bool = field(default_factory=torch.is_grad_enabled)
-
-    def number(self, x: Tensor) -> int:
-        for index, known in enumerate(self.tensors):
-            if known is x:
-                return index
-        self.tensors.append(x)
-        return len(self.tensors) - 1
-
-    def add(self, part: Part, problem: Problem) -> None:
-        self.parts.append((part, problem))
-        for x in (part.hidden, part.weight, part.bias, *part.parameters.values()):
-            if x is not None:
-                self.number(x)
-
-
-class MultiHead(torch.autograd.Function):
-    """The parts of a call, solved one after the other in the forward pass; the backward pass scales what they left."""
-
-    @staticmethod
-    def forward(ctx, loss: MultiHeadLoss, call: Call, *tensors: Tensor):
-        ctx.set_materialize_grads(False)
-        needs = [call.grad and x.requires_grad for x in call.tensors]
-        totals = Totals(call, needs)
-        value, numbers, pending = 0.0, [], None
-        for index, (part, problem) in enumerate(call.parts):
-            solved, call.plan = totals.solve(loss, index, part, problem, pending)
-            pending = solved.pending if pending is None else pending
-            value = value + solved.loss
-            numbers.append(torch.stack((solved.loss / part.coefficient, solved.metrics[0])))
-            del solved  # its d_weight in fp32, before the next part allocates one
-        ctx.save_for_backward(pending, *totals.finished())
-        ctx.dtypes = [x.dtype for x in call.tensors]
-        ctx.needs = needs
-        numbers = torch.stack(numbers)
-        ctx.mark_non_differentiable(numbers)
-        return value, numbers
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor | None, _):
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph: expected False, got True; logitless losses have no second derivative.")
-        pending, *kept = ctx.saved_tensors
-        found = [None] * len(ctx.needs)
-        if upstream is not None:
-            scale, kept = pending * upstream, iter(kept)
-            owned = not torch._C._autograd._get_current_graph_task_keep_graph()
-            for index, need in enumerate(ctx.needs):
-                if need:
-                    x = next(kept)
-                    flat = x.reshape(-1, x.shape[-1])
-                    found[index] = engine.finish(flat, scale, ctx.dtypes[index], owned=owned).view(x.shape)
-        return (None, None, *found)
-
-
-class Totals:
-    """Gradients of a call's tensors, summed over its parts up to the factor `pending`.
-
-    What several parts share is summed in fp32; what is one part's alone is cast as soon as the part is done, so that a single d_weight
-    in fp32 is alive at a time. At order one the cast loses nothing that the last one, after an exact power of two, would not.
-    """
-
-    def __init__(self, call: Call, needs: Sequence[bool]):
-        self.call, self.needs = call, needs
-        self.sums: dict[int, Tensor] = {}
-        self.last = {call.number(x): index for index, (part, _) in enumerate(call.parts) for x in (part.weight, part.bias) if x is not None}
-
-    def solve(self, loss: MultiHeadLoss, index: int, part: Part, problem: Problem, pending: Tensor | None):
-        hidden, weight = self.call.number(part.hidden), self.call.number(part.weight)
-        bias = None if part.bias is None else self.call.number(part.bias)
-        blocks = None
-        if part.module is not None:
-            blocks = Blocks(part.module, part.parameters, self.call.grad)
-            # The blocks' own gradients come through d_hidden.
-            if blocks.trained:
-                problem = problem._replace(needs=replace(problem.needs, hidden=True))
-        shared = {"d_weight": self.sums.get(weight), "d_bias": None if bias is None else self.sums.get(bias)}
-        solved, plan = engine.solve(loss, problem, static=True, coefficient=part.coefficient, pending=pending, blocks=blocks, **shared)
-        if self.needs[hidden]:
-            d_hidden = solved.d_hidden.view(part.hidden.shape)
-            known = self.sums.get(hidden)
-            self.sums[hidden] = d_hidden.to(solved.loss.dtype) if known is None else known.add_(d_hidden)
-        for key, gradient in ((weight, solved.d_weight), (bias, solved.d_bias)):
-            if gradient is not None:
-                self.sums[key] = gradient if self.last[key] > index else gradient.to(self.call.tensors[key].dtype)
-        if blocks is not None:
-            for name, gradient in zip(blocks.trained, blocks.grads, strict=True):
-                self.sums[self.call.number(part.parameters[name])] = gradient.to(part.parameters[name].dtype)
-        return solved, plan
-
-    def finished(self) -> list[Tensor]:
-        """Gradients of the tensors that need one, in their shapes; zeros where no part reached."""
-        found = []
-        for index, (x, need) in enumerate(zip(self.call.tensors, self.needs, strict=True)):
-            if need:
-                found.append(self.sums[index].view(x.shape) if index in self.sums else torch.zeros_like(x))
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,11 +138,11 @@ class MedusaLoss(MultiHeadLoss):
             parts.append(Part("base", self.base_coefficient, hidden, base_weight, base_bias, 1))
         for k, coefficient in enumerate(coefficients):
             weight = base_weight if heads.shared else heads.projection(k)
-            module = heads.blocks(k) if heads.num_layers else None
+            blocks = (k, heads.block_tensors(k)) if heads.num_layers else ()
             if coefficient:
-                parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, module))
+                parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, *blocks))
         expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items)
+        return self.solve_parts(parts, targets, cu_seqlens, num_items, heads)
 
 
 @dataclass(frozen=True, kw_only=True)

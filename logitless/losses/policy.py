@@ -49,7 +49,9 @@ class Layout:
         if per_sequence and self.is_per_sequence(x):
             x = self.spread(x)
         else:
-            expected = f"targets' shape {tuple(self.targets.shape)}" + (f" or ({self.sequences},)" if per_sequence else "")
+            # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
+            either = f"{tuple(self.targets.shape)} or ({self.sequences},)" if per_sequence else f"{tuple(self.targets.shape)}"
+            expected = f"targets' shape {either}"
             expect(x.shape == self.targets.shape, name, expected, tuple(x.shape), "align it with the targets")
             x = shifted(x, fill) if self.shift else x
         return torch.where(self.counted, x.detach().to(self.dtype), fill)
@@ -78,14 +80,17 @@ class PolicyLoss(TokenLoss):
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, advantages: Tensor, mask: Tensor | None = None,
         num_items: float | Tensor | None = None, bias: Tensor | None = None, cu_seqlens: Tensor | None = None, shift: bool = False,
-        **given: Tensor | None,
+        accumulate_into: Tensor | None = None, grad_scale: float = 1.0, **given: Tensor | None,
     ) -> LossOutput:  # fmt: skip
         if mask is not None:
             expect(mask.shape == targets.shape, "mask", f"targets' shape {tuple(targets.shape)}", tuple(mask.shape), "one entry per target")
             targets = torch.where(mask.bool(), targets, self.ignore_index)
         layout = Layout(hidden, targets, self.ignore_index, cu_seqlens, shift)
         inputs = self.laid_out(layout, advantages, **given)
-        return super().__call__(hidden, weight, layout.targets, num_items=num_items, bias=bias, cu_seqlens=cu_seqlens, **inputs)
+        return super().__call__(
+            hidden, weight, layout.targets, num_items=num_items, bias=bias, cu_seqlens=cu_seqlens, accumulate_into=accumulate_into,
+            grad_scale=grad_scale, **inputs,
+        )  # fmt: skip
 
 
 # -- Surrogates of a token, by TRL's name: (loss, ratio, advantages, logps, phi) -> (surrogate, what to count)

@@ -469,8 +469,8 @@ class KTOLoss(ReferencedLoss):
         expect((kl is not None) == (self.loss_type == "kto"), "kl", wanted, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
             kl = resolved(self, weight)._kl(weight, bias, kl, arguments.get("ref_weight"), arguments.get("ref_bias"))
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        kl = torch.as_tensor(0.0 if kl is None else kl, dtype=dtype, device=hidden.device).detach().reshape(())
+        options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
+        kl = kl.detach().to(**options).reshape(()) if isinstance(kl, Tensor) else torch.full((), kl or 0.0, **options)
         out = super().__call__(hidden, weight, targets, bias=bias, labels=labels.bool(), kl=kl, **arguments)
         margin = out.metrics["rewards/chosen"] - out.metrics["rewards/rejected"]
         out.metrics["rewards/margins"] = torch.where(labels.any() & ~labels.all(), margin, 0.0)

@@ -140,8 +140,8 @@ class Walk:
                 x = scale(x, row_scale, x if ours else torch.empty_like(x))
             accumulate(self.d_weight, gradient, x, first=first)
         if self.needs.bias:
-            column = torch.ones(x.shape[0], device=x.device) if row_scale is None else row_scale
-            accumulate(self.d_bias, gradient, column[:, None].to(gradient.dtype), first=first)
+            column = gradient.new_ones(gradient.shape[0]) if row_scale is None else row_scale
+            self._add_bias(gradient, column, first)
         if arrival is not None:
             arrival.wait()
         if d_hidden is not None:
@@ -151,6 +151,18 @@ class Walk:
                 self.d_hidden.index_copy_(0, at, d_hidden)
             elif self.blocks is not None:
                 self.d_hidden[at] = d_hidden
+
+    def _add_bias(self, gradient: Tensor, column: Tensor, first: bool) -> None:
+        high = column.to(gradient.dtype)
+        if high.dtype == column.dtype:
+            accumulate(self.d_bias, gradient, high[:, None], first=first)
+            return
+        # In two pieces: a factor that all tokens share would be rounded the same way in all of them.
+        pieces = torch.stack((high, (column - high).to(high.dtype)), dim=1)
+        share = self.d_bias.new_empty(self.d_bias.shape[0], 2)
+        accumulate(share, gradient, pieces, first=True)
+        share = share.sum(1, keepdim=True)
+        self.d_bias.copy_(share) if first else self.d_bias.add_(share)
 
     def _batch(self, span: Span) -> Batch:
         """The declared inputs, cut to a span: per token, per sequence, or whole."""
@@ -183,15 +195,19 @@ class Walk:
 class Blocks:
     """Layers between the hidden states and the head, run forward and backward on a chunk of rows at a time; nothing else is stored."""
 
-    def __init__(self, module: torch.nn.Module, parameters: dict[str, Tensor], grad: bool):
-        self._module, self._grad = module, grad
-        self.trained = [name for name, x in parameters.items() if grad and x.requires_grad]
-        self._leaves = {name: x.detach().requires_grad_(name in self.trained) for name, x in parameters.items()}
-        sums = (parameters[name] for name in self.trained)
+    def __init__(
+        self, module: torch.nn.Module, tensors: dict[str, Tensor], trained: list[str], *, grad: bool, autocast: torch.dtype | None
+    ):
+        self._module, self._grad, self._autocast = module, grad, autocast
+        self.trained = trained
+        self._leaves = {name: x.detach().requires_grad_(name in trained) for name, x in tensors.items()}
+        sums = (tensors[name] for name in trained)
         self.grads = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in sums]
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(self._grad), _own_hooks():
+        # An operator's body runs outside of the autocast that its call was in.
+        autocast = torch.autocast(x.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        with torch.set_grad_enabled(self._grad), _own_hooks(), autocast:
             self._x = x.detach().requires_grad_(self._grad)
             self._y = torch.func.functional_call(self._module, self._leaves, (self._x,))
         return self._y.detach().to(x.dtype)
@@ -210,6 +226,20 @@ def _own_hooks():
     model again for it."""
     # Detached: an operation that saves its own output would otherwise keep itself alive, and with it what nobody differentiates.
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
+
+
+@contextmanager
+def _no_hooks():
+    """No saved-tensor hooks at all: torch.func works under none, not even under one that does nothing."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @functools.cache
@@ -360,7 +390,8 @@ class LogitsWalk(Walk):
             inputs = {name: getattr(batch, name) for name in self.inputs if name not in ("teacher_hidden", "teacher_weight")}
             inputs["teacher_logits"] = getattr(batch, "teacher_logits", None)
             evaluate = logits_function(self.loss, differentiate, self.shard)
-            self._gradient, found = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
+            with _no_hooks():
+                self._gradient, found = evaluate(logits, self.bias, batch.targets, inputs, self.scales.tensors(logits), upstream)
         self.reports.append(found["report"])
         if self.values is not None:
             self.values[span.start : span.stop] = found["values"]

@@ -1,5 +1,6 @@
 """A model that ends in our loss compiles as one graph, and two graphs serve every length (three with a length of one)."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from logitless import CrossEntropyLoss, linear_cross_entropy, linear_logprobs
+from logitless import CrossEntropyLoss, MedusaHeads, linear_cross_entropy, linear_logprobs
 from logitless.kernels.cross_entropy import twin_bytes
+from logitless.losses import walk
+from tests.losses import every_loss
 from tests.support import DEVICE
 
 VOCAB, WIDTH = 64, 8
@@ -71,7 +74,7 @@ def logprobs_metric(hidden, weight, targets, *, bias):
     return logps.exp().sum(), entropy
 
 
-LOSSES = {function.__name__: function for function in (ce_object, ce_function, ce_none, ce_shifted, logprobs, logprobs_metric)}
+FORMS = {function.__name__: function for function in (ce_object, ce_function, ce_none, ce_shifted, logprobs, logprobs_metric)}
 
 
 def batch(*shape: int, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
@@ -104,7 +107,7 @@ def compile_counted(model: Model) -> tuple[Callable, CompileCounterWithBackend]:
 
 
 @pytest.mark.parametrize("frozen", [(), ("head",), ("embed", "body")], ids=["trainable", "frozen head", "frozen body"])
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("loss", FORMS.values(), ids=FORMS)
 def test_two_graphs_serve_every_length(loss, frozen):
     model = Model(loss, frozen)
     compiled, counter = compile_counted(model)
@@ -115,6 +118,73 @@ def test_two_graphs_serve_every_length(loss, frozen):
     assert counter.frame_count <= 2
     assert_same_step(compiled, model, *batch(1))
     assert counter.frame_count <= 3
+
+
+FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize(
+    ("name", "frozen"), [(name, False) for name in every_loss.LOSSES] + [(name, True) for name in FROZEN],
+    ids=[*every_loss.LOSSES, *(f"{name}, frozen head" for name in FROZEN)],
+)  # fmt: skip
+def test_every_loss(name, frozen, monkeypatch):
+    """Value, metrics and every gradient, of one to ten chunks."""
+    # The function of a LogitsLoss is compiled for itself, which takes its time and shows nothing here.
+    monkeypatch.setattr(walk, "logits_function", walk.logits_evaluation)
+    heads = every_loss.heads()
+    budget = twin_bytes(DEVICE, torch.float32, every_loss.V, 0) + 8 * 4 * every_loss.V
+
+    def step(x, heads):
+        return every_loss.LOSSES[name](x.with_hidden(torch.tanh), heads, logits_budget=budget)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for T, graphs in ((6, 2), (9, 2), (4, 2), (17, 2), (1, 3)):
+        x = every_loss.given(T)
+        if frozen:
+            x.weight.requires_grad_(False), x.bias.requires_grad_(False)
+        (ours, our_gradients), (eager, gradients) = (
+            (found, every_loss.gradients(found[0], x, heads)) for found in (compiled(x, heads), step(x, heads))
+        )
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(our_gradients, gradients, rtol=1e-4, atol=1e-6)
+        assert "hidden" in gradients and ("weight" in gradients) != frozen
+        assert T == 1 or all(gradient.any() for gradient in gradients.values())
+        assert counter.frame_count <= graphs
+
+
+def test_heads_under_autocast():
+    """An operator's body runs outside of the autocast that its call was in. With inductor, which believes the operator's dtypes."""
+    loss, heads = every_loss.LOSSES["Medusa"], every_loss.heads()
+
+    def step(x, heads):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+            return loss(x.with_hidden(torch.Tensor.bfloat16), heads)
+
+    x = every_loss.given(6)
+    (ours, *_), (eager, *_) = torch.compile(step, fullgraph=True)(x, heads), step(x, heads)
+    torch.testing.assert_close(ours, eager)
+    found, expected = (every_loss.gradients(value, x, heads) for value in (ours, eager))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)  # inductor leaves out the cast to bf16 and back
+
+
+class SquashedHeads(MedusaHeads):
+    def blocks(self, k: int) -> nn.Module:
+        return nn.Sequential(*super().blocks(k), nn.Tanh())
+
+
+def test_heads_of_another_kind_are_compiled_anew():
+    """A graph finds the blocks by a name: not those of the first module that was compiled, nor those of a copy that is gone."""
+    x, loss = every_loss.given(6), every_loss.LOSSES["Medusa"]
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for kind in (MedusaHeads, SquashedHeads, MedusaHeads):
+        heads = kind(every_loss.H, every_loss.V, 2, device=DEVICE)
+        heads.load_state_dict(every_loss.heads().state_dict())
+        torch.testing.assert_close(compiled(x, heads), loss(x, heads), rtol=1e-4, atol=1e-6)
+        again = copy.deepcopy(heads)
+        del heads
+        torch.testing.assert_close(compiled(x, again), loss(x, again), rtol=1e-4, atol=1e-6)
 
 
 def test_the_lengths_give_one_to_twenty_chunks():

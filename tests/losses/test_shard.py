@@ -169,6 +169,12 @@ def apart(rank: int, group, sizes, head) -> dict:
     found["confident"] = {"loss": out.loss, "metric token_accuracy": out.metrics["token_accuracy"]}
     equal = CrossEntropyLoss(tp_group=group)(torch.zeros_like(logits[:1]), cut(eye, sizes, rank), torch.tensor([0]))
     found["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
+    for name in MAIN:
+        (loss, options), weight = CASES[name], cut(head["weight"], sizes, rank).requires_grad_()
+        options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
+        main = torch.zeros_like(weight).detach()
+        replace(loss, tp_group=group)(head["hidden"], weight, targets(), accumulate_into=main, grad_scale=1.7, **options).loss.backward()
+        found[f"main {name}"] = {"d_weight": main}
     errors = {}
     for name, attempt in {
         "own": lambda: Own(tp_group=group),
@@ -188,6 +194,10 @@ def apart(rank: int, group, sizes, head) -> dict:
     return found | {"errors": errors}
 
 
+# Losses that add to a shard's main gradient.
+MAIN = ("ce smoothed", "dpo", "jsd")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Own(LogitsLoss):
     def terms(self, logits, batch):
@@ -200,6 +210,14 @@ def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+def test_a_main_gradient_of_each_shard(ranks):
+    for name in MAIN:
+        loss, options = CASES[name]
+        hidden, weight = random(B, T, H), random(V, H).requires_grad_()
+        (truth,) = torch.autograd.grad(1.7 * loss(hidden, weight, targets(), **options).loss, weight)
+        assert_equal([rank[f"main {name}"] for rank in ranks], {"d_weight": truth}, 1e-11)
 
 
 def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], tolerance: float) -> None:

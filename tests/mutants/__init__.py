@@ -1,5 +1,6 @@
 """A committed list of small breakages, each of which the tests must notice: `make mutants` applies them one by one."""
 
-from tests.mutants import distillation, foundation, multi_token, parallel, policy, preference
+from tests.mutants import beyond_eager, distillation, foundation, multi_token, parallel, policy, preference
 
-MUTANTS = [*foundation.MUTANTS, *preference.MUTANTS, *policy.MUTANTS, *distillation.MUTANTS, *multi_token.MUTANTS, *parallel.MUTANTS]
+MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager)
+MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

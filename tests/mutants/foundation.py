@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         "bias gradient dropped",
         WALK,
-        "accumulate(self.d_bias, gradient, column[:, None].to(gradient.dtype), first=first)",
+        "self._add_bias(gradient, column, first)",
         "self.d_bias.zero_()",
         CROSS_ENTROPY,
     ),

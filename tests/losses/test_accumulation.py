@@ -1,0 +1,185 @@
+"""accumulate_into: the head's gradient goes straight into a main gradient, in the backward pass, and nowhere else."""
+
+import re
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, DPOLoss
+from logitless.losses import walk
+from tests.cases import operands
+from tests.losses import every_loss
+from tests.losses.every_loss import LOSSES, Given
+from tests.support import DEVICE, AllocationWatcher, GemmCounter, relative_error
+
+# Without those of several heads, and the primitive, whose loss is the caller's.
+NAMES = [name for name in LOSSES if name not in ("logprobs", "multi-token", "Medusa")]
+names = pytest.mark.parametrize("name", NAMES)
+BUDGETS = pytest.mark.parametrize("budget", [None, 60_000], ids=["one chunk", "chunks"])
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(walk, "logits_function", walk.logits_evaluation)
+
+
+def buffer(dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.Tensor:
+    return torch.randn(every_loss.V, every_loss.H, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@names
+@BUDGETS
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
+def test_adds_what_weight_grad_would_be(name, budget, compact):
+    x, main, options = every_loss.given(9, dtype=torch.float64), buffer(), {"logits_budget": budget, "compact": compact}
+    plain, *numbers = LOSSES[name](x, None, **options)
+    expected = torch.autograd.grad(plain, (x.hidden, x.weight, x.bias))
+    start = main.clone()
+    ours, *our_numbers = LOSSES[name](x, None, accumulate_into=main, grad_scale=0.3, **options)
+    torch.testing.assert_close([ours, *our_numbers], [plain, *numbers])
+    assert torch.equal(main, start), "added to before the backward pass"
+    ours.backward(retain_graph=True)
+    assert x.weight.grad is None
+    for found, truth in ((x.hidden.grad, expected[0]), (main - start, expected[1]), (x.bias.grad, expected[2])):
+        assert truth.norm() > 0 and relative_error(found, 0.3 * truth) < 1e-12
+    ours.backward()
+    assert relative_error(main - start, 0.6 * expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize("trainable", [("weight",), ("hidden", "weight"), ("weight", "bias")], ids=" and ".join)
+@pytest.mark.parametrize("name", ["cross-entropy", "DPO", "JSD"])
+def test_frozen_operands(name, trainable):
+    x, main = every_loss.given(9, dtype=torch.float64), torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64)
+    for operand in ("hidden", "weight", "bias"):
+        getattr(x, operand).requires_grad_(operand in trainable)
+    LOSSES[name](x, None)[0].backward()
+    expected = x.weight.grad
+    x.weight.grad = None
+    LOSSES[name](x, None, accumulate_into=main)[0].backward()
+    assert x.weight.grad is None and relative_error(main, expected) < 1e-12
+
+
+def halves(x: Given) -> list[Given]:
+    """Two micro-batches of two sequences each; tensors that are no sequences' stay whole."""
+    whole = ("weight", "bias", "teacher_weight")
+    return [Given(**{name: tensor if name in whole else tensor[part] for name, tensor in x.items()}) for part in ([0, 2], [1, 3])]
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "cross-entropy, smoothed", "DPO", "SimPO", "GRPO", "REINFORCE", "JSD", "own LogitsLoss"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["num_items", "grad_scale"])
+def test_micro_batches_equal_one_batch(name, scaled):
+    # Without ignored targets both halves have the same number of each unit.
+    x, main = every_loss.given(9, dtype=torch.float64, ignored=0.0), torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64)
+    LOSSES[name](x, None)[0].backward()
+    items = 2 if name in ("DPO", "SimPO") else x.targets.numel()
+    options = {"grad_scale": 0.5} if scaled or name == "GRPO" else {"num_items": items}  # GRPO's bonus is a mean of the call's own
+    values = [LOSSES[name](half, None, accumulate_into=main, **options)[0] for half in halves(x)]
+    for value in values:  # both forward passes are over: the buffer may change between a forward pass and its backward
+        value.backward()
+    assert relative_error(main, x.weight.grad) < 1e-12
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["half", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_loses_nothing(dtype, autocast):
+    """Of a sum that is in fp32, and with gradients of a logit that fp16 cannot hold."""
+    h, w, targets, b = operands((300,), 16, 200, torch.float32)
+    operand_dtype = torch.float32 if autocast else dtype
+    h, w, b = (x.to(dtype).to(operand_dtype).requires_grad_() for x in (h, w, b))
+    exact = [x.detach().double().requires_grad_() for x in (h, w, b)]
+    truth = torch.autograd.grad(CrossEntropyLoss()(*exact[:2], targets, bias=exact[2], num_items=1e9).loss, exact[1])[0]
+    start = torch.randn(200, 16) * truth.std()
+    main = start.clone()
+    with torch.autocast(DEVICE.type, dtype=dtype, enabled=autocast):
+        loss = CrossEntropyLoss(logits_budget=80_000)(h, w, targets, bias=b, num_items=1e9, accumulate_into=main).loss
+    loss.backward()
+    assert relative_error(main.double() - start, truth) < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "products"), [(CrossEntropyLoss, {}, 4), (DPOLoss, {"reference_free": True}, 4)], ids=["token", "group"]
+)
+def test_one_product_more_and_no_buffer(kind, settings, products):
+    B, T, H, V, budget = 4, 32, 512, 3000, 2**21
+    h, w, targets, _ = operands((B, T), H, V, torch.float32)
+    loss, main = kind(**settings, logits_budget=budget), torch.zeros(V, H)
+    h.requires_grad_(), w.requires_grad_()
+    with GemmCounter(B * T, V, H) as counter:
+        loss(h, w, targets, accumulate_into=main).loss.backward()
+    assert counter.gemms == pytest.approx(products, abs=0.05)
+    with AllocationWatcher() as watcher:
+        loss(h, w, targets, accumulate_into=main).loss.backward()
+    limit = 1.02 * budget + 4 * h.nbytes + 200 * B * T
+    assert watcher.peak <= limit < main.nbytes
+    assert w.grad is None
+
+
+def test_under_torch_compile():
+    x = every_loss.given(9)
+    mains = torch.zeros(2, every_loss.V, every_loss.H)
+
+    def step(x, main):
+        return LOSSES["DPO"](x.with_hidden(torch.tanh), None, accumulate_into=main)[0]
+
+    torch._dynamo.reset()
+    gradients = []
+    for function, main in zip((step, torch.compile(step, backend="aot_eager", fullgraph=True)), mains):
+        value = function(x, main)
+        assert not main.any()
+        gradients.append(torch.autograd.grad(value, (x.hidden, x.bias)))
+    torch.testing.assert_close(*gradients)
+    assert mains[0].any()
+    torch.testing.assert_close(*mains)
+
+
+def test_without_gradients_it_stays_as_it_is():
+    x, main = every_loss.given(6), torch.zeros(every_loss.V, every_loss.H)
+    with torch.no_grad():
+        assert not LOSSES["cross-entropy"](x, None, accumulate_into=main)[0].requires_grad
+    assert not main.any()
+
+
+MAIN = torch.zeros(every_loss.V, every_loss.H)
+BAD = {
+    "no tensor": ({"accumulate_into": 3}, "accumulate_into: expected a tensor, got int; ", TypeError),
+    "dtype": ({"accumulate_into": MAIN.bfloat16()}, "accumulate_into: expected a torch.float32 tensor", TypeError),
+    "shape": ({"accumulate_into": MAIN[1:]}, "accumulate_into: expected weight's shape (50, 8), got (49, 8)", ValueError),
+    "device": ({"accumulate_into": MAIN.to("meta")}, "accumulate_into: expected weight's device", ValueError),
+    "leaf": ({"accumulate_into": MAIN.clone().requires_grad_()}, "accumulate_into: expected a tensor that requires no", ValueError),
+    "nothing to scale": ({"grad_scale": 0.5}, "grad_scale: expected 1.0 without accumulate_into", ValueError),
+    "infinite": ({"accumulate_into": MAIN, "grad_scale": float("inf")}, "grad_scale: expected a finite number", ValueError),
+    "unreduced": ({"accumulate_into": MAIN, "reduction": "none"}, "reduction: expected 'mean' or 'sum' with", ValueError),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input(what):
+    options, message, error = BAD[what]
+    with pytest.raises(error, match=re.escape(message)):
+        LOSSES["cross-entropy"](every_loss.given(6), None, **options)
+
+
+def test_a_frozen_weight_is_refused():
+    x = every_loss.given(6)
+    x.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="accumulate_into: expected a trainable weight, got a frozen one; .+"):
+        LOSSES["cross-entropy"](x, None, accumulate_into=MAIN)
+
+
+@pytest.mark.parametrize(("compact", "error"), [(True, ValueError), (False, RuntimeError)], ids=["compact", "all-rows"])
+def test_another_upstream_gradient_is_refused(compact, error):
+    if DEVICE.type != "cpu" and not compact:
+        pytest.skip("an assertion on the device ends the process")
+    main = torch.zeros(every_loss.V, every_loss.H)
+    value = LOSSES["cross-entropy"](every_loss.given(6), None, accumulate_into=main, compact=compact)[0]
+    with pytest.raises(error, match="loss: expected an upstream gradient of 1 with accumulate_into, got .*; .*grad_scale"):
+        (0.5 * value).backward()
+    assert not main.any()
+
+
+def test_create_graph_is_refused():
+    x = every_loss.given(6)
+    value = LOSSES["cross-entropy"](x, None, accumulate_into=torch.zeros_like(x.weight))[0]
+    with pytest.raises(RuntimeError, match="create_graph: expected False, got True; .+"):
+        torch.autograd.grad(value, x.hidden, create_graph=True)

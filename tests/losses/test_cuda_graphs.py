@@ -1,0 +1,110 @@
+"""compact=False: nothing is read back from the device, so that forward and backward can be captured into a CUDA graph and replayed."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from logitless.losses import walk
+from tests.losses import every_loss
+from tests.losses.every_loss import LOSSES, Given
+from tests.support import DEVICE
+
+needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
+# One to a dozen chunks for the 4 x 6 tokens; a row of a LogitsLoss may take more.
+BUDGETS = pytest.mark.parametrize("budget", [None, 20 * 4 * every_loss.V], ids=["one chunk", "chunks"])
+CAPTURED = ("cross-entropy", "DPO", "GRPO", "GRPO, whole sequences", "JSD", "multi-token", "Medusa", "own LogitsLoss")
+
+
+def refill(x: Given, seed: int) -> None:
+    """Other numbers in the same tensors, which is what a CUDA graph is replayed on."""
+    with torch.no_grad():
+        for (_, old), (_, new) in zip(x.items(), every_loss.given(6, seed=seed).items(), strict=True):
+            old.copy_(new)
+
+
+PACKED = [(name, True) for name in every_loss.SEQUENCES]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the twins' path; the kernels take no fake tensors, see test_no_host_sync")
+@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in LOSSES), *PACKED])
+def test_nothing_is_read_back(name, packed, monkeypatch):
+    """Fake tensors have shapes and no numbers: whoever asks for one gets an error."""
+    monkeypatch.setattr(walk, "logits_function", walk.logits_evaluation)
+    with FakeTensorMode():
+        x = every_loss.given(6)
+        heads = every_loss.MedusaHeads(every_loss.H, every_loss.V, 2, device=DEVICE)
+        options = {"cu_seqlens": torch.arange(0, 25, 6, device=DEVICE)} if packed else {}
+        value, *_ = LOSSES[name](x.flat() if packed else x, heads, compact=False, **options)
+        assert {"hidden", "weight"} <= every_loss.gradients(value, x, heads).keys()
+
+
+@needs_cuda
+@BUDGETS
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_host_sync(name, budget):
+    heads, x = every_loss.heads(), every_loss.given(6)
+
+    def step():
+        value, *_ = LOSSES[name](x, heads, compact=False, logits_budget=budget)
+        return every_loss.gradients(value, x, heads)
+
+    step()  # kernels and functions are compiled, and devices asked, once
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+@BUDGETS
+@pytest.mark.parametrize("name", CAPTURED)
+def test_capture(name, budget):
+    """A capture by hand: forward and backward of the loss alone."""
+    heads, x = every_loss.heads(), every_loss.given(6)
+
+    def step():
+        outputs = LOSSES[name](x, heads, compact=False, logits_budget=budget)
+        return [*outputs, *every_loss.gradients(outputs[0], x, heads).values()]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2, 3):
+        refill(x, seed)
+        graph.replay()
+        torch.testing.assert_close(captured, step(), rtol=1e-4, atol=1e-5)
+
+
+@needs_cuda
+@BUDGETS
+@pytest.mark.parametrize("name", CAPTURED)
+def test_reduce_overhead(name, budget):
+    """torch.compile's own CUDA graphs, of a model that ends in the loss: the same as without them, at every replay."""
+    heads, x = every_loss.heads(), every_loss.given(6)
+
+    def model(x, heads):
+        return LOSSES[name](x.with_hidden(torch.tanh), heads, compact=False, logits_budget=budget)
+
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for seed in range(6):
+        refill(x, seed)
+        results = []
+        for function in (model, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            outputs = function(x, heads)
+            found = every_loss.gradients(outputs[0], x, heads)
+            # The next replay writes over what a graph returned.
+            results.append([tensor.detach().clone() for tensor in (*outputs, *found.values())])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert not counters["inductor"]["cudagraph_skips"]

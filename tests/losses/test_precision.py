@@ -1,0 +1,130 @@
+"""Mixed precision and recomputation around a loss: autocast with fp32 master weights, GradScaler, checkpointing, saved-tensor hooks."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from logitless.losses import reference, walk
+from tests.losses import every_loss
+from tests.losses.every_loss import LOSSES, Given
+from tests.support import DEVICE, assert_close
+
+
+def naive_dpo(x: Given, heads, **options) -> Tensor:
+    ref_logps = x.ref_logps.masked_fill(x.targets == -100, 0.0)
+    return reference.dpo(x.hidden, x.weight, x.targets, bias=x.bias, ref_logps=ref_logps, **options)[0]
+
+
+def naive_grpo(x: Given, heads, **options) -> Tensor:
+    inputs = {"advantages": x.advantages, "old_logps": x.old_logps, "ref_logps": x.ref_logps}
+    return reference.grpo(x.hidden, x.weight, x.targets, bias=x.bias, **inputs, beta=0.1, entropy_coef=0.01, **options)[0]
+
+
+def naive_jsd(x: Given, heads, **options) -> Tensor:
+    inputs = {"teacher_hidden": x.teacher_hidden, "teacher_weight": x.teacher_weight}
+    return reference.distillation(x.hidden, x.weight, x.targets, bias=x.bias, **inputs, hard_loss_weight=0.2, **options)[0]
+
+
+def naive_medusa(x: Given, heads, **options) -> Tensor:
+    total = reference.cross_entropy(x.hidden[:, :-1], x.weight, x.targets[:, 1:], bias=x.bias, **options)
+    for k in range(2):
+        hidden, targets = heads.blocks(k)(x.hidden)[:, : -k - 2], x.targets[:, k + 2 :]
+        total = total + 0.8**k * reference.cross_entropy(hidden, heads.projection(k), targets, **options)
+    return total
+
+
+NAIVE: dict[str, Callable[..., Tensor]] = {
+    "cross-entropy": lambda x, heads, **options: reference.cross_entropy(x.hidden, x.weight, x.targets, bias=x.bias, **options),
+    "DPO": naive_dpo,
+    "GRPO": naive_grpo,
+    "JSD": naive_jsd,
+    "Medusa": naive_medusa,
+}
+names = pytest.mark.parametrize("name", NAIVE)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(walk, "logits_function", walk.logits_evaluation)
+
+
+def outcome(loss: Callable, dtype: torch.dtype, autocast: torch.dtype | None = None, scale: float = 1.0, **options) -> dict[str, Tensor]:
+    """Gradients of `scale * loss` on fresh leaves, divided by the scale, as a GradScaler would."""
+    x, heads = every_loss.given(40, dtype=dtype), every_loss.heads(dtype)
+    with torch.autocast(DEVICE.type, dtype=autocast, enabled=autocast is not None):
+        value = loss(x, heads, **options)
+        value = value if isinstance(value, Tensor) else value[0]
+    return {name: gradient / scale for name, gradient in every_loss.gradients(value * scale, x, heads).items()}
+
+
+@names
+@pytest.mark.parametrize("budget", [None, 10_000], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_with_fp32_master_weights(name, autocast, budget):
+    truth, naive = outcome(NAIVE[name], torch.float64), outcome(NAIVE[name], torch.float32, autocast)
+    ours = outcome(LOSSES[name], torch.float32, autocast, logits_budget=budget)
+    assert ours.keys() == truth.keys()
+    for operand, gradient in ours.items():
+        assert_close(gradient, truth[operand], naive[operand], name=operand)  # in the dtype of the naive one, fp32
+
+
+@names
+@pytest.mark.parametrize("master", [torch.float32, torch.float16], ids=["fp32 weights", "fp16 weights"])
+def test_a_grad_scaler_keeps_what_fp16_flushes(name, master):
+    """With p / N below 6e-8, fp16 holds no gradient of a logit, and none of the weights without the scale."""
+    autocast = torch.float16 if master == torch.float32 else None
+    options = {"num_items": 2.0**20, "scale": 65536.0}
+    truth, naive = (outcome(NAIVE[name], dtype, half, **options) for dtype, half in ((torch.float64, None), (master, autocast)))
+    for operand, gradient in outcome(LOSSES[name], master, autocast, **options).items():
+        assert_close(gradient, truth[operand], naive[operand], name=operand)
+
+
+# What may stand around a call of (loss, *tensors).
+AROUND: dict[str, Callable] = {
+    "checkpoint": lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=False),
+    "reentrant checkpoint": lambda function, *tensors: checkpoint(function, *tensors, use_reentrant=True),
+    "nested checkpoints": lambda function, *tensors: checkpoint(
+        lambda *inner: checkpoint(function, *inner, use_reentrant=False), *tensors, use_reentrant=False
+    ),
+}
+HOOKS: dict[str, Callable] = {
+    "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: (x.dtype, x.double()), lambda kept: kept[1].to(kept[0])),
+}
+
+
+def accumulated(around: Callable, name: str, times: int = 1) -> dict[str, Tensor]:
+    """`.grad` of all leaves, as a reentrant checkpoint knows no other way, after so many backward passes."""
+    x, heads = every_loss.given(9), every_loss.heads()
+
+    def loss(hidden, weight, bias):
+        arguments = dict(x.items()) | {"hidden": hidden, "weight": weight, "bias": bias}
+        return LOSSES[name](Given(**arguments), heads, logits_budget=10_000)[0]
+
+    value = around(loss, torch.tanh(x.hidden), x.weight, x.bias)
+    for time in range(times):
+        value.backward(torch.tensor(3.0), retain_graph=time + 1 < times)
+    leaves = [*((name, getattr(x, name)) for name in every_loss.TRAINED), *heads.named_parameters()]
+    return {name: leaf.grad for name, leaf in leaves if leaf.grad is not None}
+
+
+@pytest.mark.parametrize("name", [*NAIVE, "logprobs", "own LogitsLoss"])
+@pytest.mark.parametrize("around", AROUND)
+def test_checkpointing(name, around):
+    plain = accumulated(lambda function, *tensors: function(*tensors), name)
+    assert {"hidden", "weight", "bias"} <= plain.keys() and all(gradient.any() for gradient in plain.values())
+    torch.testing.assert_close(accumulated(AROUND[around], name), plain)
+
+
+@pytest.mark.parametrize("name", [*NAIVE, "logprobs", "own LogitsLoss"])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_saved_tensor_hooks_and_a_second_backward(name, hooks):
+    def within(function, *tensors):
+        with HOOKS[hooks]():
+            return function(*tensors)
+
+    plain = accumulated(lambda function, *tensors: function(*tensors), name)
+    torch.testing.assert_close(accumulated(within, name, times=2), {name: 2 * gradient for name, gradient in plain.items()})
