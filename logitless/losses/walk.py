@@ -462,7 +462,8 @@ def logits_function(loss: "LinearLoss", differentiate: bool, shard: VocabShard |
 
     def evaluate(*arguments):
         try:
-            return state["run"](*arguments)
+            with _stance(arguments[0].device):
+                return state["run"](*arguments)
         except Exception as error:
             if state["run"] is plain:
                 raise
@@ -472,6 +473,12 @@ def logits_function(loss: "LinearLoss", differentiate: bool, shard: VocabShard |
             return result
 
     return evaluate
+
+
+def _stance(device: torch.device) -> AbstractContextManager:
+    """While a CUDA graph is captured nothing can be compiled: what has not been runs as it is."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.set_stance("eager_on_recompile") if capturing else nullcontext()
 
 
 def scale_rows(

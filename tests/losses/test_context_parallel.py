@@ -26,6 +26,10 @@ from logitless import (
     TokenLoss,
     global_num_items,
 )
+from tests.support import DEVICE
+
+if DEVICE.type != "cpu":
+    pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
 
 B, T, H, V, REFERENCE_H = 4, 7, 6, 23, 5
 # Tokens of every sequence on each rank.

@@ -16,6 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, global_num_items, linear_logprobs
+from tests.support import DEVICE
+
+if DEVICE.type != "cpu":
+    pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
 
 V, H, B, T = 23, 8, 4, 5
 SMALL = 3 * V * 8  # bytes: a few rows of logits at a time

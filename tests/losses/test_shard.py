@@ -26,6 +26,10 @@ from logitless.losses.base import LogitsLoss
 from logitless.losses.batch import Term
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.shard import IGNORED, VocabShard
+from tests.support import DEVICE
+
+if DEVICE.type != "cpu":
+    pytest.skip("processes of gloo, on the CPU; `python -m benchmarks tensor-parallel` compares on GPUs", allow_module_level=True)
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
 # Rows of the head on each rank: uneven, and few enough on one of them that many targets are elsewhere.
