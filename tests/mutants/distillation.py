@@ -30,13 +30,13 @@ MUTANTS = [
         for name, old, new in (
             ("forward and reverse swapped", "kernels.kl(teacher, student)", "kernels.kl(student, teacher) + 0"),
             ("total variation doubled", "0.5 * (student.exp()", "(student.exp()"),
-            ("cosine of raw logits", "F.normalize(z, dim=-1) - F.normalize(t, dim=-1)", "z - t"),
+            ("cosine of raw logits", "z / batch.norm(z).clamp(min=TINY) - t / batch.norm(t).clamp(min=TINY)", "z - t"),
             (
                 "vocabularies not cut",
                 "common = min(logits.shape[-1], batch.teacher_logits.shape[-1])",
                 "common = batch.teacher_logits.shape[-1]",
             ),
-            ("hard loss at the temperature", "(logits * self.temperature).log_softmax(-1)", "logits.log_softmax(-1)"),
+            ("hard loss at the temperature", "batch.log_softmax(logits * self.temperature)", "batch.log_softmax(logits)"),
             ("hard loss's weight", "weight * hard + (1 - weight) * soft", "hard + (1 - weight) * soft"),
             ("tail for renormalize", 'if mode == "renormalize":', "if False:"),
             ("student's tail of all ids", "student.masked_fill(covered, NOTHING).logsumexp", "student.logsumexp"),

@@ -14,7 +14,13 @@ ENGINE, WALK, CE, PLAN = "losses/engine.py", "losses/walk.py", "losses/cross_ent
 
 MUTANTS = [
     # Twins
-    Mutant("twin: d logp at the target has the wrong sign", TWIN, "g_logp[rows, None])", "-g_logp[rows, None])", KERNELS),
+    Mutant(
+        "twin: d logp at the target has the wrong sign",
+        TWIN,
+        "torch.where(here, g_logp[rows], 0.0)",
+        "-torch.where(here, g_logp[rows], 0.0)",
+        KERNELS,
+    ),
     Mutant("twin: d lse has the wrong sign", TWIN, "else grads.lse - g_logp", "else -grads.lse - g_logp", KERNELS),
     Mutant(
         "twin: d entropy has the wrong sign", TWIN, "grads.entropy[rows, None], value=-1)", "grads.entropy[rows, None], value=1)", KERNELS
@@ -176,8 +182,8 @@ MUTANTS = [
     Mutant(
         "power of two dropped from the gradients",
         ENGINE,
-        "return Solved(loss_value, stacked, logps, pending,",
-        "return Solved(loss_value, stacked, logps, torch.ones_like(pending),",
+        "return Solved(loss_value, stacked, tokens, pending,",
+        "return Solved(loss_value, stacked, tokens, torch.ones_like(pending),",
         CROSS_ENTROPY,
     ),
     Mutant(
