@@ -21,8 +21,8 @@ from typer.testing import CliRunner  # noqa: E402
 # metric, whether it rises, and the strategies that its loss may run with
 EXAMPLES = {
     "sft": ("loss", False, "fused"),
-    "dpo": ("rewards/accuracies", True, "recompute|loss_only"),
-    "grpo": ("reward", True, "recompute"),
+    "dpo": ("rewards/accuracies", True, "resident"),
+    "grpo": ("reward", True, "fused"),
     "distill": ("loss", False, "fused"),
 }
 

@@ -5,6 +5,9 @@ from tests.mutants.mutant import Mutant
 LOSS, TWIN, TRITON = "losses/distillation.py", "kernels/divergence.py", "kernels/divergence_triton.py"
 TESTS, KERNEL = "tests/losses/test_distillation.py", "tests/kernels/test_divergence.py"
 
+# What only the whole head's kernel says before it zeroes a row.
+HOLD = "whatever its logits hold.\n            g = tl.where(factor == 0.0, "
+
 MUTANTS = [
     *(
         Mutant(f"divergence: {name}", TWIN, old, new, TESTS)
@@ -49,16 +52,20 @@ MUTANTS = [
     *(
         Mutant(f"divergence kernel: {name}", TRITON, old, new, KERNEL)
         for name, old, new in (
-            ("gradient's sign", "g = soft_factor * s * (score - average)", "g = soft_factor * s * (average - score)"),
-            ("mean of the score dropped", "g = soft_factor * s * (score - average)", "g = soft_factor * s * score"),
+            ("gradient's sign", " g = soft_factor * s * (score - average)", " g = soft_factor * s * (average - score)"),
+            ("mean of the score dropped", " g = soft_factor * s * (score - average)", " g = soft_factor * s * score"),
             ("forward gradient's sign", "g = soft_factor * (s - t)", "g = soft_factor * (t - s)"),
-            ("temperature dropped from the gradient", "factor * (1.0 - hard_weight) * cold", "factor * (1.0 - hard_weight)"),
-            ("slope dropped", "0.0, g * slope)", "0.0, g)"),
-            ("label's own term dropped", "(p - tl.where(cols == y, 1.0, 0.0))", "p"),
+            (
+                "temperature dropped from the gradient",
+                "soft_factor = factor * (1.0 - hard_weight) * cold",
+                "soft_factor = factor * (1.0 - hard_weight)",
+            ),
+            ("slope dropped", f"{HOLD}0.0, g * slope)", f"{HOLD}0.0, g)"),
+            ("label's own term dropped", "known, hard_factor * (p - tl.where(cols == y, 1.0, 0.0))", "known, hard_factor * p"),
             ("tail of the student unmasked", 'z = tl.where(shared, z * cold, -float("inf"))', "z = z * cold"),
             ("tail of the teacher unmasked", 't = tl.where(shared, t * cold, -float("inf"))', "t = t * cold"),
-            ("tail of the gradient unmasked", "element_ty), mask=mask)", "element_ty))"),
-            ("uncounted rows not zeroed", "tl.where(factor == 0.0, 0.0, g * slope)", "g * slope + tl.where(factor == 0.0, 1.0, 0.0)"),
+            ("tail of the gradient unmasked", "element_ty), mask=mask)\n    tl.store(soft", "element_ty))\n    tl.store(soft"),
+            ("uncounted rows not zeroed", f"{HOLD}0.0, g * slope)", f"{HOLD}1.0, g * slope)"),
             ("shares of the mixture swapped", "tl.where(above, 1.0 - beta, beta)", "tl.where(above, beta, 1.0 - beta)"),
             ("divergence's second half dropped", "ours - beta * t * (to_s - d)", "ours"),
             ("last block of equal maxima", "tl.where(top > best, start, best_start)", "tl.where(top >= best, start, best_start)"),
@@ -69,6 +76,18 @@ MUTANTS = [
             ),
             ("drift ignored", "if top > shift + DRIFT:", "if shift < -1e29:"),
             ("softcap's slope dropped", "slope = scale * (1.0 - squashed * squashed)", "slope = scale + 0.0 * squashed"),
+            (
+                "shard's gradient's sign",
+                "soft_factor * s * (score - average)\n            if HARD",
+                "soft_factor * s * (average - score)\n            if HARD",
+            ),
+            ("shard's label of another rank", "tl.where(y >= 0, hard", "tl.where((y >= 0) & (y < V), hard"),
+            (
+                "shard's temperature dropped",
+                "hard_factor = factor * (1.0 - hard_weight) * cold,",
+                "hard_factor = factor * (1.0 - hard_weight),",
+            ),
+            ("shard's mean of one rank", "tl.store(sums_ptr + rows + row, tl.sum(mean, 0))", "tl.store(sums_ptr + rows + row, 0.0)"),
         )
     ),
 ]

@@ -2,10 +2,10 @@
 
 from tests.mutants.mutant import Mutant
 
-FSDP, SLICES = "tests/losses/test_fsdp.py", "tests/losses/test_context_parallel.py"
+FSDP, SLICES, SHARDS = "tests/losses/test_fsdp.py", "tests/losses/test_context_parallel.py", "tests/losses/test_shard.py"
 ARGUMENTS, PARALLEL, SHARD = "losses/arguments.py", "losses/parallel.py", "losses/shard.py"
 BATCH, ENGINE, PAIRED = "losses/batch.py", "losses/engine.py", "losses/paired.py"
-PREFERENCE = "losses/preference.py"
+PREFERENCE, WALK = "losses/preference.py", "losses/walk.py"
 
 MUTANTS = [
     Mutant(f"parallel: {name}", file, old, new, tests)
@@ -22,10 +22,32 @@ MUTANTS = [
         ("positions count this rank's too", PARALLEL, "parts[: self.group.rank()]", "parts[: self.group.rank() + 1]", SLICES),
         ("gradient of what is spread, of one rank", BATCH, "if self._slices is not None and x.requires_grad", "if False", SLICES),
         ("tokens of a slice as normalizer", ENGINE, "    if loss.slices is None:\n        return tokens\n", "    return tokens\n", SLICES),
-        ("ranks meet group by group", ENGINE, " or loss.cp_group is not None\n", "\n", SLICES),
+        ("ranks meet group by group", ENGINE, " or loss.cp_group is not None or (", " or (", SLICES),
         ("packed slices of few tokens", PAIRED, "per_token = not others.item()", "pass", SLICES),
         ("mean logits of a slice", PAIRED, "sums = loss.slices.sum(sums)", "pass", SLICES),
         ("kl of a slice", PREFERENCE, "sums = self.slices.sum(sums[0]),", "sums = sums[0],", SLICES),
         ("reference's kl summed", PREFERENCE, "self.slices.sum(sums[1]) if per_token", "self.slices.sum(sums[1]) if True", SLICES),
+    )
+] + [
+    Mutant(f"shard: {name}", file, old, new, SHARDS)
+    for name, file, old, new in (
+        ("d_hidden of one rank", WALK, "self.shard.all_reduce_async(d_hidden)", "None"),
+        (
+            "row_scale of one rank",
+            WALK,
+            "row_scale * self.shard.combine(out, targets).exp()",
+            "row_scale + 0 * self.shard.combine(out, targets)",
+        ),
+        ("target's entry of one rank", WALK, "self.shard.set_target(gradient, targets, out, row_scale, self.loss.head)", "pass"),
+        ("reference of one rank", WALK, "self.shard.combine(found, targets)", "pass"),
+        ("class weights of another rank", SHARD, "return x[self.start : self.start + self.width]", "return x[: self.width]"),
+        ("ranks of the frozen head", WALK, "shard.all_reduce(rows)", "rows"),
+        ("shares of the entropy", SHARD, " - torch.xlogy(shares, shares)", ""),
+        ("squares of one rank", SHARD, "(2 * shares.log() + shards", "(shares.log() + shards"),
+        ("tie goes to the last", SHARD, "torch.where(earlier, shards", "torch.where(~earlier, shards"),
+        ("confident tokens", SHARD, "torch.where(owner, torch.expm1(-logps_r), ", "torch.where(owner, -torch.expm1(logps_r), "),
+        ("softcap of the target", SHARD, "head.derivative_at(stats.logps + stats.lse)", "head.derivative_at(0 * stats.lse)"),
+        ("gradient of a log-sum-exp of one rank", SHARD, "return GroupShared.apply(x, self.group)", "return x"),
+        ("chunks of another size", ENGINE, "else max(self.shard.sizes)", "else self.weight.shape[0]"),
     )
 ]
