@@ -83,6 +83,7 @@ CASES = {
     "ce": ce(),
     "ce smoothed": ce(label_smoothing=0.2, z_loss=0.01, softcap=3.0, logit_scale=0.7),
     "ce class weights": ce(label_smoothing=0.2, class_weights=random(V, seed=2).abs(), reduction="sum"),
+    "ce capped": ce(softcap=3.0, logit_scale=2.0),
     "ce dft": ce(dft=True, temperature=0.8, token_weights=random(B, T, seed=4).abs()),
     "ce unreduced": ce(reduction="none", z_loss=0.1, label_smoothing=0.1),
     "ce all rows": ce(compact=False, ignore_index=-100),
