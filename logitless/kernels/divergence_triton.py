@@ -50,22 +50,6 @@ def grow(z, start, shift, total, best, best_start):
 
 
 @triton.jit
-def log1p_negative(y):
-    """log(1 + y) for y in (-1, 0], to the last digits also where y is small. Triton's log is a library function with a branch on CUDA,
-    which took half of the time of the kernel.
-
-    1 + y = 2^k m with m in [sqrt 1/2, sqrt 2), and log m = 2 artanh((m - 1) / (m + 1)).
-    """
-    bits = (1.0 + y).to(tl.int32, bitcast=True)
-    k = (bits - 0x3F3504F3) >> 23  # less the bits of sqrt 1/2
-    m = (bits - (k << 23)).to(tl.float32, bitcast=True)
-    u = tl.where(k == 0, y, m - 1.0)
-    r = u / (2.0 + u)
-    q = r * r
-    return k.to(tl.float32) * 0.6931471805599453 + 2.0 * r * (1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9)))))
-
-
-@triton.jit
 def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
     """(s, the divergence's terms, score, terms of the score's mean under s). Where log_s = log_t, all but s are exactly 0.
 
@@ -74,7 +58,7 @@ def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
     s, d = tl.exp(log_s), log_t - log_s
     if MODE == JSD:
         above = d > 0.0
-        shrunk = log1p_negative(tl.where(above, 1.0 - beta, beta) * (tl.exp(-tl.abs(d)) - 1.0))
+        shrunk = tl.log(1.0 + tl.where(above, 1.0 - beta, beta) * (tl.exp(-tl.abs(d)) - 1.0))
         to_s = tl.where(above, shrunk + d, shrunk)  # log m/s
         ours = -(1.0 - beta) * s * to_s
         return s, ours - beta * t * (to_s - d), -(1.0 - beta) * to_s, ours
