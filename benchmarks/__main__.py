@@ -207,6 +207,19 @@ def tensor_parallel(
 
 
 @app.command()
+def cpu(out: Out = None, quick: Quick = False, seconds: Seconds = 30.0) -> None:
+    """Cross-entropy on this machine's CPU beside plain PyTorch."""
+    shapes = cross_entropy.QUICK_SHAPES[:1] if quick else (cross_entropy.CPU_SHAPE,)
+    document = new_document("cpu", torch.device("cpu"), quick=quick)
+    path = out_path(out, document)
+    names = ("logitless", "eager, fp32 upcast")
+    CE.run(document, shapes, torch.device("cpu"), only=names, seconds=0.0 if quick else seconds, out=path, say=speaker())
+    finish(path)
+    ours, plain = (row["ms"] for row in document["sections"][0]["rows"])
+    typer.echo(f"{ours / plain:.2f} x plain PyTorch, on {torch.get_num_threads()} threads")
+
+
+@app.command()
 def sweep(
     max_tokens: Annotated[int, typer.Option(min=1024, help="The largest N; the sizes double from 1,024.")] = 131072,
     out: Out = None,

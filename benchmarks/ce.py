@@ -51,6 +51,9 @@ TARGETS = {
 SHAPES = tuple(TARGETS)
 QUICK_SHAPES = (Shape(96, 32, 517), Shape(96, 32, 517, ignored=0.5))
 
+# On a CPU, where a full shape would take minutes.
+CPU_SHAPE = Shape(2048, 1024, 32000)
+
 # The sweep against N: one head (Qwen-sized) and the implementations worth a line each.
 SWEEP_H, SWEEP_V = 2048, 151936
 SWEEP_NAMES = ("logitless", "eager, fp32 upcast", "Liger", "TRL ChunkedLogProb")

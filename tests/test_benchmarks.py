@@ -1041,6 +1041,15 @@ def test_tensor_parallel_compares_every_rank_with_one_gpu(tmp_path):
     assert "| cross-entropy, N 96, H 32, V 517" in page and "1.0 GiB" in page and "here.json" in page
 
 
+def test_cpu_compares_with_plain_pytorch(tmp_path):
+    out = tmp_path / "result.json"
+    result = invoke("cpu", "--quick", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["sections"][0]["rows"]
+    assert [row["verdict"] for row in rows] == ["ok"] * 2
+    assert f"{rows[0]['ms'] / rows[1]['ms']:.2f} x plain PyTorch" in result.output
+
+
 def test_sweep_doubles():
     assert [shape.N for shape in ce.sweep_shapes(8192)] == [1024, 2048, 4096, 8192]
     assert ce.sweep_shapes(131072)[-1].N == 131072
