@@ -1,5 +1,7 @@
 """Losses that a user would write: of every scope, in every strategy, against plain PyTorch on full logits."""
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -257,3 +259,25 @@ def test_own_losses_compile_from_outside(kind):
         theirs = torch.autograd.grad(loss(hidden * 2, weight, targets).loss, (hidden, weight))
     for a, b in zip(ours, theirs, strict=True):
         assert relative_error(a, b) < 1e-5
+
+
+ALIVE: list = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(TokenLoss):
+    """Its metric is no part of its loss, and made by an operation that saves its own output."""
+
+    metric_names: ClassVar = ("probability",)
+
+    def terms(self, stats, batch):
+        probability = stats.logps.exp()
+        ALIVE.append(weakref.ref(probability))
+        return {"nll": Term(-stats.logps)}, {"probability": Term(probability)}
+
+
+def test_what_nobody_differentiates_is_freed():
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(9, 4)
+    Watched()(hidden, weight, torch.arange(6)).loss.backward()
+    gc.collect()
+    assert ALIVE and all(alive() is None for alive in ALIVE)

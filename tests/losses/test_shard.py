@@ -153,11 +153,16 @@ def worker(rank: int, ranks: int, folder: str) -> None:
 def apart(rank: int, group, sizes, head) -> dict:
     """What is no case of the table: ties, confident tokens, a tensor of other ways to name the group, errors."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     ranks = len(sizes)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
-    sharded = distribute_tensor(head["weight"], mesh, [Shard(0)]).requires_grad_()
+    # As a plan of tensor parallelism leaves a head.
+    layer = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(head["weight"])
+    sharded = parallelize_module(layer, mesh, ColwiseParallel()).weight
     by_name = CrossEntropyLoss(tp_group="tp")(head["hidden"], sharded, targets())
     by_name.loss.backward()
     assert isinstance(sharded.grad, DTensor) and sharded.grad.placements == (Shard(0),)
