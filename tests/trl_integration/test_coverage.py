@@ -1,4 +1,4 @@
-"""The table of trainers and options: what the tests say, and what the README shows."""
+"""The table of trainers and options: what the tests say, and what docs/trl.md shows."""
 
 import pytest
 
@@ -40,13 +40,13 @@ def test_parity_is_seen_through_helpers():
     assert not coverage.is_parity(test_trainer_in_a_tests_name)
 
 
-def test_readme_has_the_table(capsys):
+def test_the_docs_have_the_table(capsys):
     coverage.main([])
     printed = capsys.readouterr().out.strip()
     for trainer in coverage.trainers():
         assert f"\n| {trainer} | " in printed
     for part in ("`loss_type` (", "bf16 autocast", "lora on the head", "ddp with two processes", "vision language model"):
         assert part in printed
-    page = (coverage.ROOT / "README.md").read_text()
+    page = (coverage.ROOT / "docs" / "trl.md").read_text()
     shown = page.partition("<!-- tests:trl -->\n")[2].partition("\n<!-- /tests:trl -->")[0]
-    assert shown == printed, "the README's table is not the tests' any more: python -m tests.trl_integration.coverage --write"
+    assert shown == printed, "the table of docs/trl.md is not the tests' any more: python -m tests.trl_integration.coverage --write"
