@@ -27,11 +27,11 @@ def check_main_gradient(loss: "LinearLoss", main: Tensor | None, grad_scale: flo
         return
     name, stat = "accumulate_into", problem.stat_dtype
     expect(isinstance(main, Tensor), name, "a tensor", type(main).__name__, "pass the main gradient", TypeError)
+    expect(problem.weight is weight, name, "a plain tensor as weight", type(weight).__name__, "leave it out")
     expect(main.shape == problem.weight.shape, name, f"weight's shape {tuple(problem.weight.shape)}", tuple(main.shape), "one per weight")
     expect(main.dtype == stat, name, f"a {stat} tensor", main.dtype, "sum the micro-batches in full precision", TypeError)
     expect(main.device == weight.device, name, f"weight's device {weight.device}", main.device, "move it there")
     expect(not main.requires_grad, name, "a tensor that requires no gradient", "one that does", "it is a gradient: detach it")
-    expect(problem.weight is weight, name, "a plain tensor as weight", type(weight).__name__, "leave it out")
     expect(weight.requires_grad, name, "a trainable weight", "a frozen one", "leave it out")
     expect(loss.reduction != "none", "reduction", "'mean' or 'sum' with accumulate_into", repr(loss.reduction), "reduce the loss")
     number = isinstance(grad_scale, int | float) and math.isfinite(grad_scale)

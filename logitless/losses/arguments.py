@@ -39,8 +39,8 @@ class SplitHead(NamedTuple):
     def device(self) -> torch.device:
         return self.frozen.device
 
-    def mean(self, dim: int) -> Tensor:
-        return torch.cat((self.frozen.mean(dim), self.trained.mean(dim)), dim=-1)
+    def mean(self, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.cat((self.frozen.mean(dim, dtype=dtype), self.trained.mean(dim, dtype=dtype)), dim=-1)
 
 
 def shifted(x: Tensor, last: float) -> Tensor:
@@ -63,6 +63,8 @@ def prepare(
     frozen, weight = weight if isinstance(weight, SplitHead) else (None, weight)
     weight, bias = _here(loss, "weight", weight), _here(loss, "bias", bias)
     frozen = frozen if frozen is None else _here(loss, "weight", frozen.detach())
+    alike = frozen is None or frozen.shape[0] == weight.shape[0]
+    expect(alike, "weight", "as many rows in both parts of a SplitHead", (tuple(weight.shape),), "both are of the same vocabulary")
     autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     if frozen is None:
         check_operands(hidden, weight, targets, bias, autocast=autocast)

@@ -65,7 +65,8 @@ class LinearLoss:
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False reads nothing back, as a
             CUDA graph requires: every row is projected, and packed sequences that belong to groups are taken for one group.
         tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are this
-            rank's rows, in the order of the ranks, and hidden and targets are the same on all. Also a one-dimensional DeviceMesh or, for
+            rank's rows, in the order of the ranks, and hidden and targets are the same on all; so must `logits_budget` be, where the cards
+            differ. The sizes of the shards are read by the host in every call. Also a one-dimensional DeviceMesh or, for
             a DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
         cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named like `tp_group`; of losses of
             pairs and whole sequences. What comes per token is this rank's, in the order of the ranks and shifted before it was sliced,

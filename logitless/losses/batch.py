@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +12,23 @@ from logitless.losses.checks import expect
 if TYPE_CHECKING:
     from logitless.losses.parallel import SequenceSlices
     from logitless.losses.shard import VocabShard
+
+
+class cached_property:  # noqa: N801
+    """`functools.cached_property` without the lock that Python 3.11's holds, which torch.compile does not trace."""
+
+    def __init__(self, function):
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        value = instance.__dict__[self.name] = self.function(instance)
+        return value
+
 
 UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
 # Of these every rank that holds a slice of the sequences has all; of other values its own tokens'.

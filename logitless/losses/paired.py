@@ -141,16 +141,21 @@ def check_reference(ref_hidden: Tensor, ref_weight: Tensor | None, ref_bias: Ten
         expect(ref_bias.shape == weight.shape[:1], "ref_bias", f"shape ({weight.shape[0]},)", tuple(ref_bias.shape), "one per token id")
 
 
+def _whole(x: Tensor) -> Tensor:
+    """What FSDP has sharded, gathered."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 def mean_logits_over_positions(
     loss: TokenLoss, hidden: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Mean logit over every position of the chosen and of the rejected sequences, from the mean row of the head."""
     with torch.no_grad():
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        flat, row = hidden.reshape(-1, hidden.shape[-1]), weight.mean(0, dtype=dtype)
+        flat, row = hidden.reshape(-1, hidden.shape[-1]), _whole(weight.mean(0, dtype=dtype))
         half = flat.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
         is_chosen = torch.arange(flat.shape[0], device=flat.device) < half
-        logits = (flat @ row.to(flat.dtype)).to(dtype) + (0.0 if bias is None else bias.to(dtype).mean())
+        logits = (flat @ row.to(flat.dtype)).to(dtype) + (0.0 if bias is None else _whole(bias.to(dtype).mean()))
         logits = logits * (loss.logit_scale / loss.temperature)
         sides = (is_chosen, ~is_chosen)
         sums = torch.stack([x.sum() for side in sides for x in (torch.where(side, logits, 0.0), side.to(logits.dtype))])

@@ -316,7 +316,8 @@ class TokenWalk(Walk):
             gradient = _overlay(logits, self.weight.dtype)
             row_scale = kernels.logprob_gradient(logits, targets, out, gradient=gradient, **self._head)
             if self.shard is not None:
-                row_scale = row_scale * self.shard.combine(out, targets).exp()
+                # A share below exp(-40) is none; further down the target's entry over it would overflow.
+                row_scale = row_scale * self.shard.combine(out, targets).clamp(min=-40).exp()
                 self.shard.set_target(gradient, targets, out, row_scale, self.loss.head)
             return row_scale
         kernels.token_statistics(logits, targets, out, class_weights=self._column_weights, **self._head)

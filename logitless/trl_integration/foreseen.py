@@ -40,7 +40,7 @@ class ForeseenScore(PerTokenScore):
     def numbers(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool) -> tuple[dict, Plan | None]:
         foresight, alone = self.trainer.foresight, super().numbers
         # A frozen head takes 2 products for any loss, and a compiled graph cannot look at a gradient.
-        trains = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
+        trains = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad and not torch.compiler.is_compiling()
         if foresight is None or not trains:
             return alone(hidden, weight, bias, labels, shift)
         loss = foresight.loss(return_logps=True, **self.head, **foresight.options)

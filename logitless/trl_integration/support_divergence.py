@@ -39,6 +39,8 @@ class SupportDivergence(DistillationLoss):
     top_k: int = 1
     clip: float = float("inf")
 
+    # The best ids of a shard are not those of the vocabulary.
+    vocab_parallel: ClassVar = False
     token_inputs: ClassVar = (*DistillationLoss.token_inputs, "token_weights", "old_logps")
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:

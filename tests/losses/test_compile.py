@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from logitless import CrossEntropyLoss, MedusaHeads, linear_cross_entropy, linear_logprobs
+from logitless import CrossEntropyLoss, DPOLoss, MedusaHeads, RLOOLoss, linear_cross_entropy, linear_logprobs
 from logitless.kernels.cross_entropy import twin_bytes
 from logitless.losses import walk
 from tests.losses import every_loss
-from tests.support import DEVICE
+from tests.support import DEVICE, relative_error
 
 VOCAB, WIDTH = 64, 8
 # One chunk for the shortest lengths and about twenty for the longest: see the test of that.
@@ -243,3 +243,21 @@ def test_inductor():
     compiled = torch.compile(model, fullgraph=True)
     for length in (40, 157, 24):
         assert_same_step(compiled, model, *batch(length))
+
+
+@pytest.mark.parametrize(
+    "loss, options",
+    [(DPOLoss(reduction="none"), {"ref_logps": torch.zeros(4)}), (RLOOLoss(reduction="none"), {"advantages": torch.arange(4.0)})],
+    ids=["DPO", "RLOO"],
+)
+def test_an_unreduced_loss_of_sequences(loss, options):
+    hidden, weight = torch.randn(4, 6, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
+    targets = torch.randint(0, 40, (4, 6))
+
+    def model(h, w):
+        return loss(h * 2, w, targets, **options).loss.square().sum()
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ours, theirs = (torch.autograd.grad(f(hidden, weight), (hidden, weight)) for f in (compiled, model))
+    for a, b in zip(ours, theirs, strict=True):
+        assert b.norm() > 0 and relative_error(a, b) < 1e-5

@@ -178,6 +178,12 @@ def apart(rank: int, group, sizes, head) -> dict:
     out = CrossEntropyLoss(tp_group=group, reduction="none")(logits, cut(eye, sizes, rank), ids)
     found["confident"] = {"loss": out.loss, "metric token_accuracy": out.metrics["token_accuracy"]}
     equal = CrossEntropyLoss(tp_group=group)(torch.zeros_like(logits[:1]), cut(eye, sizes, rank), torch.tensor([0]))
+    # The shard of the target has no share of the probability that fp32 could tell from none.
+    far = torch.full((V,), -100.0)
+    far[: sizes[0]] = 0.0
+    x, row = torch.ones(1, 1, requires_grad=True), cut(far[:, None], sizes, rank).clone().requires_grad_()
+    CrossEntropyLoss(tp_group=group)(x, row, torch.tensor([V - 1])).loss.backward()
+    found["no share"] = {"d_hidden": x.grad, "d_weight": row.grad}
     found["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
     for name in MAIN:
         (loss, options), weight = CASES[name], cut(head["weight"], sizes, rank).requires_grad_()
@@ -279,6 +285,16 @@ def test_confident_tokens_and_ties(ranks):
         # The third token's target is one of 47 equals, and not the first.
         assert rank["confident"]["metric token_accuracy"] == pytest.approx(2 / 3)
         assert rank["first of equals"]["token_accuracy"] == 1
+
+
+def test_a_target_in_a_shard_without_a_share(ranks):
+    far = torch.full((V, 1), -100.0, dtype=torch.float64)
+    far[: SIZES[len(ranks)][0]] = 0.0
+    x, row = torch.ones(1, 1, dtype=torch.float64, requires_grad=True), far.requires_grad_()
+    torch.nn.functional.cross_entropy(x @ row.t(), torch.tensor([V - 1])).backward()
+    d_weight = torch.cat([rank["no share"]["d_weight"] for rank in ranks])
+    assert torch.allclose(d_weight.double(), row.grad, atol=1e-6) and row.grad.norm() > 1
+    assert all(torch.allclose(rank["no share"]["d_hidden"].double(), x.grad, rtol=1e-5) for rank in ranks)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, JSDLoss, ORPOLoss
+from logitless import CrossEntropyLoss, JSDLoss, ORPOLoss, linear_cross_entropy
 from logitless.losses.arguments import SplitHead
 from logitless.losses.logprobs import TokenNumbers
 from tests.support import DEVICE, AllocationWatcher, GemmCounter
@@ -124,3 +124,8 @@ def test_wrong_width_is_refused():
     x, targets = operands()
     with pytest.raises(ValueError, match="hidden: expected a last dimension of 24"):
         CrossEntropyLoss()(x["hidden"][..., :-1], SplitHead(x["frozen"], x["trained"]), targets)
+
+
+def test_both_parts_have_the_same_rows():
+    with pytest.raises(ValueError, match="weight: expected as many rows in both parts"):
+        linear_cross_entropy(torch.randn(2, 7), SplitHead(torch.randn(9, 5), torch.randn(1, 2)), torch.tensor([1, 2]))

@@ -38,6 +38,7 @@ MUTANTS = [
             "row_scale * self.shard.combine(out, targets).exp()",
             "row_scale + 0 * self.shard.combine(out, targets)",
         ),
+        ("share of none", WALK, ".clamp(min=-40).exp()", ".exp()"),
         ("target's entry of one rank", WALK, "self.shard.set_target(gradient, targets, out, row_scale, self.loss.head)", "pass"),
         ("reference of one rank", WALK, "self.shard.combine(found, targets)", "pass"),
         ("class weights of another rank", SHARD, "return x[self.start : self.start + self.width]", "return x[: self.width]"),
