@@ -17,7 +17,7 @@ TYPES = ("fp32", "bf16", "fp16")
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
-INTEGERS = ("V", "common", "ignore_index", "columns", "write")
+INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows")
 
 
 class Combination(NamedTuple):
