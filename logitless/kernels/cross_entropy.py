@@ -28,7 +28,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass
-class TokenStats:
+class TokenBuffers:
     """Per-token numbers `[n]` of the logits, fp32 (fp64 for fp64 logits); those that nobody asked for are None."""
 
     logps: Tensor | None = None
@@ -43,18 +43,24 @@ class TokenStats:
     def items(self) -> Iterator[tuple[str, Tensor]]:
         return ((f.name, x) for f in fields(self) if (x := getattr(self, f.name)) is not None)
 
-    def __getitem__(self, rows: slice | Tensor) -> "TokenStats":
-        return TokenStats(**{name: x[rows] for name, x in self.items()})
+    def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
+        return TokenBuffers(**{name: x[rows] for name, x in self.items()})
 
 
 # Numbers that one pass over the logits finds together, each row on top of those before it.
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
 
 
-def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenStats:
-    """Room for the named numbers and for those that come with them; logps and lse always do."""
+def stat_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The named numbers and those that come with them, in the order of `TokenBuffers`; logps and lse always do."""
     level = max([0, *(i for i, found in enumerate(_TOGETHER) for name in names if name in found)])
-    return TokenStats(**{name: torch.empty(n, dtype=dtype, device=device) for found in _TOGETHER[: level + 1] for name in found})
+    known = {name for found in _TOGETHER[: level + 1] for name in found}
+    return tuple(f.name for f in fields(TokenBuffers) if f.name in known)
+
+
+def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
+    """Room for the named numbers and for those that come with them."""
+    return TokenBuffers(**{name: torch.empty(n, dtype=dtype, device=device) for name in stat_names(names)})
 
 
 @functools.cache
@@ -77,7 +83,7 @@ def single_pass(gradient_dtype: torch.dtype) -> bool:
 def token_statistics(
     logits: Tensor,  # (C, V)
     targets: Tensor,  # (C,) int64; beyond V for a token that these logits do not have (a shard's)
-    out: TokenStats,  # (C,) each, written
+    out: TokenBuffers,  # (C,) each, written
     *,
     head: Head,
     bias: Tensor | None = None,  # (V,)
@@ -96,7 +102,7 @@ def token_statistics(
 
 
 def logprob_gradient(
-    logits: Tensor, targets: Tensor, out: TokenStats, *, gradient: Tensor, head: Head, bias: Tensor | None = None, ignore_index: int = -100
+    logits: Tensor, targets: Tensor, out: TokenBuffers, *, gradient: Tensor, head: Head, bias: Tensor | None = None, ignore_index: int = -100
 ) -> Tensor:
     """Fill `out` and `gradient`, and return `row_scale` [C]: d logp / d logits = row_scale[:, None] * gradient."""
     if uses_triton(logits.device, logits.dtype):
@@ -112,8 +118,8 @@ def logprob_gradient(
 def logits_gradient(
     logits: Tensor,
     targets: Tensor,
-    stats: TokenStats,  # lse and its residual, and entropy where it has a gradient
-    grads: TokenStats,  # d loss / d of each number; None where it has none
+    stats: TokenBuffers,  # lse and its residual, and entropy where it has a gradient
+    grads: TokenBuffers,  # d loss / d of each number; None where it has none
     *,
     gradient: Tensor,  # (C, V), written
     head: Head,

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats, allocate_stats, token_statistics, uses_triton
+from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats, token_statistics, uses_triton
 from logitless.kernels.head import Head
 
 # Log-probability of what is not there: exp() of it is 0 in every dtype, and unlike -inf it makes no NaN.
@@ -114,7 +114,7 @@ class Ranks(Protocol):
 
     width: int
 
-    def combine(self, stats: TokenStats, columns: Tensor) -> object: ...
+    def combine(self, stats: TokenBuffers, columns: Tensor) -> object: ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -147,7 +147,7 @@ def sharded_divergence(
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
 
-    def numbers(logits: Tensor, ids: Tensor, names: tuple[str, ...], head: Head, bias: Tensor | None) -> TokenStats:
+    def numbers(logits: Tensor, ids: Tensor, names: tuple[str, ...], head: Head, bias: Tensor | None) -> TokenBuffers:
         found = allocate_stats(names, len(ids), torch.float32, logits.device)
         token_statistics(logits, ids, found, head=head, bias=bias, ignore_index=-1)
         ranks.combine(found, ids)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats, allocate_stats, logits_gradient, logprob_gradient, single_pass, token_statistics
+from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats, logits_gradient, logprob_gradient, single_pass, token_statistics
 from logitless.kernels.head import Head
 from tests.cases import DTYPES, covering_array
 from tests.kernels.support import DEVICE, INTERPRETED, rounded
@@ -58,7 +58,7 @@ class Chunk:
         wide[:, :V] = self.logits
         return wide[:, :V], wide[:, V:]
 
-    def stats(self, *names: str) -> TokenStats:
+    def stats(self, *names: str) -> TokenBuffers:
         stats = allocate_stats(names, len(self.targets), torch.float32, torch.device(DEVICE))
         for _, x in stats.items():
             x.fill_(float("nan"))
@@ -93,7 +93,7 @@ def formulas(c: Chunk, wide: torch.dtype, weights: dict[str, Tensor]) -> tuple[d
     return {name: value.detach() for name, value in found.items()}, gradient
 
 
-def statistics(c: Chunk, *names: str) -> TokenStats:
+def statistics(c: Chunk, *names: str) -> TokenBuffers:
     logits, beside = c.buffer()
     stats = c.stats(*names)
     token_statistics(logits, c.targets, stats, class_weights=c.class_weights, **c.options)
@@ -108,7 +108,7 @@ def overlay(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
-def single_pass_gradient(c: Chunk, *names: str) -> tuple[Tensor, TokenStats]:
+def single_pass_gradient(c: Chunk, *names: str) -> tuple[Tensor, TokenBuffers]:
     """d logp / d logits, multiplied out, and the numbers found with it."""
     logits, beside = c.buffer()
     gradient, stats = overlay(logits, c.gradient_dtype), c.stats(*names)
@@ -120,10 +120,10 @@ def single_pass_gradient(c: Chunk, *names: str) -> tuple[Tensor, TokenStats]:
     return row_scale[:, None].float() * gradient.float(), stats
 
 
-def gradient_of(c: Chunk, stats: TokenStats, weights: dict[str, Tensor]) -> Tensor:
+def gradient_of(c: Chunk, stats: TokenBuffers, weights: dict[str, Tensor]) -> Tensor:
     logits, beside = c.buffer()
     gradient = overlay(logits, c.gradient_dtype)
-    logits_gradient(logits, c.targets, stats, TokenStats(**weights), gradient=gradient, class_weights=c.class_weights, **c.options)
+    logits_gradient(logits, c.targets, stats, TokenBuffers(**weights), gradient=gradient, class_weights=c.class_weights, **c.options)
     assert (beside == 3.25).all()
     assert gradient[~c.supervised].eq(0).all(), "the gradient of an ignored row"
     return gradient.clone()
@@ -144,7 +144,7 @@ def each_row_close(actual: Tensor, truth: Tensor, naive: Tensor, name: str, zero
             assert_close(a, t, max(relative_error(n, t), least), name=f"{name}, row {row}", allow_zero=True)
 
 
-def check_numbers(c: Chunk, stats: TokenStats, *, tiny: float = 0.0) -> None:
+def check_numbers(c: Chunk, stats: TokenBuffers, *, tiny: float = 0.0) -> None:
     """`tiny`: absolute error that is allowed beside the rule, for numbers that cancel."""
     truth, _ = formulas(c, torch.float64, random_weights(c, "logps"))
     naive, _ = formulas(c, torch.float32, random_weights(c, "logps"))
@@ -157,7 +157,7 @@ def check_numbers(c: Chunk, stats: TokenStats, *, tiny: float = 0.0) -> None:
     assert_residual(stats, truth["lse"], c)
 
 
-def assert_residual(stats: TokenStats, lse: Tensor, c: Chunk) -> None:
+def assert_residual(stats: TokenBuffers, lse: Tensor, c: Chunk) -> None:
     together = stats.lse[c.supervised].double() + stats.lse_residual[c.supervised].double()
     assert (together - lse).abs().max() < 4e-6, "lse + lse_residual"
 
@@ -387,6 +387,6 @@ def test_a_softmax_far_from_zero_is_rebuilt_exactly():
     rows = torch.randn(3, 5003, generator=torch.Generator().manual_seed(6)).mul_(64).round_().div_(64) + 1000
     c = chunk(rows, [0, 3000, 5002], torch.float32, torch.float32)
     gradient = c.logits.clone()
-    grads = TokenStats(logps=torch.zeros(3, device=DEVICE), lse=torch.ones(3, device=DEVICE))
+    grads = TokenBuffers(logps=torch.zeros(3, device=DEVICE), lse=torch.ones(3, device=DEVICE))
     logits_gradient(gradient, c.targets, statistics(c), grads, gradient=gradient, head=c.head)
     torch.testing.assert_close(gradient.double().cpu(), rows.double().softmax(1), rtol=5e-6, atol=0)

@@ -1,0 +1,160 @@
+"""What a loss sees beside the numbers of its tokens: the inputs of a call, cut to a slice of its rows."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from logitless.engine.segments import Segments, cached_property
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
+from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
+
+
+class TokenStats:
+    """Per-token numbers (n,) of the logits, fp32 (fp64 for fp64 logits). Reading one that the loss does not declare raises.
+
+    Attributes:
+        logps: log-probabilities of the targets. Always there.
+        lse: log-sum-exp of the logits. Always there.
+        lse_residual: what rounding left out of lse: exp((z - lse) - lse_residual) is exact also where lse is large.
+        entropy: of the distribution, in nats.
+        sum_logits: the sum of the logits, with the loss's weights where it has them.
+        log_sum_sq_probs: log of the sum of the squared probabilities.
+        is_top1: 1 where the target has the largest logit, else 0.
+    """
+
+    logps: Tensor
+    lse: Tensor
+    lse_residual: Tensor
+    entropy: Tensor
+    sum_logits: Tensor
+    log_sum_sq_probs: Tensor
+    is_top1: Tensor
+
+    def __init__(self, numbers: Mapping[str, Tensor]):
+        for name, x in numbers.items():
+            setattr(self, name, x)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in TokenStats.__annotations__:
+            raise AttributeError(f"stats: expected one of {', '.join(TokenStats.__annotations__)}, got {name}; name one of these.")
+        raise AttributeError(
+            f"stats.{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} to `observes`, or "
+            "to `differentiates` if the loss depends on it."
+        )
+
+
+class Batch:
+    """The slice of a call that a loss is looking at; its declared inputs are attributes, cut to the same slice.
+
+    Attributes:
+        targets: (n,) int64 token ids.
+        V: size of the vocabulary.
+        supervised: (n,) bool.
+        lengths: (sequences,) supervised tokens of each sequence in the slice.
+        positions: (n,) how many supervised tokens of its sequence come before each.
+        is_chosen: (n,) bool, whether a token's sequence is of the first half.
+        teacher_logits: (n, V'), where the loss declares a teacher.
+        ref_logps: (n,) log-probabilities under the reference model, where the loss declares one.
+    """
+
+    def __init__(
+        self,
+        targets: Tensor,
+        V: int,
+        inputs: Mapping[str, Tensor | None],
+        segments: Segments | None = None,
+        *,
+        ignore_index: int | None = None,  # None where every row of the slice is supervised
+        vocabulary: WholeVocabulary = WHOLE_VOCABULARY,
+        sequences: WholeSequences = WHOLE_SEQUENCES,
+    ):
+        self.targets, self.V, self.segments = targets, V, segments
+        self.vocabulary, self._sequences = vocabulary, sequences
+        self._ignored = None if ignore_index is None else targets == ignore_index
+        self.absent = tuple(name for name, x in inputs.items() if x is None)
+        for name, value in inputs.items():
+            setattr(self, name, value)
+
+    @property
+    def shows_shapes(self) -> bool:
+        """Whether a value per row, per sequence and per pair could be told from a single value here."""
+        return self.targets.shape[0] > 1 and (self.segments is None or self.segments.lengths.shape[0] > 3)
+
+    @cached_property
+    def supervised(self) -> Tensor:
+        return torch.ones_like(self.targets, dtype=torch.bool) if self._ignored is None else ~self._ignored
+
+    # Sequences.
+
+    def sum_by_sequence(self, x: Tensor) -> Tensor:
+        """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
+        return self._sequences.sum(self._own_sums(x))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(sequences,) per sequence -> (n,) per token; the transpose of `sum_by_sequence`."""
+        return self.segments.spread(self._sequences.shared(x))
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        return self._sequences.sum(self._own_lengths)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        before = self._sequences.before(self._own_lengths)
+        return self._own_positions if before is None else self._own_positions + self.spread(before)
+
+    @cached_property
+    def is_chosen(self) -> Tensor:
+        count = self.segments.lengths.shape[0]
+        return self.spread(torch.arange(count, device=self.segments.lengths.device) < count // 2)
+
+    def _own_sums(self, x: Tensor) -> Tensor:
+        return self.segments.sum(x if self._ignored is None else x.masked_fill(self._ignored, 0.0))
+
+    @cached_property
+    def _own_lengths(self) -> Tensor:
+        if self._ignored is None:
+            return self.segments.to_sequence_order(self.segments.lengths)
+        return self._own_sums((~self._ignored).float())
+
+    @cached_property
+    def _own_positions(self) -> Tensor:
+        segments = self.segments
+        if self._ignored is None:
+            return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
+        before = torch.cat((self.targets.new_zeros(1), (~self._ignored).cumsum(0)))
+        return before[:-1] - before[segments.starts][segments.ids]
+
+    # What a function of logits needs of the whole vocabulary, also where `z` is a rank's shard of it (`vocab_parallel`).
+
+    def log_softmax(self, z: Tensor) -> Tensor:
+        """(n, columns) log-probabilities."""
+        return self.vocabulary.log_softmax(z)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """(n,) sums over the columns of `z` -> over the vocabulary."""
+        return self.vocabulary.reduce(x)
+
+    def norm(self, z: Tensor) -> Tensor:
+        """(n, 1) lengths of the rows."""
+        return self.vocabulary.norm(z)
+
+    def argmax(self, z: Tensor) -> Tensor:
+        """(n,) ids."""
+        return self.vocabulary.argmax(z)
+
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(n,) ids -> their columns of `z`, 0 where they have none, and whether they have one."""
+        return self.vocabulary.find(ids, self.V)
+
+    def masked(self, terms: Mapping) -> dict:
+        """Terms with the per-token values of unsupervised rows set to zero."""
+        if self._ignored is None:
+            return dict(terms)
+
+        def mask(x: object) -> object:
+            per_token = isinstance(x, Tensor) and x.shape == self._ignored.shape
+            return torch.where(self._ignored, 0.0, x) if per_token else x
+
+        return {name: type(term)(*map(mask, term)) for name, term in terms.items()}

@@ -1,0 +1,149 @@
+"""Bytes: what a chunk may take, what a row of it takes, and how much a user's own loss of logits needs, which is measured."""
+
+import functools
+import weakref
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from logitless.engine.call import Call
+from logitless.engine.compiled import ChunkInputs, chunk_function, compiled_chunk_function
+from logitless.engine.plan import MIB, BudgetWarning
+from logitless.engine.spec import PER_TOKEN, LossSpec, Role
+from logitless.engine.terms import UNITS, UnitFactors
+from logitless.errors import warn
+from logitless.kernels.matmul import piece_bytes
+from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVocabulary
+
+# Rows with which a loss of logits is measured.
+MEASURED_ROWS = 64
+
+
+@functools.cache
+def default_budget(device: torch.device) -> int:
+    """1 GiB, or a thirty-second of a small card's memory; a quarter of that on the CPU, whose caches like small chunks."""
+    if device.type == "cpu":
+        return 256 * MIB
+    backend = getattr(torch, device.type, None)
+    if hasattr(backend, "get_device_properties"):
+        return min(1024 * MIB, backend.get_device_properties(device).total_memory // 32)
+    return 512 * MIB
+
+
+def chunk_memory(call: Call) -> tuple[int, int]:
+    """(bytes that a row of logits takes, bytes for rows), of the budget less what does not grow with the rows.
+
+    What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
+    """
+    device, dtype, width = call.weight.device, call.logits_dtype, call.width
+    budget = call.loss.logits_budget or default_budget(device)
+    row_bytes = width * dtype.itemsize + call.loss.objective.row_bytes(call)
+    fixed = piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])
+    fixed += call.loss.objective.fixed_bytes(call, budget)
+    if budget - fixed < row_bytes:
+        warn_once(
+            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than the {budget} "
+            f"given; working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
+        )
+    return row_bytes, max(budget - fixed, row_bytes)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Each message once in a process."""
+    warn(message, BudgetWarning)
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes alive at once among the storages created while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    self._count(storage.nbytes())
+                    weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+        return result
+
+    def _count(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def measured_row_bytes(call: Call) -> int:
+    """Bytes of temporaries a row inside a loss of logits: measured once per loss and vocabulary, not asked of its author."""
+    loss, device = call.loss, call.weight.device
+    teacher = call.inputs.get("teacher_weight")
+    # The same on all ranks, which walk the same chunks.
+    teacher_width = 0 if teacher is None else call.vocabulary.widest(teacher.shape[0])
+    teacher_bytes = teacher_width * call.logits_dtype.itemsize
+    if loss.has_kernel(device, call.logits_dtype, call.inputs):
+        return teacher_bytes
+    sharded = call.vocabulary.sharded
+    if sharded or device.type != "cuda":
+        device = torch.device("meta")
+    vocabulary = LoneShard(None, (call.width,)) if sharded else WHOLE_VOCABULARY
+    example = _Example.of(call, teacher_width, device)
+    return teacher_bytes + _measure(loss, example, call.trainable, vocabulary)
+
+
+class _Example(NamedTuple):
+    """Shapes and dtypes of a chunk's arguments; equal for all chunks, however many rows they have."""
+
+    width: int
+    teacher_width: int
+    inputs: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, call: Call, teacher_width: int, device: torch.device) -> Self:
+        inputs = []
+        for name, x in call.inputs.items():
+            role = call.loss.roles[name]
+            if isinstance(x, Tensor) and role not in (Role.HEAD, Role.FEATURES):
+                shape = (MEASURED_ROWS, *x.shape[1:]) if role in PER_TOKEN else x.shape
+                inputs.append((name, tuple(shape), x.dtype))
+        return cls(call.width, teacher_width, tuple(inputs), call.logits_dtype, device)
+
+    def arguments(self, loss: LossSpec) -> tuple[Tensor, ChunkInputs]:
+        """Zeros of these shapes, as a chunk's function takes them."""
+        make = functools.partial(torch.zeros, device=self.device)
+        inputs: dict[str, Tensor | None] = dict.fromkeys(loss.roles)
+        inputs |= {name: make(shape, dtype=dtype) for name, shape, dtype in self.inputs}
+        if self.teacher_width:
+            inputs["teacher_logits"] = make(MEASURED_ROWS, self.teacher_width, dtype=self.dtype)
+        units = dict.fromkeys((*UNITS, None), make((), dtype=torch.float32) + 1)
+        given = ChunkInputs(None, make(MEASURED_ROWS, dtype=torch.int64), inputs, UnitFactors(units, units), None)
+        return make(MEASURED_ROWS, self.width, dtype=self.dtype), given
+
+
+@functools.cache
+def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:
+    """What the compiled function allocates on a GPU; on the meta device what the uncompiled one would, its upper bound."""
+    arguments = example.arguments(loss)
+    if example.device.type == "meta":
+        with PeakBytes() as watch:
+            chunk_function(loss, differentiate, vocabulary)(*arguments)
+        return -(-watch.peak // MEASURED_ROWS)
+    evaluate = compiled_chunk_function(loss, differentiate)
+    evaluate(*arguments)
+    before = torch.cuda.memory_stats(example.device)["allocated_bytes.all.allocated"]
+    evaluate(*arguments)
+    allocated = torch.cuda.memory_stats(example.device)["allocated_bytes.all.allocated"] - before
+    return -(-allocated // MEASURED_ROWS)

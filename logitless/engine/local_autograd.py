@@ -1,0 +1,45 @@
+"""Small derivatives inside a pass: autograd that neither meets nor disturbs what surrounds the call."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def identity_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+    """Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the model again.
+
+    They detach: an operation that saves its own output would otherwise keep itself alive, with all that nobody differentiates.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
+
+
+@contextmanager
+def no_hooks() -> Iterator[None]:
+    """No saved-tensor hooks at all: torch.func works under none, not even under the identity."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.append(top)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def grad_and_value(
+    function: Callable[[dict[str, Tensor]], tuple[Tensor, object]], variables: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], tuple[Tensor, object]]:
+    """Gradients of the first result by the variables, and both results: `torch.func.grad_and_value(has_aux=True)` by autograd.
+
+    The operations of a loss are so small that the host's time is what they cost, and torch.func takes three times as much of it.
+    """
+    with torch.enable_grad(), identity_hooks():
+        leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
+        total, more = function(leaves)
+    if not total.requires_grad:
+        return {name: torch.zeros_like(x) for name, x in variables.items()}, (total, more)
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True)), (total.detach(), more)

@@ -1,0 +1,136 @@
+"""The objective of a loss of logits (`LogitsLoss`): any differentiable function of a chunk, or the loss's own kernel.
+
+Such a loss sees each token alone, so a chunk is evaluated, with its gradient, as soon as its logits are there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from logitless.engine import compiled
+from logitless.engine.batch import Batch
+from logitless.engine.budget import measured_row_bytes
+from logitless.engine.call import Call
+from logitless.engine.chunk import Chunk
+from logitless.engine.compiled import ChunkInputs, Evaluation
+from logitless.engine.local_autograd import no_hooks
+from logitless.engine.objective import Report, batch_of, metrics_of
+from logitless.engine.plan import Plan, Span
+from logitless.engine.projection import Projection
+from logitless.engine.reduction import unreduced_factors
+from logitless.engine.rows import Rows
+from logitless.engine.spec import LossSpec
+from logitless.engine.terms import UnitFactors
+from logitless.kernels.matmul import project
+
+
+@dataclass
+class LogitsObjective:
+    """See `objective.Objective`."""
+
+    call: Call
+    rows: Rows
+    factors: UnitFactors
+    values: Tensor | None = None  # (rows,) per-token losses, where they are not reduced here
+    upstream: Tensor | None = None  # (rows,) their gradients, in a pass that writes
+    reports: list[Report] = field(default_factory=list)
+    _teacher_buffer: Tensor | None = None
+    _gradient: Tensor | None = None  # of the chunk that was evaluated last
+
+    rereads = True
+
+    @classmethod
+    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+        return cls(call, rows, factors)
+
+    @classmethod
+    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+        values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
+        return cls(call, rows, unreduced_factors(call, rows), values)
+
+    @classmethod
+    def writing(cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Self:
+        return cls(call, rows, unreduced_factors(call, rows), upstream=upstream["values"])
+
+    @staticmethod
+    def number_names(loss: LossSpec) -> tuple[str, ...]:
+        return ("values", *loss.metric_names)
+
+    @staticmethod
+    def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
+        return ("values",)
+
+    per_token_names = differentiable_names
+
+    @staticmethod
+    def linear_in_logps(loss: LossSpec) -> bool:
+        return False
+
+    row_bytes = staticmethod(measured_row_bytes)
+
+    @staticmethod
+    def fixed_bytes(call: Call, budget: int) -> int:
+        return 0
+
+    def numbers(self) -> dict[str, Tensor]:
+        loss = self.call.loss
+        zeros = [self.values.new_zeros(())] * len(loss.metric_names)
+        metrics = metrics_of(loss, self.reports) if self.reports else zeros
+        return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
+
+    def fill(self, chunk: Chunk, head: Projection) -> None:
+        head.project(chunk)
+        if chunk.step.read:
+            step = chunk.step
+            self._evaluate(Span(step.start, step.stop), chunk.logits, chunk if step.write else None)
+
+    def evaluate(self, span: Span) -> None:
+        if span.stop == span.start:
+            width = self.call.weight.shape[0]
+            self._evaluate(span, self.call.weight.new_empty((0, width), dtype=self.call.logits_dtype), None)
+
+    def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
+        """The loss on the logits of a span and, for a chunk that is to be written, its gradient."""
+        call, batch = self.call, batch_of(self.call, self.rows, span)
+        if call.inputs.get("teacher_hidden") is not None:
+            batch.teacher_logits = self._teacher_logits(span, logits)
+        upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
+        if call.loss.has_kernel(logits.device, logits.dtype, call.inputs):
+            found = self._by_kernel(logits, batch, upstream, written)
+        else:
+            names = [*call.loss.roles, "teacher_logits"]
+            inputs = {name: getattr(batch, name, None) for name in names if name not in ("teacher_hidden", "teacher_weight")}
+            given = ChunkInputs(call.bias, batch.targets, inputs, self.factors.tensors(logits), upstream)
+            evaluate = compiled.compiled_chunk_function(call.loss, written is not None, call.vocabulary)
+            with no_hooks():
+                self._gradient, found = evaluate(logits, given)
+        self.reports.append(Report(found.total, found.metrics))
+        if self.values is not None:
+            self.values[span.start : span.stop] = found.values
+
+    def _teacher_logits(self, span: Span, logits: Tensor) -> Tensor:
+        hidden, weight = self.call.inputs["teacher_hidden"], self.call.inputs["teacher_weight"]
+        rows = logits.shape[0]
+        if self._teacher_buffer is None or self._teacher_buffer.shape[0] < rows:
+            self._teacher_buffer = logits.new_empty(rows, weight.shape[0])
+        features = hidden[self.rows.at(span.start, span.stop)].to(weight.dtype)
+        return project(features, weight, self._teacher_buffer[:rows])
+
+    def _by_kernel(self, logits: Tensor, batch: Batch, upstream: Tensor | None, written: Chunk | None) -> Evaluation:
+        factors = gradient = None
+        if written is not None:
+            factor = self.factors.loss["tokens"] if upstream is None else upstream
+            factors = torch.where(batch.supervised, factor, 0.0).to(torch.float32)
+            gradient = written.gradient_place(self.call.dtype)
+        terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
+        self._gradient = gradient
+        return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)
+
+    def write(self, chunk: Chunk) -> None:
+        chunk.gradient, self._gradient = self._gradient.to(self.call.dtype), None
+
+    def factor(self, chunk: Chunk) -> Tensor | None:
+        return None

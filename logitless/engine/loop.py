@@ -1,0 +1,39 @@
+"""The chunk loop: the one place where a plan is walked. A feature is a Projection, an Objective, or a sum; none of them is a branch here."""
+
+from contextlib import nullcontext
+
+from logitless.engine.chunk import Chunk
+from logitless.engine.gradients import Gradients
+from logitless.engine.objective import Objective
+from logitless.engine.plan import Plan
+from logitless.engine.projection import Projection
+from logitless.engine.rows import Rows
+from logitless.engine.side_stream import side_stream
+
+
+def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients | None) -> None:
+    """Project a chunk of rows, read it, evaluate the loss where its inputs are complete, multiply the gradient out.
+
+    One buffer of logits is alive; their gradient overwrites them. `gradients` is None where no step writes.
+    """
+    buffer = head.new_buffer(plan.token_chunk)
+    for step in plan.steps:
+        chunk = Chunk(step, rows.at(step.start, step.stop), buffer[: step.rows]) if step.rows else None
+        beside = nullcontext()
+        if chunk is not None:
+            head.take(chunk)  # features (C, H); targets as this rank's columns
+            objective.fill(chunk, head)  # reference or teacher, product 1, numbers if the step reads
+            if chunk.gradient is not None:  # complete up to a factor per row, so the GPU is busy while the host evaluates
+                beside = side_stream(buffer.device, useful=step.evaluate is not None)
+                head.backproject(chunk)  # product 2; nothing where hidden needs no gradient
+        if step.evaluate is not None:
+            with beside:  # tiny kernels, hidden behind product 2
+                objective.evaluate(step.evaluate)  # a span, often not this chunk's; also on a rank without rows
+        if chunk is not None and step.write:
+            if chunk.gradient is None:
+                objective.write(chunk)
+                head.backproject(chunk)
+            chunk.factor = objective.factor(chunk)  # None for a loss of logits
+            arrival = head.reduce(chunk)  # factor onto d_features, then the ranks' sum starts
+            gradients.add(chunk, head)  # product 3, overlapping that sum; features are copied before they are scaled
+            head.scatter(chunk, arrival)  # wait, layers backward, rows into d_hidden

@@ -1,0 +1,112 @@
+"""`Objective`: what happens to a chunk of logits. A loss names the kind that evaluates it: of per-token numbers, or of logits."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch
+from logitless.engine.call import Call
+from logitless.engine.chunk import Chunk
+from logitless.engine.plan import Plan, Span
+from logitless.engine.projection import Projection
+from logitless.engine.rows import Rows
+from logitless.engine.spec import PER_TOKEN, LossSpec, Role
+from logitless.engine.terms import UnitFactors, settled
+
+
+class Report(NamedTuple):
+    """A slice's share of the loss, up to the deferred factor, and of the metrics."""
+
+    total: Tensor
+    metrics: Mapping[str, tuple[Tensor, ...]]
+
+
+class Objective(Protocol):
+    """The loss of one call, as the loop uses it."""
+
+    reports: list[Report]
+    # Whether the gradient of a chunk comes from reading it again, in a pass over numbers that were handed out.
+    rereads: bool
+
+    def fill(self, chunk: Chunk, head: Projection) -> None:
+        """Reference or teacher, product 1, and numbers if the step reads; the gradient too where that is one kernel."""
+
+    def evaluate(self, span: Span) -> None:
+        """The loss of a span of rows, and its gradient by what was read."""
+
+    def write(self, chunk: Chunk) -> None:
+        """Turn the logits into their gradient."""
+
+    def factor(self, chunk: Chunk) -> Tensor | None:
+        """(C,) what the rows of the chunk's gradient still lack; None for nothing."""
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What was read, by the names of `number_names`: (rows,) per token, or 0-d."""
+
+    @classmethod
+    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+        """For the loss and its gradients."""
+
+    @classmethod
+    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+        """For numbers that are handed out."""
+
+    @classmethod
+    def writing(cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Self:
+        """For the gradients that belong to numbers (rows,) handed out before."""
+
+    @staticmethod
+    def number_names(loss: LossSpec) -> tuple[str, ...]:
+        """Names of the numbers that are handed out, in order."""
+
+    @staticmethod
+    def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
+        """Those of them that carry a gradient."""
+
+    @staticmethod
+    def per_token_names(loss: LossSpec) -> tuple[str, ...]:
+        """Those of them that have an entry per token."""
+
+    @staticmethod
+    def linear_in_logps(loss: LossSpec) -> bool:
+        """Whether the loss reaches the logits through log p(target) and lse alone."""
+
+    @staticmethod
+    def row_bytes(call: Call) -> int:
+        """Memory a row beside its logits."""
+
+    @staticmethod
+    def fixed_bytes(call: Call, budget: int) -> int:
+        """Memory that does not grow with the rows."""
+
+
+def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
+    """The loss's inputs, cut to a span."""
+    at, loss = rows.at(span.start, span.stop), call.loss
+    inputs, sequences = {}, None
+    for name, role in loss.roles.items():
+        x = call.inputs[name]
+        if role is Role.FEATURES:
+            continue  # the objective projects them
+        if x is not None and role in PER_TOKEN:
+            x = x[at]
+        elif x is not None and role is Role.SEQUENCE:
+            sequences = rows.sequences(span.first, span.last) if sequences is None else sequences
+            x = x[sequences]
+        inputs[name] = x
+    segments = rows.segments(span.stop - span.start, span.first, span.last)
+    ignore_index = None if loss.compact else loss.ignore_index
+    shared = {"vocabulary": call.vocabulary, "sequences": call.sequences}
+    return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
+
+
+def metrics_of(loss: LossSpec, reports: Sequence[Report]) -> list[Tensor]:
+    """The metrics of all slices together, in the order of `metric_names`."""
+    return [settled([report.metrics[name] for report in reports]) for name in loss.metric_names]
+
+
+def empty_metrics(call: Call) -> Tensor:
+    """What stands for the metrics of a loss that has none."""
+    return torch.zeros(0, dtype=call.stat_dtype, device=call.targets.device)

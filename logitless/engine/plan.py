@@ -1,0 +1,192 @@
+"""How a call will run: strategy and chunk boundaries, from shapes, budget, scope and what needs a gradient.
+
+A plan is a list of steps over the rows (supervised tokens, whole groups side by side). A step projects its rows to logits, may
+*read* them into per-token numbers, may then *evaluate* the loss on a span of rows, with its gradient with respect to those
+numbers, and may *write*: turn the logits into their gradient and multiply it out. Every strategy is such a list:
+
+    fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
+    recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
+    row_scaled        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
+    loss_only         read ... read + evaluate                                    1 product
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+MIB = 2**20
+
+
+class Pass(Enum):
+    """What a walk over the rows is for."""
+
+    SOLVE = "the loss, with its gradients"
+    NUMBERS = "per-token numbers, for autograd outside"
+    GRADIENTS = "the gradients that belong to numbers handed out before"
+
+
+class BudgetWarning(UserWarning):
+    """The logits budget forces a slower plan, or cannot hold even one row."""
+
+
+class Span(NamedTuple):
+    """Rows `start:stop`, which are groups `first:last`."""
+
+    start: int
+    stop: int
+    first: int = 0
+    last: int = 0
+
+
+class Step(NamedTuple):
+    """A chunk, rows `start:stop`, and what happens to its logits. It may have no rows and still evaluate."""
+
+    start: int
+    stop: int
+    read: bool = False
+    write: bool = False
+    evaluate: Span | None = None  # often not this chunk's rows
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ran: a strategy and its steps.
+
+    Args:
+        strategy: "fused", "resident", "recompute", "row_scaled", "loss_only" or "mixed".
+        steps: the chunks, in order.
+        rows: supervised tokens.
+        row_bytes: memory of one row of logits and of every temporary beside it.
+        budget: bytes that a chunk may take.
+        parts: the strategies of the groups, where they have several.
+    """
+
+    strategy: str
+    steps: tuple[Step, ...] = field(repr=False)
+    rows: int
+    row_bytes: int
+    budget: int
+    parts: tuple[str, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of logits are projected."""
+        return sum(step.rows > 0 for step in self.steps)
+
+    @property
+    def token_chunk(self) -> int:
+        """Rows of the largest chunk."""
+        return max((step.rows for step in self.steps), default=0)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.token_chunk * self.row_bytes
+
+    def describe(self) -> str:
+        parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
+        return (
+            f"{self.strategy}{parts}: {self.rows} supervised tokens in {self.chunks} chunks of up to {self.token_chunk}, "
+            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
+        )
+
+
+# Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight summed in fp32, 4,096 rows
+# cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,536 rows 7-10%, 1,024 rows 11.8-16.7%; others
+# vary by 10%.
+GOOD_CHUNKS = (4096, 2048, 1536, 1024, 512)
+# Rows of a tile of the products.
+TILE = 128
+
+
+def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
+    """Rows of a chunk: all of them, else the largest good size that fits in the budget, else what fits, evened out."""
+    capacity = max(1, budget // row_bytes)
+    good = next((size for size in GOOD_CHUNKS if size <= capacity), None)
+    if rows <= (good or capacity):
+        return max(1, rows)
+    if good is None:
+        return -(-rows // -(-rows // capacity))
+    # A few rows more in every chunk cost less than a last chunk of only a few, which reads and writes all of d_weight too.
+    stretched = -(-rows // (rows // good) // TILE) * TILE
+    return stretched if stretched <= min(capacity, good + good // 8) else good
+
+
+class Facts(NamedTuple):
+    """What of a call decides its strategy."""
+
+    rows: int  # supervised tokens
+    groups: Sequence[int] | None  # rows of each group that must be seen together; None when every token stands alone
+    differentiable: bool  # whether anything needs a gradient
+    trainable_head: bool  # whether weight or bias do
+    linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
+    rereads: bool = False  # whether the gradient of a chunk comes from reading it again
+
+
+def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
+    """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
+    rows, groups, differentiable, trainable_head, linear_in_logps, rereads = facts
+    C = chunk_rows(rows, row_bytes, budget)
+    row_scaled = linear_in_logps and not trainable_head
+    everything = Span(0, rows, 0, 0 if groups is None else len(groups))
+    strategy, parts = "recompute", ()
+    if purpose is Pass.GRADIENTS:
+        steps = _chunks(0, rows, C, read=rereads, write=True)
+    elif not differentiable:
+        strategy, steps = "loss_only", _chunks(0, rows, C, read=True)
+        steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
+    elif row_scaled and (purpose is Pass.NUMBERS or groups is not None):
+        strategy, steps = "row_scaled", _chunks(0, rows, C, read=True, write=True)
+        steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
+    elif purpose is Pass.NUMBERS:
+        steps = _chunks(0, rows, C, read=True)
+    elif groups is None:
+        steps = _chunks(0, rows, C, read=True, write=True) or [Step(0, 0)]
+        strategy, steps = "fused", [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
+    else:
+        strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
+    return Plan(strategy, tuple(steps), rows, row_bytes, budget, parts)
+
+
+def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = False) -> list[Step]:
+    return [Step(first, min(first + C, stop), read, write) for first in range(start, stop, C)]
+
+
+def _evaluating(steps: list[Step], span: Span) -> list[Step]:
+    """`steps`, the last of which evaluates the loss on the span; one without rows where there are none at all."""
+    *others, last = steps or [Step(0, 0)]
+    return [*others, last._replace(evaluate=span)]
+
+
+def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, list[Step], tuple[str, ...]]:
+    """Pack whole groups into resident chunks of about C rows; walk a group beyond the capacity twice."""
+    steps: list[Step] = []
+    parts: list[str] = []
+    start = stop = first = 0  # the rows that wait for a chunk, and the first of their groups
+
+    def flush(last: int) -> None:
+        nonlocal start, first
+        if last > first:
+            steps.append(Step(start, stop, True, True, Span(start, stop, first, last)))
+            parts.extend(["resident"] if stop > start else [])
+        start, first = stop, last
+
+    for group, size in enumerate(groups):
+        if size > capacity:
+            flush(group)
+            stop += size
+            span = Span(start, stop, group, group + 1)
+            steps += _evaluating(_chunks(start, stop, C, read=True), span) + _chunks(start, stop, C, write=True)
+            parts.append("recompute")
+            start, first = stop, group + 1
+            continue
+        if stop + size - start > min(capacity, C):
+            flush(group)
+        stop += size
+    flush(len(groups))
+    kinds = tuple(dict.fromkeys(parts)) or ("resident",)
+    return (kinds[0] if len(kinds) == 1 else "mixed"), steps or [Step(0, 0, evaluate=Span(0, 0))], kinds

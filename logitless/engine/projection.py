@@ -1,0 +1,129 @@
+"""From hidden states to logits and back: the product with the head, layers in front of it, columns of it that train."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import Call, Layers
+from logitless.engine.chunk import Chunk
+from logitless.engine.local_autograd import identity_hooks
+from logitless.engine.rows import Rows
+from logitless.kernels.matmul import hidden_gradient, project
+from logitless.kernels.scale import scale
+
+
+class Projection:
+    """The head of one call, as the loop uses it; collects d_hidden where that is needed.
+
+    Args:
+        call: whose head.
+        rows: which of its rows are walked.
+        gradients: whether the pass computes gradients.
+    """
+
+    def __init__(self, call: Call, rows: Rows, *, gradients: bool):
+        self.call, self.rows, self.needs = call, rows, call.needs
+        self.weight = _joined(call)  # (V, H) in the dtype of the products
+        self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
+        self.layers = None if call.layers is None else LayerPasses(call.layers, gradients=call.trainable)
+        self.d_hidden: Tensor | None = None  # (N, H), rows that are not walked zero
+        if self.needs.hidden and gradients:
+            make = torch.empty if rows.count == call.N else torch.zeros
+            shape = call.N, call.hidden.shape[1]
+            self.d_hidden = make(shape, dtype=self.weight.dtype, device=self.weight.device)
+
+    def new_buffer(self, rows: int) -> Tensor:
+        """Room for the logits of a chunk."""
+        return self.weight.new_empty((rows, self.weight.shape[0]), dtype=self.call.logits_dtype)
+
+    def take(self, chunk: Chunk) -> None:
+        """Features in the dtype of the products, and targets as columns of the logits."""
+        call = self.call
+        x = call.hidden[chunk.at].to(self.weight.dtype)
+        chunk.features = x if self.layers is None else self.layers.forward(x)
+        chunk.targets = call.vocabulary.columns(call.targets[chunk.at], call.loss.ignore_index)
+
+    def project(self, chunk: Chunk) -> None:
+        """Product 1: features -> logits."""
+        project(chunk.features, self.weight, chunk.logits)
+
+    def backproject(self, chunk: Chunk) -> None:
+        """Product 2: gradient -> d_features, up to the chunk's factor; nothing where nobody needs it."""
+        if not self.needs.features:
+            return
+        direct = chunk.in_place and self.d_hidden is not None and self.layers is None
+        out = self.d_hidden[chunk.at] if direct else torch.empty_like(chunk.features)
+        chunk.d_features = hidden_gradient(chunk.gradient, self.weight, out)
+
+    def reduce(self, chunk: Chunk):
+        """Apply the factor to d_features, and start to sum them over the ranks of a sharded head."""
+        if chunk.d_features is None:
+            return None
+        if chunk.factor is not None:
+            scale(chunk.d_features, chunk.factor, chunk.d_features)
+        return self.call.vocabulary.start_sum(chunk.d_features)
+
+    def trained_features(self, chunk: Chunk) -> Tensor:
+        """What the gradient is multiplied with for d_weight: the features of trained columns, times the factor."""
+        x = chunk.features
+        own = self.layers is None and (not chunk.in_place or x.dtype != self.call.hidden.dtype)
+        if self.frozen_columns:
+            x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
+        if chunk.factor is None:
+            return x
+        return scale(x, chunk.factor, x if own else torch.empty_like(x))
+
+    def scatter(self, chunk: Chunk, arrival) -> None:
+        """Wait for the ranks' sum, take the chunk back through the layers, and write its rows into d_hidden."""
+        if arrival is not None:
+            arrival.wait()
+        if chunk.d_features is None:
+            return
+        d_rows = chunk.d_features if self.layers is None else self.layers.backward(chunk.d_features)
+        if self.d_hidden is None:
+            return
+        if not chunk.in_place:
+            self.d_hidden.index_copy_(0, chunk.at, d_rows)
+        elif self.layers is not None:
+            self.d_hidden[chunk.at] = d_rows
+
+
+def _joined(call: Call) -> Tensor:
+    if call.frozen is None:
+        return call.weight.to(call.dtype)
+    frozen, weight = call.frozen, call.weight
+    joined = frozen.new_empty((frozen.shape[0], call.hidden.shape[1]), dtype=call.dtype)
+    joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :] = frozen, weight
+    return joined
+
+
+class LayerPasses:
+    """Layers in front of a head, run forward and backward on a chunk of rows at a time; nothing else is stored."""
+
+    def __init__(self, layers: Layers, *, gradients: bool):
+        self._gradients = gradients
+        self._module, self._autocast, self.trained = layers.module.blocks(layers.head), layers.autocast, layers.trained
+        self._leaves = {name: x.detach().requires_grad_(name in self.trained) for name, x in layers.tensors.items()}
+        self._x = self._y = None
+        self.sums: Mapping[str, Tensor] = {
+            name: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            for name, x in layers.tensors.items()
+            if name in self.trained
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        # An operator's body runs outside of the autocast that its call was in.
+        autocast = torch.autocast(x.device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        with torch.set_grad_enabled(self._gradients), identity_hooks(), autocast:
+            self._x = x.detach().requires_grad_(self._gradients)
+            self._y = torch.func.functional_call(self._module, self._leaves, (self._x,))
+        return self._y.detach().to(x.dtype)
+
+    def backward(self, d_y: Tensor) -> Tensor:
+        wanted = [self._x, *(self._leaves[name] for name in self.trained)]
+        d_x, *gradients = torch.autograd.grad(self._y, wanted, d_y.to(self._y.dtype))
+        for total, gradient in zip(self.sums.values(), gradients, strict=True):
+            total += gradient
+        self._x = self._y = None
+        return d_x

@@ -1,0 +1,73 @@
+"""Normalizers: what each unit's sum is divided by, and the power of two of it that is left for the backward pass.
+
+With the factor of the loss's main unit as m * 2^e, m in [0.5, 1), m enters the chunks and 2^e waits: no gradient underflows in fp16,
+however many tokens there are, and applying 2^e rounds nothing. What the host knows stays a Python number, because launching tiny
+kernels would keep the GPU waiting for the first product.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import Call
+from logitless.engine.rows import Rows
+from logitless.engine.terms import UnitFactors
+
+Number = float | Tensor
+
+
+def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
+    """Factors of each unit for a reduced loss, and the deferred power of two: the one given, else what suits this call."""
+    loss, counts = call.loss, unit_counts(call, rows)
+    if loss.reduction == "sum":
+        normalizers = dict.fromkeys(counts, 1)
+    else:
+        normalizers = loss.normalizers(counts, call.targets, call.inputs)
+        if call.num_items is not None:
+            normalizers[loss.unit] = call.num_items
+    factors = _inverses(normalizers, call.stat_dtype, call.coefficient)
+    if deferred is None:
+        deferred = power_of_two(factors[loss.unit])
+    return UnitFactors({unit: factor / deferred for unit, factor in factors.items()}, metric_factors(call, counts)), deferred
+
+
+def unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
+    """Factors where only metrics are reduced."""
+    return UnitFactors(None, metric_factors(call, unit_counts(call, rows)))
+
+
+def unit_counts(call: Call, rows: Rows) -> dict[str, int | Tensor]:
+    """How many of each unit the call contains."""
+    sequences = call.sequence_count
+    return {
+        "tokens": rows.tokens,
+        "sequences": sequences,
+        "pairs": sequences // 2,
+        "chosen_tokens": rows.chosen_tokens,
+    }
+
+
+def metric_factors(call: Call, counts: dict[str, int | Tensor]) -> dict[str | None, Number]:
+    """Metrics are means over the call itself, whatever `num_items` and `reduction` say."""
+    return _inverses(counts, call.stat_dtype, 1.0)
+
+
+def _inverses(normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float) -> dict[str | None, Number]:
+    """coefficient / normalizer by unit. A normalizer of 0 divides nothing, as nothing was summed."""
+    factors: dict[str | None, Number] = {None: coefficient}
+    for unit, count in normalizers.items():
+        if isinstance(count, Tensor):
+            count = count.to(dtype)
+            factors[unit] = coefficient / torch.where(count == 0, 1.0, count)
+        else:
+            factors[unit] = coefficient / (count or 1)
+    return factors
+
+
+def power_of_two(x: Number) -> Number:
+    """The smallest power of two above x > 0."""
+    if not isinstance(x, Tensor):
+        return 2.0 ** math.frexp(x)[1]
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(mantissa), exponent)

@@ -1,0 +1,155 @@
+"""Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.segments import Segments
+from logitless.engine.spec import Fault
+
+
+class Grouping(NamedTuple):
+    """How a call's tokens belong together."""
+
+    sequences: int = 0  # 0: nobody asks for sequences
+    roles: int = 1  # sequences of a group: 2 for pairs
+    grouped: bool = False  # whether the tokens of a group must be seen together
+
+    @property
+    def groups(self) -> int:
+        return self.sequences // self.roles
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether the sequences of a group do not lie side by side in the call."""
+        return 1 < self.roles < self.sequences
+
+
+class Rows(NamedTuple):
+    """The rows of a call in the order in which they are walked."""
+
+    count: int
+    tokens: int | Tensor  # supervised ones: equal to the count, unless every row is walked
+    chosen_tokens: int | Tensor  # those of them in the first half of the sequences; 0 without sequences
+    index: Tensor | None  # (count,) int64 positions in the flat call; None: all of them, in place
+    group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
+    sequence_sizes: Tensor | None  # (sequences,) in row order
+    roles: int = 1
+
+    def at(self, start: int, stop: int) -> slice | Tensor:
+        """Where rows start:stop are in the flat call."""
+        return slice(start, stop) if self.index is None else self.index[start:stop]
+
+    def segments(self, rows: int, first: int, last: int) -> Segments | None:
+        """The sequences of groups first:last, which have so many rows."""
+        if self.sequence_sizes is None:
+            return None
+        sizes = self.sequence_sizes[first * self.roles : last * self.roles]
+        return Segments(sizes, rows, last - first, self.roles)
+
+    def sequences(self, first: int, last: int) -> Tensor:
+        """Numbers in the call of the sequences of groups first:last, role by role."""
+        groups = self.sequence_sizes.shape[0] // self.roles
+        device = self.sequence_sizes.device
+        roles = torch.arange(self.roles, device=device)[:, None]
+        return (roles * groups + torch.arange(first, last, device=device)).reshape(-1)
+
+    def scattered(self, x: Tensor, N: int) -> Tensor:
+        """(rows, ...) -> (N, ...) in call order, zero elsewhere."""
+        return x if self.index is None else x.new_zeros(N, *x.shape[1:]).index_copy_(0, self.index, x)
+
+
+class _Layout(NamedTuple):
+    """What the device knows of the sequences before anything is read."""
+
+    order: Tensor | None  # (N,) call positions, group by group; None: the call's own order
+    sizes: Tensor  # (sequences,) rows of each, in row order
+    chosen: Tensor  # () supervised tokens of the first half of the sequences
+
+
+def select_rows(
+    supervised: Tensor,  # (N,) bool
+    faults: Sequence[Fault],
+    grouping: Grouping,
+    cu_seqlens: Tensor | None,
+    *,
+    compact: bool,
+) -> Rows:
+    """Choose the rows to walk, and raise what is wrong with the call.
+
+    The call's only host sync is here. With compact=False there is none, and every row is walked; of packed sequences the host then
+    knows only how many there are, so the caller makes one group of all of them.
+    """
+    N, layout = supervised.shape[0], None
+    if cu_seqlens is not None:
+        faults = (*faults, _boundary_fault(cu_seqlens, N))
+        cu_seqlens = cu_seqlens.clamp(0, N)  # nothing may read beyond the tokens before the fault is known
+    if grouping.sequences or grouping.grouped:
+        layout = (_padded if cu_seqlens is None else _packed)(supervised, grouping, cu_seqlens, compact)
+    if not compact:
+        for fault in faults:
+            fault.check_async()
+        return _every_row(supervised, grouping, layout)
+    return _supervised_rows(supervised, faults, grouping, layout)
+
+
+def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
+    wrong = (cu_seqlens[0] != 0) | (cu_seqlens[-1] != N) | (cu_seqlens.diff() < 0).any()
+    return Fault(wrong.long(), "cu_seqlens", f"rising boundaries from 0 to {N}", "let them cover every token of hidden once")
+
+
+def _padded(supervised: Tensor, grouping: Grouping, _: None, compact: bool) -> _Layout:
+    """Sequences of one length each."""
+    N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
+    length = N // max(1, sequences)
+    if compact:
+        counts = supervised.view(sequences, length).sum(1)
+    else:
+        counts = torch.full((sequences,), length, device=device)
+    order = None
+    if grouping.interleaves:
+        order = torch.arange(N, device=device).view(roles, grouping.groups, length).transpose(0, 1).reshape(-1)
+    chosen = (supervised & (torch.arange(N, device=device) < N // 2)).sum()
+    return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
+
+
+def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact: bool) -> _Layout:
+    """Sequences side by side, between the boundaries."""
+    N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
+    ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
+    counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
+    positions = torch.arange(N, device=device)
+    order = None
+    if grouping.interleaves:
+        number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
+        order = torch.argsort(number % grouping.groups * roles + number // grouping.groups, stable=True)
+    chosen = (supervised & (positions < cu_seqlens[sequences // 2])).sum()
+    return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
+
+
+def _every_row(supervised: Tensor, grouping: Grouping, layout: _Layout | None) -> Rows:
+    N, tokens = supervised.shape[0], supervised.sum()
+    if layout is None:
+        return Rows(N, tokens, 0, None, None, None)
+    groups = grouping.groups
+    group_sizes = [N // groups] * groups if grouping.grouped else None
+    return Rows(N, tokens, layout.chosen, layout.order, group_sizes, layout.sizes, grouping.roles)
+
+
+def _supervised_rows(supervised: Tensor, faults: Sequence[Fault], grouping: Grouping, layout: _Layout | None) -> Rows:
+    N = supervised.shape[0]
+    numbers = torch.stack((supervised.sum(), *(fault.count for fault in faults)))
+    if layout is not None:
+        numbers = torch.cat((numbers, layout.chosen[None], layout.sizes.view(grouping.groups, grouping.roles).sum(1)))
+    count, *numbers = numbers.tolist()  # the sync
+    for fault, wrong in zip(faults, numbers):
+        fault.check(wrong)
+    chosen, *group_sizes = numbers[len(faults) :] or [0]
+    order = index = None if layout is None else layout.order
+    if count < N:
+        index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
+        index = index if order is None else order[index]
+    sizes = None if layout is None else layout.sizes
+    return Rows(count, count, chosen, index, group_sizes if grouping.grouped else None, sizes, grouping.roles)

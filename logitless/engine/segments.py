@@ -1,0 +1,102 @@
+"""Sequences inside a slice of rows: sums over each of them, and their transpose, deterministic in both directions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class cached_property:  # noqa: N801
+    """`functools.cached_property` without the lock that Python 3.11's holds, which torch.compile does not trace."""
+
+    def __init__(self, function):
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner, name):
+        self.name = name
+
+    def __get__(self, instance, owner=None):
+        if instance is None:
+            return self
+        value = instance.__dict__[self.name] = self.function(instance)
+        return value
+
+
+@dataclass
+class Segments:
+    """The sequences of a slice of rows.
+
+    Rows run group by group, and inside a group role by role: of pairs, the chosen sequence and then the rejected one. As seen by
+    a loss, sequences come role by role, as in the call: all chosen ones first ("sequence order").
+    """
+
+    lengths: Tensor  # (sequences,) int64, in row order
+    rows: int
+    groups: int
+    roles: int
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """(rows,) the number of each row's sequence, in row order."""
+        return torch.repeat_interleave(self.lengths, output_size=self.rows)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """(sequences,) the first row of each, in row order."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    def to_sequence_order(self, x: Tensor) -> Tensor:
+        """(sequences,) from row order."""
+        return x.view(self.groups, self.roles).t().reshape(-1)
+
+    def to_row_order(self, x: Tensor) -> Tensor:
+        """(sequences,) into row order."""
+        return x.view(self.roles, self.groups).t().reshape(-1)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """(rows,) -> (sequences,) in sequence order."""
+        return self.to_sequence_order(_Sum.apply(x, self.lengths, self.ids))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(sequences,) in sequence order -> (rows,): the transpose of `sum`."""
+        return _Spread.apply(self.to_row_order(x), self.lengths, self.ids)
+
+
+def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive runs of x (rows,) without atomics.
+
+    `segment_reduce` is a tree on CUDA. On the CPU it adds one by one, so that fp32 would lose a part of every sum of thousands of
+    tokens: it adds in fp64 there. Devices that do not have it (MPS) leave these few numbers to the CPU.
+    """
+    if x.device.type in ("cpu", "mps"):
+        wide = x.detach().cpu().double().contiguous()
+        return torch.segment_reduce(wide, "sum", lengths=lengths.cpu(), unsafe=True).to(x.dtype).to(x.device)
+    return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, unsafe=True)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+        return sum_runs(x, lengths)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, ctx.lengths, ctx.ids = inputs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Spread.apply(grad, ctx.lengths, ctx.ids), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+        return x[ids]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        _, ctx.lengths, ctx.ids = inputs
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Sum.apply(grad, ctx.lengths, ctx.ids), None, None

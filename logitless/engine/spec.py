@@ -1,0 +1,93 @@
+"""`LossSpec`: what the engine reads of a loss, and the roles of its inputs. The engine knows no loss by name."""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from logitless.errors import expect
+from logitless.kernels.head import Head
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Role(Enum):
+    """What an input of a call is aligned with, which says how it is shaped, shifted and cut to a chunk."""
+
+    TOKEN = "its target"  # targets' shape + (...)
+    POSITION = "the position that predicts"  # the same shape, aligned with `hidden`: `shift` leaves it where it is
+    SEQUENCE = "its sequence"  # (sequences, ...)
+    VOCABULARY = "its token id"  # (V,)
+    FEATURES = "the position that predicts, in front of another head"  # targets' shape + (H',)
+    HEAD = "the rows of another head"  # (V', ...), without gradient
+    WHOLE = "the whole call"
+
+
+PER_TOKEN = (Role.TOKEN, Role.POSITION, Role.FEATURES)
+
+
+def roles_of(loss: type) -> dict[str, Role]:
+    """Roles by the name of the input, from what the author of a loss class declares."""
+    roles = dict.fromkeys(loss.token_inputs, Role.TOKEN) | dict.fromkeys(loss.sequence_inputs, Role.SEQUENCE)
+    roles |= dict.fromkeys(loss.prediction_inputs, Role.POSITION) | dict.fromkeys(loss.vocabulary_inputs, Role.VOCABULARY)
+    roles |= dict.fromkeys(loss.shared_inputs, Role.WHOLE)
+    for head, present in (("teacher", loss.teacher), ("ref", loss.reference)):
+        if present:
+            roles |= {f"{head}_hidden": Role.FEATURES, f"{head}_weight": Role.HEAD, f"{head}_bias": Role.HEAD}
+    return roles
+
+
+class Fault(NamedTuple):
+    """Something wrong that only the device knows of. It is read in the call's one sync, or asserted on the device."""
+
+    count: Tensor  # 0-d integer, how often
+    argument: str
+    expected: str
+    remedy: str
+
+    def check(self, count: int) -> None:
+        """Raise ValueError unless the count, once read, is 0."""
+        expect(not count, self.argument, self.expected, f"{count} that are not", self.remedy)
+
+    def check_async(self) -> None:
+        """The same on the device, without reading anything back."""
+        message = f"{self.argument}: expected {self.expected}, got others; {self.remedy}."
+        torch._assert_async(self.count == 0, message)
+
+
+class LossSpec(Protocol):
+    """A frozen, hashable loss, as `losses.base.LinearLoss` implements it."""
+
+    ignore_index: int
+    reduction: str
+    logits_budget: int | None
+    accum_dtype: torch.dtype | None
+    logits_dtype: torch.dtype | None
+    compact: bool
+    tp_group: "ProcessGroup | None"
+    cp_group: "ProcessGroup | None"
+    return_logps: bool
+    scope: str
+    unit: str
+    sequences_per_group: int
+    metric_names: tuple[str, ...]
+    sum_logits_weights: str | None
+    roles: ClassVar[Mapping[str, Role]]
+    # The Objective class that evaluates it: of per-token numbers, or of logits.
+    objective: ClassVar[type]
+
+    @property
+    def head(self) -> Head:
+        """The transform of its logits."""
+
+    def terms(self, numbers, batch) -> tuple[dict, dict]:
+        """The unreduced loss and metrics of a slice."""
+
+    def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:
+        """What the sum over each unit is divided by in a mean."""
+
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> tuple[Fault, ...]:
+        """What of the inputs is wrong, as far as the device has to look."""

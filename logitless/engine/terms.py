@@ -1,0 +1,154 @@
+"""What a loss hands back: unreduced terms. The one place where a reduction is applied, and where an author's terms are checked."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch
+from logitless.errors import expect
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
+
+if TYPE_CHECKING:
+    from logitless.engine.spec import LossSpec
+
+UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
+
+
+class Term(NamedTuple):
+    """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
+
+    Args:
+        values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or per pair; 0-d only
+            with `over=None`. The engine sums them.
+        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences); None leaves the sum as
+            it is. In a metric it may be a tensor like the values, such as a mask: its own sum over the call divides theirs.
+    """
+
+    values: Tensor
+    over: str | Tensor | None = "tokens"
+
+
+# What `terms` returns: the parts of the loss, and the metrics, by name.
+Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
+# What the sum over each unit (None: of no unit) is multiplied by.
+Factors = Mapping[str | None, float | Tensor]
+
+
+class UnitFactors(NamedTuple):
+    """Factors of the loss's terms and of the metrics."""
+
+    loss: Factors | None  # None where the loss is not reduced
+    metrics: Factors
+
+    def tensors(self, like: Tensor) -> "UnitFactors":
+        """All as 0-d tensors: a compiled function would take every new number for a new program."""
+        options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
+
+        def convert(factors: Factors | None) -> Factors | None:
+            if factors is None:
+                return None
+            # Filled on the device: a copy from the host would be a sync.
+            return {
+                unit: x.to(**options) if isinstance(x, Tensor) else torch.full((), x, **options)
+                for unit, x in factors.items()
+            }
+
+        return UnitFactors(convert(self.loss), convert(self.metrics))
+
+
+def reduced(
+    terms: Mapping[str, Term], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
+) -> dict[str, Tensor]:
+    """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
+    return {
+        name: sequences.sum_unless_whole(values.sum() * factors[over], over) for name, (values, over) in terms.items()
+    }
+
+
+def metric_shares(
+    metrics: Mapping[str, Term], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
+) -> dict[str, tuple[Tensor, ...]]:
+    """A slice's share of each metric: its reduced sum and, where it has weights of its own, their sum."""
+    weights = {name: over for name, (_, over) in metrics.items() if isinstance(over, Tensor)}
+    plain = {name: Term(x, None if name in weights else over) for name, (x, over) in metrics.items()}
+    # Values and weights of whole sequences, too, are summed over the ranks alike.
+    totals = {name: sequences.sum(weight.sum()) for name, weight in weights.items()}
+    return {
+        name: (total.detach(), totals[name]) if name in weights else (total.detach(),)
+        for name, total in reduced(plain, factors, sequences).items()
+    }
+
+
+def settled(shares: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """A metric from its shares in all slices; 0 where there was nothing to average."""
+    total, *weights = (sum(parts) for parts in zip(*shares, strict=True))
+    return total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
+
+
+def unreduced(terms: Mapping[str, Term]) -> Tensor:
+    """The sum of the terms, still one value per unit; they must share it."""
+    units = {term.over for term in terms.values()}
+    got = f"'none' with {sorted(map(str, units))}"
+    expect(len(units) == 1, "reduction", "'mean' or 'sum' for a loss of several units", got, "reduce it")
+    return sum(term.values for term in terms.values())
+
+
+# Losses whose terms have been seen to fit a slice with several rows and units, with the names of the inputs that were None.
+_CHECKED: set[tuple["LossSpec", tuple[str, ...]]] = set()
+
+
+def evaluate_terms(loss: "LossSpec", numbers: object, batch: Batch) -> Terms:
+    """`loss.terms` on a slice, with the values of unsupervised rows set to zero.
+
+    What an author can get wrong is checked by shape alone, until a slice that could show it has passed.
+    """
+    try:
+        result = loss.terms(numbers, batch)
+    except Exception as error:
+        if batch.absent:
+            error.add_note(f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}.")
+        raise
+    if torch.compiler.is_compiling():
+        # Tracing may neither read nor change what eager calls have seen.
+        check_terms(loss, result, batch)
+    elif (loss, batch.absent) not in _CHECKED:
+        check_terms(loss, result, batch)
+        if batch.shows_shapes:
+            _CHECKED.add((loss, batch.absent))
+    terms, metrics = result
+    return batch.masked(terms), batch.masked(metrics)
+
+
+def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
+    """Whether terms and metrics are dicts of Term, one value per row, sequence or pair of the slice."""
+    name, form = f"{type(loss).__name__}.terms", "({name: Term}, {metric name: Term})"
+    pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+    remedy = "return the unreduced parts of the loss and the metrics"
+    expect(pair, name, form, type(result).__name__, remedy, TypeError)
+    terms, metrics = result
+    remedy = "declare them on the class"
+    expected = f"the metrics that {name} returns, {sorted(metrics)}"
+    expect(set(metrics) == set(loss.metric_names), "metric_names", expected, sorted(loss.metric_names), remedy)
+    lengths = {"row": batch.targets.shape[0]}
+    if batch.segments is not None:
+        sequences = batch.segments.lengths.shape[0]
+        lengths |= {"sequence": sequences} | ({} if sequences % 2 else {"pair": sequences // 2})
+    for key, term in (*terms.items(), *metrics.items()):
+        expect(isinstance(term, Term), f"{name}[{key!r}]", "a Term", type(term).__name__, "wrap the values in Term", TypeError)
+        _check_values(f"{name}[{key!r}]", term, lengths, in_metric=key in metrics)
+
+
+def _check_values(name: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
+    values, over = term
+    expect(isinstance(values, Tensor), name, "a tensor of values", type(values).__name__, "pass a tensor", TypeError)
+    units = isinstance(over, Tensor) and in_metric or over is None or (isinstance(over, str) and over in UNITS)
+    expect(units, name, f"over= one of {', '.join(UNITS)} or None (in a metric also a tensor)", repr(over), "name the unit")
+    if isinstance(over, Tensor):
+        expect(over.shape == values.shape, name, f"weights like the values, {tuple(values.shape)}", tuple(over.shape), "align them")
+    shapes = ", ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
+    fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
+    summed = values.dim() == 0 and over is None
+    remedy = "return unreduced values: the engine sums over slices and divides, a mean of a slice is no part of the whole mean"
+    expect(fits or summed, name, f"values of shape {shapes}", tuple(values.shape), remedy)

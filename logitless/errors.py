@@ -1,0 +1,30 @@
+"""Errors in one form, `argument: expected X, got Y; remedy.`, and warnings that point at the caller's own line."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_BETWEEN = (_PACKAGE, f"{os.sep}torch{os.sep}")
+
+
+def expect(
+    condition: bool, argument: str, expected: str, got: object, remedy: str, error: type[Exception] = ValueError
+) -> None:
+    """Raise `error` unless the condition holds."""
+    if not condition:
+        raise error(f"{argument}: expected {expected}, got {got}; {remedy}.")
+
+
+def check_choice(argument: str, value: object, choices: Iterable) -> None:
+    """Raise ValueError unless the value is one of the choices, which the message lists."""
+    expect(value in choices, argument, f"one of {', '.join(map(repr, choices))}", repr(value), "pick one of these")
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """A warning at the line that called the library: the first frame outside of it and of torch."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and any(part in frame.f_code.co_filename for part in _BETWEEN):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

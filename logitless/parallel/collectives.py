@@ -1,0 +1,42 @@
+"""Sums over a group of processes that autograd differentiates, where every rank computes the same loss."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class GroupSum(torch.autograd.Function):
+    """Each rank's part -> the sum of all. Every rank computes the same loss from it, so the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class GroupShared(torch.autograd.Function):
+    """A number that all ranks have, used by each on its own share of the data: its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def gather(x: Tensor, group) -> Tensor:
+    """(...) on each rank -> (ranks, ...)."""
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.stack(parts)

@@ -1,0 +1,73 @@
+"""What a loss's `tp_group` and `cp_group` name, and what this rank holds of a parameter."""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from logitless.errors import expect
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+
+def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
+    """The process group that `tp_group` or `cp_group` names: itself, a device mesh's, or a dimension of weight's mesh."""
+    if isinstance(given, str):
+        mesh = weight.device_mesh if is_dtensor(weight) else None
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        expected = f"a dimension of weight's device mesh, one of {names}"
+        expect(given in names, name, expected, repr(given), "or pass a ProcessGroup")
+        return mesh.get_group(given)
+    if isinstance(given, dist.DeviceMesh):
+        expect(given.ndim == 1, name, "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name")
+        return given.get_group()
+    kinds = "a ProcessGroup, a DeviceMesh or the name of a mesh dimension"
+    expect(isinstance(given, dist.ProcessGroup), name, kinds, type(given).__name__, "pass one of them", TypeError)
+    return given
+
+
+def is_dtensor(x: object) -> bool:
+    """Without loading torch.distributed.tensor for tensors that are none."""
+    if type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor) or not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
+    """What this rank multiplies with: the whole parameter, or with `tp_group` its rows of the vocabulary."""
+    if x is None or type(x) in (Tensor, nn.Parameter):
+        return x
+    if is_dtensor(x):
+        return gathered(x) if tp_group is None else _local_rows(name, x, tp_group)
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    quantized = isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)
+    remedy = "dequantize it before the call"
+    expect(not quantized, name, "a dense tensor or a DTensor", type(x).__name__, remedy, TypeError)
+    return x
+
+
+def gathered(x: "DTensor") -> Tensor:
+    """A sharded parameter, whole. Its gradient goes back averaged over the ranks, as FSDP reduces gradients."""
+    from torch.distributed.tensor import Partial
+
+    return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
+
+
+def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
+    """This rank's rows of a head or its bias. Over every other mesh dimension the parameter is gathered, and its gradient averaged."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = x.device_mesh
+    at = next((dim for dim in range(mesh.ndim) if mesh.get_group(dim).group_name == group.group_name), None)
+    expect(at is not None, "tp_group", f"a group of {name}'s device mesh {mesh}", group.group_name, "name its dimension")
+    sharded, remedy = x.placements[at] == Shard(0), "shard the head by rows, or leave tp_group out"
+    expect(sharded, name, "Shard(0) on the dimension of tp_group", x.placements[at], remedy)
+    placed = [Shard(0) if dim == at else Replicate() for dim in range(mesh.ndim)]
+    grads = [Shard(0) if dim == at else Partial("avg") for dim in range(mesh.ndim)]
+    return x.redistribute(placements=placed).to_local(grad_placements=grads)

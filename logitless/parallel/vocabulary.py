@@ -1,0 +1,254 @@
+"""Which rows of the LM head a rank has: the whole vocabulary, or a shard of it (vocabulary parallelism).
+
+With shards every rank has the same hidden states and targets. A chunk's logits stay where they are: what crosses the group is a
+few numbers per token, gathered once a chunk, and the sum of d_hidden. With lse_r and p_r the log-sum-exp and the softmax within
+shard r, and w_r = exp(lse_r - lse) the probability of the whole shard:
+
+    lse = log sum_r exp(lse_r)      log p(y) = log p_r(y) + log w_r, r the shard of y      entropy = sum_r w_r (entropy_r - log w_r)
+
+Every rank then has the same numbers of every token, computes the same loss, and gets all of d_hidden and its own rows of d_weight.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenBuffers
+from logitless.kernels.head import Head
+from logitless.parallel.collectives import GroupShared, GroupSum, gather
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+# How an ignored target is written among a shard's columns; a loss's own `ignore_index` may be any id.
+IGNORED = -100
+# Logits of several shards count as equal within so many rounding errors of their log-sum-exp.
+TIE = 4
+
+
+@dataclass(frozen=True)
+class WholeVocabulary:
+    """Every rank has all rows of the head: there is nothing to exchange."""
+
+    sharded = False
+
+    def total(self, width: int) -> int:
+        """Ids in the vocabulary, where this rank's head has `width` rows."""
+        return width
+
+    def widest(self, width: int) -> int:
+        """Rows of the largest shard. All ranks plan for it, so that they walk the same chunks."""
+        return width
+
+    def columns(self, targets: Tensor, ignore_index: int) -> Tensor:
+        """Targets as columns of this rank's logits."""
+        return targets
+
+    def ignored_column(self, ignore_index: int) -> int:
+        """What `columns` makes of an ignored target."""
+        return ignore_index
+
+    def local(self, x: Tensor | None) -> Tensor | None:
+        """(V,) -> the entries of this rank's rows."""
+        return x
+
+    def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
+        """Turn a chunk's numbers within each shard into those of the whole vocabulary, in place."""
+
+    def combine_gradient(self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head) -> Tensor:
+        """The same behind `logprob_gradient`: also turns `gradient` and its factor per row into the whole vocabulary's."""
+        return factor
+
+    def start_sum(self, x: Tensor) -> "Work | None":
+        """Start to sum `x` over the group, in place; None where it is complete."""
+        return None
+
+    def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Rows of the head (n, H) for ids (n,) of the whole vocabulary."""
+        return weight[ids]
+
+    # For functions of the logits themselves, under plain autograd.
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """A sum over this rank's columns -> over the vocabulary."""
+        return x
+
+    def log_softmax(self, z: Tensor) -> Tensor:
+        """(n, columns) log-probabilities in the whole vocabulary."""
+        return z.log_softmax(-1)
+
+    def norm(self, z: Tensor) -> Tensor:
+        """(n, 1) lengths of the rows."""
+        return z.norm(dim=-1, keepdim=True)
+
+    def argmax(self, z: Tensor) -> Tensor:
+        """(n,) ids; the first of equal logits."""
+        return z.argmax(-1)
+
+    def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
+        """(n,) ids -> their columns of this rank's logits, 0 where they have none, and whether they have one."""
+        here = (ids >= 0) & (ids < V)
+        return torch.where(here, ids, 0), here
+
+
+WHOLE_VOCABULARY = WholeVocabulary()
+
+
+@dataclass(frozen=True)
+class ShardedVocabulary(WholeVocabulary):
+    """Rank r of the group has the next `sizes[r]` rows of the head."""
+
+    group: "ProcessGroup"
+    sizes: tuple[int, ...]
+
+    sharded = True
+
+    @classmethod
+    def of(cls, weight: Tensor, group: "ProcessGroup") -> Self:
+        """From this rank's rows of the head (V_r, H). The sizes cross the group, and are read by the host."""
+        own = torch.tensor([weight.shape[0]], device=weight.device)
+        return cls(group, tuple(gather(own, group)[:, 0].tolist()))
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def width(self) -> int:
+        """Rows of this rank's shard."""
+        return self.sizes[self.rank]
+
+    @property
+    def start(self) -> int:
+        """The first id of this rank's shard."""
+        return sum(self.sizes[: self.rank])
+
+    def total(self, width: int) -> int:
+        return sum(self.sizes)
+
+    def widest(self, width: int) -> int:
+        return max(self.sizes)
+
+    def columns(self, targets: Tensor, ignore_index: int) -> Tensor:
+        """Targets as columns of this shard: its width for a target of another shard, `IGNORED` for an ignored one."""
+        local = targets - self.start
+        inside = (local >= 0) & (local < self.width)
+        return torch.where(targets == ignore_index, IGNORED, torch.where(inside, local, self.width))
+
+    def ignored_column(self, ignore_index: int) -> int:
+        return IGNORED
+
+    def local(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[self.start : self.start + self.width]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Summed over the group, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def start_sum(self, x: Tensor) -> "Work":
+        return dist.all_reduce(x, group=self.group, async_op=True)
+
+    def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
+        column, here = self.find(ids, self.total(self.width))
+        return self.all_reduce(torch.where(here[:, None], weight[column], 0.0))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """(...) -> (ranks, ...)."""
+        return gather(x, self.group)
+
+    def combine(self, stats: TokenBuffers, columns: Tensor) -> Tensor:
+        """As above; returns the log of this shard's probability."""
+        names, own = zip(*stats.items(), strict=True)
+        shards = dict(zip(names, self.gathered(torch.stack(own)).unbind(1), strict=True))
+        lse_r, logps_r = shards["lse"], shards["logps"]
+        residual_r = torch.where(lse_r.isfinite(), shards["lse_residual"], 0.0)
+        top = lse_r.amax(0)
+        shares = (lse_r - top + residual_r).exp()
+        whole = shares.sum(0)
+        shares = shares / whole
+        log_whole = whole.log()
+        lse = top + log_whole
+        combined = {"lse": lse, "lse_residual": torch.where(lse.isfinite(), (top - lse) + log_whole, 0.0)}
+
+        z_y = (logps_r + lse_r + residual_r).amax(0)
+        owner = logps_r > -torch.inf
+        # A confident token's 1 - p keeps its digits if every sum leaves the target out.
+        others = torch.where(owner, torch.expm1(-logps_r), (lse_r - z_y + residual_r).exp()).sum(0)
+        combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
+        if "entropy" in shards:
+            combined["entropy"] = (shares * shards["entropy"] - torch.xlogy(shares, shares)).sum(0)
+            # A shard without the target reports its largest logit in place of `is_top1`. The first of equal logits wins.
+            slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
+            ranks = torch.arange(len(self.sizes), device=lse.device)[:, None]
+            earlier = ranks < owner.long().argmax(0)
+            beaten = torch.where(earlier, shards["is_top1"] >= z_y - slack, shards["is_top1"] > z_y + slack)
+            combined["is_top1"] = torch.where(owner, shards["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
+        if "sum_logits" in shards:
+            combined["sum_logits"] = shards["sum_logits"].sum(0)
+            # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
+            combined["log_sum_sq_probs"] = (2 * shares.log() + shards["log_sum_sq_probs"]).logsumexp(0)
+        for name, x in combined.items():
+            getattr(stats, name).copy_(torch.where(columns == IGNORED, 0.0, x))
+        return shares[self.rank].log()
+
+    def combine_gradient(self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head) -> Tensor:
+        # A shard with less than exp(-40) of the probability has no gradient to give; without the bound the target's entry,
+        # which is divided by the share, would overflow.
+        factor = factor * self.combine(stats, columns).clamp(min=-40).exp()
+        here = (columns >= 0) & (columns < self.width)
+        at = torch.where(here, columns, 0)[:, None]
+        slope = head.derivative_at(stats.logps + stats.lse)
+        entry = (-torch.expm1(stats.logps) / factor * slope)[:, None].to(gradient.dtype)
+        gradient.scatter_(1, at, torch.where(here[:, None], entry, gradient.gather(1, at)))
+        return factor
+
+    # Every rank computes the same loss, so a sum over the group passes its gradient on as it is, and the gradient of what every
+    # rank uses on its own logits is the sum of all ranks'.
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return GroupSum.apply(x, self.group)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """A number that all ranks have, for use on this rank's logits."""
+        return GroupShared.apply(x, self.group)
+
+    def log_softmax(self, z: Tensor) -> Tensor:
+        own = z.logsumexp(-1)
+        top = self.gathered(own.detach()).amax(0)
+        return z - self.shared(top + self.reduce((own - top).exp()).log())[:, None]
+
+    def norm(self, z: Tensor) -> Tensor:
+        return self.shared(self.reduce(z.square().sum(-1, keepdim=True))).clamp(min=1e-24).sqrt()
+
+    def argmax(self, z: Tensor) -> Tensor:
+        return self.best_id(*z.detach().max(-1))
+
+    def best_id(self, values: Tensor, columns: Tensor) -> Tensor:
+        """(n,) ids in the whole vocabulary from each shard's largest logit and its column; the first of equal logits."""
+        values, ids = self.gathered(values), self.gathered(columns + self.start)
+        return ids.gather(0, values.argmax(0, keepdim=True))[0]
+
+    def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
+        return super().find(ids - self.start, self.width)
+
+
+@dataclass(frozen=True)
+class LoneShard(ShardedVocabulary):
+    """A shard without a process group, for measuring memory."""
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def shared(self, x: Tensor) -> Tensor:
+        return x
