@@ -19,7 +19,7 @@ Number = float | Tensor
 
 def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
     """Factors of each unit for a reduced loss, and the deferred power of two: the one given, else what suits this call."""
-    loss, counts = call.loss, unit_counts(call, rows)
+    loss, counts = call.loss, unit_counts(call, rows.tokens, rows.chosen_tokens)
     if loss.reduction == "sum":
         normalizers = dict.fromkeys(counts, 1)
     else:
@@ -34,18 +34,13 @@ def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitF
 
 def unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
     """Factors where only metrics are reduced."""
-    return UnitFactors(None, metric_factors(call, unit_counts(call, rows)))
+    return UnitFactors(None, metric_factors(call, unit_counts(call, rows.tokens, rows.chosen_tokens)))
 
 
-def unit_counts(call: Call, rows: Rows) -> dict[str, int | Tensor]:
+def unit_counts(call: Call, tokens: int | Tensor, chosen_tokens: int | Tensor) -> dict[str, int | Tensor]:
     """How many of each unit the call contains."""
     sequences = call.sequence_count
-    return {
-        "tokens": rows.tokens,
-        "sequences": sequences,
-        "pairs": sequences // 2,
-        "chosen_tokens": rows.chosen_tokens,
-    }
+    return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
 def metric_factors(call: Call, counts: dict[str, int | Tensor]) -> dict[str | None, Number]:

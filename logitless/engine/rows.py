@@ -97,7 +97,8 @@ def select_rows(
 
 def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
     wrong = (cu_seqlens[0] != 0) | (cu_seqlens[-1] != N) | (cu_seqlens.diff() < 0).any()
-    return Fault(wrong.long(), "cu_seqlens", f"rising boundaries from 0 to {N}", "let them cover every token of hidden once")
+    remedy = "let them cover every token of hidden once"
+    return Fault(wrong.long(), "cu_seqlens", f"rising boundaries from 0 to {N}", "others", remedy)
 
 
 def _padded(supervised: Tensor, grouping: Grouping, _: None, compact: bool) -> _Layout:

@@ -46,11 +46,12 @@ class Fault(NamedTuple):
     count: Tensor  # 0-d integer, how often
     argument: str
     expected: str
+    got: str  # may name the {count}
     remedy: str
 
     def check(self, count: int) -> None:
         """Raise ValueError unless the count, once read, is 0."""
-        expect(not count, self.argument, self.expected, f"{count} that are not", self.remedy)
+        expect(not count, self.argument, self.expected, self.got.format(count=count), self.remedy)
 
     def check_async(self) -> None:
         """The same on the device, without reading anything back."""

@@ -1,25 +1,28 @@
 """The two ways to write a loss, `TokenLoss` and `LogitsLoss`, and what every loss has."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.call import Call, Options, make_call
+from logitless.engine.function import Mode, run_calls
+from logitless.engine.logits_objective import LogitsObjective
+from logitless.engine.main_gradient import check_main_gradient
+from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.plan import Plan
+from logitless.engine.spec import Fault, Role, roles_of
+from logitless.engine.terms import Term
+from logitless.engine.token_objective import TokenObjective
+from logitless.engine.unreduced import unreduced_loss
+from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
-from logitless.losses import engine
-from logitless.losses.accumulation import accumulating_call, check_main_gradient
-from logitless.losses.arguments import prepare, resolved
-from logitless.losses.batch import Batch, Segments, Term, settled, tallied, unreduced
-from logitless.losses.checks import check_choice, expect
-from logitless.losses.engine import Problem
-from logitless.losses.function import call, names_out, register, solved_names
-from logitless.losses.parallel import SequenceSlices
-from logitless.losses.plan import Plan
-from logitless.losses.shard import VocabShard
+from logitless.losses.declarations import check_class, check_fields
+from logitless.parallel.groups import process_group
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -35,9 +38,9 @@ class LossOutput(NamedTuple):
         loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
         metrics: detached 0-d tensors by name.
         plan: what ran; None inside a compiled graph, which is traced before anything runs.
-        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where ignored: logps, lse, what else
-            the loss looked at, and (unless reduction="none" or accumulate_into is given) d_logps, the loss's gradient with respect to
-            logps. Else empty.
+        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where ignored: logps, lse,
+            what else the loss looked at, and (unless reduction="none" or accumulate_into is given) d_logps, the loss's gradient with
+            respect to logps. Else empty.
     """
 
     loss: Tensor
@@ -64,15 +67,15 @@ class LinearLoss:
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without rounding noise.
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False reads nothing back, as a
             CUDA graph requires: every row is projected, and packed sequences that belong to groups are taken for one group.
-        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are this
-            rank's rows, in the order of the ranks, and hidden and targets are the same on all; so must `logits_budget` be, where the cards
-            differ. The sizes of the shards are read by the host in every call. Also a one-dimensional DeviceMesh or, for
-            a DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
-        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named like `tp_group`; of losses of
-            pairs and whole sequences. What comes per token is this rank's, in the order of the ranks and shifted before it was sliced,
-            what comes per sequence is whole. Every rank gets the whole loss and its metrics, d_hidden of its own tokens, and their share
-            of d_weight: the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP), backpropagate the
-            loss times the size of the group.
+        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are
+            this rank's rows, in the order of the ranks, and hidden and targets are the same on all; so must `logits_budget` be, where
+            the cards differ. The sizes of the shards are read by the host in every call. Also a one-dimensional DeviceMesh or, for a
+            DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
+        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named like `tp_group`; of
+            losses of pairs and whole sequences. What comes per token is this rank's, in the order of the ranks and shifted before it
+            was sliced, what comes per sequence is whole. Every rank gets the whole loss and its metrics, d_hidden of its own tokens,
+            and their share of d_weight: the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP),
+            backpropagate the loss times the size of the group.
     """
 
     ignore_index: int = -100
@@ -91,73 +94,91 @@ class LinearLoss:
     scope: ClassVar[str] = "token"
     # The unit that `num_items` counts, and whose normalizer stays out of the chunk.
     unit: ClassVar[str] = "tokens"
-    # Names of the tensors that the call takes besides the head's: (N,) per token, (B,) per sequence, or whole.
+    # Names of the tensors that the call takes besides the head's: in targets' shape, aligned with the targets (`shift` moves them
+    # along) or with the positions that predict (it does not); (B,) per sequence; (V,) per token id; or whole.
     token_inputs: ClassVar[tuple[str, ...]] = ()
+    prediction_inputs: ClassVar[tuple[str, ...]] = ()
     sequence_inputs: ClassVar[tuple[str, ...]] = ()
+    vocabulary_inputs: ClassVar[tuple[str, ...]] = ()
     shared_inputs: ClassVar[tuple[str, ...]] = ()
     metric_names: ClassVar[tuple[str, ...]] = ()
     sequences_per_group: ClassVar[int] = 1
     teacher: ClassVar[bool] = False
     reference: ClassVar[bool] = False
-    is_logits_loss: ClassVar[bool] = False
     return_logps: ClassVar[bool] = False
+    # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
+    sum_logits_weights: ClassVar[str | None] = None
     # Whether `terms` is right on a shard of the logits. Per-token numbers always are; of the logits, see `Batch`.
-    vocab_parallel: ClassVar[bool] = False
-    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens through the batch alone, and its
-    # values are per sequence or pair exactly where their unit is, else per token.
+    vocab_parallel: ClassVar[bool] = True
+    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens through the batch alone, and
+    # its values are per sequence or pair exactly where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
+    # Derived from the declarations above.
+    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
+
+    def __init_subclass__(cls, **options) -> None:
+        super().__init_subclass__(**options)
+        cls.roles = MappingProxyType(roles_of(cls))
+        if isinstance(cls.scope, str):
+            fits = cls.scope != "token" or not cls.sequence_inputs
+            got = f"{cls.sequence_inputs} with scope 'token'"
+            expect(fits, f"{cls.__name__}.sequence_inputs", "none", got, "set scope to 'group' or 'batch'", TypeError)
 
     def __post_init__(self) -> None:
+        check_class(type(self), LinearLoss)
+        check_fields(self)
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("scope", self.scope, SCOPES)
-        sharded = self.tp_group is None or not self.is_logits_loss or self.vocab_parallel
-        expect(
-            sharded, "tp_group", f"None for {type(self).__name__}", self.tp_group, "write its terms for shards and set vocab_parallel"
-        )  # fmt: skip
+        name = type(self).__name__
+        sharded, remedy = self.tp_group is None or self.vocab_parallel, "write its terms for shards and set vocab_parallel"
+        expect(sharded, "tp_group", f"None for {name}", self.tp_group, remedy)
         remedy = "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank whole sequences"
-        sliced = self.cp_group is None or self.context_parallel
-        expect(sliced, "cp_group", f"None for {type(self).__name__}", self.cp_group, remedy)
-        expect(self.temperature > 0, "temperature", "a positive number", self.temperature, "use 1.0 for none")
-        expect(self.softcap is None or self.softcap > 0, "softcap", "a positive number or None", self.softcap, "use None for none")
-        expect(
-            self.logits_budget is None or self.logits_budget > 0,
-            "logits_budget",
-            "a positive number of bytes",
-            self.logits_budget,
-            "leave it None for the default",
-        )
-        for name in ("accum_dtype", "logits_dtype"):
-            dtype = getattr(self, name)
-            expect(dtype is None or dtype.is_floating_point, name, "a floating-point dtype or None", dtype, "leave it None for the default")
-        object.__setattr__(self, "key", register(type(self), tuple(getattr(self, field.name) for field in fields(self))))
+        expect(self.cp_group is None or self.context_parallel, "cp_group", f"None for {name}", self.cp_group, remedy)
 
     @property
     def head(self) -> Head:
         return Head(self.softcap, self.logit_scale, self.temperature)
 
-    @property
-    def slices(self) -> SequenceSlices | None:
-        return None if self.cp_group is None else SequenceSlices(self.cp_group)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        teacher = ("teacher_hidden", "teacher_weight", "teacher_bias") if self.teacher else ()
-        reference = ("ref_hidden", "ref_weight", "ref_bias") if self.reference else ()
-        return self.token_inputs + self.sequence_inputs + self.shared_inputs + teacher + reference
-
     def terms(self, stats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""
         raise NotImplementedError
 
-    def normalizers(self, counts: Mapping[str, Tensor], targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    def normalizers(
+        self, counts: Mapping[str, Tensor], targets: Tensor, inputs: Mapping[str, Tensor | None]
+    ) -> dict[str, Tensor]:
         """What the sum over each unit is divided by in a mean: how many of it the call contains."""
         return dict(counts)
 
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> tuple[Fault, ...]:
+        """What of the inputs is wrong where only the device can tell; read in the call's one sync."""
+        return ()
+
+    def resolved(self, weight: Tensor | SplitHead) -> "LinearLoss":
+        """The loss with its groups as process groups, whatever names them."""
+        given = {name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None}
+        groups = {name: process_group(name, group, weight) for name, group in given.items()}
+        return self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
+
+    def prepared(
+        self, hidden: Tensor, weight: Tensor | SplitHead, targets: Tensor, bias: Tensor | None, options: Options, inputs: Mapping
+    ) -> Call:
+        """The call of this loss with these arguments, checked."""
+        return make_call(self, Operands.local(hidden, weight, targets, bias, self.tp_group), options, inputs)
+
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, num_items: float | Tensor | None = None,
-        shift: bool = False, cu_seqlens: Tensor | None = None, accumulate_into: Tensor | None = None, grad_scale: float = 1.0,
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        shift: bool = False,
+        cu_seqlens: Tensor | None = None,
+        accumulate_into: Tensor | None = None,
+        grad_scale: float = 1.0,
         **inputs: Tensor | None,
-    ) -> LossOutput:  # fmt: skip
+    ) -> LossOutput:
         """
         Args:
             hidden: (..., H); (B, T, H), or flat (N, H) with `cu_seqlens`, where sequences matter.
@@ -165,53 +186,56 @@ class LinearLoss:
             targets: (...) int64 token ids, or `ignore_index`.
             bias: (V,).
             num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global count / world size.
-            shift: targets are unshifted labels of the same length, and per-token inputs go with them: position i predicts targets[i + 1].
+            shift: targets are unshifted labels of the same length, and per-token inputs go with them: position i predicts
+                targets[i + 1], and the last position of every sequence nothing.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
             accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward pass adds the weight's
-                gradient to it, chunk by chunk, and weight.grad stays as it is. No other tensor of that shape is made, at the price of
-                projecting the logits (a teacher's and a reference's, too) a second time: 4 products for 3; a group beyond the budget takes
-                5 for 4. At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one product more, 11 ms per
-                8,192 tokens on an H200. `reduction` must not be "none".
+                gradient to it, chunk by chunk, and weight.grad stays as it is. No other tensor of that shape is made, at the price
+                of projecting the logits (a teacher's and a reference's, too) a second time: 4 products for 3; a group beyond the
+                budget takes 5 for 4. At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one product
+                more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
             grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of micro-batches for example: the
-                loss itself must be differentiated as it is. An upstream gradient other than 1 is an error, at the price of
-                a host sync in the backward pass; with compact=False it asserts on the device.
+                loss itself must be differentiated as it is. An upstream gradient other than 1 is an error, at the price of a host
+                sync in the backward pass; with compact=False it asserts on the device.
             inputs: the tensors that the loss declares.
         """
-        unknown = [name for name in inputs if name not in self.inputs]
-        expect(not unknown, "inputs", f"names among {self.inputs}", unknown, f"see what {type(self).__name__} takes", TypeError)
-        aligned = self.cp_group is None or not shift
-        expect(aligned, "shift", "False with cp_group", shift, "shift whole sequences, whose slices then follow each other")
-        self = resolved(self, weight)
-        problem = prepare(self, hidden, weight, targets, bias, num_items, shift, cu_seqlens, inputs)
-        check_main_gradient(self, accumulate_into, grad_scale, weight, problem)
-        if accumulate_into is not None and problem.needs.any:
-            (loss, metrics, *numbers), plan = accumulating_call(self, problem, accumulate_into, grad_scale)
-            # Without d_logps: the forward pass knows no gradient.
-            tokens = dict(zip(solved_names(self)[:-1], numbers, strict=False))
-        elif self.reduction != "none":
-            (loss, metrics, *numbers), plan = call(self, problem, solved=True)
-            tokens = dict(zip(solved_names(self), numbers, strict=True))
+        unknown = [name for name in inputs if name not in self.roles]
+        remedy = f"see what {type(self).__name__} takes"
+        expect(not unknown, "inputs", f"names among {tuple(self.roles)}", unknown, remedy, TypeError)
+        remedy = "shift whole sequences, whose slices then follow each other"
+        expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
+        loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
+        call = loss.prepared(hidden, weight, targets, bias, Options(num_items, shift, cu_seqlens), inputs)
+        check_main_gradient(call, weight, accumulate_into, grad_scale)
+        if loss.reduction == "none":
+            value, metrics, tokens, plan = unreduced_loss(call, targets.shape)
         else:
-            loss, metrics, tokens, plan = _unreduced(self, problem, targets.shape)
+            mode = Mode.SOLVED if accumulate_into is None else Mode.INTO_MAIN
+            value, metrics, tokens, plan = run_calls([call], mode, accumulate_into, grad_scale)
+            metrics = metrics[0, 1:]
         tokens = {name: x.view(targets.shape) for name, x in tokens.items()}
-        return LossOutput(loss, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)
+        return LossOutput(value, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss(LinearLoss):
     """A loss that depends on the logits only through per-token numbers: `terms(stats: TokenStats, batch)`.
 
-    `differentiates` names the numbers that carry a gradient, `observes` those that metrics look at without one:
-    logps, lse, entropy, sum_logits (class-weighted), log_sum_sq_probs and is_top1; logps and lse are always there.
+    `differentiates` names the numbers that carry a gradient, `observes` those that metrics look at without one: logps, lse, entropy,
+    sum_logits, log_sum_sq_probs and is_top1. logps and lse are always there.
 
     Args:
-        return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody needs another pass for them.
+        return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody needs another pass.
     """
 
     return_logps: bool = False
 
     differentiates: ClassVar[tuple[str, ...]] = ("logps",)
     observes: ClassVar[tuple[str, ...]] = ()
+    objective: ClassVar[type] = TokenObjective
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +249,8 @@ class LogitsLoss(LinearLoss):
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
 
-    is_logits_loss: ClassVar[bool] = True
+    objective: ClassVar[type] = LogitsObjective
+    vocab_parallel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,6 +259,9 @@ class LogitsLoss(LinearLoss):
     @property
     def teacher_head(self) -> Head:
         return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
+
+    def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        raise NotImplementedError
 
     def has_kernel(self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]) -> bool:
         """Whether `kernel` takes the place of `terms` and its derivative in this call."""
@@ -244,29 +272,3 @@ class LogitsLoss(LinearLoss):
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         """What `terms` returns, from products with the heads; with `factors` (n,) the gradient of sum(factors * loss) is written."""
         raise NotImplementedError
-
-
-def _unreduced(loss: LinearLoss, problem: Problem, shape: torch.Size) -> tuple[Tensor, Tensor, dict, Plan | None]:
-    """reduction="none": the terms on all tokens at once, in ordinary autograd over the per-token numbers."""
-    numbers, plan = call(loss, problem, solved=False)
-    named = dict(zip(names_out(loss), numbers, strict=True))
-    if loss.is_logits_loss:
-        values = named.pop("values")
-        return values.view(shape), torch.stack(list(named.values())) if named else values.new_zeros(0), {}, plan
-    segments = None
-    if problem.sequences:
-        tokens = problem.targets
-        even = tokens.new_full((problem.sequences,), tokens.shape[0] // problem.sequences)
-        lengths = even if problem.cu_seqlens is None else problem.cu_seqlens.diff()
-        segments = Segments(lengths, tokens.shape[0], problem.sequences, 1)
-    V = problem.V if loss.tp_group is None else VocabShard.of(problem.weight, loss.tp_group).total
-    batch = Batch(problem.targets, V, problem.inputs, segments, ignore_index=loss.ignore_index, slices=loss.slices)
-    terms, metrics = batch.masked(*loss.terms(TokenStats(**named), batch))
-    values = unreduced(terms)
-    supervised = problem.supervised(loss.ignore_index)
-    chosen = (supervised & batch.is_chosen).sum() if problem.sequences else 0
-    factors, _ = engine.scales(loss, problem, *engine.counted(loss, problem, supervised.sum(), chosen), reduced=False)
-    found = tallied(metrics, factors.metrics, loss.slices)
-    stacked = torch.stack([settled([found[name]]).to(values.dtype) for name in loss.metric_names]) if found else values.new_zeros(0)
-    values = values.view(shape) if values.shape == problem.targets.shape else values
-    return values, stacked, {name: x.detach() for name, x in named.items()} if loss.return_logps else {}, plan

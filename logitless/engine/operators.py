@@ -1,0 +1,239 @@
+"""The passes as opaque operators for `torch.compile`, which would otherwise unroll the chunk loop into a new graph for every length.
+
+An operator takes the tensors of a packed call, the number of its sequences, and a key: a name for what is constant in a graph. It
+returns tensors only, always as many, whose dtypes do not depend on the number of tokens; empty ones stand for None.
+"""
+
+import copy
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from logitless.engine import passes
+from logitless.engine.call import Call, Part, Signature, Slots, unpack
+from logitless.engine.gradients import Gradients, finish
+
+# -- Names for what is constant in a graph
+
+_SIGNATURES: dict[str, Signature] = {}
+_KEYS: dict[tuple, str] = {}
+_MODULES: dict[str, nn.Module] = {}
+_LOCK, _NUMBERS = threading.Lock(), itertools.count()
+
+
+def _registered(loss: type, values: tuple, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str) -> str:
+    facts = (loss, values, dtype, needs, parts, autocast, module)
+    with _LOCK:
+        if facts not in _KEYS:
+            key = f"{loss.__qualname__}#{next(_NUMBERS)}"
+            made, heads = _restored(loss, values), tuple(map(_part, parts))
+            _SIGNATURES[key] = Signature(made, dtype, needs, heads, autocast, _MODULES.get(module))
+            _KEYS[facts] = key
+        return _KEYS[facts]
+
+
+# Dynamo calls this while it traces and takes the result for a constant. `torch.compiler.assume_constant_result` sets this very
+# attribute, but loads all of Dynamo when it is imported.
+_registered._dynamo_marked_constant = True
+
+
+def _restored(loss: type, values: tuple):
+    """A loss from the values of its fields, without its checks."""
+    made = object.__new__(loss)
+    for field, value in zip(fields(loss), values, strict=True):
+        object.__setattr__(made, field.name, value)
+    return made
+
+
+def _part(plain: tuple) -> Part:
+    coefficient, (hidden, weight, bias, layers), head, names = plain
+    return Part(coefficient, Slots(hidden, weight, bias, layers), head, names)
+
+
+def register_module(module: nn.Module) -> str:
+    """A name for the layers of a module inside a compiled graph.
+
+    The graph hands in the tensors itself, so what is kept of the module needs none: a copy of it on the meta device.
+    """
+    memo = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in module.parameters()}
+    memo |= {id(x): x.to("meta") for x in module.buffers()}
+    name = f"{type(module).__qualname__}#{next(_NUMBERS)}"
+    _MODULES[name] = copy.deepcopy(module, memo)
+    return name
+
+
+def graph_key(signature: Signature) -> str:
+    """The key of a signature; traced by Dynamo, which meets the loss and the module here for the first time."""
+    loss, dtype, needs, parts, autocast, module = signature
+    values = tuple([getattr(loss, field.name) for field in fields(loss)])
+    plain = tuple([(part.coefficient, tuple(part.slots), part.head, part.names) for part in parts])
+    name = "" if module is None else module.name_in_graphs()
+    return _registered(type(loss), values, dtype, needs, plain, autocast, name)
+
+
+# -- The operators
+
+
+def solved_names(loss) -> tuple[str, ...]:
+    """Names of the per-token numbers that stand beside a solved loss, in order."""
+    return (*loss.objective.number_names(loss), "d_logps") if loss.return_logps else ()
+
+
+def _calls(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Call]:
+    return unpack(_SIGNATURES[key], tensors, sequences)
+
+
+def _present(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def _sums(gradients: Gradients, calls: Sequence[Call], key: str, like: Tensor) -> list[Tensor]:
+    return [_present(gradients.of(slot), like) for slot in range(_SIGNATURES[key].trained)]
+
+
+def _fake_sums(tensors: Sequence[Tensor | None], key: str) -> list[Tensor]:
+    """Shapes and dtypes of the sums of gradients, as `Gradients` makes them."""
+    signature = _SIGNATURES[key]
+    loss, parts, several = signature.loss, signature.parts, len(signature.parts) > 1
+    stat = torch.promote_types(signature.dtype, torch.float32)
+    sums = [tensors[0].new_empty(0, dtype=stat)] * signature.trained
+    for part in parts:
+        hidden, weight, bias, layers = part.slots
+        for slot in (hidden, weight, bias, *layers):
+            if slot is None or not signature.needs[slot]:
+                continue
+            x = tensors[slot]
+            if slot == hidden:
+                sums[slot] = x.new_empty(x.shape, dtype=stat if several else signature.dtype)
+            elif slot == weight:
+                sums[slot] = x.new_empty(x.shape, dtype=x.dtype if several else loss.accum_dtype or stat)
+            elif slot == bias:
+                sums[slot] = x.new_empty((x.shape[0], 1), dtype=x.dtype if several else stat)
+            else:
+                sums[slot] = x.new_empty(x.shape)
+    return sums
+
+
+@torch.library.custom_op("logitless::solve", mutates_args=())
+def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
+    """[loss, metrics, *tokens, deferred, *sums of gradients]"""
+    with plain_dispatch():
+        calls = _calls(tensors, sequences, key)
+        solved = passes.solve(calls, static=True)
+        sums = _sums(solved.gradients, calls, key, solved.loss)
+        return [solved.loss, solved.metrics, *solved.tokens, solved.deferred, *sums]
+
+
+@solve_op.register_fake
+def _(tensors, sequences, key):
+    signature = _SIGNATURES[key]
+    loss, stat = signature.loss, torch.promote_types(signature.dtype, torch.float32)
+    N, metrics = tensors[signature.trained].shape, (len(signature.parts), 1 + len(loss.metric_names))
+    shapes = ((), metrics, *(N for _ in solved_names(loss)), ())
+    return [tensors[0].new_empty(shape, dtype=stat) for shape in shapes] + _fake_sums(tensors, key)
+
+
+@torch.library.custom_op("logitless::numbers", mutates_args=())
+def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
+    """[d logp / d hidden, *numbers]"""
+    with plain_dispatch():
+        (call,) = _calls(tensors, sequences, key)
+        numbers = passes.token_numbers(call)
+        names = call.loss.objective.number_names(call.loss)
+        return [_present(numbers.vectors, call.hidden), *(numbers.named[name] for name in names)]
+
+
+@numbers_op.register_fake
+def _(tensors, sequences, key):
+    signature = _SIGNATURES[key]
+    loss, hidden, targets = signature.loss, tensors[0], tensors[signature.trained]
+    stat, objective = torch.promote_types(signature.dtype, torch.float32), loss.objective
+    hidden_alone = signature.needs[0] and not any(signature.needs[1:])
+    kept = objective.linear_in_logps(loss) and hidden_alone
+    per_token = objective.per_token_names(loss)
+    shapes = [targets.shape if name in per_token else () for name in objective.number_names(loss)]
+    vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=signature.dtype)
+    return [vectors, *(hidden.new_empty(shape, dtype=stat) for shape in shapes)]
+
+
+@torch.library.custom_op("logitless::gradients", mutates_args=())
+def gradients_op(
+    tensors: Sequence[Tensor | None],
+    vectors: Tensor,
+    numbers: Sequence[Tensor],
+    upstream: Sequence[Tensor | None],
+    sequences: int,
+    key: str,
+) -> list[Tensor]:
+    """[deferred, *sums of gradients]"""
+    with plain_dispatch():
+        calls = _calls(tensors, sequences, key)
+        kept = vectors if passes.keeps_vectors(calls[0]) else None
+        deferred, gradients = token_gradients(calls[0], numbers, upstream, kept, None, static=True)
+        return [deferred, *_sums(gradients, calls, key, deferred)]
+
+
+@gradients_op.register_fake
+def _(tensors, vectors, numbers, upstream, sequences, key):
+    stat = torch.promote_types(_SIGNATURES[key].dtype, torch.float32)
+    return [tensors[0].new_empty((), dtype=stat), *_fake_sums(tensors, key)]
+
+
+def token_gradients(call: Call, numbers, upstream, vectors, rows, *, static: bool) -> tuple[Tensor, Gradients]:
+    """`passes.token_gradients` from numbers and upstream gradients in the order of `number_names`."""
+    objective, loss = call.loss.objective, call.loss
+    named = list(zip(objective.number_names(loss), numbers, upstream, strict=True))
+    known = {name: x for name, x, _ in named if x.dim()}
+    differentiable = objective.differentiable_names(loss)
+    given = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
+    return passes.token_gradients(call, known, given, vectors, rows, static=static)
+
+
+@torch.library.custom_op("logitless::accumulate", mutates_args=("main",))
+def accumulate_op(
+    main: Tensor, grad_scale: float, tensors: Sequence[Tensor | None], sequences: int, key: str
+) -> tuple[Tensor, Tensor]:
+    """(d_hidden, d_bias), finished; the weight's gradient is added to `main`."""
+    with plain_dispatch():
+        (call,) = _calls(tensors, sequences, key)
+        d_hidden, d_bias = accumulate(call, main, grad_scale, static=True)
+        return _present(d_hidden, main), _present(d_bias, main)
+
+
+@accumulate_op.register_fake
+def _(main, grad_scale, tensors, sequences, key):
+    signature = _SIGNATURES[key]
+    hidden, _, bias, _ = signature.parts[0].slots
+    wanted = [slot is not None and signature.needs[slot] for slot in (hidden, bias)]
+    return tuple(
+        tensors[slot].new_empty(tensors[slot].shape) if want else main.new_empty(0)
+        for slot, want in zip((hidden, bias), wanted, strict=True)
+    )
+
+
+def accumulate(call: Call, main: Tensor, grad_scale: float, *, static: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Solve a call with its weight's gradient added to `main`; (d_hidden, d_bias), finished."""
+    solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
+    gradients, (hidden, _, bias, _) = solved.gradients, call.slots
+    d_hidden = finish(gradients.of(hidden), solved.deferred, call.hidden.dtype, owned=True)
+    d_bias = None if bias is None or not call.needs.bias else gradients.of(bias)
+    d_bias = None if d_bias is None else finish(d_bias, solved.deferred, call.bias.dtype, owned=True).view(-1)
+    return d_hidden, d_bias
+
+
+# Dispatch state of a plain program, as it is while this module is imported.
+_PLAIN_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def plain_dispatch():
+    """Let autograd and `torch.func` work inside an operator's body.
+
+    The dispatcher calls a body with autograd and functorch masked out, and on a compiled graph's first run from inside a dispatch
+    mode; differentiating there ends in "Cannot access data pointer of Tensor that doesn't have storage". The guard puts the mask of a
+    plain program back. (The alternative, tracing the gradient beforehand with make_fx, costs a trace per loss and shape class.)
+    """
+    return torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH)

@@ -1,0 +1,177 @@
+"""The three passes over a call: solve it, hand out its per-token numbers, and compute the gradients that belong to those.
+
+Everything here runs eagerly below autograd, also inside a compiled graph, where it is the body of an opaque operator.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.engine.budget import chunk_memory, warn_once
+from logitless.engine.call import Call
+from logitless.engine.gradients import Gradients
+from logitless.engine.loop import run
+from logitless.engine.objective import Objective, metrics_of
+from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
+from logitless.engine.projection import Projection
+from logitless.engine.reduction import power_of_two, unit_factors
+from logitless.engine.row_vectors import scale_vectors
+from logitless.engine.rows import Grouping, Rows, select_rows
+from logitless.engine.spec import Fault
+
+
+@dataclass
+class Solved:
+    """The loss of a call, and its gradients up to a deferred factor."""
+
+    loss: Tensor  # 0-d
+    metrics: Tensor  # (heads, 1 + metrics): the head's own loss without its coefficient, then its metrics
+    tokens: list[Tensor]  # (N,) each, of `solved_names`
+    deferred: Tensor  # 0-d
+    gradients: Gradients
+    plan: Plan  # of the last head
+
+
+@dataclass
+class Numbers:
+    """Per-token numbers of a call."""
+
+    named: dict[str, Tensor]  # (N,) each, 0 where ignored; or 0-d
+    vectors: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
+    rows: Rows
+    plan: Plan
+
+
+def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) -> Solved:
+    """The loss and its gradients in one pass.
+
+    Args:
+        calls: the heads, one after the other.
+        static: dtypes may not depend on the number of tokens.
+        main: a tensor that the weight's finished gradient is added to.
+    """
+    static = static or len(calls) > 1
+    gradients = Gradients.fresh(calls, static=static) if main is None else Gradients.onto(main, calls, static=static)
+    deferred, losses, metrics = gradients.deferred(calls[0]), [], []
+    for call in calls:
+        rows = _rows(call)
+        plan = _plan(call, rows, Pass.SOLVE)
+        factors, deferred = unit_factors(call, rows, deferred)
+        objective = call.loss.objective.solving(call, rows, plan, factors)
+        head = Projection(call, rows, gradients=True)
+        gradients.open(call, deferred, several_chunks=plan.chunks > 1)
+        run(plan, rows, head, objective, gradients)
+        if plan.strategy == "row_scaled":
+            scale_vectors(head.d_hidden, head.d_hidden, objective, head)
+        gradients.close(call, head, deferred)
+        losses.append(sum(report.total for report in objective.reports) * deferred)
+        own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
+        metrics.append(torch.stack([x.to(own.dtype) for x in (own, *metrics_of(call.loss, objective.reports))]))
+    if not isinstance(deferred, Tensor):
+        deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
+    tokens = _tokens(call, rows, objective, deferred) if call.loss.return_logps else []
+    loss = losses[0] if len(losses) == 1 else sum(losses)
+    return Solved(loss, torch.stack(metrics), tokens, deferred, gradients, plan)
+
+
+def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
+    """What `return_logps` asks for: every number of the tokens, and the loss's gradient by their log-probabilities."""
+    numbers = objective.numbers()
+    d_logps = objective.grads.logps * deferred if call.trainable else torch.zeros_like(numbers["logps"])
+    return [rows.scattered(x, call.N) for x in (*numbers.values(), d_logps)]
+
+
+def token_numbers(call: Call) -> Numbers:
+    """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
+    rows = _rows(call)
+    plan = _plan(call, rows, Pass.NUMBERS)
+    objective = call.loss.objective.reading(call, rows, plan)
+    head = Projection(call, rows, gradients=keeps_vectors(call))
+    run(plan, rows, head, objective, Gradients.fresh([call], static=False))
+    numbers = {name: rows.scattered(x, call.N) if x.dim() else x for name, x in objective.numbers().items()}
+    return Numbers(numbers, head.d_hidden, rows, plan)
+
+
+def token_gradients(
+    call: Call,
+    numbers: Mapping[str, Tensor],
+    upstream: Mapping[str, Tensor],
+    vectors: Tensor | None,
+    rows: Rows | None,
+    *,
+    static: bool,
+) -> tuple[Tensor, Gradients]:
+    """The deferred factor, and the gradients, once those of the per-token numbers (N,) are known."""
+    rows = _rows(call) if rows is None else rows
+    everything = rows.at(0, rows.count)
+    given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
+    known = {name: x[everything] for name, x in numbers.items()}
+    gradients = Gradients.fresh([call], static=static)
+    one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
+    if vectors is not None:
+        given.setdefault("logps", torch.zeros_like(known["lse"]))
+        objective = call.loss.objective.writing(call, rows, known, given)
+        head = Projection(call, rows, gradients=False)
+        head.d_hidden = torch.zeros_like(vectors)
+        scale_vectors(vectors, head.d_hidden, objective, head)
+        gradients.close(call, head, one)
+        return one, gradients
+    # At order one, whatever their size: the exponent of the largest is left for the end.
+    largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
+    deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
+    given = {name: x / deferred for name, x in given.items()}
+    plan = _plan(call, rows, Pass.GRADIENTS)
+    objective = call.loss.objective.writing(call, rows, known, given)
+    head = Projection(call, rows, gradients=True)
+    gradients.open(call, deferred, several_chunks=plan.chunks > 1)
+    run(plan, rows, head, objective, gradients)
+    gradients.close(call, head, deferred)
+    return deferred, gradients
+
+
+def keeps_vectors(call: Call) -> bool:
+    """Whether a call that hands out per-token numbers keeps d logp / d hidden with them."""
+    return call.loss.objective.linear_in_logps(call.loss) and call.needs.hidden and not call.needs.head
+
+
+def _rows(call: Call) -> Rows:
+    loss, targets = call.loss, call.targets
+    supervised = targets != loss.ignore_index
+    grouped, packed = loss.scope != "token", call.cu_seqlens is not None
+    # Ranks with slices of the same sequences have different chunks: they meet once, when all their tokens are read.
+    together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
+    sequences = call.sequence_count if grouped else 0
+    grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
+    cu_seqlens = call.cu_seqlens if grouped else None
+    rows = select_rows(supervised, _faults(call, supervised), grouping, cu_seqlens, compact=loss.compact)
+    tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
+    return rows._replace(tokens=tokens, chosen_tokens=chosen)
+
+
+def _faults(call: Call, supervised: Tensor) -> list[Fault]:
+    """What only the device knows to be wrong."""
+    V, targets = call.V, call.targets
+    outside = (supervised & ((targets < 0) | (targets >= V))).sum()
+    remedy = "fix the labels or set ignore_index"
+    faults = [Fault(outside, "targets", f"ids in [0, {V}) or ignore_index", "{count} outside", remedy)]
+    if call.num_items is not None and call.loss.reduction == "mean":
+        zero = ((call.num_items == 0) & supervised.any()).long()
+        faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", "count what is supervised"))
+    return [*faults, *call.loss.faults(targets, call.inputs)]
+
+
+def _plan(call: Call, rows: Rows, purpose: Pass) -> Plan:
+    loss = call.loss
+    row_bytes, budget = chunk_memory(call)
+    linear, rereads = loss.objective.linear_in_logps(loss), loss.objective.rereads
+    facts = Facts(rows.count, rows.group_sizes, call.trainable, call.needs.head, linear, rereads)
+    plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=budget)
+    if purpose is Pass.SOLVE and "recompute" in plan.parts:
+        needed = max(rows.group_sizes) * row_bytes
+        warn_once(
+            f"logits_budget: the largest group of tokens needs {needed / MIB:.0f} MiB to stay resident, more than the "
+            f"{budget / MIB:.0f} given, and is walked twice (4 products for 3); set logits_budget={needed} to avoid that."
+        )
+    return plan

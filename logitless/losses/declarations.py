@@ -1,0 +1,63 @@
+"""What the author of a loss class may get wrong before anything is called: checked when a loss is made."""
+
+from dataclasses import fields
+from inspect import get_annotations
+from typing import ClassVar, get_origin
+
+import torch
+from torch import Tensor
+
+from logitless.errors import expect
+
+_CHECKED: set[type] = set()
+
+
+def check_class(cls: type, base: type) -> None:
+    """A loss class needs `terms`, and the dataclass decorator if it has fields of its own. Checked once a class."""
+    if torch.compiler.is_compiling() or cls in _CHECKED:
+        return
+    owner = next(parent for parent in cls.__mro__ if "terms" in parent.__dict__)
+    written = not owner.__module__.startswith(base.__module__)
+    remedy = "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss"
+    expect(written, f"{cls.__name__}.terms", "the loss as a function of its numbers", "none", remedy, TypeError)
+    for parent in cls.__mro__:
+        if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
+            own = [name for name, kind in get_annotations(parent).items() if not _is_class_variable(kind)]
+            expected, remedy = "the decorator @dataclass(frozen=True, kw_only=True)", "decorate the class"
+            expect(not own, parent.__name__, expected, f"fields {own} without it", remedy, TypeError)
+    _CHECKED.add(cls)
+
+
+def _is_class_variable(kind: object) -> bool:
+    return kind is ClassVar or get_origin(kind) is ClassVar or (isinstance(kind, str) and "ClassVar" in kind)
+
+
+def check_fields(loss) -> None:
+    """Fields are constants: hashable, of the right kind, and no tensors."""
+    for field in fields(loss):
+        value = getattr(loss, field.name)
+        remedy = f"declare {field.name!r} in shared_inputs and pass it to the call"
+        expect(not isinstance(value, Tensor), field.name, "a constant as a field", "a tensor", remedy, TypeError)
+    if not torch.compiler.is_compiling():
+        _check_hashable(loss)
+    budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
+    number = isinstance(budget, int) and not isinstance(budget, bool) if budget is not None else True
+    expect(number, "logits_budget", "a whole number of bytes or None", repr(budget), remedy, TypeError)
+    expect(budget is None or budget > 0, "logits_budget", "a positive number of bytes", budget, remedy)
+    expect(loss.temperature > 0, "temperature", "a positive number", loss.temperature, "use 1.0 for none")
+    softcap = loss.softcap
+    expect(softcap is None or softcap > 0, "softcap", "a positive number or None", softcap, "use None for none")
+    for name in ("accum_dtype", "logits_dtype"):
+        dtype, remedy = getattr(loss, name), "leave it None for the default"
+        fits = dtype is None or dtype.is_floating_point
+        expect(fits, name, "a floating-point dtype or None", dtype, remedy)
+
+
+def _check_hashable(loss) -> None:
+    for field in fields(loss):
+        try:
+            hash(getattr(loss, field.name))
+        except TypeError:
+            kind = type(getattr(loss, field.name)).__name__
+            remedy = "use a tuple for a list, and a tuple of pairs for a dict"
+            raise TypeError(f"{field.name}: expected a hashable value, got {kind}; {remedy}.") from None
