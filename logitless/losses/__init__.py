@@ -5,12 +5,16 @@ from logitless.losses.base import LogitsLoss, LossOutput, TokenLoss
 from logitless.losses.batch import Batch, Term
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses.distillation import DistillationLoss, JSDLoss
+from logitless.losses.dpo import DPOLoss
+from logitless.losses.grpo import GRPOLoss, PPOLoss
+from logitless.losses.kto import KTOLoss
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
-from logitless.losses.multi_token import MedusaHeads, MedusaLoss, MultiTokenLoss
+from logitless.losses.medusa import MedusaHeads, MedusaLoss
+from logitless.losses.multi_token import MultiTokenLoss
 from logitless.losses.parallel import global_num_items
 from logitless.losses.plan import BudgetWarning, Plan
-from logitless.losses.policy import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
-from logitless.losses.preference import CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
+from logitless.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
+from logitless.losses.rloo import REINFORCELoss, RLOOLoss
 
 __all__ = [
     "Batch",

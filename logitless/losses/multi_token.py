@@ -1,148 +1,13 @@
-"""Several heads over the same tokens: Medusa, and multi-token prediction."""
+"""Multi-token prediction: several hidden states under one head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from logitless.losses.base import LossOutput
 from logitless.losses.checks import expect
-from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
-
-
-class ResidualBlock(nn.Module):
-    """x + SiLU(linear(x)); the identity at first."""
-
-    def __init__(self, hidden_size: int, **options):
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size, **options)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
-
-
-class MedusaHeads(BlockHeads):
-    """K heads for the tokens beyond the next: `num_layers` residual blocks each, and a projection of its own.
-
-    The state dict has the layout of the reference implementation: `medusa_head.{k}.{layer}.linear.{weight,bias}` and
-    `medusa_head.{k}.{num_layers}.weight`.
-
-    Args:
-        hidden_size: H of the backbone.
-        vocab_size: V.
-        num_heads: K, at least 1.
-        num_layers: residual blocks per head.
-        shared: use the base model's head in place of projections of their own.
-        device, dtype: of the parameters.
-
-    Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.1.
-    """
-
-    def __init__(
-        self, hidden_size: int, vocab_size: int, num_heads: int, num_layers: int = 1, *, shared: bool = False,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        super().__init__()
-        expect(num_heads >= 1, "num_heads", "at least 1", num_heads, "a model without heads needs no MedusaHeads")
-        expect(num_layers >= 0, "num_layers", "0 or more", num_layers, "the paper's is 1")
-        self.hidden_size, self.vocab_size, self.num_layers, self.shared = hidden_size, vocab_size, num_layers, shared
-        options = {"device": device, "dtype": dtype}
-        self.medusa_head = nn.ModuleList()
-        for _ in range(num_heads):
-            blocks = [ResidualBlock(hidden_size, **options) for _ in range(num_layers)]
-            projection = [] if shared else [nn.Linear(hidden_size, vocab_size, bias=False, **options)]
-            self.medusa_head.append(nn.Sequential(*blocks, *projection))
-
-    def __len__(self) -> int:
-        return len(self.medusa_head)
-
-    @torch.no_grad()
-    def start_from(self, weight: Tensor) -> "MedusaHeads":
-        """Copy the base model's head (V, H) into every projection, so that training starts from its predictions, as in the paper."""
-        expect(
-            weight.shape == (self.vocab_size, self.hidden_size),
-            "weight",
-            "the base head (V, H)",
-            tuple(weight.shape),
-            "pass lm_head.weight",
-        )
-        for k in range(len(self) if not self.shared else 0):
-            self.projection(k).copy_(weight)
-        return self
-
-    def blocks(self, k: int) -> nn.Sequential:
-        return self.medusa_head[k][: self.num_layers]
-
-    def block_tensors(self, k: int) -> dict[str, Tensor]:
-        found = {}
-        for layer in range(self.num_layers):
-            block = self.medusa_head[k][layer]
-            for name, x in (*block.named_parameters(), *block.named_buffers()):
-                found[f"{layer}.{name}"] = x
-        return found
-
-    def projection(self, k: int) -> Tensor | None:
-        """(V, H), or None where the base model's head is used."""
-        return None if self.shared else self.medusa_head[k][self.num_layers].weight
-
-    def forward(self, hidden: Tensor, base_weight: Tensor | None = None) -> Tensor:
-        """Logits of all heads, (K, ..., V): for decoding a few positions, not for training."""
-        weights = [base_weight if self.shared else self.projection(k) for k in range(len(self))]
-        return torch.stack([nn.functional.linear(self.blocks(k)(hidden), weight) for k, weight in enumerate(weights)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class MedusaLoss(MultiHeadLoss):
-    """Cross-entropy of the base head and of K Medusa heads, each a token further ahead.
-
-        base_coefficient * CE(base, i + 1) + sum_k coefficient_k * CE(head k, i + 2 + k)
-
-    Args:
-        coefficients: one per head; default `decay ** k`.
-        decay: of the default coefficients; the paper's is 0.8.
-        base_coefficient: of the base model's own loss; 0 in stage 1, where the backbone and its head are frozen.
-
-    Beside these it has the fields of `CrossEntropyLoss`. The call takes hidden (B, T, H), heads (`MedusaHeads`) and targets (B, T), the
-    labels at their own positions (as with `shift=True`); or hidden (N, H), targets (N,) and `cu_seqlens`. By keyword `base_weight` (V, H)
-    and `base_bias` (V,), needed unless base_coefficient is 0 and the heads have projections of their own; `num_items` replaces every
-    head's count of targets. What does not require a gradient gets none: freeze the backbone and the base head for stage 1.
-
-    Metrics: base/loss, base/accuracy, head_{k}/loss, head_{k}/accuracy (top-1), without coefficients.
-
-    Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, sections 2.2.
-    """
-
-    coefficients: Sequence[float] | None = None
-    decay: float = 0.8
-    base_coefficient: float = 1.0
-
-    def __call__(
-        self, hidden: Tensor, heads: MedusaHeads, targets: Tensor, *, base_weight: Tensor | None = None, base_bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, num_items: float | Tensor | None = None,
-    ) -> LossOutput:  # fmt: skip
-        K = len(heads)
-        coefficients = tuple(self.decay**k for k in range(K)) if self.coefficients is None else self.coefficients
-        expect(len(coefficients) == K, "coefficients", f"{K} numbers, one per head", len(coefficients), "or None for powers of decay")
-        needed = self.base_coefficient != 0 or heads.shared
-        expect(base_weight is not None or not needed, "base_weight", "the base head (V, H)", None, "or base_coefficient=0.0")
-        if base_weight is not None:
-            expect(
-                base_weight.shape[0] == heads.vocab_size, "base_weight", f"{heads.vocab_size} rows, as the heads have",
-                tuple(base_weight.shape), "base and heads predict the same ids",
-            )  # fmt: skip
-        parts = []
-        if self.base_coefficient:
-            parts.append(Part("base", self.base_coefficient, hidden, base_weight, base_bias, 1))
-        for k, coefficient in enumerate(coefficients):
-            weight = base_weight if heads.shared else heads.projection(k)
-            blocks = (k, heads.block_tensors(k)) if heads.num_layers else ()
-            if coefficient:
-                parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, *blocks))
-        expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items, heads)
+from logitless.losses.multi_head import MultiHeadLoss, Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,24 +17,43 @@ class MultiTokenLoss(MultiHeadLoss):
         sum_k coefficient_k * CE(weight @ hidden_k, i + 1 + k)
 
     Args:
-        coefficients: one per hidden state; default 1 for the first and 0.3 for the others (DeepSeek-V3's lambda).
+        coefficients: one per hidden state; default 1 for the first and 0.3 for the others (DeepSeek-V3's
+            lambda).
 
-    The call takes a sequence of hidden states, each (B, T, H) or packed (N, H) with `cu_seqlens`, weight (V, H), and targets, the labels at
-    their own positions. Metrics: depth_{k}/loss, depth_{k}/accuracy.
+    The call takes a sequence of hidden states, each (B, T, H), weight (V, H) and targets (B, T), the labels
+    at their own positions (what other losses call `shift=True`); or packed ones, (N, H) and (N,), with
+    `cu_seqlens` (sequences + 1,). By keyword it takes `bias` (V,) and `num_items`, which replaces the count
+    of every depth.
 
-    References: Gloeckle et al., 2024, https://arxiv.org/abs/2404.19737; DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2.
+    Metrics: depth_{k}/loss, depth_{k}/accuracy.
+
+    References: Gloeckle et al., 2024, https://arxiv.org/abs/2404.19737; DeepSeek-AI, 2024,
+    https://arxiv.org/abs/2412.19437, section 2.2.
     """
 
     coefficients: Sequence[float] | None = None
 
     def __call__(
-        self, hiddens: Sequence[Tensor], weight: Tensor, targets: Tensor, *, bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None, num_items: float | Tensor | None = None,
-    ) -> LossOutput:  # fmt: skip
+        self,
+        hiddens: Sequence[Tensor],
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+    ) -> LossOutput:
         depths = len(hiddens)
-        expect(depths > 0, "hiddens", "at least one tensor of hidden states", depths, "pass the model's own first")
+        expect(
+            depths > 0,
+            "hiddens",
+            "at least one tensor of hidden states",
+            depths,
+            "pass the model's own first",
+        )
         coefficients = (1.0,) + (0.3,) * (depths - 1) if self.coefficients is None else self.coefficients
-        expect(len(coefficients) == depths, "coefficients", f"{depths} numbers, one per hidden state", len(coefficients), "or None")
+        expected = f"{depths} numbers, one per hidden state"
+        expect(len(coefficients) == depths, "coefficients", expected, len(coefficients), "or leave it None")
         parts = [
             Part(f"depth_{k}", coefficient, hidden, weight, bias, k + 1)
             for k, (hidden, coefficient) in enumerate(zip(hiddens, coefficients, strict=True))

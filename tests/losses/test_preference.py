@@ -8,7 +8,9 @@ from torch import Tensor
 
 from logitless import BudgetWarning, CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 from logitless.losses import engine, reference
-from logitless.losses.preference import CPO_LOSSES, DIVERGENCES, DPO_TYPES, KTO_LOSSES
+from logitless.losses.dpo_types import DIVERGENCES, DPO_TYPES
+from logitless.losses.kto import KTO_LOSSES
+from logitless.losses.reference_free import CPO_LOSSES
 from tests.cases import DTYPES
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, assert_metrics_close, relative_error, run
 

@@ -2,20 +2,20 @@
 
 from tests.mutants.mutant import Mutant
 
-LOSS, HEADS = "losses/multi_token.py", "losses/multi_head.py"
+MEDUSA, LOSS, HEADS = "losses/medusa.py", "losses/multi_token.py", "losses/multi_head.py"
 WALK, ENGINE = "losses/walk.py", "losses/engine.py"
 TESTS = "tests/losses/test_multi_token.py"
 
 MUTANTS = [
     Mutant(f"multi-token: {name}", file, old, new, TESTS)
     for name, file, old, new in (
-        ("heads look one token too near", LOSS, "weight, None, k + 2, *blocks)", "weight, None, k + 1, *blocks)"),
-        ("base looks at its own token", LOSS, "base_weight, base_bias, 1)", "base_weight, base_bias, 0)"),
+        ("heads look one token too near", MEDUSA, "weight, None, k + 2, *blocks)", "weight, None, k + 1, *blocks)"),
+        ("base looks at its own token", MEDUSA, "base_weight, base_bias, 1)", "base_weight, base_bias, 0)"),
         ("depths look one token too far", LOSS, "weight, bias, k + 1)", "weight, bias, k + 2)"),
         ("targets cross sequences", HEADS, "        inside = positions < end\n", "        pass\n"),
         ("targets wrap around", HEADS, "torch.where(inside, labels[", "torch.where(inside | True, labels["),
         ("coefficients dropped from the gradients", ENGINE, "unit: coefficient * inverse(count)", "unit: inverse(count)"),
-        ("decay dropped", LOSS, "self.decay**k for k", "1.0 for k"),
+        ("decay dropped", MEDUSA, "self.decay**k for k", "1.0 for k"),
         ("metrics keep their coefficient", HEADS, "solved.loss / share.coefficient", "solved.loss"),
         ("d_hidden of the last head alone", HEADS, "if known is None else known.add_(d_hidden)", "if True else known"),
         ("shared d_weight overwritten", HEADS, '"d_weight": self.sums.get(share.weight)', '"d_weight": None'),
@@ -28,7 +28,7 @@ MUTANTS = [
         ),
         ("upstream gradient dropped", HEADS, "scale, kept = pending * upstream, iter(kept)", "scale, kept = pending, iter(kept)"),
         ("a second backward finds scaled gradients", HEADS, "and not torch._C", "and torch._C"),
-        ("identity at first", LOSS, "        nn.init.zeros_(self.linear.weight)\n", "        pass\n"),
-        ("projections not copied", LOSS, "self.projection(k).copy_(weight)", "pass"),
+        ("identity at first", MEDUSA, "        nn.init.zeros_(self.linear.weight)\n", "        pass\n"),
+        ("projections not copied", MEDUSA, "self.projection(k).copy_(weight)", "pass"),
     )
 ]

@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 FSDP, SLICES, SHARDS = "tests/losses/test_fsdp.py", "tests/losses/test_context_parallel.py", "tests/losses/test_shard.py"
 ARGUMENTS, PARALLEL, SHARD = "losses/arguments.py", "losses/parallel.py", "losses/shard.py"
-BATCH, ENGINE, PAIRED = "losses/batch.py", "losses/engine.py", "losses/paired.py"
+BATCH, ENGINE, KTO = "losses/batch.py", "losses/engine.py", "losses/kto.py"
 PREFERENCE, WALK = "losses/preference.py", "losses/walk.py"
 
 MUTANTS = [
@@ -23,10 +23,10 @@ MUTANTS = [
         ("gradient of what is spread, of one rank", BATCH, "if self._slices is not None and x.requires_grad", "if False", SLICES),
         ("tokens of a slice as normalizer", ENGINE, "    if loss.slices is None:\n        return tokens\n", "    return tokens\n", SLICES),
         ("ranks meet group by group", ENGINE, " or loss.cp_group is not None or (", " or (", SLICES),
-        ("packed slices of few tokens", PAIRED, "per_token = not others.item()", "pass", SLICES),
-        ("mean logits of a slice", PAIRED, "sums = loss.slices.sum(sums)", "pass", SLICES),
-        ("kl of a slice", PREFERENCE, "sums = self.slices.sum(sums[0]),", "sums = sums[0],", SLICES),
-        ("reference's kl summed", PREFERENCE, "self.slices.sum(sums[1]) if per_token", "self.slices.sum(sums[1]) if True", SLICES),
+        ("packed slices of few tokens", PREFERENCE, "per_token = not others.item()", "pass", SLICES),
+        ("mean logits of a slice", PREFERENCE, "sums = loss.slices.sum(sums)", "pass", SLICES),
+        ("kl of a slice", KTO, "sums = self.slices.sum(sums[0]),", "sums = sums[0],", SLICES),
+        ("reference's kl summed", KTO, "self.slices.sum(sums[1]) if per_token", "self.slices.sum(sums[1]) if True", SLICES),
     )
 ] + [
     Mutant(f"shard: {name}", file, old, new, SHARDS)

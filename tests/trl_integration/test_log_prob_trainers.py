@@ -14,7 +14,7 @@ from datasets import Dataset
 
 import logitless.trl_integration as ours
 from logitless import GRPOLoss
-from logitless.losses.preference import DPO_TYPES
+from logitless.losses.dpo_types import DPO_TYPES
 from logitless.trl_integration.foreseen import ForeseenScore, Foresight, _warn_once
 from logitless.trl_integration.log_prob_trainers import SMOOTHED
 

@@ -1,0 +1,157 @@
+"""Direct preference optimization and its family."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenStats
+from logitless.losses.batch import Batch, Term
+from logitless.losses.checks import check_choice, expect
+from logitless.losses.dpo_types import DIFFERENCES, DIVERGENCES, DPO_LOSSES, DPO_TYPES, SORTED, Pairs
+from logitless.losses.numerics import bounded_exp
+from logitless.losses.preference import PairedLoss, ReferencedLoss, pair_metrics, preference_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss(ReferencedLoss, PairedLoss):
+    """Direct preference optimization and its family: pairs of sequences, and a reference model.
+
+        sigmoid: -log sigma(beta * ((log p_c - log p_c^ref) - (log p_r - log p_r^ref)))
+
+    Args:
+        beta: strength of the pull towards the reference.
+        loss_type: one of TRL's names, or several that are summed with `loss_weights` (default 1 each):
+            sigmoid, hinge (SLiC), ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
+            apo_zero, apo_down, discopop, sigmoid_norm, and sft, the mean NLL of the chosen tokens.
+        label_smoothing: share of flipped labels; cDPO for "sigmoid", and the parameter of exo_pair, robust,
+            aot and aot_unpaired.
+        f_divergence_type, f_alpha_divergence_coef: "reverse_kl", "forward_kl", "js_divergence" or
+            "alpha_divergence" (f-DPO).
+        ld_alpha: weight of the tokens beyond the length of a pair's shorter sequence (LD-DPO); None for 1.
+        use_weighting: weigh pairs by the policy's own probability of them (WPO).
+        discopop_tau: temperature of discopop's gate.
+        reference_free: take the reference's log-probabilities as 0.
+
+    The call takes hidden (2B, T, H) and targets (2B, T), the chosen sequences first; or hidden (N, H),
+    targets (N,) and `cu_seqlens` (2B + 1,). Besides the keywords of every loss it takes one of `ref_logps`
+    and `ref_hidden`, which get no gradient: `ref_logps` is (2B,) per sequence, with the weights of `ld_alpha`
+    already in the sums, or per token, in targets' shape; `ref_hidden` (2B, T, H') comes with `ref_weight` (V,
+    H') and `ref_bias` (V,). `num_items` is the number of pairs.
+
+    Metrics carry TRL's names: rewards/*, logps/* (sums), logits/* (means over the completion tokens and the
+    vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
+
+    References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the others at TRL's
+    `DPOConfig.loss_type`.
+    """
+
+    beta: float = 0.1
+    loss_type: str | Sequence[str] = "sigmoid"
+    loss_weights: Sequence[float] | None = None
+    label_smoothing: float = 0.0
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    ld_alpha: float | None = None
+    use_weighting: bool = False
+    discopop_tau: float = 0.05
+    reference_free: bool = False
+
+    def __post_init__(self) -> None:
+        names = (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
+        expect(len(names) > 0, "loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
+        for name in names:
+            check_choice("loss_type", name, DPO_TYPES)
+        weights = (1.0,) * len(names) if self.loss_weights is None else tuple(map(float, self.loss_weights))
+        expected = f"{len(names)} numbers, one per loss_type"
+        expect(len(weights) == len(names), "loss_weights", expected, len(weights), "give each its weight")
+        object.__setattr__(self, "loss_type", names)
+        object.__setattr__(self, "loss_weights", weights)
+        super().__post_init__()
+        self._check_numbers()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
+        smoothing, alpha = self.label_smoothing, self.ld_alpha
+        expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
+        expect(0 <= smoothing <= 1, "label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none")
+        expect(
+            self.discopop_tau > 0,
+            "discopop_tau",
+            "a positive number",
+            self.discopop_tau,
+            "the paper's is 0.05",
+        )
+        expect(
+            alpha is None or 0 <= alpha <= 1,
+            "ld_alpha",
+            "a number in [0, 1] or None",
+            alpha,
+            "use None for 1",
+        )
+        if "exo_pair" in self.loss_type:
+            expected = "a number in (0, 1) for exo_pair"
+            expect(0 < smoothing < 1, "label_smoothing", expected, smoothing, "the paper's is 1e-3")
+        if "robust" in self.loss_type:
+            expected = "less than 0.5 for robust"
+            expect(smoothing < 0.5, "label_smoothing", expected, smoothing, "the paper's is 0.1")
+
+    def _check_combinations(self) -> None:
+        divergence = self.f_divergence_type
+        check_choice("f_divergence_type", divergence, DIVERGENCES)
+        unfit = [name for name in self.loss_type if name not in DIFFERENCES and divergence != "reverse_kl"]
+        remedy = "other divergences are defined for losses of the difference of two scores alone"
+        expect(not unfit, "f_divergence_type", f"'reverse_kl' for {unfit}", repr(divergence), remedy)
+        unfit = sorted(SORTED & set(self.loss_type)) if self.use_weighting else []
+        remedy = "a loss that sorts the batch has no pairs to weigh"
+        expect(not unfit, "use_weighting", f"False for {unfit}", True, remedy)
+
+    @property
+    def scope(self) -> str:
+        return "batch" if SORTED & set(self.loss_type) else "group"
+
+    @property
+    def observes(self) -> tuple[str, ...]:
+        return (*super().observes, "log_sum_sq_probs") if self.use_weighting else super().observes
+
+    @property
+    def needs_reference(self) -> bool:
+        return not self.reference_free
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        pairs = self.pairs(stats, batch)
+        weighted = list(zip(self.loss_type, self.loss_weights, strict=True))
+        values = [weight * DPO_LOSSES[name](self, pairs) for name, weight in weighted if name != "sft"]
+        factor = self.pair_weights(stats, batch)
+        terms = {"dpo": Term(sum(values) * factor, over="pairs")} if values else {}
+        if "sft" in self.loss_type:
+            weight = sum(weight for name, weight in weighted if name == "sft")
+            factor = batch.spread(torch.cat((factor, factor))) if self.use_weighting else 1.0
+            terms["sft"] = Term(-weight * factor * stats.logps * batch.is_chosen, over="chosen_tokens")
+        rewards = self.beta * pairs.chosen, self.beta * pairs.rejected
+        metrics = pair_metrics((pairs.chosen_logps, pairs.rejected_logps), rewards)
+        return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)
+
+    def pairs(self, stats: TokenStats, batch: Batch) -> Pairs:
+        """Sums of each pair's tokens under policy and reference."""
+        weights = None
+        if self.ld_alpha is not None:
+            shared = torch.minimum(*batch.lengths.chunk(2))
+            beyond = batch.positions >= batch.spread(torch.cat((shared, shared)))
+            weights = 1 - (1 - self.ld_alpha) * beyond.to(stats.logps.dtype)
+        policy = batch.sum_by_sequence(stats.logps if weights is None else stats.logps * weights)
+        reference = (
+            self.sequence_ref_logps(batch, weights) if self.needs_reference else torch.zeros_like(policy)
+        )
+        scores = DIVERGENCES[self.f_divergence_type](self, policy - reference)
+        lengths = batch.lengths.clamp(min=1).to(policy.dtype)
+        return Pairs(*policy.chunk(2), *reference.chunk(2), *scores.chunk(2), *lengths.chunk(2))
+
+    def pair_weights(self, stats: TokenStats, batch: Batch) -> Tensor | float:
+        """WPO's weight of each pair: exp of the mean of log p - log sum p^2, over either sequence."""
+        if not self.use_weighting:
+            return 1.0
+        aligned = batch.sum_by_sequence(stats.logps.detach() - stats.log_sum_sq_probs)
+        chosen, rejected = (aligned / batch.lengths.clamp(min=1)).chunk(2)
+        return bounded_exp(chosen + rejected)

@@ -1,0 +1,125 @@
+"""The losses and divergences of `DPOLoss`, by TRL's names: functions of the pairs' log-probabilities."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from logitless.losses.numerics import bounded_exp
+from logitless.losses.preference import smoothed
+
+
+class Options(Protocol):
+    """The fields of `DPOLoss` that the functions here read."""
+
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+    f_alpha_divergence_coef: float
+
+
+class Pairs(NamedTuple):
+    """Numbers (pairs,) each: policy, reference, the f-divergence scores of their log-ratios, and lengths."""
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    ref_chosen_logps: Tensor
+    ref_rejected_logps: Tensor
+    chosen_scores: Tensor
+    rejected_scores: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+
+    @property
+    def chosen(self) -> Tensor:
+        """Log-ratio of policy and reference."""
+        return self.chosen_logps - self.ref_chosen_logps
+
+    @property
+    def rejected(self) -> Tensor:
+        """Log-ratio of policy and reference."""
+        return self.rejected_logps - self.ref_rejected_logps
+
+    @property
+    def delta(self) -> Tensor:
+        return self.chosen_scores - self.rejected_scores
+
+    @property
+    def mean_delta(self) -> Tensor:
+        return self.chosen_scores / self.chosen_lengths - self.rejected_scores / self.rejected_lengths
+
+
+def exo_pair(loss: Options, p: Pairs) -> Tensor:
+    x, epsilon = loss.beta * p.delta, loss.label_smoothing
+    better = x.sigmoid() * (logsigmoid(x) - math.log1p(-epsilon))
+    return better + (-x).sigmoid() * (logsigmoid(-x) - math.log(epsilon))
+
+
+def nca_pair(loss: Options, p: Pairs) -> Tensor:
+    better, worse = loss.beta * p.chosen, loss.beta * p.rejected
+    return -logsigmoid(better) - 0.5 * logsigmoid(-better) - 0.5 * logsigmoid(-worse)
+
+
+def robust(loss: Options, p: Pairs) -> Tensor:
+    x, epsilon = loss.beta * p.delta, loss.label_smoothing
+    return (epsilon * logsigmoid(-x) - (1 - epsilon) * logsigmoid(x)) / (1 - 2 * epsilon)
+
+
+def aot(loss: Options, p: Pairs) -> Tensor:
+    policy, reference = p.chosen_logps - p.rejected_logps, p.ref_chosen_logps - p.ref_rejected_logps
+    return smoothed(loss.beta * (policy.sort().values - reference.sort().values), loss.label_smoothing)
+
+
+def aot_unpaired(loss: Options, p: Pairs) -> Tensor:
+    return smoothed(loss.beta * (p.chosen.sort().values - p.rejected.sort().values), loss.label_smoothing)
+
+
+def discopop(loss: Options, p: Pairs) -> Tensor:
+    x = loss.beta * p.delta
+    gate = (x / loss.discopop_tau).sigmoid()
+    return (gate - 1) * logsigmoid(x) + gate * bounded_exp(-x)
+
+
+# "sft" is counted in tokens and stands apart, in `DPOLoss.terms`.
+DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
+    "sigmoid": lambda loss, p: smoothed(loss.beta * p.delta, loss.label_smoothing),
+    "hinge": lambda loss, p: relu(1 - loss.beta * p.delta),
+    "ipo": lambda loss, p: (p.mean_delta - 0.5 / loss.beta).square(),
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "robust": robust,
+    "bco_pair": lambda loss, p: -logsigmoid(loss.beta * p.chosen) - logsigmoid(-loss.beta * p.rejected),
+    "sppo_hard": lambda loss, p: (
+        (p.chosen - 0.5 / loss.beta).square() + (p.rejected + 0.5 / loss.beta).square()
+    ),
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+    "apo_zero": lambda loss, p: (-loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected).sigmoid(),
+    "apo_down": lambda loss, p: (
+        (loss.beta * p.chosen).sigmoid() + (loss.beta * (p.rejected - p.chosen)).sigmoid()
+    ),
+    "discopop": discopop,
+    "sigmoid_norm": lambda loss, p: -logsigmoid(loss.beta * p.mean_delta),
+}
+DPO_TYPES = (*DPO_LOSSES, "sft")
+# Those that sort over the batch.
+SORTED = {"aot", "aot_unpaired"}
+# Losses of the difference of the two scores alone. In it the partition function of any divergence cancels;
+# where the scores stand apart, that of reverse KL alone may be left out.
+DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
+
+
+def alpha_divergence(loss: Options, ratios: Tensor) -> Tensor:
+    power = loss.f_alpha_divergence_coef - 1
+    return ratios if abs(power) < 1e-6 else (bounded_exp(power * ratios) - 1) / power
+
+
+# f'(t) of each divergence at t = exp(log-ratio), up to a constant.
+DIVERGENCES: Mapping[str, Callable[[Options, Tensor], Tensor]] = {
+    "reverse_kl": lambda loss, ratios: ratios,
+    "forward_kl": lambda loss, ratios: 1 - bounded_exp(-ratios),
+    "js_divergence": lambda loss, ratios: math.log(2) + logsigmoid(ratios),
+    "alpha_divergence": alpha_divergence,
+}

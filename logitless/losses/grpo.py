@@ -1,0 +1,260 @@
+"""Group relative policy optimization, its descendants, and PPO."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenStats
+from logitless.losses.batch import Batch, Term
+from logitless.losses.checks import check_choice, expect
+from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, by_sign, clipped
+from logitless.losses.numerics import LARGEST, bounded_exp
+from logitless.losses.policy import ClippedLoss, Layout
+
+# VESPO's bounds on the log of a sequence's weight.
+SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOLoss(ClippedLoss):
+    """Group relative policy optimization and its descendants. With r = exp(logp - old_logp), per token:
+
+        cispo     -sg(min(r, epsilon_high)) A logp
+        sapo      -4/tau sigmoid(tau (r - 1)) A
+        vespo     -sg(w^k exp(lambda (1 - w))) A logp,  w the product of a sequence's ratios
+        the rest  -min(min(r, delta) A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+
+    plus beta * kl, kl = exp(d) - d - 1 with d = ref_logp - logp (k3), minus entropy_coef * entropy. The mean
+    is over tokens (bnpo, dapo, cispo, vespo), or over sequences of the mean of their tokens (grpo, sapo), of
+    their sum (luspo) or of their sum divided by max_completion_length (dr_grpo).
+
+    Args:
+        loss_type: grpo, bnpo, dr_grpo, dapo (TRL's default), cispo, sapo, luspo or vespo. "bnpo" with
+            advantages per token is PPO-clip.
+        beta: weight of the KL to the reference, which then must come as `ref_logps`.
+        epsilon, epsilon_high: clip range of the ratio; `epsilon_high` defaults to `epsilon`. cispo bounds the
+            ratio itself by `epsilon_high`, which should be above 1.
+        delta: upper bound of the ratio where the advantage is negative (INTELLECT-2); None for none.
+        importance_sampling_level: "token", or "sequence" for one ratio per sequence, exp of the mean of its
+            log-ratios (GSPO).
+        entropy_coef: weight of the entropy bonus, a mean over the call's tokens, differentiated.
+        use_bias_correction_kl: multiply the KL by the ratio.
+        top_entropy_quantile: share of the tokens, those of highest entropy, that the surrogate and the bonus
+            keep.
+        off_policy_mask_threshold: drop sequences of negative advantage whose tokens the sampler found
+            likelier than this, on average.
+        max_completion_length: of dr_grpo.
+        sapo_temperature_neg, sapo_temperature_pos: tau by the sign of the advantage.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and lambda by the sign of the
+            advantage.
+
+    The call takes hidden (B, T, H), targets (B, T), or packed, and by keyword `advantages` (B,) or like
+    targets; `mask`, `old_logps` (None: on policy, r = 1 with the right gradient), `ref_logps` and
+    `sampling_logps` like targets; `importance_weights` (old over sampler's probability) like targets or (B,);
+    `num_items`, in tokens or sequences as the loss type has it. Log-ratios are clamped to +-80 before exp.
+
+    Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
+    cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back,
+    so that a trainer need not compute them.
+
+    References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; Liu et al. (dr_grpo), 2025,
+    https://arxiv.org/abs/2503.20783; Yu et al. (dapo), 2025, https://arxiv.org/abs/2503.14476; MiniMax
+    (cispo), 2025, https://arxiv.org/abs/2506.13585; Zheng et al. (GSPO), 2025,
+    https://arxiv.org/abs/2507.18071; sapo https://arxiv.org/abs/2511.20347; luspo
+    https://arxiv.org/abs/2602.05261; vespo https://arxiv.org/abs/2602.10693; Wang et al.
+    (top_entropy_quantile), 2025, https://arxiv.org/abs/2506.01939.
+    """
+
+    loss_type: str = "dapo"
+    beta: float = 0.0
+    delta: float | None = None
+    importance_sampling_level: str = "token"
+    entropy_coef: float = 0.0
+    use_bias_correction_kl: bool = False
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    max_completion_length: int | None = None
+    sapo_temperature_neg: float = 1.05
+    sapo_temperature_pos: float = 1.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+
+    token_inputs: ClassVar = (
+        "advantages",
+        "old_logps",
+        "ref_logps",
+        "sampling_logps",
+        "importance_weights",
+        "log_importance",
+        "unit_weights",
+        "flag_weights",
+    )
+    shared_inputs: ClassVar = ("entropy_weight",)
+
+    def __post_init__(self) -> None:
+        check_choice("loss_type", self.loss_type, SURROGATES)
+        check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
+        super().__post_init__()
+        delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
+        expect(delta is None or delta > 0, "delta", "a positive number or None", delta, "use None for none")
+        bounds = delta is None or SURROGATES[self.loss_type] is clipped
+        expect(
+            bounds, "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
+        )
+        expect(self.beta >= 0, "beta", "a number >= 0", self.beta, "use 0.0 for none")
+        remedy = "use 1.0 to keep every token"
+        expect(0 <= quantile <= 1, "top_entropy_quantile", "a number in [0, 1]", quantile, remedy)
+        limited, remedy = self.loss_type != "dr_grpo" or (length or 0) > 0, "its sums are divided by it"
+        expect(limited, "max_completion_length", "a positive number for dr_grpo", length, remedy)
+        taus = self.sapo_temperature_neg, self.sapo_temperature_pos
+        expect(min(taus) > 0, "sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether one ratio serves a whole sequence."""
+        return self.importance_sampling_level == "sequence"
+
+    @property
+    def scope(self) -> str:
+        if self.top_entropy_quantile < 1:
+            return "batch"
+        whole = self.by_sequence or self.loss_type == "vespo" or self.off_policy_mask_threshold is not None
+        return "group" if whole else "token"
+
+    @property
+    def unit(self) -> str:
+        return "sequences" if self.loss_type in PER_SEQUENCE else "tokens"
+
+    @property
+    def differentiates(self) -> tuple[str, ...]:
+        return ("logps", "entropy") if self.entropy_coef else ("logps",)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        kl = ("kl",) if self.beta else ()
+        return ("entropy", "importance_ratio", *kl, *FLAGS[SURROGATES[self.loss_type]])
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        logps, advantages, detached = stats.logps, batch.advantages, stats.logps.detach()
+        log_ratio = logps - (detached if batch.old_logps is None else batch.old_logps)
+        if self.by_sequence:
+            ratio = batch.spread(bounded_exp(batch.sum_by_sequence(log_ratio) / batch.lengths.clamp(min=1)))
+        else:
+            ratio = bounded_exp(log_ratio)
+        phi = self.phi(log_ratio.detach(), batch) if self.loss_type == "vespo" else None
+        values, flags = SURROGATES[self.loss_type](self, ratio, advantages, logps, phi)
+
+        kept = self.kept(stats.entropy.detach(), batch)
+        if kept is not None:
+            values = values * kept
+        if self.off_policy_mask_threshold is not None:
+            sampling = batch.old_logps if batch.sampling_logps is None else batch.sampling_logps
+            drift = batch.sum_by_sequence((sampling - detached).nan_to_num(nan=0.0))
+            drift = drift / batch.lengths.clamp(min=1)
+            values = values * ((advantages >= 0) | batch.spread(drift <= self.off_policy_mask_threshold))
+        if batch.importance_weights is not None and phi is None:
+            values = values * batch.importance_weights
+        metrics = {"entropy": Term(stats.entropy), "importance_ratio": Term(ratio)}
+        metrics |= {name: Term(x * batch.flag_weights, over=None) for name, x in flags.items()}
+        if self.beta:
+            d = (batch.ref_logps - logps).clamp(max=LARGEST)
+            kl = torch.expm1(d) - d
+            kl = (kl * ratio).clamp(max=math.exp(LARGEST)) if self.use_bias_correction_kl else kl
+            values = values + self.beta * kl
+            metrics["kl"] = Term(kl)
+        if batch.unit_weights is not None:
+            values = values * batch.unit_weights
+        return self.with_bonus(values, stats.entropy, kept, batch), metrics
+
+    def phi(self, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """VESPO's weight of a token, from the product of its sequence's ratios; without gradient."""
+        log_w = batch.sum_by_sequence(log_ratio.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
+        if batch.log_importance is not None:
+            log_w = log_w + batch.sum_by_sequence(batch.log_importance)
+        log_w = batch.spread(log_w.clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
+        positive = batch.advantages >= 0
+        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
+        decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
+        return (decay + k * log_w - decay * log_w.exp()).exp()
+
+    def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
+        """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
+        if self.top_entropy_quantile >= 1 or not entropy.shape[0]:
+            return None
+        counted = torch.where(batch.supervised, entropy, math.nan)
+        return (counted >= torch.nanquantile(counted, 1 - self.top_entropy_quantile)).to(entropy.dtype)
+
+    def with_bonus(
+        self, values: Tensor, entropy: Tensor, kept: Tensor | None, batch: Batch
+    ) -> dict[str, Term]:
+        """The loss's terms: with reduction="none" one value per unit, else surrogate and entropy apart."""
+        entropy = entropy if kept is None else entropy * kept
+        if self.reduction == "none":
+            values = values - self.entropy_coef * entropy if self.entropy_coef else values
+            values = batch.sum_by_sequence(values) if self.unit == "sequences" else values
+            return {"policy": Term(values, over=self.unit)}
+        terms = {"policy": Term(values, over=self.unit)}
+        if self.entropy_coef:
+            weight = batch.entropy_weight if kept is None else 1 / kept.sum().clamp(min=1)
+            weight = 1.0 if self.reduction == "sum" else weight
+            terms["entropy"] = Term(-self.entropy_coef * weight * entropy, over=None)
+        return terms
+
+    def laid_out(
+        self,
+        layout: Layout,
+        advantages: Tensor,
+        *,
+        old_logps: Tensor | None = None,
+        ref_logps: Tensor | None = None,
+        sampling_logps: Tensor | None = None,
+        importance_weights: Tensor | None = None,
+    ) -> dict[str, Tensor | None]:
+        if self.beta:
+            given = ref_logps is not None
+            expect(given, "ref_logps", "log-probabilities (beta > 0)", None, "pass them, or beta=0.0")
+        if self.off_policy_mask_threshold is not None:
+            known = old_logps is not None or sampling_logps is not None
+            expected = "old_logps or sampling_logps beside it"
+            expect(known, "off_policy_mask_threshold", expected, None, "pass one, or leave it None")
+        inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
+        inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
+        inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
+        lengths = layout.lengths()
+        inputs["entropy_weight"] = 1 / layout.counted.sum().clamp(min=1).to(layout.dtype)
+        if self.loss_type in ("grpo", "sapo"):
+            inputs["unit_weights"] = layout.spread(1 / lengths)
+        elif self.loss_type == "dr_grpo":
+            inputs["unit_weights"] = layout.spread(torch.full_like(lengths, 1 / self.max_completion_length))
+        # A number that a whole sequence shares is counted once.
+        once = layout.is_per_sequence(advantages) and (self.by_sequence or self.loss_type == "vespo")
+        share = (
+            1 / (lengths * layout.sequences) if once else inputs["entropy_weight"].expand(layout.sequences)
+        )
+        inputs["flag_weights"] = layout.spread(share)
+        if importance_weights is None:
+            return inputs
+        name = "importance_weights"
+        if self.loss_type != "vespo":
+            return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
+        logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
+        # One factor of a sequence, which its tokens share.
+        logs = logs.reshape(-1) / lengths if layout.is_per_sequence(logs) else logs
+        return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOLoss(GRPOLoss):
+    """PPO-clip: `GRPOLoss` of type "bnpo", with advantages per token.
+
+        mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over the tokens
+
+    Reference: Schulman et al., 2017, https://arxiv.org/abs/1707.06347.
+    """
+
+    loss_type: str = "bnpo"

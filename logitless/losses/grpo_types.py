@@ -1,0 +1,71 @@
+"""The surrogates of `GRPOLoss`, by TRL's names: functions of a token's ratio and advantage."""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Options(Protocol):
+    """The fields of `GRPOLoss` that the functions here read."""
+
+    epsilon: float
+    upper: float
+    delta: float | None
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+
+
+def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
+    """`torch.where` of two numbers in the dtype of `like`."""
+    return negative + (positive - negative) * condition.to(like.dtype)
+
+
+# Each takes (loss, ratio, advantages, logps, phi) and returns the surrogate and the flags of its metrics.
+
+
+def clipped(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+    bounded = ratio.clamp(1 - loss.epsilon, 1 + loss.upper)
+    if loss.delta is not None:
+        ratio = ratio.clamp(max=loss.delta)
+    low = ((ratio < 1 - loss.epsilon) & (advantages < 0)).to(ratio.dtype)
+    high = ((ratio > 1 + loss.upper) & (advantages > 0)).to(ratio.dtype)
+    flags = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    return -torch.minimum(ratio * advantages, bounded * advantages), flags
+
+
+def cispo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+    flags = {"cispo_clip_ratio": (ratio > loss.upper) & (advantages > 0)}
+    return -ratio.detach().clamp(max=loss.upper) * advantages * logps, flags
+
+
+def sapo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+    tau = by_sign(advantages > 0, loss.sapo_temperature_pos, loss.sapo_temperature_neg, logps)
+    return -4 / tau * (tau * (ratio - 1)).sigmoid() * advantages, {}
+
+
+def vespo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+    return -phi * advantages * logps, {"vespo/phi_seq_mean": phi}
+
+
+SURROGATES: Mapping[str, Callable] = {
+    "grpo": clipped,
+    "bnpo": clipped,
+    "dr_grpo": clipped,
+    "dapo": clipped,
+    "cispo": cispo,
+    "sapo": sapo,
+    "luspo": clipped,
+    "vespo": vespo,
+}
+FLAGS = {
+    clipped: ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+    cispo: ("cispo_clip_ratio",),
+    sapo: (),
+    vespo: ("vespo/phi_seq_mean",),
+}
+# Types whose mean is over sequences; that of the others is over tokens.
+PER_SEQUENCE = ("grpo", "sapo", "luspo", "dr_grpo")
+# What a ratio is of.
+LEVELS = ("token", "sequence")

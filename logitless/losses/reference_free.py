@@ -1,0 +1,184 @@
+"""Preference losses of pairs without a reference model: ORPO, CPO and SimPO."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, relu
+
+from logitless.kernels.cross_entropy import TokenStats
+from logitless.losses.base import LossOutput
+from logitless.losses.batch import Batch, Term
+from logitless.losses.checks import check_choice, expect
+from logitless.losses.numerics import bounded_exp
+from logitless.losses.preference import (
+    PairedLoss,
+    UnreferencedLoss,
+    pair_metrics,
+    preference_metrics,
+    smoothed,
+)
+
+# Below any mean log-probability that fp32 can tell from 0: the odds p / (1 - p) stay finite.
+CERTAIN = -1e-7
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOLoss(UnreferencedLoss):
+    """Odds-ratio preference optimization: the chosen tokens' NLL, and the odds of chosen against rejected.
+
+        NLL - beta * log sigma(log odds_c - log odds_r)
+
+    with odds = p / (1 - p), and log p the mean log-probability of a sequence's tokens; one closer to 0 than
+    1e-7 counts as -1e-7.
+
+    Args:
+        beta: weight of the odds ratio (lambda in the paper).
+
+    The call takes what `DPOLoss` takes, without a reference, and `nll_targets`, in targets' shape: the labels
+    of the NLL where they are more than the completion (TRL's ORPO counts the prompt as well). On the
+    completion of the chosen sequences they must be the targets themselves; of the rejected ones they are not
+    looked at. `num_items` is the number of pairs; the NLL is a mean over the chosen tokens of the call.
+
+    Metrics: those of `DPOLoss` (logps/* are means), log_odds_ratio and log_odds_chosen.
+
+    Reference: Hong et al., 2024, https://arxiv.org/abs/2403.07691.
+    """
+
+    beta: float = 0.1
+
+    token_inputs: ClassVar = ("completion",)
+    metric_names: ClassVar = (*PairedLoss.metric_names, "log_odds_ratio", "log_odds_chosen")
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        logps, lengths = stats.logps, batch.lengths
+        if batch.completion is not None:
+            logps, lengths = logps * batch.completion, batch.sum_by_sequence(batch.completion.to(logps.dtype))
+        means = batch.sum_by_sequence(logps) / lengths.clamp(min=1)
+        chosen, rejected = means.chunk(2)
+        certain = means.clamp(max=CERTAIN)
+        log_odds = torch.sub(*(certain - torch.log(-torch.expm1(certain))).chunk(2))
+        ratio = logsigmoid(log_odds)
+        terms = {
+            "nll": Term(-stats.logps * batch.is_chosen, over="chosen_tokens"),
+            "odds_ratio": Term(-self.beta * ratio, over="pairs"),
+        }
+        metrics = pair_metrics((chosen, rejected), (self.beta * chosen, self.beta * rejected))
+        metrics |= {
+            "log_odds_ratio": Term(ratio, over="pairs"),
+            "log_odds_chosen": Term(log_odds, over="pairs"),
+        }
+        return terms, metrics | preference_metrics(stats, batch, batch.is_chosen, batch.completion)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        nll_targets: Tensor | None = None,
+        shift: bool = False,
+        **arguments,
+    ) -> LossOutput:
+        completion = None
+        if nll_targets is not None:
+            expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
+            remedy = "give a label or ignore_index per token"
+            expect(nll_targets.shape == targets.shape, "nll_targets", expected, got, remedy)
+            completion = targets != self.ignore_index
+            # Rejected sequences have no NLL, so that their prompts need no logits.
+            first = torch.arange(targets.shape[0], device=targets.device)
+            first = first < _first_rejected(targets, arguments.get("cu_seqlens"))
+            more = torch.where(first.view(-1, *[1] * (targets.dim() - 1)), nll_targets, self.ignore_index)
+            targets = torch.where(completion, targets, more)
+        return super().__call__(hidden, weight, targets, completion=completion, shift=shift, **arguments)
+
+
+def _first_rejected(targets: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
+    """Where the rejected half starts along the first dimension."""
+    return targets.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
+
+
+CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
+    "sigmoid": lambda loss, delta: smoothed(loss.beta * delta, loss.label_smoothing),
+    "hinge": lambda loss, delta: relu(1 - loss.beta * delta),
+    "ipo": lambda loss, delta: (delta - 0.5 / loss.beta).square(),
+    "simpo": lambda loss, delta: smoothed(loss.beta * delta - loss.simpo_gamma, loss.label_smoothing),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPOLoss(UnreferencedLoss):
+    """Contrastive preference optimization: a preference loss without a reference, and the chosen tokens' NLL.
+
+        loss(log p_c - log p_r) + cpo_alpha * NLL
+
+    Args:
+        beta: scale of the difference.
+        loss_type: "sigmoid", "hinge", "ipo" or "simpo"; the last two take mean log-probabilities.
+        label_smoothing: share of flipped labels, for "sigmoid" and "simpo".
+        cpo_alpha: weight of the NLL.
+        simpo_gamma: target margin of "simpo".
+        alpha: AlphaPO's reward (1 - p^-alpha) / alpha in place of log p; 0 for log p.
+
+    The call takes what `DPOLoss` takes, without a reference; the metrics have the same names.
+
+    References: Xu et al., 2024, https://arxiv.org/abs/2401.08417; SimPO, Meng et al., 2024,
+    https://arxiv.org/abs/2405.14734; AlphaPO, Gupta et al., 2025, https://arxiv.org/abs/2501.03884.
+    """
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    cpo_alpha: float = 1.0
+    simpo_gamma: float = 0.5
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("loss_type", self.loss_type, CPO_LOSSES)
+        expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
+        smoothing = self.label_smoothing
+        expect(0 <= smoothing <= 1, "label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none")
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        logps = batch.sum_by_sequence(stats.logps)
+        if self.loss_type in ("ipo", "simpo"):
+            logps = logps / batch.lengths.clamp(min=1)
+        rewards = (1 - bounded_exp(-self.alpha * logps)) / self.alpha if self.alpha else logps
+        better, worse = rewards.chunk(2)
+        terms = {"cpo": Term(CPO_LOSSES[self.loss_type](self, better - worse), over="pairs")}
+        if self.cpo_alpha:
+            terms["nll"] = Term(-self.cpo_alpha * stats.logps * batch.is_chosen, over="chosen_tokens")
+        metrics = pair_metrics(logps.chunk(2), (self.beta * better, self.beta * worse))
+        return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOLoss(UnreferencedLoss):
+    """Simple preference optimization: -log sigma(beta * (mean log p_c - mean log p_r) - gamma).
+
+    Args:
+        beta: scale of the difference of mean log-probabilities.
+        gamma: target margin.
+
+    The call takes what `DPOLoss` takes, without a reference; the metrics have the same names (logps/* are
+    means).
+
+    Reference: Meng et al., 2024, https://arxiv.org/abs/2405.14734.
+    """
+
+    beta: float = 2.0
+    gamma: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect(self.beta > 0, "beta", "a positive number", self.beta, "the paper's are 2.0 to 2.5")
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        chosen, rejected = (batch.sum_by_sequence(stats.logps) / batch.lengths.clamp(min=1)).chunk(2)
+        terms = {"simpo": Term(-logsigmoid(self.beta * (chosen - rejected) - self.gamma), over="pairs")}
+        metrics = pair_metrics((chosen, rejected), (self.beta * chosen, self.beta * rejected))
+        return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)

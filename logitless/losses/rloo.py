@@ -1,0 +1,84 @@
+"""Policy gradients without a learned baseline: REINFORCE, and REINFORCE leave-one-out (RLOO)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenStats
+from logitless.losses.batch import Batch, Term
+from logitless.losses.checks import expect
+from logitless.losses.grpo_types import FLAGS, clipped
+from logitless.losses.numerics import bounded_exp
+from logitless.losses.policy import ClippedLoss, Layout, PolicyLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOLoss(ClippedLoss):
+    """REINFORCE leave-one-out, with a clipped ratio of whole sequences: r = exp(sum logp - sum old_logp).
+
+        mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) over the sequences
+
+    Args:
+        epsilon, epsilon_high: clip range; `epsilon_high` defaults to `epsilon`.
+
+    The call takes what `GRPOLoss` takes, of which it uses `advantages` (B,), `mask`, `old_logps` (like
+    targets, or (B,) sums) and `num_items`, in sequences. A KL to a reference belongs into the reward.
+    Metrics: entropy, importance_ratio, clip_ratio/*.
+
+    Reference: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740.
+    """
+
+    # `clipped` asks for it; RLOO bounds its ratio from above by the clip range alone.
+    delta: ClassVar = None
+
+    scope: ClassVar = "group"
+    unit: ClassVar = "sequences"
+    sequence_inputs: ClassVar = ("sequence_advantages", "old_sums")
+    token_inputs: ClassVar = ("old_logps",)
+    metric_names: ClassVar = ("entropy", "importance_ratio", *FLAGS[clipped])
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        logps, advantages = batch.sum_by_sequence(stats.logps), batch.sequence_advantages
+        old = logps.detach()
+        if batch.old_sums is not None:
+            old = batch.old_sums
+        elif batch.old_logps is not None:
+            old = batch.sum_by_sequence(batch.old_logps)
+        # An empty sequence has neither a ratio nor a loss.
+        filled = (batch.lengths > 0).to(logps.dtype)
+        ratio = bounded_exp((logps - old) * filled)
+        values, flags = clipped(self, ratio, advantages * filled, logps, None)
+        metrics = {name: Term(flag, over="sequences") for name, flag in flags.items()}
+        metrics |= {"entropy": Term(stats.entropy), "importance_ratio": Term(batch.spread(ratio))}
+        return {"policy": Term(values, over="sequences")}, metrics
+
+    def laid_out(
+        self, layout: Layout, advantages: Tensor, *, old_logps: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        expected, got = f"shape ({layout.sequences},), one per sequence", tuple(advantages.shape)
+        expect(layout.is_per_sequence(advantages), "advantages", expected, got, "rewards are of sequences")
+        inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
+        if old_logps is None:
+            return inputs
+        if layout.is_per_sequence(old_logps):
+            return inputs | {"old_sums": old_logps.detach().reshape(-1).to(layout.dtype)}
+        return inputs | {"old_logps": layout.per_token("old_logps", old_logps)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class REINFORCELoss(PolicyLoss):
+    """The policy gradient's own loss: mean of -A logp over the tokens, A the advantages less their baseline.
+
+    The call takes `advantages` (B,) or like targets, `mask` and `num_items`, in tokens. Metric: entropy.
+
+    Reference: Williams, 1992, https://doi.org/10.1007/BF00992696.
+    """
+
+    metric_names: ClassVar = ("entropy",)
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        return {"policy": Term(-batch.advantages * stats.logps)}, {"entropy": Term(stats.entropy)}
+
+    def laid_out(self, layout: Layout, advantages: Tensor) -> dict[str, Tensor | None]:
+        return {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}
