@@ -132,6 +132,7 @@ def test_create_graph(entry, trainable):
     with pytest.raises(RuntimeError) as caught:
         torch.autograd.grad(value, leaf, create_graph=True)
     assert FORM.match(str(caught.value)), str(caught.value)
+    assert "hidden @ weight.T" in str(caught.value), "a remedy that needs nothing of the library"
 
 
 SMALL_BUDGET = """

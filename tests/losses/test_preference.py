@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from logitless import BudgetWarning, CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
-from logitless.losses import engine, reference
+from logitless.losses import engine
 from logitless.losses.preference import CPO_LOSSES, DIVERGENCES, DPO_TYPES, KTO_LOSSES
+from tests import reference
 from tests.cases import DTYPES
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, assert_metrics_close, relative_error, run
 
