@@ -377,8 +377,8 @@ def call(loss, B=4, **inputs):
     return loss(torch.zeros(B, 3, 4), torch.zeros(7, 4), torch.zeros(B, 3, dtype=torch.int64), **inputs)
 
 
-REF = {"ref_logps": torch.zeros(4)}
-PACKED = torch.tensor([0, 2, 4, 6])
+REF = {"ref_logps": torch.zeros(4, device=DEVICE)}
+PACKED = torch.tensor([0, 2, 4, 6], device=DEVICE)
 BAD = {
     "odd": (lambda: call(SimPOLoss(), 3), "hidden: expected a multiple of 2"),
     "no reference": (lambda: call(DPOLoss()), "ref_logps: expected one of"),
