@@ -1,19 +1,27 @@
 # Two commands do all the set-up: `make demo` and `make test`. Both build .venv on first use from constraints.txt.
+# `make test-gpu PY=python3` takes the environment that is there: torch, triton, pytest, pytest-xdist, pytest-timeout, allpairspy.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 JOBS ?= 2
+GPU_JOBS ?= 8
+# What runs on a GPU where there is one; everything else runs on the CPU anyway.
+GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel)
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test mutants lint
+.PHONY: demo test test-gpu mutants lint
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
 
 test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest -n $(JOBS)
-	TRITON_INTERPRET=1 $(PY) -m pytest -n $(JOBS) tests/kernels
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels
+
+test-gpu:
+	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'PY: expected a Python whose torch sees a GPU, got none; run make test instead.')"
+	$(PY) -m pytest -n $(GPU_JOBS) -m "not offline" $(GPU_TESTS)
 
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants

@@ -15,7 +15,7 @@ import typer
 
 from logitless import BudgetWarning
 from tests.cases import DTYPES
-from tests.losses.test_cross_entropy import FACTORS, NUM_ITEMS, check_case, has_effect
+from tests.losses.test_cross_entropy import FACTORS, check_case, has_effect
 from tests.support import DEVICE
 
 GRID = ("trainable", "reduction", "budget", "label_smoothing", "z_loss", "class_weights", "softcap", "bias", "dft", "compact")
@@ -39,8 +39,6 @@ def failures(share: list[tuple[dict, str]]) -> list[str]:
     import torch
 
     torch.set_default_device(DEVICE)
-    for name, value in NUM_ITEMS.items():
-        NUM_ITEMS[name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
     warnings.simplefilter("ignore", BudgetWarning)
     found = []
     for case, dtype in share:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Where the tests of losses and kernels run; tests/losses/conftest.py makes it the default.
+# Where the tests of losses and kernels run; tests/conftest.py makes it the default device of the former.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

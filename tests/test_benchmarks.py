@@ -40,7 +40,7 @@ from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
 from benchmarks.preference_peers import BETA, dpo, full_logps, orpo
 from benchmarks.preference_peers import eager_loss as eager_preference
-from logitless.losses import reference
+from tests import reference
 
 CPU = torch.device("cpu")
 SHAPE = ce.Shape(48, 16, 131, ignored=0.5)

@@ -2,14 +2,12 @@
 
 import gc
 import json
-import os
 import weakref
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 trl = pytest.importorskip("trl")
 
 from transformers import TrainerState  # noqa: E402

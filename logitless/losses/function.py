@@ -132,8 +132,8 @@ class FusedLinearBase(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if not compiling and torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph: expected False, got True; logitless losses have no second derivative, take logitless.losses.reference "
-                "where you need one."
+                "create_graph: expected False, got True; the losses have no second derivative, so compute the "
+                "logits with hidden @ weight.T and differentiate F.cross_entropy where you need one."
             )
         if ctx.solved:
             pending, *gradients = ctx.saved_tensors

@@ -32,6 +32,7 @@ def triton_folder(version: str) -> Path | None:
     pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
 
 
+@pytest.mark.offline
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(interpreted, reason="compiled in the run without TRITON_INTERPRET; the interpreter changes nothing about it")
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
@@ -109,7 +110,7 @@ def launches(monkeypatch):
 def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
     """Every way into the kernels for one choice of dtypes and head."""
     for trainable, (smoothing, entropy) in itertools.product(("all", "hidden"), ((0.0, False), (0.1, "metric"), (0.1, True))):
-        h, w, targets, b = operands((6,), 40, 30, torch.float32 if autocast else dtype)
+        h, w, targets, b = (x.cpu() for x in operands((6,), 40, 30, torch.float32 if autocast else dtype))
         h.requires_grad_(trainable != "nothing")
         w.requires_grad_(trainable == "all")
         head = {"softcap": softcap, "logits_dtype": logits_dtype}

@@ -9,11 +9,11 @@ import torch
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
-from logitless.losses import reference
-from logitless.losses.reference.distillation import generalized_jsd, kl
 from logitless.losses.shard import VocabShard
+from tests import reference
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, poisoned
+from tests.reference.distillation import generalized_jsd, kl
 from tests.support import relative_error
 
 needs_triton = pytest.mark.skipif(

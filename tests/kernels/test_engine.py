@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, linear_logprobs
-from logitless.losses import reference
+from tests import reference
 from tests.cases import DTYPES, TRAINABLE, operands
 from tests.kernels.support import DEVICE, INTERPRETED
 from tests.support import assert_close, relative_error, run

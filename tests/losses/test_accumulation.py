@@ -140,7 +140,7 @@ def test_without_gradients_it_stays_as_it_is():
     assert not main.any()
 
 
-MAIN = torch.zeros(every_loss.V, every_loss.H)
+MAIN = torch.zeros(every_loss.V, every_loss.H, device=DEVICE)
 BAD = {
     "no tensor": ({"accumulate_into": 3}, "accumulate_into: expected a tensor, got int; ", TypeError),
     "dtype": ({"accumulate_into": MAIN.bfloat16()}, "accumulate_into: expected a torch.float32 tensor", TypeError),

@@ -247,7 +247,10 @@ def test_inductor():
 
 @pytest.mark.parametrize(
     "loss, options",
-    [(DPOLoss(reduction="none"), {"ref_logps": torch.zeros(4)}), (RLOOLoss(reduction="none"), {"advantages": torch.arange(4.0)})],
+    [
+        (DPOLoss(reduction="none"), {"ref_logps": torch.zeros(4, device=DEVICE)}),
+        (RLOOLoss(reduction="none"), {"advantages": torch.arange(4.0, device=DEVICE)}),
+    ],
     ids=["DPO", "RLOO"],
 )
 def test_an_unreduced_loss_of_sequences(loss, options):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from logitless import DistillationLoss, JSDLoss
-from logitless.losses import reference
 from logitless.losses.distillation import NAMES
+from tests import reference
 from tests.cases import DTYPES
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, assert_metrics_close, relative_error, run
 
@@ -266,7 +266,7 @@ def topk(values, ids, loss=None):
     return (loss or JSDLoss())(torch.zeros(4, 5), torch.zeros(7, 5), teacher_logprobs_topk=(values, ids))
 
 
-IDS = torch.zeros(4, 2, dtype=torch.int64)
+IDS = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE)
 BAD = {
     "tokens": (lambda: call(teacher_hidden=torch.zeros(3, 3)), r"teacher_hidden: expected shape \(4,\)"),
     "no head": (lambda: call(teacher_weight=None), "teacher_weight: expected the teacher's head"),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
-from logitless.losses import reference
 from logitless.losses.grpo_types import LEVELS, PER_SEQUENCE, SURROGATES, clipped
+from tests import reference
 from tests.cases import DTYPES
 from tests.support import DEVICE, GemmCounter, assert_close, assert_metrics_close, relative_error, run, sum_error
 

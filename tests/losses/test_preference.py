@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from logitless import BudgetWarning, CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
-from logitless.losses import engine, reference
+from logitless.losses import engine
 from logitless.losses.dpo_types import DIVERGENCES, DPO_TYPES
 from logitless.losses.kto import KTO_LOSSES
 from logitless.losses.reference_free import CPO_LOSSES
+from tests import reference
 from tests.cases import DTYPES
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, assert_metrics_close, relative_error, run
 
@@ -378,8 +379,8 @@ def call(loss, B=4, **inputs):
     return loss(torch.zeros(B, 3, 4), torch.zeros(7, 4), torch.zeros(B, 3, dtype=torch.int64), **inputs)
 
 
-REF = {"ref_logps": torch.zeros(4)}
-PACKED = torch.tensor([0, 2, 4, 6])
+REF = {"ref_logps": torch.zeros(4, device=DEVICE)}
+PACKED = torch.tensor([0, 2, 4, 6], device=DEVICE)
 BAD = {
     "odd": (lambda: call(SimPOLoss(), 3), "hidden: expected a multiple of 2"),
     "no reference": (lambda: call(DPOLoss()), "ref_logps: expected one of"),

@@ -57,11 +57,11 @@ class Answer:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu")
 
 
 def targets() -> Tensor:
-    ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3), device="cpu")
     ids[0, :2] = ids[2, 3] = -100
     return ids
 
@@ -74,7 +74,11 @@ def ce(**options):
 REFERENCE = {"ref_hidden": random(B, T, TEACHER_H, seed=5), "ref_weight": random(V, TEACHER_H, seed=6)}
 TEACHER = {"teacher_hidden": random(B, T, TEACHER_H, seed=7), "teacher_weight": random(V, TEACHER_H, seed=8)}
 ROLLOUT = {"advantages": random(B, seed=9), "old_logps": -3 + 0.1 * random(B, T, seed=9)}
-KL = {"kl_hidden": random(B, T, H, seed=11), "kl_targets": targets(), "ref_logps": torch.full((B,), -30.0, dtype=torch.float64)}
+KL = {
+    "kl_hidden": random(B, T, H, seed=11),
+    "kl_targets": targets(),
+    "ref_logps": torch.full((B,), -30.0, dtype=torch.float64, device="cpu"),
+}
 BIAS = random(V, seed=1)
 
 # What is a shard's alone; everything else is the same on all ranks.
@@ -93,7 +97,7 @@ CASES = {
     "dpo": (DPOLoss(), REFERENCE),
     "dpo weighted": (DPOLoss(loss_type=["sigmoid", "sft"], use_weighting=True), REFERENCE | {"ref_bias": random(V, seed=12)}),
     "orpo": (ORPOLoss(), {}),
-    "kto": (KTOLoss(), {"labels": torch.tensor([True, False, True, True]), "kl": KL, "ref_logps": random(B, seed=3)}),
+    "kto": (KTOLoss(), {"labels": torch.tensor([True, False, True, True], device="cpu"), "kl": KL, "ref_logps": random(B, seed=3)}),
     "grpo": (GRPOLoss(return_logps=True), ROLLOUT),
     "grpo entropy": (GRPOLoss(entropy_coef=0.3, top_entropy_quantile=0.5), ROLLOUT),
     "rloo": (RLOOLoss(), ROLLOUT),

@@ -1,0 +1,28 @@
+"""The losses on full logits, in plain PyTorch, written from the papers: the truth that the tests compare with.
+
+Nothing here is chunked, fused or clever, and nothing is shared with the engine. Every function is generic in the dtype of its
+operands, which gives both numbers of the tolerance rule: on fp64 operands it is the truth, on bf16, fp16 or fp32 operands it is
+the naive computation (one GEMM in the operands' dtype, then the logits upcast to at least fp32).
+"""
+
+from tests.reference.cross_entropy import cross_entropy, head_logits, shift_left, token_logprobs
+from tests.reference.distillation import distillation
+from tests.reference.policy import grpo, ppo, reinforce, rloo
+from tests.reference.preference import cpo, dpo, kto, orpo, simpo
+
+__all__ = [
+    "cpo",
+    "cross_entropy",
+    "distillation",
+    "dpo",
+    "grpo",
+    "head_logits",
+    "kto",
+    "orpo",
+    "ppo",
+    "reinforce",
+    "rloo",
+    "shift_left",
+    "simpo",
+    "token_logprobs",
+]

@@ -1,10 +1,11 @@
-"""Two processes of one training run on this machine, over gloo."""
+"""Two processes of one training run on this machine, over gloo, on the CPU."""
 
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,8 @@ WORLD = 2
 
 def in_two_processes(folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(*args)` in either process; what each returned, by rank. `function` is one that a module holds, for pickling."""
-    torch.multiprocessing.spawn(_run, args=(str(folder), function, args), nprocs=WORLD)
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
+        torch.multiprocessing.spawn(_run, args=(str(folder), function, args), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 

@@ -14,5 +14,6 @@ def test_ddp_sees_the_deferred_head(tmp_path):
     teacher(tmp_path)
     script, root = Path(__file__).with_name("ddp_distillation.py"), Path(__file__).parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), str(tmp_path)]
-    found = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr[-3000:]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitless.losses.reference.cross_entropy import head_logits, token_logprobs
+from tests.reference.cross_entropy import head_logits, token_logprobs
 
 # Log-probability of what is not there. Its exponential is 0 in every dtype, and unlike -inf it makes no NaN in a gradient.
 NOTHING = -1e4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless.losses import reference
+from tests import reference
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")

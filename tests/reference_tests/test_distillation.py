@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logitless.losses import reference
+from tests import reference
 
 # Two tokens of a student that says (1/4, 3/4) and (3/4, 1/4), and a teacher that says (1/2, 1/2) and (1/5, 4/5): with `hidden` the
 # identity, `weight.T` is the logits.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from logitless.losses import reference
+from tests import reference
 
 LOG2, LOG3, LOG7 = math.log(2), math.log(3), math.log(7)
 IGNORED = -100

@@ -1,0 +1,48 @@
+"""What is shipped: a wheel holds the library alone; a source distribution also what is needed to test and measure it."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt")
+BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+
+
+def files_below(root: Path) -> set[str]:
+    """Of the folders that are shipped, without what Python and the tools leave behind."""
+    found = (path.relative_to(root) for folder in SHIPPED for path in (root / folder).rglob("*") if path.is_file())
+    return {str(path) for path in found if "__pycache__" not in path.parts}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with a wheel and a source distribution, built offline from a copy of the repository."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy = tmp_path_factory.mktemp("repository")
+    for name in SHIPPED:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, check=True)
+    return copy / "dist"
+
+
+def test_sdist_holds_everything(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    missing = (files_below(ROOT) | set(FILES)) - names
+    assert not missing
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_wheel_holds_the_library_and_nothing_else(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == {name for name in files_below(ROOT) if name.startswith("logitless/")}
