@@ -1,6 +1,7 @@
 """Limits that keep the library readable, and what importing it may load.
 
-The kernels are long by nature and excepted where a rule says so. `trl_integration/` is not held to the limits yet.
+The kernels are long by nature and excepted where a rule says so. `trl_integration/` is not held to the limits
+yet.
 """
 
 import ast
@@ -134,7 +135,7 @@ def test_no_code_is_left_out_of_formatting():
 
 
 def imported(name: str, tree: ast.Module) -> Iterator[str]:
-    """Modules of the library that `name` imports anywhere in its file, under TYPE_CHECKING and in functions too."""
+    """Modules of the library that `name` imports, under TYPE_CHECKING and in functions too."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -144,7 +145,7 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
                 ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
             )
             source = ".".join(filter(None, (above, node.module)))
-            # `from package import name` imports the module `package.name` where there is one, else the package.
+            # `from package import name` imports the module `package.name` if there is one, else the package.
             found = [
                 inner if (inner := f"{source}.{alias.name}") in MODULES else source for alias in node.names
             ]
@@ -155,7 +156,7 @@ def imported(name: str, tree: ast.Module) -> Iterator[str]:
 
 @rebuilt
 def test_imports_have_no_circle():
-    """import-linter's contract sees circles between siblings; this one also those through a package's `__init__`."""
+    """Also those through a package's `__init__`, which import-linter's contract for siblings does not see."""
     graph = {name: set(imported(name, ast.parse(path.read_text()))) for name, path in MODULES.items()}
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -164,7 +165,7 @@ def test_imports_have_no_circle():
 
 
 def newly_loaded(statement: str) -> set[str]:
-    """The heavy modules that a fresh interpreter loads for `statement`, beyond those that torch loads by itself."""
+    """The heavy modules that a fresh interpreter loads for `statement`, beyond those that torch loads."""
     code = f"import sys, torch; alone = set(sys.modules); {statement}; print(*set(sys.modules) - alone)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
