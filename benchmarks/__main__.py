@@ -10,7 +10,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, picture, readme, trainers
+from benchmarks import compare_trees, readme, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -304,6 +304,9 @@ def plot(
     picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1] / "docs" / "ce.png",
 ) -> None:
     """Rewrite the README's tables from the newest results, and draw the picture of the newest `sweep`."""
+    # Here alone, so that a machine that only measures needs no matplotlib.
+    from benchmarks import picture
+
     tables = {name: found for name in TABLES if (found := newest(name, results))}
     for name, (source, document) in tables.items():
         try:

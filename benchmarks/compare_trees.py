@@ -1,8 +1,8 @@
 """Our own rows before and after a change: two trees in turn, each time in a fresh process.
 
 A process measures every row of `own_rows.py` for one tree; the trees alternate, and so does by round who goes
-first. A slow drift of clock or temperature then reaches both alike. What a killed run has measured so far is in
-its file.
+first. A slow drift of clock or temperature then reaches both alike. What a killed run has measured so far is
+in its file.
 """
 
 import hashlib
@@ -130,8 +130,9 @@ def one_run(tree: Path, settings: Settings) -> dict:
 @contextmanager
 def processes(tree: Path, settings: Settings, folder: Path) -> Iterator[list[subprocess.Popen]]:
     """A process for each rank, that all end with the block, with whatever they started themselves."""
-    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path}
+    # What is relative in it would mean another place there.
+    others = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), *others])}
     started: list[subprocess.Popen] = []
     # Whoever ends this process must not leave others on the GPU.
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,8 +1,8 @@
-"""The rows of our own benchmarks as one process measures them for one tree: times, peak memory, the host's time.
+"""The rows of our own benchmarks, as one process measures them for one tree: times, memory, the host's time.
 
 `compare_trees.py` starts this in a fresh process for every tree and round, with `logitless` from the tree and
-this package from where the comparison was started, so that both trees are measured by the same code. Hence only
-the public API is used here.
+this package from where the comparison was started, so that both trees are measured by the same code. Hence
+only the public API is used here.
 """
 
 import functools
@@ -299,7 +299,7 @@ def tensors_of(arguments: Sequence) -> list[Tensor]:
 def timed(
     session: Session, row: Row, arguments: Sequence, before: Callable[[], object] = lambda: None
 ) -> dict:
-    """Milliseconds of each repetition, peak bytes, and what shows a wrong result: loss, norms of gradients."""
+    """Milliseconds of each call, peak bytes, and what shows a wrong result: loss, norms of gradients."""
     tensors = tensors_of(arguments)
 
     def clear() -> None:

@@ -1,9 +1,9 @@
-"""How many functions of the library one call passes: what a reader follows, and the host pays for in every step.
+"""How many functions of the library a call passes: what a reader follows, and the host pays for in each step.
 
-Counted are distinct Python functions (code objects) in files under `logitless/` outside `kernels/`, in the forward
-pass of a warm, uncompiled cross-entropy call on the CPU. Comprehensions and generator expressions are part of the
-function around them, as in Python 3.12, which inlines most of them. Functions that dataclasses and named tuples
-generate have no file, and do not count.
+Counted are distinct Python functions (code objects) in files under `logitless/` outside `kernels/`, in the
+forward pass of a warm, uncompiled cross-entropy call on the CPU. Comprehensions and generator expressions are
+part of the function around them, as in Python 3.12, which inlines most of them. Functions that dataclasses
+and named tuples generate have no file, and do not count.
 """
 
 import sys
