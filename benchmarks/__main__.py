@@ -10,10 +10,10 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
+from benchmarks import compare_trees, readme, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
-from benchmarks import picture, readme, trainers
 from benchmarks import preference as pairs
 from benchmarks import tensor_parallel as shards
 from benchmarks.ce import CE
@@ -206,6 +206,49 @@ def tensor_parallel(
         raise typer.Exit(1)
 
 
+@app.command("compare")
+def compare_two_trees(
+    before: Annotated[Path, typer.Option(help="A checkout with the library as it was.")],
+    after: Annotated[Path, typer.Option(help="A checkout with the library as it is now.")],
+    rounds: Annotated[int, typer.Option(min=1, help="Processes for each tree.")] = 5,
+    rows: Annotated[list[str] | None, typer.Option(help="Only rows whose name contains this; repeatable.")] = None,
+    sharded: Annotated[bool, typer.Option("--tensor-parallel", help="Heads sharded over two GPUs instead.")] = False,
+    repeats: Annotated[int, typer.Option(help="Timed calls of a row in a process. Default: 7, 30 of small calls.")] = 0,
+    limit: Annotated[float, typer.Option(help="Seconds after which a process is ended.")] = 150.0,
+    minutes: Annotated[float, typer.Option(help="Start no round that would not end within these.")] = 60.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+) -> None:
+    """Our own rows in two checkouts, alternating in fresh processes: ratios, peak memory, host time to the first product."""
+    target = chosen_device(device, quick)
+    trees = {"before": before.resolve(), "after": after.resolve()}
+    for name, tree in trees.items():
+        if not (tree / "logitless" / "__init__.py").exists():
+            raise typer.BadParameter(f"--{name}: expected a folder that holds logitless/, got {tree}; pass a checkout.")
+    document = new_document("compare-tensor-parallel" if sharded else "compare", target, quick=quick)
+    # Without the folders, which mean nothing elsewhere: the trees are told by their commits and sources.
+    words = tuple(rows or ())
+    options = [*(["--tensor-parallel"] if sharded else []), *(f"--rows '{word}'" for word in words)]
+    document["command"] = " ".join(["python -m benchmarks compare --before BEFORE --after AFTER", *options])
+    settings = compare_trees.Settings(
+        device=target.type,
+        seed=document["seed"],
+        quick=quick,
+        repeats=repeats or (1 if quick else None),
+        host_calls=5 if quick else 200,
+        words=words,
+        ranks=2 if sharded else 1,
+        limit=limit,
+    )
+    path = out_path(out, document)
+    compare_trees.run(document, trees, settings, rounds, minutes=minutes, out=path, say=speaker())
+    finish(path)
+    typer.echo(compare_trees.table(document))
+    if document["summary"]["wrong"]:
+        raise typer.Exit(1)
+
+
 @app.command()
 def cpu(out: Out = None, quick: Quick = False, seconds: Seconds = 30.0) -> None:
     """Cross-entropy on this machine's CPU beside plain PyTorch."""
@@ -261,6 +304,9 @@ def plot(
     picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1] / "docs" / "ce.png",
 ) -> None:
     """Rewrite the README's tables from the newest results, and draw the picture of the newest `sweep`."""
+    # Here alone, so that a machine that only measures needs no matplotlib.
+    from benchmarks import picture
+
     tables = {name: found for name in TABLES if (found := newest(name, results))}
     for name, (source, document) in tables.items():
         try:

@@ -1,7 +1,7 @@
 """Vocabulary-parallel heads beside the whole head on one GPU: the same problem on every rank, each with its rows of the head."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -85,15 +85,10 @@ def worker(rank: int, ranks: int, folder: str, quick: bool, device_type: str, se
     for name, (objective, loss, shape, quick_shape, heads) in LOSSES.items():
         problem = objective.problem(quick_shape if quick else shape, device, seed)
         whole = measured(partial(loss, None, *problem.arguments), problem.leaves, problem.truth, device)
-        arguments, leaves = list(problem.arguments), dict(problem.leaves)
-        V = arguments[1].shape[0]
-        # Uneven, as a vocabulary is that no number of ranks divides.
-        ends = [round(V * share) for share in torch.linspace(0, 1, ranks + 1).tolist()]
-        ends[1] += min(64, V // 8)
-        rows = slice(ends[rank], ends[rank + 1])
-        for at in heads:
-            arguments[at] = arguments[at].detach()[rows].clone()
-        leaves["weight"] = arguments[1].requires_grad_()
+        arguments, leaves = problem.arguments, dict(problem.leaves)
+        rows = shard_rows(arguments[1].shape[0], rank, ranks)
+        arguments = sharded(arguments, heads, rank, ranks)
+        leaves["weight"] = arguments[1]
         truth = Truth(problem.truth.loss, problem.truth.gradients | {"weight": problem.truth.gradients["weight"][rows].clone()})
         del problem
         release(device)
@@ -102,6 +97,22 @@ def worker(rank: int, ranks: int, folder: str, quick: bool, device_type: str, se
         release(device)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def shard_rows(V: int, rank: int, ranks: int) -> slice:
+    """A rank's rows of the head. Uneven, as a vocabulary is that no number of ranks divides."""
+    ends = [round(V * share) for share in torch.linspace(0, 1, ranks + 1).tolist()]
+    ends[1] += min(64, V // 8)
+    return slice(ends[rank], ends[rank + 1])
+
+
+def sharded(arguments: Sequence, heads: tuple[int, ...], rank: int, ranks: int) -> list:
+    """The arguments with this rank's rows of the `heads` among them; the first is the one that trains."""
+    arguments, rows = list(arguments), shard_rows(arguments[1].shape[0], rank, ranks)
+    for at in heads:
+        arguments[at] = arguments[at].detach()[rows].clone()
+    arguments[1].requires_grad_()
+    return arguments
 
 
 def measured(call: Callable, leaves: dict[str, Tensor], truth: Truth, device: torch.device) -> dict:

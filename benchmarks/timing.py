@@ -13,7 +13,7 @@ REST = 0.05
 Case = Callable[[], Callable[[], object]]
 
 
-def time_ms(run: Callable[[], object], device: torch.device) -> float:
+def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = REST) -> float:
     """Milliseconds of `run()` on the device: CUDA events, or the wall clock on a CPU."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -22,7 +22,7 @@ def time_ms(run: Callable[[], object], device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     # Back to back, matrix products run an H200 into its power limit, and whoever comes later is up to a fifth slower.
-    time.sleep(REST)
+    time.sleep(rest)
     begin.record()
     run()
     end.record()

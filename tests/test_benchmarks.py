@@ -2,7 +2,11 @@
 
 import json
 import math
+import shutil
+import time
 from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +16,13 @@ from typer.testing import CliRunner
 import logitless
 from benchmarks import (
     ce,
+    compare_trees,
     distillation,
     gemm,
     measure,
     medusa,
     objective,
+    own_rows,
     peers,
     picture,
     policy,
@@ -1118,3 +1124,143 @@ def test_picture_of_a_cpu_run(tmp_path):
     run["sections"][0]["rows"][0]["peak_bytes"] = None
     picture.draw(run, tmp_path / "ce.png")
     assert (tmp_path / "ce.png").stat().st_size > 0
+
+
+# -- Two trees side by side
+
+
+def session(tmp_path, **changes) -> own_rows.Session:
+    known = {"rows": []}
+    settings = {"seed": 0, "quick": True, "repeats": 1, "host_calls": 2, "words": []} | changes
+    return own_rows.Session(device=CPU, out=tmp_path / "rows.json", found=known, **settings)
+
+
+def test_every_row_runs_and_has_gradients_where_its_inputs_need_them(tmp_path):
+    here = session(tmp_path)
+    with torch.compiler.set_stance("force_eager"):
+        for row in own_rows.ROWS:
+            here.measure(row, lambda row: own_rows.timed(here, row, here.arguments(row.inputs)))
+    found = {row["name"]: row for row in json.loads(here.out.read_text())["rows"]}
+    assert list(found) == [row.name for row in own_rows.ROWS]
+    assert not [row for row in found.values() if "failed" in row]
+    for row in found.values():
+        assert len(row["ms"]) == 1 and row["ms"][0] > 0 and math.isfinite(row["loss"])
+        assert all(math.isfinite(norm) and norm > 0 for norm in row["norms"])
+    # hidden and the head; the frozen head's own norm stands in for its gradient's.
+    assert [len(found[name]["norms"]) for name in ("logprobs", "logprobs, frozen head")] == [2, 2]
+    # Nothing without a gradient, and the main gradient besides d_hidden.
+    assert [len(found[name]["norms"]) for name in ("logprobs, no gradient", "CE accumulate_into")] == [0, 2]
+
+
+@pytest.mark.parametrize("row", own_rows.HOST_ROWS, ids=lambda row: row.name)
+def test_host_time_ends_with_the_first_product(row, tmp_path, monkeypatch):
+    """By a clock that only matrix products move: a second each."""
+    clock, real = [0.0], torch.mm
+
+    def product(*arguments, **options):
+        clock[0] += 1.0
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(own_rows, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    # JSD on a CPU would be compiled, by a compiler that has no place for this product.
+    with torch.compiler.set_stance("force_eager"):
+        assert own_rows.host_time(session(tmp_path), row)["us"] == [1e6, 1e6]
+    # Two calls after two that warm up, each with more products than the first.
+    assert clock[0] > 4
+    assert torch.mm is product
+
+
+def sabotaged(folder: Path) -> Path:
+    """A checkout whose cross-entropy is a tenth too large."""
+    shutil.copytree(compare_trees.ROOT / "logitless", folder / "logitless", ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "logitless" / "__init__.py").open("a") as file:
+        file.write("\nright = CrossEntropyLoss.__call__\n")
+        file.write("def wrong(*args, **options):\n    out = right(*args, **options)\n")
+        file.write("    return out._replace(loss=1.1 * out.loss)\nCrossEntropyLoss.__call__ = wrong\n")
+    return folder
+
+
+def test_compare_measures_each_tree_by_itself_and_sees_a_wrong_one(tmp_path):
+    out, tree = tmp_path / "compare.json", sabotaged(tmp_path / "tree")
+    options = ("--rounds", "1", "--rows", "CE N=512", "--rows", "CE 8192x4096", "--rows", "host CE", "--quick", "--device", "cpu")
+    result = invoke("compare", "--before", str(compare_trees.ROOT), "--after", str(tree), "--out", str(out), *options)
+    written = json.loads(out.read_text())
+    assert result.exit_code == 1, result.output
+    assert written["complete"] and str(tmp_path) not in out.read_text()
+    assert written["trees"]["before"]["sources"] != written["trees"]["after"]["sources"]
+    rows = {row["name"]: row for row in written["summary"]["rows"]}
+    assert list(rows) == ["CE 8192x4096x128256", "CE 8192x4096x128256, bf16 d_weight", "CE N=512", "host CE"]
+    for row in rows.values():
+        assert row["ratio"] == pytest.approx(row["after"]["median"] / row["before"]["median"])
+        assert bool(row["wrong"]) == (row["unit"] == "ms")
+    assert "geometric mean" in result.output and "CE N=512: the trees disagree" in result.output
+
+
+def test_compare_measures_shards_on_every_rank():
+    done = compare_trees.one_run(compare_trees.ROOT, settings(words=("tp cross",), ranks=2, limit=120.0))
+    assert "failed" not in done, done
+    (first,), (second,) = (rank["rows"] for rank in done["ranks"])
+    assert first["name"] == second["name"] == "tp cross-entropy" and first["loss"] == second["loss"]
+    # d_hidden is the same on both, d_weight each one's own.
+    assert len(set(first["norms"]) & set(second["norms"])) == 1
+
+
+def settings(**changes) -> compare_trees.Settings:
+    known = {"device": "cpu", "seed": 0, "quick": True, "repeats": 1, "host_calls": 1, "words": (), "ranks": 1, "limit": 60.0}
+    return compare_trees.Settings(**known | changes)
+
+
+@pytest.mark.parametrize(
+    "code, limit, said",
+    [
+        ("import time; time.sleep(60)", 0.5, "did not end within 0.5 s"),
+        ("raise SystemExit('no such GPU')", 60.0, "exit status 1: no such GPU"),
+    ],
+)
+def test_a_process_that_fails_or_hangs_is_ended_and_told(tmp_path, code, limit, said):
+    (tmp_path / "logitless").mkdir()
+    (tmp_path / "logitless" / "__init__.py").write_text(code)
+    document, start = {"device": "CPU"}, time.perf_counter()
+    trees = dict.fromkeys(compare_trees.TREES, tmp_path)
+    compare_trees.run(document, trees, settings(limit=limit), 1, minutes=1.0, out=tmp_path / "x.json", say=print)
+    assert time.perf_counter() - start < 30
+    assert [run["failed"] for run in document["runs"]] == [said, said]
+    assert f"NOT RIGHT: round 1, before: {said}" in compare_trees.table(document)
+
+
+def fake_runs(**rows: tuple) -> list[dict]:
+    """Three rounds of rows that take (before ms, after ms) with (before, after) bytes; in round 2 everything takes twice as long."""
+    runs = []
+    for turn in range(3):
+        for index, tree in enumerate(compare_trees.TREES):
+            found = [
+                {"name": name, "ms": [ms[index] * (1 + turn % 2)] * 3, "peak_bytes": peaks[index], "loss": 1.0, "norms": [2.0]}
+                for name, (ms, peaks) in rows.items()
+            ]
+            runs.append({"tree": tree, "round": turn, "ranks": [{"rows": found}]})
+    return runs
+
+
+def test_the_verdict_of_a_comparison():
+    runs = fake_runs(slower=((10.0, 10.3), (2**30, 2**30)), faster=((10.0, 9.5), (2**30, 2**30 + 2**25)))
+    document = {"runs": runs, "rounds": 3, "device": "GPU", "summary": compare_trees.summary(runs)}
+    assert document["summary"]["geometric_mean"] == pytest.approx(math.sqrt(1.03 * 0.95))
+    said = compare_trees.table(document)
+    assert "worst row 1.0300 (OVER 1.02): slower" in said and "geometric mean 0.9892 (within 1.005)" in said
+    assert "peak memory larger: faster by 32.0 MiB" in said and "NOT RIGHT" not in said
+
+
+@pytest.mark.parametrize("change, limit", [({"loss": 1.002}, "loss"), ({"norms": [2.03]}, "norms"), ({"norms": []}, "norms")])
+def test_a_comparison_of_different_results_is_not_right(change, limit):
+    runs = fake_runs(row=((10.0, 10.0), (1, 1)))
+    runs[1]["ranks"][0]["rows"][0] |= change
+    assert limit in compare_trees.summary(runs)["wrong"][0]
+
+
+def test_a_row_of_one_tree_alone_is_not_right():
+    runs = fake_runs(row=((10.0, 10.0), (1, 1)))
+    for run in runs[1::2]:
+        run["ranks"][0]["rows"] = [{"name": "row", "failed": "OutOfMemoryError"}]
+    found = compare_trees.summary(runs)
+    assert found["rows"][0]["ratio"] is None and found["wrong"] == ["row: failed after: OutOfMemoryError"]

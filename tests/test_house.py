@@ -1,0 +1,180 @@
+"""Limits that keep the library readable, and what importing it may load.
+
+The kernels are long by nature and excepted where a rule says so. `trl_integration/` is not held to the limits
+yet.
+"""
+
+import ast
+import graphlib
+import io
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import logitless
+
+LIBRARY = Path(logitless.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(LIBRARY.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(LIBRARY.rglob("*.py"))
+}
+HELD = [path for path in MODULES.values() if "trl_integration" not in path.parts]
+
+FILE_LINES, TRITON_LINES, FUNCTION_LINES, PARAMETERS, COLUMNS = 300, 450, 60, 8, 110
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton")
+OPERATORS = ("custom_op", "triton_op", "register_fake", "register_kernel", "register_autograd")
+
+rebuilt = pytest.mark.xfail(strict=False, reason="the engine is being rebuilt")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Function(NamedTuple):
+    path: Path
+    node: FunctionNode
+    at_top: bool
+
+    @property
+    def lines(self) -> int:
+        """Without signature and docstring."""
+        body = self.node.body[1:] if ast.get_docstring(self.node) is not None else self.node.body
+        return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+    @property
+    def parameters(self) -> int:
+        arguments = self.node.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        return sum(x.arg not in ("self", "cls") for x in named) + sum(
+            map(bool, (arguments.vararg, arguments.kwarg))
+        )
+
+    @property
+    def is_operator(self) -> bool:
+        return any(
+            word in ast.unparse(decorator) for decorator in self.node.decorator_list for word in OPERATORS
+        )
+
+    @property
+    def is_public_call(self) -> bool:
+        return self.node.name == "__call__" or (self.at_top and self.node.name in logitless.__all__)
+
+    def __str__(self) -> str:
+        return f"{place(self.path)}:{self.node.lineno} {self.node.name}"
+
+
+def place(path: Path) -> str:
+    return str(path.relative_to(LIBRARY.parent))
+
+
+def functions() -> Iterator[Function]:
+    """Those outside `kernels/`, nested ones and methods among them."""
+    for path in HELD:
+        if path.is_relative_to(LIBRARY / "kernels"):
+            continue
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, FunctionNode):
+                yield Function(path, node, node in tree.body)
+
+
+def listed(found: list[str]) -> str:
+    return f"{len(found)} of them:\n" + "\n".join(found)
+
+
+@rebuilt
+def test_files_are_short():
+    sizes = {path: len(path.read_text().splitlines()) for path in HELD}
+    limits = {path: TRITON_LINES if path.name.endswith("_triton.py") else FILE_LINES for path in HELD}
+    found = [f"{place(path)}: {size} lines" for path, size in sizes.items() if size > limits[path]]
+    assert not found, listed(found)
+
+
+@rebuilt
+def test_functions_are_short():
+    found = [
+        f"{function}: {function.lines} lines" for function in functions() if function.lines > FUNCTION_LINES
+    ]
+    assert not found, listed(found)
+
+
+@rebuilt
+def test_functions_take_few_parameters():
+    found = [
+        f"{function}: {function.parameters} parameters"
+        for function in functions()
+        if function.parameters > PARAMETERS and not function.is_operator and not function.is_public_call
+    ]
+    assert not found, listed(found)
+
+
+@rebuilt
+def test_lines_are_short():
+    found = [
+        f"{place(path)}:{number}: {len(line)} columns"
+        for path in HELD
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > COLUMNS
+    ]
+    assert not found, listed(found)
+
+
+@rebuilt
+def test_no_code_is_left_out_of_formatting():
+    found = [
+        f"{place(path)}:{token.start[0]}: {token.string}"
+        for path in HELD
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.COMMENT and token.string.removeprefix("#").strip().startswith("fmt:")
+    ]
+    assert not found, listed(found)
+
+
+def imported(name: str, tree: ast.Module) -> Iterator[str]:
+    """Modules of the library that `name` imports, under TYPE_CHECKING and in functions too."""
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = (
+                ".".join(package.split(".")[: len(package.split(".")) + 1 - node.level]) if node.level else ""
+            )
+            source = ".".join(filter(None, (above, node.module)))
+            # `from package import name` imports the module `package.name` if there is one, else the package.
+            found = [
+                inner if (inner := f"{source}.{alias.name}") in MODULES else source for alias in node.names
+            ]
+        else:
+            continue
+        yield from (module for module in found if module in MODULES)
+
+
+@rebuilt
+def test_imports_have_no_circle():
+    """Also those through a package's `__init__`, which import-linter's contract for siblings does not see."""
+    graph = {name: set(imported(name, ast.parse(path.read_text()))) for name, path in MODULES.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
+def newly_loaded(statement: str) -> set[str]:
+    """The heavy modules that a fresh interpreter loads for `statement`, beyond those that torch loads."""
+    code = f"import sys, torch; alone = set(sys.modules); {statement}; print(*set(sys.modules) - alone)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(HEAVY) & set(done.stdout.split())
+
+
+@rebuilt
+def test_the_import_is_light():
+    assert not newly_loaded("import logitless")
