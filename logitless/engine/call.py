@@ -15,7 +15,7 @@ from logitless.engine.operands import Operands, shifted
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.errors import expect
 from logitless.parallel.groups import local_parameter
-from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
+from logitless.parallel.sequences import WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary, WholeVocabulary
 
 
@@ -102,7 +102,7 @@ class Call:
 
     @property
     def sequences(self) -> WholeSequences:
-        return WHOLE_SEQUENCES if self.loss.cp_group is None else SlicedSequences(self.loss.cp_group)
+        return self.loss.sequences
 
     @property
     def trainable(self) -> bool:
@@ -126,14 +126,13 @@ def make_call(loss: LossSpec, operands: Operands, options: Options, inputs: Mapp
         fits = wanted is None or wanted == dtype or wanted == torch.promote_types(wanted, stat)
         expect(fits, name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
     sequence_count, cu_seqlens = _sequences(loss, hidden, options.cu_seqlens)
-    flat = {name: _flat_input(loss, name, role, inputs.get(name), targets.shape, sequence_count)
-            for name, role in loss.roles.items()}
+    flat = {name: _flat_input(loss, name, inputs.get(name), targets.shape, sequence_count) for name in loss.roles}
     if options.shift:
         ends = None if cu_seqlens is None else cu_seqlens[1:]
         dim = targets.dim() - 1
         flat = {name: shifted(x, 0, dim, ends) if x is not None and loss.roles[name] is Role.TOKEN else x for name, x in flat.items()}
         targets = shifted(targets, loss.ignore_index, dim, ends)
-    return Call(
+    call = Call(
         loss=loss,
         hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
@@ -146,6 +145,9 @@ def make_call(loss: LossSpec, operands: Operands, options: Options, inputs: Mapp
         cu_seqlens=cu_seqlens,
         frozen=frozen,
     )
+    if loss.tp_group is None:
+        _check_vocabulary_inputs(call)
+    return call
 
 
 def _rows(x: Tensor | None, targets: Tensor) -> Tensor | None:
@@ -153,8 +155,9 @@ def _rows(x: Tensor | None, targets: Tensor) -> Tensor | None:
     return None if x is None else x.reshape(-1, *x.shape[targets.dim() :])
 
 
-def _flat_input(loss: LossSpec, name: str, role: Role, x: Tensor | None, shape: torch.Size, sequence_count: int) -> Tensor | None:
+def _flat_input(loss: LossSpec, name: str, x: Tensor | None, shape: torch.Size, sequence_count: int) -> Tensor | None:
     """One of the loss's inputs, checked against its role."""
+    role = loss.roles[name]
     if x is None or role is Role.WHOLE:
         return x
     expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, "pass torch.tensor(...)", TypeError)
@@ -292,7 +295,8 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
             slots=slots,
             vocabulary=vocabulary,
         )
-        _check_vocabulary_inputs(call)
+        if loss.tp_group is not None:
+            _check_vocabulary_inputs(call)
         calls.append(call)
     return calls
 

@@ -13,6 +13,7 @@ It runs in one of three modes:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ class Run:
     plans: list[Plan] = field(default_factory=list)  # filled by an eager forward pass
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What a call gave."""
 
     loss: Tensor | None  # 0-d

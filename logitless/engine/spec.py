@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless.errors import expect
 from logitless.kernels.head import Head
+from logitless.parallel.sequences import WholeSequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,6 +84,10 @@ class LossSpec(Protocol):
     @property
     def head(self) -> Head:
         """The transform of its logits."""
+
+    @property
+    def sequences(self) -> WholeSequences:
+        """Which part of each sequence this rank has."""
 
     def terms(self, numbers, batch) -> tuple[dict, dict]:
         """The unreduced loss and metrics of a slice."""

@@ -110,7 +110,7 @@ def fused_divergence(
 
 
 class Ranks(Protocol):
-    """The ranks that hold a shard of the vocabulary each, and where this one's lies (`losses/shard.py`)."""
+    """The ranks that hold a shard of the vocabulary each, and where this one's lies (`parallel/vocabulary.py`)."""
 
     width: int
 
@@ -118,7 +118,7 @@ class Ranks(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
-    def argmax(self, values: Tensor, columns: Tensor) -> Tensor: ...
+    def best_id(self, values: Tensor, columns: Tensor) -> Tensor: ...
 
 
 # Rows of logits whose arg-max is taken at a time, with the transform of the head.
@@ -160,7 +160,7 @@ def sharded_divergence(
 
     def arg_max(logits: Tensor, head: Head, bias: Tensor | None) -> Tensor:
         found = [head.logits(x, bias)[0].max(-1) for x in logits.split(ARG_MAX_ROWS)]
-        return ranks.argmax(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return ranks.best_id(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     best, favourite = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
     options = {

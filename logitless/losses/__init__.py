@@ -1,8 +1,9 @@
 """The losses, and what is needed to write another."""
 
-from logitless.kernels.cross_entropy import TokenStats
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.plan import BudgetWarning, Plan
+from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss, LossOutput, TokenLoss
-from logitless.losses.batch import Batch, Term
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses.distillation import DistillationLoss, JSDLoss
 from logitless.losses.dpo import DPOLoss
@@ -11,10 +12,9 @@ from logitless.losses.kto import KTOLoss
 from logitless.losses.logprobs import TokenLogprobs, linear_logprobs
 from logitless.losses.medusa import MedusaHeads, MedusaLoss
 from logitless.losses.multi_token import MultiTokenLoss
-from logitless.losses.parallel import global_num_items
-from logitless.losses.plan import BudgetWarning, Plan
 from logitless.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from logitless.losses.rloo import REINFORCELoss, RLOOLoss
+from logitless.parallel.normalizers import global_num_items
 
 __all__ = [
     "Batch",

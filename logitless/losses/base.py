@@ -23,6 +23,7 @@ from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
 from logitless.losses.declarations import check_class, check_fields
 from logitless.parallel.groups import process_group
+from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -119,10 +120,11 @@ class LinearLoss:
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         cls.roles = MappingProxyType(roles_of(cls))
-        if isinstance(cls.scope, str):
-            fits = cls.scope != "token" or not cls.sequence_inputs
+        complete = cls.terms.__module__ != __name__  # not a base of other losses
+        if complete and cls.scope == "token":
             got = f"{cls.sequence_inputs} with scope 'token'"
-            expect(fits, f"{cls.__name__}.sequence_inputs", "none", got, "set scope to 'group' or 'batch'", TypeError)
+            remedy = "set scope to 'group' or 'batch'"
+            expect(not cls.sequence_inputs, f"{cls.__name__}.sequence_inputs", "none", got, remedy, TypeError)
 
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
@@ -137,7 +139,13 @@ class LinearLoss:
 
     @property
     def head(self) -> Head:
+        """The transform of the logits."""
         return Head(self.softcap, self.logit_scale, self.temperature)
+
+    @property
+    def sequences(self) -> WholeSequences:
+        """Which part of each sequence this rank has."""
+        return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
     def terms(self, stats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""

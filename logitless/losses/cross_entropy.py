@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_vocabulary_input, expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class CrossEntropyLoss(TokenLoss):
     dft: bool = False
 
     token_inputs: ClassVar = ("token_weights",)
-    shared_inputs: ClassVar = ("class_weights",)
+    vocabulary_inputs: ClassVar = ("class_weights",)
+    sum_logits_weights: ClassVar = "class_weights"
     metric_names: ClassVar = ("token_accuracy", "entropy", "z_loss", "num_tokens")
     observes: ClassVar = ("entropy", "is_top1")
 
@@ -86,8 +87,6 @@ class CrossEntropyLoss(TokenLoss):
         token_weights: Tensor | None = None, num_items: float | Tensor | None = None, shift: bool = False,
         accumulate_into: Tensor | None = None, grad_scale: float = 1.0,
     ) -> LossOutput:  # fmt: skip
-        if self.tp_group is None:
-            check_vocabulary_input("class_weights", class_weights, weight.shape[0])
         if token_weights is not None:
             expect(
                 token_weights.shape == targets.shape, "token_weights", f"targets' shape {tuple(targets.shape)}",

@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from logitless.engine.batch import Batch
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_choice, expect
 
 # Of log-probabilities (n, K) of student and teacher.
 DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]] = {
@@ -69,7 +70,8 @@ class DistillationLoss(LogitsLoss):
 
     teacher: ClassVar = True
     vocab_parallel: ClassVar = True
-    token_inputs: ClassVar = ("labels", "topk_logprobs", "topk_ids")
+    token_inputs: ClassVar = ("labels",)
+    prediction_inputs: ClassVar = ("topk_logprobs", "topk_ids")
     metric_names: ClassVar = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
 
     def __post_init__(self) -> None:
@@ -120,12 +122,13 @@ class DistillationLoss(LogitsLoss):
             "gradient": gradient, "divergence": self.divergence, "beta": self.beta, "hard_weight": self.hard_loss_weight, "head": self.head,
             "teacher_head": self.teacher_head, "bias": bias, "teacher_bias": batch.teacher_bias,
         }  # fmt: skip
-        if batch.shard is None:
+        if not batch.vocabulary.sharded:
             return self._mixed(*kernels.fused_divergence(logits, batch.teacher_logits, batch.labels, factors, **options))
         # Without labels, nor one of an id that no rank has.
         labels = torch.full_like(batch.targets, -1) if batch.labels is None else batch.labels
-        labels = torch.where((labels >= 0) & (labels < batch.V), batch.shard.columns(labels, -1), -1)
-        return self._mixed(*kernels.sharded_divergence(logits, batch.teacher_logits, labels, factors, ranks=batch.shard, **options))
+        labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1), -1)
+        ranks = batch.vocabulary
+        return self._mixed(*kernels.sharded_divergence(logits, batch.teacher_logits, labels, factors, ranks=ranks, **options))
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,

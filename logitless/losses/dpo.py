@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_choice, expect
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
 from logitless.losses.dpo_types import DIFFERENCES, DIVERGENCES, DPO_LOSSES, DPO_TYPES, SORTED, Pairs
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import PairedLoss, ReferencedLoss, pair_metrics, preference_metrics

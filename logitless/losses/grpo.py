@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_choice, expect
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, by_sign, clipped
 from logitless.losses.numerics import LARGEST, bounded_exp
 from logitless.losses.policy import ClippedLoss, Layout

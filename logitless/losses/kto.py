@@ -7,11 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats
-from logitless.losses.arguments import resolved
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_choice, expect
 from logitless.losses.preference import PairedLoss, ReferencedLoss, check_reference
 
 # Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
@@ -103,7 +102,7 @@ class KTOLoss(ReferencedLoss):
         expect((kl is not None) == needs_kl, "kl", expected, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
             ref_head = arguments.get("ref_weight"), arguments.get("ref_bias")
-            kl = resolved(self, weight)._kl(kl, (weight, bias), ref_head)
+            kl = self.resolved(weight)._kl(kl, (weight, bias), ref_head)
         options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
         if isinstance(kl, Tensor):
             kl = kl.detach().to(**options).reshape(())
@@ -137,5 +136,5 @@ class KTOLoss(ReferencedLoss):
             reference = torch.where(targets == self.ignore_index, 0.0, reference)
         sums = policy.sum(), reference.detach().sum()
         if self.cp_group is not None:
-            sums = self.slices.sum(sums[0]), self.slices.sum(sums[1]) if per_token else sums[1]
+            sums = self.sequences.sum(sums[0]), self.sequences.sum(sums[1]) if per_token else sums[1]
         return ((sums[0] - sums[1]) / targets.shape[0]).clamp(min=0)

@@ -5,11 +5,14 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from logitless.losses.arguments import prepare, resolved
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.call import Options
+from logitless.engine.function import Mode, run_calls
+from logitless.engine.operands import SplitHead
+from logitless.engine.plan import Plan
+from logitless.engine.terms import Term
+from logitless.errors import check_choice
 from logitless.losses.base import TokenLoss
-from logitless.losses.checks import check_choice
-from logitless.losses.function import call, names_out
-from logitless.losses.plan import Plan
 
 
 class TokenLogprobs(NamedTuple):
@@ -45,12 +48,24 @@ class TokenNumbers(TokenLoss):
 
     reduction: ClassVar = "none"
 
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        """As a loss, the log-probabilities themselves."""
+        return {"logps": Term(stats.logps)}, {}
+
     def numbers(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, shift: bool = False
+        self,
+        hidden: Tensor,
+        weight: Tensor | SplitHead,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        shift: bool = False,
     ) -> tuple[dict[str, Tensor], Plan | None]:
-        loss = resolved(self, weight)
-        found, plan = call(loss, prepare(loss, hidden, weight, targets, bias, None, shift, None, {}), solved=False)
-        return {name: x.view(targets.shape) for name, x in zip(names_out(self), found, strict=True)}, plan
+        """({name: (...)}, plan): differentiable numbers in the targets' shape, 0 where ignored."""
+        loss = self if self.tp_group is None else self.resolved(weight)
+        call = loss.prepared(hidden, weight, targets, bias, Options(shift=shift), {})
+        outcome = run_calls([call], Mode.PER_TOKEN)
+        return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 
 def linear_logprobs(

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from logitless.engine.call import Layers
+from logitless.errors import expect
 from logitless.losses.base import LossOutput
-from logitless.losses.checks import expect
 from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
@@ -173,8 +174,8 @@ class MedusaLoss(MultiHeadLoss):
             parts.append(Part("base", self.base_coefficient, hidden, base_weight, base_bias, 1))
         for k, coefficient in enumerate(coefficients):
             weight = base_weight if heads.shared else heads.projection(k)
-            blocks = (k, heads.block_tensors(k)) if heads.num_layers else ()
+            layers = Layers(heads, k, heads.block_tensors(k)) if heads.num_layers else None
             if coefficient:
-                parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, *blocks))
+                parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
         expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items, heads)
+        return self.solve_parts(parts, targets, cu_seqlens, num_items)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from logitless.errors import expect
 from logitless.losses.base import LossOutput
-from logitless.losses.checks import expect
 from logitless.losses.multi_head import MultiHeadLoss, Part
 
 

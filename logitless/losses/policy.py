@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.losses.arguments import shifted
+from logitless.engine.operands import shifted
+from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.checks import expect
 
 
 class Layout:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from logitless.kernels.cross_entropy import TokenStats
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
-from logitless.losses.arguments import resolved
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_choice, expect
 from logitless.losses.logprobs import linear_logprobs
 
 PAIR_METRICS = (
@@ -124,7 +123,7 @@ class ReferencedLoss(TokenLoss):
             if self.cp_group is not None and targets.dim() == 1:
                 # A rank's packed slice may have as many tokens as the call has sequences.
                 others = torch.tensor(not per_token, dtype=torch.int64, device=targets.device)
-                others = resolved(self, weight).slices.sum(others)
+                others = self.resolved(weight).sequences.sum(others)
                 per_token = not others.item()
             inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
@@ -210,7 +209,7 @@ class UnreferencedLoss(PairedLoss):
         out = super().__call__(hidden, weight, targets, bias=bias, cu_seqlens=cu_seqlens, **arguments)
         if self.logits_over == "position":
             chosen, rejected = mean_logits_over_positions(
-                resolved(self, weight), hidden, weight, bias, cu_seqlens
+                self.resolved(weight), hidden, weight, bias, cu_seqlens
             )
             out.metrics.update({"logits/chosen": chosen, "logits/rejected": rejected})
         return out
@@ -240,7 +239,7 @@ def mean_logits_over_positions(
         sums = [x.sum() for side in sides for x in (torch.where(side, logits, 0.0), side.to(logits.dtype))]
         sums = torch.stack(sums)
         if loss.cp_group is not None:
-            sums = loss.slices.sum(sums)
+            sums = loss.sequences.sum(sums)
     return sums[0] / sums[1], sums[2] / sums[3]
 
 

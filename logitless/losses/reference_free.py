@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from logitless.kernels.cross_entropy import TokenStats
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import check_choice, expect
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
     PairedLoss,

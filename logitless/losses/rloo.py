@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenStats
-from logitless.losses.batch import Batch, Term
-from logitless.losses.checks import expect
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.terms import Term
+from logitless.errors import expect
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.policy import ClippedLoss, Layout, PolicyLoss

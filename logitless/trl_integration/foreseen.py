@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.losses.arguments import shifted
+from logitless.engine.operands import shifted
+from logitless.engine.plan import Plan
 from logitless.losses.base import TokenLoss
-from logitless.losses.plan import Plan
 
 from .per_token import PerTokenScore
 

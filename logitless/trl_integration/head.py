@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
-from logitless.losses.arguments import SplitHead
+from logitless.engine.operands import SplitHead
 
 # What model families call the factor on their logits. Granite, MiniCPM3 and HyperCLOVA X are in `head_options` below.
 SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from logitless.engine.plan import Plan
 from logitless.losses.logprobs import TokenNumbers
-from logitless.losses.plan import Plan
 
 from .head import head_options
 
