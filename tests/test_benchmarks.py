@@ -957,7 +957,7 @@ def test_medusa_memory_is_that_of_the_timed_calls(monkeypatch):
 
 def eager_medusa_with_plan(*arguments):
     from logitless import LossOutput
-    from logitless.losses.plan import Plan
+    from logitless.engine.plan import Plan
 
     return LossOutput(eager_medusa(*arguments), {}, Plan("fused", (), 1, 1, 2**20))
 

@@ -66,11 +66,12 @@ class Batch:
         segments: Segments | None = None,
         *,
         ignore_index: int | None = None,  # None where every row of the slice is supervised
-        vocabulary: WholeVocabulary = WHOLE_VOCABULARY,
-        sequences: WholeSequences = WHOLE_SEQUENCES,
+        vocabulary: WholeVocabulary | None = None,
+        sequences: WholeSequences | None = None,
     ):
         self.targets, self.V, self.segments = targets, V, segments
-        self.vocabulary, self._sequences = vocabulary, sequences
+        # Not as defaults: Dynamo does not trace those of a class of ours.
+        self.vocabulary, self._sequences = vocabulary or WHOLE_VOCABULARY, sequences or WHOLE_SEQUENCES
         self._ignored = None if ignore_index is None else targets == ignore_index
         self.absent = tuple(name for name, x in inputs.items() if x is None)
         for name, value in inputs.items():

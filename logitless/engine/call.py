@@ -5,7 +5,7 @@ tensors instead, and a `Signature` that says what they are.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -65,17 +65,17 @@ class Call:
     weight: Tensor  # (V, H), or its trained columns (V, r)
     bias: Tensor | None  # (V,)
     targets: Tensor  # (N,) int64
+    inputs: Mapping[str, Tensor | None]  # by declared name
+    num_items: Tensor | None  # ()
+    cu_seqlens: Tensor | None  # (sequences + 1,)
+    sequence_count: int  # 0 where the loss does not look at sequences
     dtype: torch.dtype  # of the products
-    needs: Needs = Needs(False, False, False)
-    sequence_count: int = 0  # 0 where the loss does not look at sequences
-    inputs: Mapping[str, Tensor | None] = field(default_factory=dict)  # by declared name
-    num_items: Tensor | None = None  # ()
-    cu_seqlens: Tensor | None = None  # (sequences + 1,)
+    needs: Needs
+    slots: Slots
+    vocabulary: WholeVocabulary
     frozen: Tensor | None = None  # (V, H - r), columns without gradient in front of those of `weight`
     layers: Layers | None = None
     coefficient: float = 1.0  # of this head's loss in the whole
-    slots: Slots = Slots(0, 1, 2)
-    vocabulary: WholeVocabulary = WHOLE_VOCABULARY
 
     @property
     def N(self) -> int:
@@ -144,6 +144,10 @@ def make_call(loss: LossSpec, operands: Operands, options: Options, inputs: Mapp
         num_items=_num_items(loss, options.num_items, stat, hidden.device),
         cu_seqlens=cu_seqlens,
         frozen=frozen,
+        # Known once the call is unpacked.
+        needs=Needs(False, False, False),
+        slots=Slots(0, 1, None),
+        vocabulary=WHOLE_VOCABULARY,
     )
     if loss.tp_group is None:
         _check_vocabulary_inputs(call)

@@ -16,29 +16,50 @@ from torch import Tensor, nn
 from logitless.engine import passes
 from logitless.engine.call import Call, Part, Signature, Slots, unpack
 from logitless.engine.gradients import Gradients, finish
+from logitless.engine.spec import LossSpec
 
 # -- Names for what is constant in a graph
 
 _SIGNATURES: dict[str, Signature] = {}
 _KEYS: dict[tuple, str] = {}
+_LOSSES: dict[str, LossSpec] = {}
 _MODULES: dict[str, nn.Module] = {}
 _LOCK, _NUMBERS = threading.Lock(), itertools.count()
 
 
-def _registered(loss: type, values: tuple, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str) -> str:
-    facts = (loss, values, dtype, needs, parts, autocast, module)
+def constant_in_graphs(function):
+    """Let Dynamo call a function while it traces, and take its result for a constant.
+
+    `torch.compiler.assume_constant_result` sets this very attribute, but loads all of Dynamo when it is called.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_in_graphs
+def _registered(loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str) -> str:
+    """The key of a signature, of whose loss and module there are the names."""
+    facts = (loss, dtype, needs, parts, autocast, module)
     with _LOCK:
         if facts not in _KEYS:
-            key = f"{loss.__qualname__}#{next(_NUMBERS)}"
-            made, heads = _restored(loss, values), tuple(map(_part, parts))
-            _SIGNATURES[key] = Signature(made, dtype, needs, heads, autocast, _MODULES.get(module))
+            key, heads = f"{loss}#{next(_NUMBERS)}", tuple(map(_part, parts))
+            _SIGNATURES[key] = Signature(_LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module))
             _KEYS[facts] = key
         return _KEYS[facts]
 
 
-# Dynamo calls this while it traces and takes the result for a constant. `torch.compiler.assume_constant_result` sets this very
-# attribute, but loads all of Dynamo when it is imported.
-_registered._dynamo_marked_constant = True
+def register_loss(loss: LossSpec) -> str:
+    """The name in graphs of a loss that was made outside of them: its identity."""
+    return _LOSSES.setdefault(loss.identity, loss) and loss.identity
+
+
+@constant_in_graphs
+def _register_values(loss: type, values: tuple) -> str:
+    """The name of a loss that is made inside a graph, where it has no object yet."""
+    with _LOCK:
+        name = f"{loss.__module__}.{loss.__qualname__}{values} made in a graph"
+        _LOSSES.setdefault(name, _restored(loss, values))
+        return name
 
 
 def _restored(loss: type, values: tuple):
@@ -69,10 +90,12 @@ def register_module(module: nn.Module) -> str:
 def graph_key(signature: Signature) -> str:
     """The key of a signature; traced by Dynamo, which meets the loss and the module here for the first time."""
     loss, dtype, needs, parts, autocast, module = signature
-    values = tuple([getattr(loss, field.name) for field in fields(loss)])
+    if loss.identity:
+        name = loss.name_in_graphs()
+    else:
+        name = _register_values(type(loss), tuple([getattr(loss, field.name) for field in fields(loss)]))
     plain = tuple([(part.coefficient, tuple(part.slots), part.head, part.names) for part in parts])
-    name = "" if module is None else module.name_in_graphs()
-    return _registered(type(loss), values, dtype, needs, plain, autocast, name)
+    return _registered(name, dtype, needs, plain, autocast, "" if module is None else module.name_in_graphs())
 
 
 # -- The operators

@@ -147,8 +147,9 @@ def _check_values(name: str, term: Term, lengths: Mapping[str, int], *, in_metri
     expect(units, name, f"over= one of {', '.join(UNITS)} or None (in a metric also a tensor)", repr(over), "name the unit")
     if isinstance(over, Tensor):
         expect(over.shape == values.shape, name, f"weights like the values, {tuple(values.shape)}", tuple(over.shape), "align them")
-    shapes = ", ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
-    summed = values.dim() == 0 and over is None
-    remedy = "return unreduced values: the engine sums over slices and divides, a mean of a slice is no part of the whole mean"
-    expect(fits or summed, name, f"values of shape {shapes}", tuple(values.shape), remedy)
+    if not fits and not (values.dim() == 0 and over is None):
+        # The text is made here alone: Dynamo would take the lengths in it for constants.
+        shapes = ", ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
+        remedy = "return unreduced values: the engine sums over slices and divides, and a mean of a slice is no part of the whole"
+        expect(False, name, f"values of shape {shapes}", tuple(values.shape), remedy)

@@ -51,6 +51,7 @@ class TokenBuffers:
         return TokenBuffers(**{name: x[rows] for name, x in self.items()})
 
 
+_NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Numbers that one pass over the logits finds together, each row on top of those before it.
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
 
@@ -59,7 +60,7 @@ def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named numbers and those that come with them, in the order of `TokenBuffers`; logps and lse always do."""
     level = max([0, *(i for i, found in enumerate(_TOGETHER) for name in names if name in found)])
     known = {name for found in _TOGETHER[: level + 1] for name in found}
-    return tuple(f.name for f in fields(TokenBuffers) if f.name in known)
+    return tuple([name for name in _NAMES if name in known])
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:

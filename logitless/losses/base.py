@@ -14,6 +14,7 @@ from logitless.engine.function import Mode, run_calls
 from logitless.engine.logits_objective import LogitsObjective
 from logitless.engine.main_gradient import check_main_gradient
 from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.plan import Plan
 from logitless.engine.spec import Fault, Role, roles_of
 from logitless.engine.terms import Term
@@ -21,7 +22,7 @@ from logitless.engine.token_objective import TokenObjective
 from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
-from logitless.losses.declarations import check_class, check_fields
+from logitless.losses.declarations import check_class, check_fields, identity_of
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
@@ -114,6 +115,8 @@ class LinearLoss:
     # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens through the batch alone, and
     # its values are per sequence or pair exactly where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
+    # The values of the fields as a text, which Dynamo guards on; empty for a loss that is made inside a graph.
+    identity: ClassVar[str] = ""
     # Derived from the declarations above.
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
 
@@ -129,6 +132,8 @@ class LinearLoss:
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
         check_fields(self)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "identity", identity_of(self))
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("scope", self.scope, SCOPES)
         name = type(self).__name__
@@ -136,6 +141,18 @@ class LinearLoss:
         expect(sharded, "tp_group", f"None for {name}", self.tp_group, remedy)
         remedy = "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank whole sequences"
         expect(self.cp_group is None or self.context_parallel, "cp_group", f"None for {name}", self.cp_group, remedy)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "identity"}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.__dict__["identity"] = identity_of(self)
+
+    @constant_in_graphs
+    def name_in_graphs(self) -> str:
+        """A name that stands for this loss in a compiled graph."""
+        return register_loss(self)
 
     @property
     def head(self) -> Head:

@@ -61,3 +61,22 @@ def _check_hashable(loss) -> None:
             kind = type(getattr(loss, field.name)).__name__
             remedy = "use a tuple for a list, and a tuple of pairs for a dict"
             raise TypeError(f"{field.name}: expected a hashable value, got {kind}; {remedy}.") from None
+
+
+# Types whose values are known by their text.
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+
+
+def identity_of(loss) -> str:
+    """Class and field values as a text, equal for equal losses and only for these."""
+    cls = type(loss)
+    values = ", ".join([_text(getattr(loss, field.name)) for field in fields(loss)])
+    return f"{cls.__module__}.{cls.__qualname__}@{id(cls):x}({values})"
+
+
+def _text(value: object) -> str:
+    if type(value) in _PLAIN:
+        return repr(value)
+    if type(value) is tuple:
+        return f"({', '.join(map(_text, value))},)"
+    return f"{type(value).__qualname__}@{id(value):x}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from logitless.engine.call import Layers, Options
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.operands import SplitHead
-from logitless.engine.operators import register_module
+from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
@@ -56,12 +56,10 @@ class BlockHeads(nn.Module):
         """Parameters and buffers of `blocks(k)` by name."""
         raise NotImplementedError
 
+    @constant_in_graphs
     def name_in_graphs(self) -> str:
         """A name that stands for this module in a compiled graph."""
         return register_module(self)
-
-    # As for the keys of losses, in engine/operators.py.
-    name_in_graphs._dynamo_marked_constant = True
 
 
 @dataclass(frozen=True, kw_only=True)

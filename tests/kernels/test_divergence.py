@@ -9,7 +9,7 @@ import torch
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
-from logitless.losses.shard import VocabShard
+from logitless.parallel.vocabulary import ShardedVocabulary
 from tests import reference
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, poisoned
@@ -180,10 +180,8 @@ def test_the_first_of_equal_maxima_counts():
     assert found.is_top1.tolist() == [1, 0, 0, 1]
 
 
-class Echo(VocabShard):
+class Echo(ShardedVocabulary):
     """A rank whose collectives answer with what the others gave to the same call of the round before."""
-
-    __slots__ = ()
 
     def gathered(self, x):
         said, call = self.group.said, next(self.group.calls)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
-from logitless.losses import walk
+from logitless.engine import compiled as chunk_functions
 from tests.cases import operands
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
@@ -20,7 +20,7 @@ BUDGETS = pytest.mark.parametrize("budget", [None, 60_000], ids=["one chunk", "c
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
-    monkeypatch.setattr(walk, "logits_function", walk.logits_evaluation)
+    monkeypatch.setattr(chunk_functions, "compiled_chunk_function", chunk_functions.chunk_function)
 
 
 def buffer(dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from logitless import CrossEntropyLoss, DPOLoss, MedusaHeads, RLOOLoss, linear_cross_entropy, linear_logprobs
 from logitless.kernels.cross_entropy import twin_bytes
-from logitless.losses import walk
+from logitless.engine import compiled as chunk_functions
 from tests.losses import every_loss
 from tests.support import DEVICE, relative_error
 
@@ -131,7 +131,7 @@ FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
 def test_every_loss(name, frozen, monkeypatch):
     """Value, metrics and every gradient, of one to ten chunks."""
     # The function of a LogitsLoss is compiled for itself, which takes its time and shows nothing here.
-    monkeypatch.setattr(walk, "logits_function", walk.logits_evaluation)
+    monkeypatch.setattr(chunk_functions, "compiled_chunk_function", chunk_functions.chunk_function)
     heads = every_loss.heads()
     budget = twin_bytes(DEVICE, torch.float32, every_loss.V, 0) + 8 * 4 * every_loss.V
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless import BudgetWarning, CPOLoss, DPOLoss, KTOLoss, ORPOLoss, SimPOLoss
-from logitless.losses import engine
+from logitless.engine import budget as engine_budget
 from logitless.losses.dpo_types import DIVERGENCES, DPO_TYPES
 from logitless.losses.kto import KTO_LOSSES
 from logitless.losses.reference_free import CPO_LOSSES
@@ -449,7 +449,7 @@ def test_bad_input(what):
 
 def test_a_budget_below_a_pair_warns_how_much_would_do():
     problem = Problem(SimPOLoss, "", packed=False, given="", seed=8)
-    engine._warn_once.cache_clear()
+    engine_budget.warn_once.cache_clear()
     with pytest.warns(BudgetWarning, match="set logits_budget="):
         SimPOLoss(logits_budget=SCRATCH + 4 * ROW)(problem.hidden.requires_grad_(), problem.weight.requires_grad_(), problem.targets)
 

@@ -23,9 +23,9 @@ from logitless import (
     RLOOLoss,
 )  # fmt: skip
 from logitless.losses.base import LogitsLoss
-from logitless.losses.batch import Term
+from logitless.engine.terms import Term
 from logitless.losses.logprobs import TokenNumbers
-from logitless.losses.shard import IGNORED, VocabShard
+from logitless.parallel.vocabulary import IGNORED, ShardedVocabulary
 from tests.support import DEVICE
 
 if DEVICE.type != "cpu":
@@ -334,4 +334,4 @@ class FakeGroup:
 
 
 def FakeShard(rank):  # noqa: N802
-    return VocabShard(FakeGroup(rank), SIZES[2])
+    return ShardedVocabulary(FakeGroup(rank), SIZES[2])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, JSDLoss, ORPOLoss, linear_cross_entropy
-from logitless.losses.arguments import SplitHead
+from logitless.engine.operands import SplitHead
 from logitless.losses.logprobs import TokenNumbers
 from tests.support import DEVICE, AllocationWatcher, GemmCounter
 

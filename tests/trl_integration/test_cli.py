@@ -8,7 +8,7 @@ import trl
 import yaml
 
 import logitless.trl_integration as ours
-from logitless.losses import engine
+from logitless.engine import passes
 from logitless.trl_integration.__main__ import COMMANDS, SCRIPTS, main
 
 from .test_log_prob_trainers import text, words
@@ -41,8 +41,8 @@ def calls(monkeypatch):
     """How often the engine solved, or handed out numbers."""
     found = []
     for name in ("solve", "token_numbers"):
-        run = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *args, run=run, name=name, **options: (found.append(name), run(*args, **options))[1])
+        run = getattr(passes, name)
+        monkeypatch.setattr(passes, name, lambda *args, run=run, name=name, **options: (found.append(name), run(*args, **options))[1])
     return found
 
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 import trl
 
-from logitless.losses import engine
+from logitless.engine import passes
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
 
 from .served import serve
@@ -21,8 +21,8 @@ from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
 def calls(monkeypatch):
     found = []
     for name in ("solve", "token_numbers"):
-        run = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *args, run=run, name=name, **options: (found.append(name), run(*args, **options))[1])
+        run = getattr(passes, name)
+        monkeypatch.setattr(passes, name, lambda *args, run=run, name=name, **options: (found.append(name), run(*args, **options))[1])
     return found
 
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 import logitless.trl_integration as ours
-from logitless.losses import engine
+from logitless.engine import passes
 
 from .served import serve
 from .test_distillation_trainers import collate, teacher, uncompiled  # noqa: F401
@@ -134,8 +134,8 @@ def test_lora_leaves_the_head_alone(tmp_path, kind, changes):
 def test_autocast_covers_the_teacher_and_both_heads(tmp_path, monkeypatch, kind):
     """bf16=True leaves the weights in fp32, and accelerate's autocast inside the forward that the flag bypasses."""
     decided(tmp_path)
-    dtypes, solve = set(), engine.solve
-    monkeypatch.setattr(engine, "solve", lambda loss, problem, **how: (dtypes.add(problem.dtype), solve(loss, problem, **how))[1])
+    dtypes, solve = set(), passes.solve
+    monkeypatch.setattr(passes, "solve", lambda calls, **how: (dtypes.update(c.dtype for c in calls), solve(calls, **how))[1])
     taught = teacher(tmp_path)
     taught.base_model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     trainer = {"teacher_model": taught, "data_collator": batches}
