@@ -278,8 +278,22 @@ MUTANTS = [
     Mutant(
         "class weights of ignored tokens in the normalizer",
         CE,
-        "torch.where(supervised, weights.float()[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
-        "weights.float()[targets.clamp(0, weights.shape[0] - 1)]",
+        "torch.where(supervised, of_targets(weights, targets), 0.0)",
+        "of_targets(weights, targets)",
         CROSS_ENTROPY,
+    ),
+    Mutant(
+        "class weight of an ignored id",
+        CE,
+        "targets.clamp(0, class_weights.shape[0] - 1)",
+        "targets.clamp(min=0)",
+        f"{CROSS_ENTROPY} -k ignored_id",
+    ),
+    Mutant(
+        "class weights summed in their own dtype",
+        CE,
+        "class_weights = class_weights.to(wide)",
+        "pass",
+        f"{CROSS_ENTROPY} -k fp64_operands",
     ),
 ]
