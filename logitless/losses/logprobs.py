@@ -1,4 +1,4 @@
-"""Differentiable log-probabilities of given tokens: the general primitive, for losses that are not written yet."""
+"""Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -9,6 +9,7 @@ from logitless.losses.arguments import prepare, resolved
 from logitless.losses.base import TokenLoss
 from logitless.losses.checks import check_choice
 from logitless.losses.function import call, names_out
+from logitless.losses.keywords import check_options
 from logitless.losses.plan import Plan
 
 
@@ -22,10 +23,11 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNumbers(TokenLoss):
-    """Any of the per-token numbers of a `TokenLoss`, handed out for ordinary autograd: logps and lse always, `entropy` (False, True:
-    differentiable, "metric": not) and `also`, without gradient.
+    """The per-token numbers of a `TokenLoss`, for ordinary autograd: `numbers(hidden, weight, targets)`.
 
-    `numbers(hidden, weight, targets)` returns ({name: (...)}, plan), zero where ignored.
+    Args:
+        entropy: False; True: differentiable; "metric": without gradient.
+        also: names of further numbers, without gradient.
     """
 
     entropy: bool | str = False
@@ -46,33 +48,50 @@ class TokenNumbers(TokenLoss):
     reduction: ClassVar = "none"
 
     def numbers(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, shift: bool = False
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        bias: Tensor | None = None,
+        shift: bool = False,
     ) -> tuple[dict[str, Tensor], Plan | None]:
+        """{name: (...)}, 0 where ignored, and what ran."""
         loss = resolved(self, weight)
-        found, plan = call(loss, prepare(loss, hidden, weight, targets, bias, None, shift, None, {}), solved=False)
+        problem = prepare(loss, hidden, weight, targets, bias, None, shift, None, {})
+        found, plan = call(loss, problem, solved=False)
         return {name: x.view(targets.shape) for name, x in zip(names_out(self), found, strict=True)}, plan
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
-    entropy: bool | str = False, **head,
-) -> TokenLogprobs:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    entropy: bool | str = False,
+    **head,
+) -> TokenLogprobs:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time.
 
-    With a trainable head the backward pass walks the chunks again (4 products in all); with a frozen one it only scales one vector
-    per token, kept by the forward pass (2), for any later loss of logps and lse. A differentiable entropy of a frozen head costs one more.
+    With a trainable head the backward pass projects the chunks again (4 products in all). With a frozen one
+    the forward pass keeps one vector per token, d logp / d hidden, which the backward pass only scales, for
+    any later loss of logps and lse (2 products; a differentiable entropy costs one more).
 
     Args:
         hidden: (..., H).
         weight: (V, H).
         targets: (...) int64.
         bias: (V,).
-        entropy: False; True: differentiable; "metric": without gradient, for nothing.
-        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact, tp_group, as in every loss.
+        entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
+        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
+            tp_group, as in every loss.
 
     Returns:
         TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.
     """
+    check_options(TokenNumbers, head)
     loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
     found, _ = loss.numbers(hidden, weight, targets, bias=bias)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])
