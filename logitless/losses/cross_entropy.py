@@ -1,7 +1,7 @@
 """Cross-entropy and its relatives: label smoothing, z-loss, class and token weights, dynamic fine-tuning."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -115,6 +115,9 @@ def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:
     return class_weights[targets.clamp(0, class_weights.shape[0] - 1)]
 
 
+OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -142,7 +145,7 @@ def linear_cross_entropy(
     Returns:
         0-d fp32 tensor; with `reduction="none"` the shape of targets, 0 where ignored.
     """
-    check_options(CrossEntropyLoss, head)
+    check_options(head, OPTIONS)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
     loss = CrossEntropyLoss(ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}

@@ -176,7 +176,8 @@ class DistillationLoss(LogitsLoss, CheckedCall):
             "teacher_weight": teacher_weight,
             "teacher_bias": teacher_bias,
         }
-        self.check_call(arguments, hidden=hidden, targets=targets, mask=mask, **teacher)
+        tensors = {"hidden": hidden, "targets": targets, "cu_seqlens": arguments.get("cu_seqlens")}
+        self.check_call(arguments, **tensors, mask=mask, **teacher)
         shape, given = hidden.shape[:-1], (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
         labelled = targets is not None or not self.hard_loss_weight
         expect(labelled, "targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import ClassVar
 
 from torch import Tensor
@@ -68,13 +67,12 @@ def call_keywords(cls: type) -> tuple[str, ...]:
     return tuple(sorted(names - set(cls.internal_inputs)))
 
 
-def check_options(kind: type, given: Iterable[str]) -> None:
+def check_options(given: Iterable[str], known: tuple[str, ...]) -> None:
     """Refuse names of options that the constructor of a loss would not know."""
-    known = [field.name for field in fields(kind)]
     unknown = [name for name in given if name not in known]
     if unknown:
-        expected = f"fields of {kind.__name__} ({', '.join(known)})"
-        expect(False, "options", expected, ", ".join(unknown), meant(unknown[0], known), TypeError)
+        remedy = meant(unknown[0], known)
+        expect(False, "options", f"any of {', '.join(known)}", ", ".join(unknown), remedy, TypeError)
 
 
 def meant(name: str, choices: Iterable[str]) -> str:

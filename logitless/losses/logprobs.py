@@ -1,6 +1,6 @@
 """Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -63,6 +63,9 @@ class TokenNumbers(TokenLoss):
         return {name: x.view(targets.shape) for name, x in zip(names_out(self), found, strict=True)}, plan
 
 
+OPTIONS = tuple(field.name for field in fields(TokenNumbers))
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -91,7 +94,7 @@ def linear_logprobs(
     Returns:
         TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.
     """
-    check_options(TokenNumbers, head)
+    check_options(head, OPTIONS)
     loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
     found, _ = loss.numbers(hidden, weight, targets, bias=bias)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])
