@@ -1,4 +1,4 @@
-"""What every loss's call refuses by name: unknown keywords, lists, model outputs, chosen and rejected apart."""
+"""What the calls of all losses refuse by name: unknown keywords, lists, model outputs, pairs in two parts."""
 
 import re
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""The reference point of KTO: from unrelated completions, padded or packed, aligned or shifted; never negative."""
+"""KTO's reference point: from unrelated completions, padded or packed, aligned or shifted; never negative."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Problem:
         self.hidden, self.ref_hidden, self.targets = random(B, T, H), random(B, T, H_REF), ids(B, T)
         self.labels = torch.tensor([True, False, True], device=DEVICE)
         shape = (sum(LENGTHS),) if packed else (B, T)
-        # A policy of small logits rates random tokens higher than a reference of large ones: the KL is positive.
+        # Small logits rate random tokens higher than large ones do, so that the KL is above 0.
         self.kl_hidden, self.kl_ref = random(*shape, H) / 9, 3 * random(*shape, H_REF)
         self.kl_targets = ids(*shape)
         self.kl_targets.view(-1)[::5] = -100
@@ -42,7 +42,11 @@ class Problem:
         reference = log_probs(self.kl_ref.view(-1, H_REF), self.ref_head)
         labels, bounds = self.kl_targets.view(-1), self.starts.tolist()
         # What stands at tokens that do not count is nobody's.
-        beside, ratios, sums = torch.full_like(policy[:, 0], 9.0), torch.zeros_like(policy[:B, 0]), torch.zeros_like(policy[:B, 0])
+        beside, ratios, sums = (
+            torch.full_like(policy[:, 0], 9.0),
+            torch.zeros_like(policy[:B, 0]),
+            torch.zeros_like(policy[:B, 0]),
+        )
         for number, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:])):
             for position in range(start, stop - shift):
                 label = labels[position + shift]
@@ -54,7 +58,11 @@ class Problem:
 
     def mapping(self, given: str, shift: bool) -> dict[str, Tensor]:
         _, beside, sums = self.log_ratios(shift)
-        forms = {"hidden": {"ref_hidden": self.kl_ref}, "token": {"ref_logps": beside}, "sequence": {"ref_logps": sums}}
+        forms = {
+            "hidden": {"ref_hidden": self.kl_ref},
+            "token": {"ref_logps": beside},
+            "sequence": {"ref_logps": sums},
+        }
         starts = {"kl_cu_seqlens": self.starts} if self.packed else {}
         return {"kl_hidden": self.kl_hidden, "kl_targets": self.kl_targets} | starts | forms[given]
 
@@ -64,7 +72,7 @@ class Problem:
         return KTOLoss(**options)(self.hidden, self.head[0], self.targets, bias=self.head[1], **inputs)
 
     def loss(self, kl: Tensor | float, *, shift: bool = False, beta: float = 0.1) -> Tensor:
-        """TRL's formula: 1 - sigma(beta (r - z)) of desirable sequences, 1 - sigma(beta (z - r)) of others, z = max(kl, 0)."""
+        """TRL's: 1 - sigma(beta (r - z)), or 1 - sigma(beta (z - r)) if undesirable; z = max(kl, 0)."""
         last, first = T - shift, int(shift)
         ids = self.targets[:, first:, None]
         policy = log_probs(self.hidden[:, :last], self.head).gather(-1, ids).sum((1, 2))
@@ -90,7 +98,9 @@ def test_kl_of_unrelated_completions(shift, packed, given, compact):
     torch.testing.assert_close(out.loss, problem.loss(kl, shift=shift), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("kl", [-0.7, torch.tensor(-0.7), torch.tensor([-3]), 0.7, torch.tensor(0.7, dtype=torch.float64), 0])
+@pytest.mark.parametrize(
+    "kl", [-0.7, torch.tensor(-0.7), torch.tensor([-3]), 0.7, torch.tensor(0.7, dtype=torch.float64), 0]
+)
 def test_a_given_kl_is_clamped_at_0(kl):
     """As `kl.clamp(min=0)` in TRL's KTOTrainer."""
     problem, value = Problem(packed=False), float(kl)
@@ -99,25 +109,44 @@ def test_a_given_kl_is_clamped_at_0(kl):
     assert out.metrics["kl"].item() == pytest.approx(max(value, 0.0), rel=1e-6)
 
 
-def changed(**changes):
-    """A packed mapping with some entries changed, or dropped (None)."""
-    mapping = Problem(packed=True).mapping("sequence", False) | changes
-    return {name: x for name, x in mapping.items() if x is not None}
-
-
+# What is wrong with a packed mapping: entries changed, or dropped (None).
 BAD = {
-    "flat, and no boundaries": (changed(kl_cu_seqlens=None), ValueError, r"kl_targets: expected shape \(B', T'\), got \(12,\); pass .*kl_cu_seqlens"),
-    "padded, and boundaries": (
-        Problem(packed=False).mapping("token", False) | {"kl_cu_seqlens": torch.tensor([0, 6])}, ValueError, "kl_targets: expected shape"
+    "flat, and no boundaries": (
+        {"kl_cu_seqlens": None},
+        ValueError,
+        r"kl_targets: expected shape \(B', T'\), got \(12,\); pass .*kl_cu_seqlens",
     ),
-    "boundaries of floats": (changed(kl_cu_seqlens=torch.tensor([0.0, 4.0, 6.0, 12.0])), ValueError, "kl_cu_seqlens: expected .* int64"),
-    "boundaries in a list": (changed(kl_cu_seqlens=[0, 4, 6, 12]), TypeError, "kl_cu_seqlens: expected a tensor, got list; pass torch"),
-    "reference of two": (changed(ref_logps=torch.zeros(2)), ValueError, r"ref_logps: expected shape \(3,\) or \(12,\) in kl, got \(2,\)"),
-    "another entry": (changed(kl_mask=torch.ones(12)), ValueError, "kl: expected kl_hidden, kl_targets and one of"),
-}  # fmt: skip
+    "padded, and boundaries": (
+        {"kl_targets": torch.zeros(2, 6, dtype=torch.int64, device=DEVICE)},
+        ValueError,
+        r"kl_targets: expected shape \(N',\) with kl_cu_seqlens",
+    ),
+    "boundaries of floats": (
+        {"kl_cu_seqlens": torch.tensor([0.0, 4.0, 6.0, 12.0], device=DEVICE)},
+        ValueError,
+        "kl_cu_seqlens: expected .* int64",
+    ),
+    "boundaries in a list": (
+        {"kl_cu_seqlens": [0, 4, 6, 12]},
+        TypeError,
+        "kl_cu_seqlens: expected a tensor, got list; pass torch.as_tensor",
+    ),
+    "reference of two sequences": (
+        {"ref_logps": torch.zeros(2, device=DEVICE)},
+        ValueError,
+        r"ref_logps: expected shape \(3,\) or \(12,\) in kl, got \(2,\)",
+    ),
+    "another entry": (
+        {"kl_mask": torch.ones(12, device=DEVICE)},
+        ValueError,
+        "kl: expected kl_hidden, kl_targets and one of",
+    ),
+}
 
 
-@pytest.mark.parametrize("kl, error, message", BAD.values(), ids=BAD)
-def test_bad_kl(kl, error, message):
+@pytest.mark.parametrize("changes, error, message", BAD.values(), ids=BAD)
+def test_bad_kl(changes, error, message):
+    problem = Problem(packed=True)
+    kl = problem.mapping("sequence", False) | changes
     with pytest.raises(error, match=message):
-        Problem(packed=True).call(kl)
+        problem.call({name: x for name, x in kl.items() if x is not None})

@@ -43,5 +43,5 @@ def test_no_tokens():
 def test_sequence_numbers():
     starts = torch.tensor([0, 0, 2, 2, 5], device=DEVICE)
     assert sequence_numbers(starts, 5, DEVICE).tolist() == [1, 1, 3, 3, 3]
-    # Tokens beyond the last boundary are an error of the call's, which nothing may meet with an index out of range.
+    # Tokens beyond the last boundary: the call says so later, until when no index may be out of range.
     assert sequence_numbers(starts, 7, DEVICE).tolist() == [1, 1, 3, 3, 3, 3, 3]
