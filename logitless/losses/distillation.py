@@ -1,4 +1,4 @@
-"""Distillation losses: divergences between a student's and a teacher's distribution over the vocabulary, token by token."""
+"""Distillation losses: divergences between the distributions of a student and a teacher, token by token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch
-from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
+from logitless.engine.batch import Batch
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
+from logitless.losses.keywords import CheckedCall
 
 # Of log-probabilities (n, K) of student and teacher.
 DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]] = {
@@ -22,7 +23,8 @@ DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]
     "skewed_kl": lambda loss, student, teacher: kernels.skewed_kl(student, teacher, loss.skew_alpha),
     "total_variation": lambda loss, student, teacher: 0.5 * (student.exp() - teacher.exp()).abs().sum(-1),
 }
-# Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its cancellation.
+# Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its
+# cancellation.
 COSINE = "cosine"
 # The least length of a row of logits that is divided by, as in torch.nn.functional.normalize.
 TINY = 1e-12
@@ -31,35 +33,41 @@ TOPK_MODES = ("tail", "renormalize")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationLoss(LogitsLoss):
-    """A divergence of the student's distribution s from the teacher's t, with a share of cross-entropy on the labels.
+class DistillationLoss(LogitsLoss, CheckedCall):
+    """A divergence of the student's distribution s from the teacher's t, mixed with cross-entropy on labels.
 
         hard_loss_weight * CE + (1 - hard_loss_weight) * soft
 
-        jsd              beta KL(t||m) + (1 - beta) KL(s||m), m = beta t + (1 - beta) s; 0: KL(t||s), 1: KL(s||t)  (TRL's convention)
-        forward_kl       KL(t||s)              reverse_kl    KL(s||t)
+        jsd              beta KL(t||m) + (1 - beta) KL(s||m), m = beta t + (1 - beta) s
+        forward_kl       KL(t||s)
+        reverse_kl       KL(s||t)
         skewed_kl        KL(t||skew_alpha t + (1 - skew_alpha) s)
-        total_variation  1/2 sum |s - t|       cosine        1 - cos of the logits
+        total_variation  1/2 sum |s - t|
+        cosine           1 - cos of the logits
 
     Args:
         divergence: one of these.
-        beta: mixture of "jsd", in [0, 1].
+        beta: mixture of "jsd", in [0, 1]; as in TRL, 0 stands for KL(t||s) and 1 for KL(s||t).
         skew_alpha: the teacher's share in the mixture of "skewed_kl", in [0, 1].
         hard_loss_weight: share of the cross-entropy, in [0, 1]; it uses temperature 1.
-        topk_mode: what a teacher known by its k best tokens leaves out: one bucket more ("tail"), or nothing ("renormalize").
+        topk_mode: what a teacher known by its k best tokens leaves out: one bucket more ("tail"), or nothing
+            ("renormalize").
         temperature: divides both logits; there is no factor temperature^2.
         teacher_softcap, teacher_logit_scale: of the teacher's head.
 
-    The call takes hidden (..., H), weight (V, H), targets (...) or None (then every token counts and `hard_loss_weight` must be 0), and
-    by keyword the teacher: `teacher_hidden` (..., H') and `teacher_weight` (V', H') (`teacher_bias` (V',)), or `teacher_logprobs_topk`,
-    a pair of log-probabilities (..., k) at `temperature` and ids (..., k) int64, -inf for an empty slot; `mask` (...), `bias` (V,) and
-    `num_items`, in tokens. No gradient reaches the teacher. Vocabularies of different sizes are cut to the ids that both have.
+    The call takes hidden (..., H), weight (V, H), targets (...) or None (then every token counts, and
+    `hard_loss_weight` must be 0), and by keyword the teacher, to which no gradient flows: `teacher_hidden`
+    (..., H') with `teacher_weight` (V', H') and `teacher_bias` (V',), or `teacher_logprobs_topk`, a pair of
+    log-probabilities (..., k) at `temperature`, -inf for an empty slot, and ids (..., k) int64. Also `mask`
+    (...), of the tokens that count, `bias` (V,) and `num_items`, in tokens. Vocabularies of different sizes
+    are cut to the ids that both have.
 
-    Metrics: soft_loss, hard_loss, entropy (the student's), token_accuracy, agreement (of the arg-maxes); hard_loss and token_accuracy
-    are 0 without targets.
+    Metrics: soft_loss, hard_loss, entropy (the student's), token_accuracy, agreement (of the arg-maxes);
+    hard_loss and token_accuracy are 0 without targets.
 
-    References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. (GKD), 2023, https://arxiv.org/abs/2306.13649; Ko et
-    al. (DistiLLM), 2024, https://arxiv.org/abs/2402.03898; Wen et al. (total variation), 2023, https://arxiv.org/abs/2307.15190.
+    References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. (GKD), 2023,
+    https://arxiv.org/abs/2306.13649; Ko et al. (DistiLLM), 2024, https://arxiv.org/abs/2402.03898; Wen et al.
+    (total variation), 2023, https://arxiv.org/abs/2307.15190.
     """
 
     divergence: str = "jsd"
@@ -72,6 +80,7 @@ class DistillationLoss(LogitsLoss):
     vocab_parallel: ClassVar = True
     token_inputs: ClassVar = ("labels",)
     prediction_inputs: ClassVar = ("topk_logprobs", "topk_ids")
+    internal_inputs: ClassVar = ("labels", "topk_logprobs", "topk_ids")
     metric_names: ClassVar = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
 
     def __post_init__(self) -> None:
@@ -79,7 +88,13 @@ class DistillationLoss(LogitsLoss):
         check_choice("divergence", self.divergence, NAMES)
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
-            expect(0 <= getattr(self, name) <= 1, name, "a number in [0, 1]", getattr(self, name), "it is a share")
+            expect(
+                0 <= getattr(self, name) <= 1,
+                name,
+                "a number in [0, 1]",
+                getattr(self, name),
+                "it is a share",
+            )
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         if batch.topk_ids is None:
@@ -93,15 +108,16 @@ class DistillationLoss(LogitsLoss):
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
             best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
-            soft = 0.5 * (z / batch.norm(z).clamp(min=TINY) - t / batch.norm(t).clamp(min=TINY)).square().sum(-1)
+            z, t = z / batch.norm(z).clamp(min=TINY), t / batch.norm(t).clamp(min=TINY)
+            soft = 0.5 * (z - t).square().sum(-1)
         else:
             soft = DIVERGENCES[self.divergence](self, student, teacher)
         soft = batch.summed(soft)
         hard = top1 = torch.zeros_like(soft)
         if batch.labels is not None:
             columns, labelled = batch.columns(batch.labels)
-            hard = -batch.log_softmax(logits * self.temperature).gather(-1, columns[:, None])[:, 0].masked_fill(~labelled, 0.0)
-            hard = batch.summed(hard)
+            hard = -batch.log_softmax(logits * self.temperature).gather(-1, columns[:, None])[:, 0]
+            hard = batch.summed(hard.masked_fill(~labelled, 0.0))
             top1 = (batch.argmax(logits) == batch.labels).to(soft.dtype)
         log_p = student if batch.topk_ids is None else full
         entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=NOTHING)).sum(-1))
@@ -110,55 +126,95 @@ class DistillationLoss(LogitsLoss):
     def _mixed(self, soft: Tensor, hard: Tensor, *others: Tensor) -> tuple[dict[str, Term], dict[str, Term]]:
         weight = self.hard_loss_weight
         loss = weight * hard + (1 - weight) * soft if weight else soft
-        return {"distillation": Term(loss)}, {name: Term(x) for name, x in zip(self.metric_names, (soft, hard, *others), strict=True)}
+        metrics = zip(self.metric_names, (soft, hard, *others), strict=True)
+        return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
 
-    def has_kernel(self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]) -> bool:
+    def has_kernel(
+        self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]
+    ) -> bool:
         return inputs["topk_ids"] is None and kernels.has_kernel(self.divergence, device, dtype)
 
     def kernel(
-        self, logits: Tensor, bias: Tensor | None, batch: Batch, factors: Tensor | None, gradient: Tensor | None
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        batch: Batch,
+        factors: Tensor | None,
+        gradient: Tensor | None,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         options = {
-            "gradient": gradient, "divergence": self.divergence, "beta": self.beta, "hard_weight": self.hard_loss_weight, "head": self.head,
-            "teacher_head": self.teacher_head, "bias": bias, "teacher_bias": batch.teacher_bias,
-        }  # fmt: skip
+            "gradient": gradient,
+            "divergence": self.divergence,
+            "beta": self.beta,
+            "hard_weight": self.hard_loss_weight,
+            "head": self.head,
+            "teacher_head": self.teacher_head,
+            "bias": bias,
+            "teacher_bias": batch.teacher_bias,
+        }
+        rows, labels = (logits, batch.teacher_logits), batch.labels
         if not batch.vocabulary.sharded:
-            return self._mixed(*kernels.fused_divergence(logits, batch.teacher_logits, batch.labels, factors, **options))
-        # Without labels, nor one of an id that no rank has.
-        labels = torch.full_like(batch.targets, -1) if batch.labels is None else batch.labels
+            return self._mixed(*kernels.fused_divergence(*rows, labels, factors, **options))
+        # Without labels, or with one of an id that no rank has: -1.
+        labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1), -1)
-        ranks = batch.vocabulary
-        return self._mixed(*kernels.sharded_divergence(logits, batch.teacher_logits, labels, factors, ranks=ranks, **options))
+        return self._mixed(*kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options))
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None, *, teacher_hidden: Tensor | None = None,
-        teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
-        teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None, mask: Tensor | None = None, bias: Tensor | None = None,
-        num_items: float | Tensor | None = None, **inputs: Tensor | None,
-    ) -> LossOutput:  # fmt: skip
-        shape = hidden.shape[:-1]
-        expect(targets is not None or not self.hard_loss_weight, "targets", "labels for the hard loss", None, "or hard_loss_weight=0.0")
-        given = (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
-        expect(given == 1, "teacher_hidden", "one of teacher_hidden and teacher_logprobs_topk", f"{given} of them", "pass one teacher")
-        # What a subclass declares beside these, accumulate_into and grad_scale
-        inputs |= {"labels": targets}
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor | None = None,
+        *,
+        teacher_hidden: Tensor | None = None,
+        teacher_weight: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | None = None,
+        **arguments,
+    ) -> LossOutput:
+        teacher = {
+            "teacher_hidden": teacher_hidden,
+            "teacher_weight": teacher_weight,
+            "teacher_bias": teacher_bias,
+        }
+        tensors = {"hidden": hidden, "targets": targets, "cu_seqlens": arguments.get("cu_seqlens")}
+        self.check_call(arguments, **tensors, mask=mask, **teacher)
+        shape, given = hidden.shape[:-1], (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
+        labelled = targets is not None or not self.hard_loss_weight
+        expect(labelled, "targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
+        expected = "one of teacher_hidden and teacher_logprobs_topk"
+        expect(given == 1, "teacher_hidden", expected, f"{given} of them", "pass one teacher")
+        inputs = {"labels": targets}
         if teacher_hidden is not None:
             _check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
             alike = self.tp_group is None or teacher_weight.shape[0] == weight.shape[0]
-            expect(alike, "teacher_weight", f"{weight.shape[0]} rows with tp_group", teacher_weight.shape[0], "shard both heads alike")
-            inputs |= {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+            expected, rows = f"{weight.shape[0]} rows with tp_group", teacher_weight.shape[0]
+            expect(alike, "teacher_weight", expected, rows, "shard both heads alike")
+            inputs |= teacher
         else:
-            expect(self.tp_group is None, "teacher_logprobs_topk", "a teacher with a sharded head, with tp_group", "k ids", "pass its head")
-            expect(self.divergence != COSINE, "teacher_logprobs_topk", "a teacher with logits for 'cosine'", "k of them", "pass its head")
-            values, ids = teacher_logprobs_topk
-            _check_topk(values, ids, shape, weight.shape[0], on_host=self.compact)
-            # An empty slot may hold any id.
-            inputs |= {"topk_logprobs": values.detach(), "topk_ids": ids.long().masked_fill(values == -torch.inf, 0)}
-        counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device) if targets is None else targets
+            inputs |= self._best_ids(teacher_logprobs_topk, shape, weight.shape[0])
+        counted = targets
+        if targets is None:
+            counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
         if mask is not None:
-            expect(mask.shape == shape, "mask", f"shape {tuple(shape)}, one entry per token", tuple(mask.shape), "align it with hidden")
+            expected = f"shape {tuple(shape)}, one entry per token"
+            expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
             counted = torch.where(mask.bool(), counted, self.ignore_index)
-        return super().__call__(hidden, weight, counted, bias=bias, num_items=num_items, **inputs)
+        return super().__call__(hidden, weight, counted, **inputs, **arguments)
+
+    def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size, V: int) -> dict[str, Tensor]:
+        """The teacher that is known by its k best tokens, as inputs."""
+        name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
+        expect(self.tp_group is None, name, "a teacher with a sharded head, with tp_group", "k ids", remedy)
+        expect(self.divergence != COSINE, name, "a teacher with logits for 'cosine'", "k of them", remedy)
+        pair, got = isinstance(topk, (tuple, list)) and len(topk) == 2, type(topk).__name__
+        expect(pair, name, "a pair of log-probabilities and ids", got, "pass (values, ids)", TypeError)
+        values, ids = topk
+        _check_topk(values, ids, shape, V, on_host=self.compact)
+        # An empty slot may hold any id.
+        ids = ids.long().masked_fill(values == -torch.inf, 0)
+        return {"topk_logprobs": values.detach(), "topk_ids": ids}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +223,7 @@ class JSDLoss(DistillationLoss):
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (n, k) of both over the teacher's best ids, or (n, k + 1) with a bucket for all others.
-
-    The teacher's bucket is at least the values' rounding error, below which 1 - sum exp(values) means nothing.
-    """
+    """Log-probabilities (n, k) of both over the teacher's best ids; (n, k + 1) with a bucket for the rest."""
     filled = values > -torch.inf
     teacher = torch.where(filled, values, NOTHING)
     picked = torch.where(filled, student.gather(-1, ids), NOTHING)
@@ -178,27 +231,40 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
     others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
-    rest = torch.log(-torch.expm1(teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)))
+    # The teacher's bucket is at least the rounding error of the sum, below which 1 - sum means nothing.
+    known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)
+    rest = torch.log(-torch.expm1(known))
     rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)
 
 
 def _check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
-    expect(weight is not None, "teacher_weight", "the teacher's head (V', H')", None, "pass it with teacher_hidden")
-    expect(hidden.shape[:-1] == shape, "teacher_hidden", f"shape {tuple(shape)} + (H',)", tuple(hidden.shape), "one per token of hidden")
+    expect(
+        weight is not None,
+        "teacher_weight",
+        "the teacher's head (V', H')",
+        None,
+        "pass it with teacher_hidden",
+    )
+    expected, got = f"shape {tuple(shape)} + (H',)", tuple(hidden.shape)
+    expect(hidden.shape[:-1] == shape, "teacher_hidden", expected, got, "give one row per token of hidden")
     fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
-    expect(fits, "teacher_weight", f"shape (V', {hidden.shape[-1]})", tuple(weight.shape), "pass the head of these hidden states")
+    expected, got = f"shape (V', {hidden.shape[-1]})", tuple(weight.shape)
+    expect(fits, "teacher_weight", expected, got, "pass the head of these hidden states")
     if bias is not None:
-        expect(bias.shape == weight.shape[:1], "teacher_bias", f"shape ({weight.shape[0]},)", tuple(bias.shape), "one per token id")
+        expected, got = f"shape ({weight.shape[0]},)", tuple(bias.shape)
+        expect(bias.shape == weight.shape[:1], "teacher_bias", expected, got, "give one entry per token id")
 
 
 def _check_topk(values: Tensor, ids: Tensor, shape: torch.Size, V: int, *, on_host: bool) -> None:
     fits = values.shape == ids.shape and values.shape[:-1] == shape and values.shape[-1:] > (0,)
+    expected = f"two tensors {tuple(shape)} + (k,) with k >= 1"
     got = f"{tuple(values.shape)} and {tuple(ids.shape)}"
-    expect(fits, "teacher_logprobs_topk", f"two tensors {tuple(shape)} + (k,) with k >= 1", got, "give the same k ids to every token")
+    expect(fits, "teacher_logprobs_topk", expected, got, "give the same k ids to every token")
     inside = ((ids >= 0) & (ids < V) | (values == -torch.inf)).all()
     message = f"ids in [0, {V})"
     if torch.compiler.is_compiling() or not on_host:
         torch._assert_async(inside, f"teacher_logprobs_topk: expected {message}")
     else:
-        expect(bool(inside), "teacher_logprobs_topk", message, "ids outside", "give ids of the student's vocabulary")
+        remedy = "give ids of the student's vocabulary"
+        expect(bool(inside), "teacher_logprobs_topk", message, "ids outside", remedy)

@@ -11,7 +11,13 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.dpo_types import DIFFERENCES, DIVERGENCES, DPO_LOSSES, DPO_TYPES, SORTED, Pairs
 from logitless.losses.numerics import bounded_exp
-from logitless.losses.preference import PairedLoss, ReferencedLoss, pair_metrics, preference_metrics
+from logitless.losses.preference import (
+    PairedLoss,
+    ReferencedLoss,
+    chosen_nll,
+    pair_metrics,
+    preference_metrics,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +134,7 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         if "sft" in self.loss_type:
             weight = sum(weight for name, weight in weighted if name == "sft")
             factor = batch.spread(torch.cat((factor, factor))) if self.use_weighting else 1.0
-            terms["sft"] = Term(-weight * factor * stats.logps * batch.is_chosen, over="chosen_tokens")
+            terms["sft"] = Term(weight * factor * chosen_nll(stats, batch), over="chosen_tokens")
         rewards = self.beta * pairs.chosen, self.beta * pairs.rejected
         metrics = pair_metrics((pairs.chosen_logps, pairs.rejected_logps), rewards)
         return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)

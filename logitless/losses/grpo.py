@@ -95,6 +95,7 @@ class GRPOLoss(ClippedLoss):
         "flag_weights",
     )
     shared_inputs: ClassVar = ("entropy_weight",)
+    internal_inputs: ClassVar = ("log_importance", "unit_weights", "flag_weights", "entropy_weight")
 
     def __post_init__(self) -> None:
         check_choice("loss_type", self.loss_type, SURROGATES)

@@ -7,11 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.batch import TokenStats
+from logitless.losses.base import LossOutput
+from logitless.engine.batch import Batch
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
-from logitless.losses.base import LossOutput
-from logitless.losses.preference import PairedLoss, ReferencedLoss, check_reference
+from logitless.losses.preference import PairedLoss, ReferencedLoss, check_reference, mean_over
+from logitless.losses.shift import shifted
 
 # Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
 KTO_LOSSES: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -32,11 +34,13 @@ class KTOLoss(ReferencedLoss):
         desirable_weight, undesirable_weight: w_d, w_u.
 
     The call takes hidden (B, T, H) and targets (B, T), or packed ones with `cu_seqlens`; `labels` (B,) bool
-    (True: desirable); a reference, as `DPOLoss` does; and for "kto" the reference point `kl`, 0-d and
-    detached: the mean log-ratio of unrelated completions, averaged over the ranks by the caller, clamped at
-    0. Or `kl` is a mapping from which it is computed by two more passes, without gradient: kl_hidden (B', T',
-    H), kl_targets (B', T') and either ref_logps, (B',) or (B', T'), or ref_hidden (B', T', H'), whose head is
-    the call's `ref_weight` and `ref_bias`. `num_items` is the number of sequences.
+    (True: desirable); a reference, as `DPOLoss` does; and for "kto" the reference point `kl`: the mean
+    log-ratio of unrelated completions, detached and clamped at 0. It is a number or a 0-d tensor, averaged
+    over the ranks by the caller; or a mapping from which two more passes compute it, without gradient, with
+    kl_hidden (B', T', H), kl_targets (B', T') and either ref_logps, (B',) or (B', T'), or ref_hidden
+    (B', T', H'), whose head is the call's `ref_weight` and `ref_bias`. Packed, these are (N', H), (N',) and
+    (N', H') with kl_cu_seqlens (B' + 1,). `shift=True` goes for kl_targets and for ref_logps per token, too.
+    `num_items` is the number of sequences.
 
     Metrics: rewards/chosen, rewards/rejected (means over the desirable and the undesirable sequences),
     rewards/margins (0 unless the call has both kinds), logps/*, logits/*, entropy, kl.
@@ -79,9 +83,9 @@ class KTOLoss(ReferencedLoss):
         metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
         mean_logits, tokens = stats.sum_logits / batch.V, batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):
-            metrics[f"rewards/{side}"] = Term(reward * these, over=these.to(logps.dtype))
-            metrics[f"logps/{side}"] = Term(logps * these, over=these.to(logps.dtype))
-            metrics[f"logits/{side}"] = Term(mean_logits * those, over=those.to(logps.dtype))
+            metrics[f"rewards/{side}"] = mean_over(reward, these)
+            metrics[f"logps/{side}"] = mean_over(logps, these)
+            metrics[f"logits/{side}"] = mean_over(mean_logits, those)
         return {"kto": Term(losses, over="sequences")}, metrics
 
     def __call__(
@@ -91,10 +95,12 @@ class KTOLoss(ReferencedLoss):
         targets: Tensor,
         *,
         labels: Tensor,
-        kl: Tensor | float | Mapping | None = None,
+        kl: Tensor | float | Mapping[str, Tensor] | None = None,
         bias: Tensor | None = None,
+        shift: bool = False,
         **arguments,
     ) -> LossOutput:
+        self.check_call(arguments, hidden=hidden, targets=targets, labels=labels)
         expected, got = "shape (B,), one bool per sequence", tuple(labels.shape)
         expect(labels.dim() == 1, "labels", expected, got, "True for a desirable sequence")
         needs_kl = self.loss_type == "kto"
@@ -102,33 +108,37 @@ class KTOLoss(ReferencedLoss):
         expect((kl is not None) == needs_kl, "kl", expected, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
             ref_head = arguments.get("ref_weight"), arguments.get("ref_bias")
-            kl = self.resolved(weight)._kl(kl, (weight, bias), ref_head)
+            kl = self.resolved(weight)._mean_log_ratio(kl, (weight, bias), ref_head, shift)
         options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
         if isinstance(kl, Tensor):
             kl = kl.detach().to(**options).reshape(())
         else:
             kl = torch.full((), kl or 0.0, **options)
-        out = super().__call__(hidden, weight, targets, bias=bias, labels=labels.bool(), kl=kl, **arguments)
+        inputs = {"labels": labels.bool(), "kl": kl.clamp(min=0)}
+        out = super().__call__(hidden, weight, targets, bias=bias, shift=shift, **inputs, **arguments)
         margin = out.metrics["rewards/chosen"] - out.metrics["rewards/rejected"]
         out.metrics["rewards/margins"] = torch.where(labels.any() & ~labels.all(), margin, 0.0)
         return out
 
-    def _kl(
+    def _mean_log_ratio(
         self,
         kl: Mapping[str, Tensor],
-        head: tuple[Tensor, Tensor | None],
-        ref_head: tuple[Tensor | None, Tensor | None],
+        head: tuple[Tensor, Tensor | None],  # (V, H), (V,)
+        ref_head: tuple[Tensor | None, Tensor | None],  # (V, H'), (V,)
+        shift: bool,
     ) -> Tensor:
-        """The mean log-ratio of unrelated completions, at least 0."""
-        known = {"kl_hidden", "kl_targets", "ref_logps", "ref_hidden"}
-        complete = {"kl_hidden", "kl_targets"} <= set(kl) <= known and ("ref_logps" in kl) != (
-            "ref_hidden" in kl
-        )
-        expected = "kl_hidden, kl_targets and one of ref_logps and ref_hidden"
-        expect(complete, "kl", expected, sorted(kl), "pass exactly these")
-        targets, reference = kl["kl_targets"], kl.get("ref_logps")
+        """Of the unrelated completions that `kl` describes: the mean over sequences of sums over tokens."""
+        sequences = self._check_kl(kl)
+        targets, starts, reference = kl["kl_targets"], kl.get("kl_cu_seqlens"), kl.get("ref_logps")
+        per_token = reference is None or self.is_per_token(reference, targets)
+        if not per_token:
+            expected, got = f"shape ({sequences},) or {tuple(targets.shape)} in kl", tuple(reference.shape)
+            expect(reference.shape == (sequences,), "ref_logps", expected, got, "match kl_targets")
+        if shift:
+            targets = shifted(targets, self.ignore_index, starts)
+            if reference is not None and per_token:
+                reference = shifted(reference, 0.0, starts)
         policy = self.detached_logps(kl["kl_hidden"], *head, targets, self.head)
-        per_token = reference is None or reference.shape == targets.shape
         if reference is None:
             check_reference(kl["ref_hidden"], *ref_head, head[0], targets)
             reference = self.detached_logps(kl["ref_hidden"], *ref_head, targets, self.ref_head)
@@ -137,4 +147,27 @@ class KTOLoss(ReferencedLoss):
         sums = policy.sum(), reference.detach().sum()
         if self.cp_group is not None:
             sums = self.sequences.sum(sums[0]), self.sequences.sum(sums[1]) if per_token else sums[1]
-        return ((sums[0] - sums[1]) / targets.shape[0]).clamp(min=0)
+        return (sums[0] - sums[1]) / max(sequences, 1)
+
+    def _check_kl(self, kl: Mapping[str, Tensor]) -> int:
+        """How many unrelated completions there are."""
+        needed, known = {"kl_hidden", "kl_targets"}, {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
+        complete = needed <= set(kl) <= needed | known and ("ref_logps" in kl) != ("ref_hidden" in kl)
+        expected = "kl_hidden, kl_targets and one of ref_logps and ref_hidden"
+        expect(complete, "kl", expected, sorted(kl), "pass these, and kl_cu_seqlens where they are packed")
+        self.check_call((), **kl)
+        targets, starts = kl["kl_targets"], kl.get("kl_cu_seqlens")
+        if starts is None:
+            remedy = "pass their boundaries as kl_cu_seqlens in kl"
+            expect(targets.dim() == 2, "kl_targets", "shape (B', T')", tuple(targets.shape), remedy)
+            return targets.shape[0]
+        bounds, got = (
+            starts.dim() == 1 and not starts.is_floating_point(),
+            f"{tuple(starts.shape)} {starts.dtype}",
+        )
+        expect(bounds, "kl_cu_seqlens", "(B' + 1,) int64 boundaries", got, "pass boundaries")
+        remedy = "flatten the tokens or leave kl_cu_seqlens out"
+        expect(
+            targets.dim() == 1, "kl_targets", "shape (N',) with kl_cu_seqlens", tuple(targets.shape), remedy
+        )
+        return starts.shape[0] - 1

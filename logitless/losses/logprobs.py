@@ -1,18 +1,19 @@
-"""Differentiable log-probabilities of given tokens: the general primitive, for losses that are not written yet."""
+"""Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Options
+from logitless.engine.call import Options, make_call
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import SplitHead
-from logitless.engine.plan import Plan
+from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.terms import Term
-from logitless.errors import check_choice
 from logitless.losses.base import TokenLoss
+from logitless.errors import check_choice
+from logitless.losses.keywords import check_options
+from logitless.engine.plan import Plan
 
 
 class TokenLogprobs(NamedTuple):
@@ -25,10 +26,11 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNumbers(TokenLoss):
-    """Any of the per-token numbers of a `TokenLoss`, handed out for ordinary autograd: logps and lse always, `entropy` (False, True:
-    differentiable, "metric": not) and `also`, without gradient.
+    """The per-token numbers of a `TokenLoss`, for ordinary autograd: `numbers(hidden, weight, targets)`.
 
-    `numbers(hidden, weight, targets)` returns ({name: (...)}, plan), zero where ignored.
+    Args:
+        entropy: False; True: differentiable; "metric": without gradient.
+        also: names of further numbers, without gradient.
     """
 
     entropy: bool | str = False
@@ -63,31 +65,43 @@ class TokenNumbers(TokenLoss):
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable numbers in the targets' shape, 0 where ignored."""
         loss = self if self.tp_group is None else self.resolved(weight)
-        call = loss.prepared(hidden, weight, targets, bias, Options(shift=shift), {})
+        call = make_call(loss, Operands(hidden, weight, targets, bias), Options(shift=shift), {})
         outcome = run_calls([call], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 
+OPTIONS = tuple(field.name for field in fields(TokenNumbers))
+
+
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
-    entropy: bool | str = False, **head,
-) -> TokenLogprobs:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    entropy: bool | str = False,
+    **head,
+) -> TokenLogprobs:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time.
 
-    With a trainable head the backward pass walks the chunks again (4 products in all); with a frozen one it only scales one vector
-    per token, kept by the forward pass (2), for any later loss of logps and lse. A differentiable entropy of a frozen head costs one more.
+    With a trainable head the backward pass projects the chunks again (4 products in all). With a frozen one
+    the forward pass keeps one vector per token, d logp / d hidden, which the backward pass only scales, for
+    any later loss of logps and lse (2 products; a differentiable entropy costs one more).
 
     Args:
         hidden: (..., H).
         weight: (V, H).
         targets: (...) int64.
         bias: (V,).
-        entropy: False; True: differentiable; "metric": without gradient, for nothing.
-        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact, tp_group, as in every loss.
+        entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
+        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
+            tp_group, as in every loss.
 
     Returns:
         TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.
     """
+    check_options(head, OPTIONS)
     loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
     found, _ = loss.numbers(hidden, weight, targets, bias=bias)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

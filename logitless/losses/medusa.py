@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +141,8 @@ class MedusaLoss(MultiHeadLoss):
     decay: float = 0.8
     base_coefficient: float = 1.0
 
+    remedies: ClassVar = {"shift": "targets are unshifted labels already"}
+
     def __call__(
         self,
         hidden: Tensor,
@@ -150,7 +153,13 @@ class MedusaLoss(MultiHeadLoss):
         base_bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        **unknown,
     ) -> LossOutput:
+        base = {"base_weight": base_weight, "base_bias": base_bias}
+        self.check_call(unknown, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **base)
+        remedy = "make them with MedusaHeads(hidden_size, vocab_size, num_heads)"
+        ours, got = isinstance(heads, MedusaHeads), type(heads).__name__
+        expect(ours, "heads", "a MedusaHeads module", got, remedy, TypeError)
         K = len(heads)
         coefficients = (
             tuple(self.decay**k for k in range(K)) if self.coefficients is None else self.coefficients

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -33,6 +34,8 @@ class MultiTokenLoss(MultiHeadLoss):
 
     coefficients: Sequence[float] | None = None
 
+    remedies: ClassVar = {"shift": "targets are unshifted labels already"}
+
     def __call__(
         self,
         hiddens: Sequence[Tensor],
@@ -42,15 +45,14 @@ class MultiTokenLoss(MultiHeadLoss):
         bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        **unknown,
     ) -> LossOutput:
-        depths = len(hiddens)
-        expect(
-            depths > 0,
-            "hiddens",
-            "at least one tensor of hidden states",
-            depths,
-            "pass the model's own first",
-        )
+        self.check_call(unknown, targets=targets, bias=bias, cu_seqlens=cu_seqlens)
+        several = isinstance(hiddens, (tuple, list)) and all(isinstance(x, Tensor) for x in hiddens)
+        expected, got = "a list or tuple of tensors", type(hiddens).__name__
+        expect(several, "hiddens", expected, got, "pass [hidden] for a single one", TypeError)
+        depths, remedy = len(hiddens), "pass the model's own first"
+        expect(depths > 0, "hiddens", "at least one tensor of hidden states", depths, remedy)
         coefficients = (1.0,) + (0.3,) * (depths - 1) if self.coefficients is None else self.coefficients
         expected = f"{depths} numbers, one per hidden state"
         expect(len(coefficients) == depths, "coefficients", expected, len(coefficients), "or leave it None")

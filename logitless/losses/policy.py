@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.operands import shifted
-from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.errors import expect
+from logitless.losses.keywords import CheckedCall
+from logitless.losses.shift import sequence_numbers, shifted
 
 
 class Layout:
@@ -21,17 +22,19 @@ class Layout:
     def __init__(
         self, hidden: Tensor, targets: Tensor, ignore_index: int, cu_seqlens: Tensor | None, shift: bool
     ):
-        self.shift, self.packed = shift, cu_seqlens is not None
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.targets = shifted(targets, ignore_index) if shift else targets
-        self.counted = self.targets != ignore_index
+        self._shift, self._starts, self.packed = shift, cu_seqlens, cu_seqlens is not None
         padded, got = targets.dim() == 2, tuple(targets.shape)
         expect(self.packed or padded, "targets", "shape (B, T)", got, "or pass flat tokens with cu_seqlens")
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.targets = self.aligned(targets, ignore_index)
+        self.counted = self.targets != ignore_index
         self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
         if self.packed:
-            positions = torch.arange(targets.shape[0], device=targets.device)
-            number = torch.searchsorted(cu_seqlens[1:].to(targets.device), positions, right=True)
-            self.number = number.clamp(max=self.sequences - 1)
+            self.number = sequence_numbers(cu_seqlens, targets.shape[0], targets.device)
+
+    def aligned(self, x: Tensor, last: float) -> Tensor:
+        """Unshifted labels, or what goes with them, at the positions that predict them."""
+        return shifted(x, last, self._starts) if self._shift else x
 
     def is_per_sequence(self, x: Tensor) -> bool:
         shapes = (self.sequences,), (self.sequences, 1)
@@ -54,7 +57,7 @@ class Layout:
             expected = f"targets' shape {either}"
             aligned = x.shape == self.targets.shape
             expect(aligned, name, expected, tuple(x.shape), "align it with the targets")
-            x = shifted(x, fill) if self.shift else x
+            x = self.aligned(x, fill)
         return torch.where(self.counted, x.detach().to(self.dtype), fill)
 
     def lengths(self) -> Tensor:
@@ -68,7 +71,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(TokenLoss):
+class PolicyLoss(TokenLoss, CheckedCall):
     """A loss of advantages. It declares what `terms` sees; `laid_out` makes that from what users pass."""
 
     token_inputs: ClassVar = ("advantages",)
@@ -96,6 +99,8 @@ class PolicyLoss(TokenLoss):
         grad_scale: float = 1.0,
         **given: Tensor | None,
     ) -> LossOutput:
+        tensors = {"hidden": hidden, "targets": targets, "mask": mask, "cu_seqlens": cu_seqlens}
+        self.check_call(given, **tensors, advantages=advantages, **given)
         if mask is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
             expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.engine.batch import TokenStats
 from logitless.kernels.head import Head
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.engine.batch import Batch
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
+from logitless.losses.keywords import CheckedCall
 from logitless.losses.logprobs import linear_logprobs
+from logitless.losses.shift import shifted
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -32,7 +35,19 @@ TOKEN_METRICS = ("logits/chosen", "logits/rejected", "entropy", "mean_token_accu
 
 def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
     """-log sigma(x), where a share `label_smoothing` of the labels is taken to be flipped."""
+    if not label_smoothing:
+        return -logsigmoid(x)
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
+
+
+def mean_over(values: Tensor, mask: Tensor) -> Term:
+    """The mean of the values where `mask` is on. Elsewhere they take no part, not even infinite ones."""
+    return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype))
+
+
+def chosen_nll(stats: TokenStats, batch: Batch) -> Tensor:
+    """(n,) negative log-probabilities of the chosen sequences' tokens, 0 at the others."""
+    return torch.where(batch.is_chosen, -stats.logps, 0.0)
 
 
 def pair_metrics(logps: tuple[Tensor, Tensor], rewards: tuple[Tensor, Tensor]) -> dict[str, Term]:
@@ -48,20 +63,29 @@ def preference_metrics(
     chosen: Tensor,  # (n,) bool: of a chosen sequence
     completion: Tensor | None = None,  # (n,) bool: of the completion; None where all are
 ) -> dict[str, Term]:
-    """TRL's metrics of the tokens."""
-    ours = torch.ones_like(stats.logps) if completion is None else completion.to(stats.logps.dtype)
-    mean_logits = stats.sum_logits.detach() / batch.V
-    logps, sides = stats.logps.detach(), {"chosen": ours * chosen, "rejected": ours * ~chosen}
-    metrics = {f"logits/{side}": Term(mean_logits * weight, over=weight) for side, weight in sides.items()}
+    """TRL's metrics of the tokens.
+
+    logits/* are means over the vocabulary as well: -inf where the bias masks a part of it with -inf, as in
+    TRL.
+    """
+    ours = torch.ones_like(chosen) if completion is None else completion
+    mean_logits = stats.sum_logits / batch.V
+    sides = {"chosen": ours & chosen, "rejected": ours & ~chosen}
+    metrics = {f"logits/{side}": mean_over(mean_logits, tokens) for side, tokens in sides.items()}
     return metrics | {
-        "entropy": Term(stats.entropy * ours, over=ours),
-        "mean_token_accuracy": Term(stats.is_top1 * sides["chosen"], over=sides["chosen"]),
-        "nll_loss": Term(-logps * chosen, over="chosen_tokens"),
+        "entropy": mean_over(stats.entropy, ours),
+        "mean_token_accuracy": mean_over(stats.is_top1, sides["chosen"]),
+        "nll_loss": Term(torch.where(chosen, -stats.logps, 0.0), over="chosen_tokens"),
     }
 
 
+# What comes in two parts from who has the sequences of a pair apart.
+PARTS = ("hidden", "targets", "chosen", "rejected")
+CONCATENATE = "concatenate the sequences, chosen first: torch.cat((chosen, rejected))"
+
+
 @dataclass(frozen=True, kw_only=True)
-class PairedLoss(TokenLoss):
+class PairedLoss(TokenLoss, CheckedCall):
     """What the losses of pairs share."""
 
     scope: ClassVar = "group"
@@ -70,10 +94,11 @@ class PairedLoss(TokenLoss):
     context_parallel: ClassVar = True
     observes: ClassVar = ("entropy", "is_top1", "sum_logits")
     metric_names: ClassVar = PAIR_METRICS + TOKEN_METRICS
+    remedies: ClassVar = dict.fromkeys(PARTS, CONCATENATE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferencedLoss(TokenLoss):
+class ReferencedLoss(TokenLoss, CheckedCall):
     """A loss that compares with a reference model: its log-probabilities, or its hidden states and head.
 
     Args:
@@ -86,6 +111,7 @@ class ReferencedLoss(TokenLoss):
     reference: ClassVar = True
     token_inputs: ClassVar = ("ref_logps",)
     sequence_inputs: ClassVar = ("ref_sequence_logps",)
+    internal_inputs: ClassVar = ("ref_sequence_logps",)
 
     @property
     def needs_reference(self) -> bool:
@@ -107,26 +133,30 @@ class ReferencedLoss(TokenLoss):
         ref_hidden: Tensor | None = None,
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        shift: bool = False,
         **arguments,
     ) -> LossOutput:
+        reference = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight}
+        self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **reference)
         self._check_one_reference(ref_logps, ref_hidden)
         inputs = {}
         if ref_hidden is not None:
             check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
-                # What is not reduced is computed from per-token numbers of the policy alone.
-                ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, targets, self.ref_head)
+                # An unreduced loss is computed from per-token numbers of the policy alone.
+                scored = shifted(targets, self.ignore_index, cu_seqlens) if shift else targets
+                ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
+                # Beside the unshifted labels, with which the call will shift them.
+                ref_logps = ref_logps.roll(1, -1) if shift else ref_logps
             else:
                 inputs = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
         if ref_logps is not None:
-            per_token = ref_logps.shape == targets.shape
-            if self.cp_group is not None and targets.dim() == 1:
-                # A rank's packed slice may have as many tokens as the call has sequences.
-                others = torch.tensor(not per_token, dtype=torch.int64, device=targets.device)
-                others = self.resolved(weight).sequences.sum(others)
-                per_token = not others.item()
+            loss = self if self.cp_group is None else self.resolved(weight)
+            per_token = loss.is_per_token(ref_logps, targets)
             inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
-        return super().__call__(hidden, weight, targets, **inputs, **arguments)
+        where = {"cu_seqlens": cu_seqlens, "shift": shift}
+        return super().__call__(hidden, weight, targets, **where, **inputs, **arguments)
 
     def _check_one_reference(self, ref_logps: Tensor | None, ref_hidden: Tensor | None) -> None:
         given = [name for name, x in (("ref_logps", ref_logps), ("ref_hidden", ref_hidden)) if x is not None]
@@ -135,6 +165,15 @@ class ReferencedLoss(TokenLoss):
             expect(len(given) == 1, "ref_logps", "one of ref_logps and ref_hidden", got, "pass one of them")
         else:
             expect(not given, "ref_logps", "no reference for this loss", got, "leave it out")
+
+    def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
+        """Whether log-probabilities came in targets' shape, on every rank with a slice of the sequences."""
+        per_token = ref_logps.shape == targets.shape
+        if self.cp_group is not None and targets.dim() == 1:
+            # A rank's packed slice may have as many tokens as the call has sequences.
+            others = torch.tensor(not per_token, dtype=torch.int64, device=targets.device)
+            per_token = not self.sequences.sum(others).item()
+        return per_token
 
     def detached_logps(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
@@ -206,6 +245,7 @@ class UnreferencedLoss(PairedLoss):
         cu_seqlens: Tensor | None = None,
         **arguments,
     ) -> LossOutput:
+        self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens)
         out = super().__call__(hidden, weight, targets, bias=bias, cu_seqlens=cu_seqlens, **arguments)
         if self.logits_over == "position":
             chosen, rejected = mean_logits_over_positions(

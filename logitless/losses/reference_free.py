@@ -16,6 +16,7 @@ from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
     PairedLoss,
     UnreferencedLoss,
+    chosen_nll,
     pair_metrics,
     preference_metrics,
     smoothed,
@@ -23,6 +24,10 @@ from logitless.losses.preference import (
 
 # Below any mean log-probability that fp32 can tell from 0: the odds p / (1 - p) stay finite.
 CERTAIN = -1e-7
+CONTRADICTION = (
+    "nll_targets: expected targets' own labels on the completions of the chosen sequences, got others; "
+    "pass the labels of prompt and completion together."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +55,22 @@ class ORPOLoss(UnreferencedLoss):
     beta: float = 0.1
 
     token_inputs: ClassVar = ("completion",)
+    shared_inputs: ClassVar = ("contradicting",)
+    internal_inputs: ClassVar = ("completion", "contradicting")
     metric_names: ClassVar = (*PairedLoss.metric_names, "log_odds_ratio", "log_odds_chosen")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps, lengths = stats.logps, batch.lengths
         if batch.completion is not None:
-            logps, lengths = logps * batch.completion, batch.sum_by_sequence(batch.completion.to(logps.dtype))
+            lengths = batch.sum_by_sequence(batch.completion.to(logps.dtype))
+            logps = torch.where(batch.completion, logps, 0.0)
         means = batch.sum_by_sequence(logps) / lengths.clamp(min=1)
         chosen, rejected = means.chunk(2)
         certain = means.clamp(max=CERTAIN)
         log_odds = torch.sub(*(certain - torch.log(-torch.expm1(certain))).chunk(2))
         ratio = logsigmoid(log_odds)
         terms = {
-            "nll": Term(-stats.logps * batch.is_chosen, over="chosen_tokens"),
+            "nll": Term(chosen_nll(stats, batch), over="chosen_tokens"),
             "odds_ratio": Term(-self.beta * ratio, over="pairs"),
         }
         metrics = pair_metrics((chosen, rejected), (self.beta * chosen, self.beta * rejected))
@@ -79,26 +87,40 @@ class ORPOLoss(UnreferencedLoss):
         targets: Tensor,
         *,
         nll_targets: Tensor | None = None,
-        shift: bool = False,
+        cu_seqlens: Tensor | None = None,
         **arguments,
     ) -> LossOutput:
-        completion = None
+        tensors = {"hidden": hidden, "targets": targets, "nll_targets": nll_targets, "cu_seqlens": cu_seqlens}
+        self.check_call(arguments, **tensors)
+        inputs = {"cu_seqlens": cu_seqlens}
         if nll_targets is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
             remedy = "give a label or ignore_index per token"
             expect(nll_targets.shape == targets.shape, "nll_targets", expected, got, remedy)
-            completion = targets != self.ignore_index
+            chosen = _of_chosen(targets, cu_seqlens)
+            inputs["completion"] = targets != self.ignore_index
+            inputs["contradicting"] = _contradicting(targets, nll_targets, chosen, self.ignore_index)
             # Rejected sequences have no NLL, so that their prompts need no logits.
-            first = torch.arange(targets.shape[0], device=targets.device)
-            first = first < _first_rejected(targets, arguments.get("cu_seqlens"))
-            more = torch.where(first.view(-1, *[1] * (targets.dim() - 1)), nll_targets, self.ignore_index)
-            targets = torch.where(completion, targets, more)
-        return super().__call__(hidden, weight, targets, completion=completion, shift=shift, **arguments)
+            more = torch.where(chosen, nll_targets, self.ignore_index)
+            targets = torch.where(inputs["completion"], targets, more)
+        return super().__call__(hidden, weight, targets, **inputs, **arguments)
+
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Counts of what is wrong with a call, by the message of the error; the one host sync reads them."""
+        found = inputs["contradicting"]
+        return {} if found is None else {CONTRADICTION: found}
 
 
-def _first_rejected(targets: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
-    """Where the rejected half starts along the first dimension."""
-    return targets.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
+def _of_chosen(targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Bool, of targets' shape or of one that spreads to it: whether a token is of a chosen sequence."""
+    half = targets.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
+    chosen = torch.arange(targets.shape[0], device=targets.device) < half
+    return chosen.view(-1, *[1] * (targets.dim() - 1))
+
+
+def _contradicting(targets: Tensor, nll_targets: Tensor, chosen: Tensor, ignore_index: int) -> Tensor:
+    """() int64: how many tokens of the chosen completions have another label in `nll_targets`."""
+    return (chosen & (targets != ignore_index) & (nll_targets != targets)).sum()
 
 
 CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
@@ -151,7 +173,7 @@ class CPOLoss(UnreferencedLoss):
         better, worse = rewards.chunk(2)
         terms = {"cpo": Term(CPO_LOSSES[self.loss_type](self, better - worse), over="pairs")}
         if self.cpo_alpha:
-            terms["nll"] = Term(-self.cpo_alpha * stats.logps * batch.is_chosen, over="chosen_tokens")
+            terms["nll"] = Term(self.cpo_alpha * chosen_nll(stats, batch), over="chosen_tokens")
         metrics = pair_metrics(logps.chunk(2), (self.beta * better, self.beta * worse))
         return terms, metrics | preference_metrics(stats, batch, batch.is_chosen)
 

@@ -36,6 +36,7 @@ class RLOOLoss(ClippedLoss):
     unit: ClassVar = "sequences"
     sequence_inputs: ClassVar = ("sequence_advantages", "old_sums")
     token_inputs: ClassVar = ("old_logps",)
+    internal_inputs: ClassVar = ("sequence_advantages", "old_sums")
     metric_names: ClassVar = ("entropy", "importance_ratio", *FLAGS[clipped])
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:

@@ -367,3 +367,26 @@ def test_the_mean_divides_by_the_class_weights_of_the_supervised_targets(label_s
     ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, label_smoothing=label_smoothing)
     theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, label_smoothing=label_smoothing)
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64 weights", "fp32 weights"])
+def test_class_weights_of_fp64_operands_are_summed_in_fp64(dtype):
+    h, w, targets, b = operands((301,), 8, 50, torch.float64, ignored=0.4)
+    weights = torch.linspace(0.1, 0.7, 50, dtype=torch.float64, device=DEVICE).to(dtype)
+    ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights)
+    theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights.double())
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("ignore_index", [50, 2**40, -1])
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "all rows"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_an_ignored_id_needs_no_class_weight(reduction, compact, ignore_index):
+    h, w, targets, b = operands((31,), 8, 50, torch.float64, ignored=0.4)
+    targets[targets == -100] = ignore_index
+    weights = torch.linspace(7.0, 0.0, 50, dtype=torch.float64, device=DEVICE)
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+    theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, **options)
+    ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, compact=compact, **options)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)

@@ -207,6 +207,31 @@ def test_shifted_labels():
     assert relative_error(ours.loss, theirs.loss) < 1e-12
 
 
+@pytest.mark.parametrize(
+    "name, per_token", [("dapo token kl", True), ("dapo token kl", False), ("grpo sequence", True), ("rloo", False)]
+)
+def test_shifted_labels_of_packed_sequences(name, per_token):
+    """The last token of a sequence predicts nothing, least of all the first of the next one."""
+    kind, settings = VARIANTS[name]
+    problem = Problem(name, kind, settings, packed=True, seed=18)
+    options = {key: x.nan_to_num(nan=-5.0) if x.is_floating_point() else x for key, x in problem.options.items()}
+    options["advantages"] = problem.random(*problem.shape) if per_token else problem.random(5)
+    starts, labels, loss = options["cu_seqlens"], problem.targets.clamp(min=0), kind(**settings)
+    operands = problem.hidden, problem.weight, labels
+    ours = run(lambda h, w, t, *, bias: loss(h, w, t, shift=True, **options), *operands)
+
+    # Each sequence by itself: all but its last hidden state, and what stands beside all but its first label.
+    pieces = [(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist())]
+    cut = lambda x: torch.cat([x[a + 1 : b] for a, b in pieces])  # noqa: E731
+    moved = {key: cut(x) if x.shape == labels.shape else x for key, x in options.items()}
+    moved["cu_seqlens"] = starts - torch.arange(len(starts), device=DEVICE)
+    kept = torch.cat([torch.arange(a, b - 1, device=DEVICE) for a, b in pieces])
+    theirs = run(lambda h, w, t, *, bias: loss(h[kept], w, cut(t), **moved), *operands)
+    assert relative_error(ours.value, theirs.value) < 1e-12
+    for operand, gradient in theirs.grads.items():
+        assert gradient.norm() > 0 and relative_error(ours.grads[operand], gradient) < 1e-12, operand
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen head"])
 @pytest.mark.parametrize("name", ["dapo token", "grpo sequence kl", "cispo token entropy", "rloo"])

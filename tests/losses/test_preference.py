@@ -202,6 +202,20 @@ def test_unreduced(name):
         assert relative_error(ours, theirs) < 1e-10
 
 
+@pytest.mark.parametrize("name", ["dpo sigmoid", "kto kto"])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_shifted_labels_beside_reference_hidden_states(name, reduction):
+    """Position i of policy and reference predicts label i + 1, reduced or not."""
+    kind, options = VARIANTS[name]
+    problem = Problem(kind, name, packed=False, given="hidden", seed=4)
+    loss = kind(**options, reduction=reduction)
+    inputs = {"bias": problem.bias, **problem.options}
+    ours = loss(problem.hidden, problem.weight, problem.targets, shift=True, **inputs)
+    inputs["ref_hidden"] = inputs["ref_hidden"][:, :-1]
+    aligned = loss(problem.hidden[:, :-1], problem.weight, problem.targets[:, 1:], **inputs)
+    assert relative_error(ours.loss, aligned.loss) < 1e-12
+
+
 def truth_rows(kind, options, problem, hidden, row):
     """The reference's loss of one pair (or one sequence) of a padded problem."""
     keep = [row] if kind is KTOLoss else [row, row + 3]
@@ -339,6 +353,55 @@ def test_huge_log_ratios_are_finite(name, gap):
     targets = torch.randint(0, 30, (2, 5), device=DEVICE)
     ours = run(lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **inputs), hidden, weight, targets)
     assert all(x.isfinite().all() for x in (ours.value, *ours.grads.values()))
+
+
+@pytest.mark.parametrize("name, more", [
+    *((name, {}) for name in ("dpo sigmoid", "dpo list", "orpo with prompts", "cpo sigmoid", "simpo", "kto kto")),
+    *((name, {"logits_over": "position"}) for name in ("orpo with prompts", "cpo sigmoid", "simpo")),
+])  # fmt: skip
+def test_a_masked_vocabulary_gives_no_nan(name, more):
+    """A bias of -inf at ids that no target has: mean logits of -inf, as in TRL, and all else as without these ids."""
+    kind, options = VARIANTS[name]
+    options = options | more
+    problem = Problem(kind, name, packed=False, given="sequence", seed=2)
+    kept = V - 20
+    targets = torch.where(problem.targets == -100, -100, problem.targets % kept)
+    if "nll_targets" in problem.options:
+        labels = problem.options["nll_targets"]
+        problem.options["nll_targets"] = torch.where(labels == -100, -100, labels % kept)
+    masked = problem.bias.clone()
+    masked[kept:] = -math.inf
+    outs = [
+        run(lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **problem.options), problem.hidden, w, targets, b)
+        for w, b in ((problem.weight, masked), (problem.weight[:kept], problem.bias[:kept]))
+    ]
+    ours, cut = outs
+    assert relative_error(ours.value, cut.value) < 1e-12
+    assert relative_error(ours.grads["hidden"], cut.grads["hidden"]) < 1e-10
+    for metric, value in ours.output.metrics.items():
+        if metric.startswith("logits/"):
+            assert value == -math.inf, metric
+        else:
+            assert abs(value - cut.output.metrics[metric]) < 1e-10, metric
+
+
+def test_an_impossible_token_stays_on_its_side():
+    """A target of probability 0 makes its own side's numbers infinite, and not the other's NaN."""
+    problem = Problem(SimPOLoss, "", packed=False, given="", seed=2)
+    problem.targets[3, 5], problem.bias[7] = 7, -math.inf
+    problem.targets[:3][problem.targets[:3] == 7] = 8
+    rejected = (problem.hidden[3:] @ problem.weight.T + problem.bias).log_softmax(-1)
+    assert rejected[0, 5, 7] == -math.inf
+    with torch.no_grad():
+        for loss in (ORPOLoss(), CPOLoss()):
+            out = loss(problem.hidden, problem.weight, problem.targets, bias=problem.bias)
+            assert out.loss.isfinite() and out.metrics["nll_loss"].isfinite(), type(loss)
+            assert out.metrics["logps/chosen"].isfinite() and out.metrics["logps/rejected"] == -math.inf, type(loss)
+        labels = torch.tensor([True] * 3 + [False] * 3, device=DEVICE)
+        ref_logps = torch.zeros(6, dtype=torch.float64, device=DEVICE)
+        out = KTOLoss()(problem.hidden, problem.weight, problem.targets, bias=problem.bias, labels=labels, kl=0.1, ref_logps=ref_logps)
+        assert out.loss.isfinite() and out.metrics["rewards/chosen"].isfinite()
+        assert out.metrics["logps/rejected"] == -math.inf and out.metrics["rewards/margins"] == math.inf
 
 
 # -- numbers by hand: one token a sequence, p = softmax([log 3, 0]), so that log p is log 3/4 or log 1/4

@@ -33,7 +33,7 @@ MUTANTS = [
         for name, old, new in (
             ("forward and reverse swapped", "kernels.kl(teacher, student)", "kernels.kl(student, teacher) + 0"),
             ("total variation doubled", "0.5 * (student.exp()", "(student.exp()"),
-            ("cosine of raw logits", "z / batch.norm(z).clamp(min=TINY) - t / batch.norm(t).clamp(min=TINY)", "z - t"),
+            ("cosine of raw logits", "z, t = z / batch.norm(z).clamp(min=TINY), t / batch.norm(t).clamp(min=TINY)", "pass"),
             (
                 "vocabularies not cut",
                 "common = min(logits.shape[-1], batch.teacher_logits.shape[-1])",

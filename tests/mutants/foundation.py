@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "twin: class weights left out of d sum_logits",
         TWIN,
-        "1.0 if class_weights is None else class_weights.to(g.dtype)",
-        "1.0",
+        "grads.sum_logits[rows, None] * class_weights",
+        "grads.sum_logits[rows, None]",
         KERNELS,
     ),
     Mutant(
@@ -278,8 +278,22 @@ MUTANTS = [
     Mutant(
         "class weights of ignored tokens in the normalizer",
         CE,
-        "torch.where(supervised, wide[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
-        "wide[targets.clamp(0, weights.shape[0] - 1)]",
+        "torch.where(supervised, of_targets(weights, targets), 0.0)",
+        "of_targets(weights, targets)",
         CROSS_ENTROPY,
+    ),
+    Mutant(
+        "class weight of an ignored id",
+        CE,
+        "targets.clamp(0, class_weights.shape[0] - 1)",
+        "targets.clamp(min=0)",
+        f"{CROSS_ENTROPY} -k ignored_id",
+    ),
+    Mutant(
+        "class weights summed in their own dtype",
+        CE,
+        "class_weights = class_weights.to(wide)",
+        "pass",
+        f"{CROSS_ENTROPY} -k fp64_operands",
     ),
 ]

@@ -23,7 +23,7 @@ MUTANTS = [
         ("gradient of what is spread, of one rank", BATCH, "if self._slices is not None and x.requires_grad", "if False", SLICES),
         ("tokens of a slice as normalizer", ENGINE, "    if loss.slices is None:\n        return tokens\n", "    return tokens\n", SLICES),
         ("ranks meet group by group", ENGINE, " or loss.cp_group is not None or (", " or (", SLICES),
-        ("packed slices of few tokens", PREFERENCE, "per_token = not others.item()", "pass", SLICES),
+        ("packed slices of few tokens", PREFERENCE, "per_token = not self.slices.sum(others).item()", "pass", SLICES),
         ("mean logits of a slice", PREFERENCE, "sums = loss.slices.sum(sums)", "pass", SLICES),
         ("kl of a slice", KTO, "sums = self.slices.sum(sums[0]),", "sums = sums[0],", SLICES),
         ("reference's kl summed", KTO, "self.slices.sum(sums[1]) if per_token", "self.slices.sum(sums[1]) if True", SLICES),

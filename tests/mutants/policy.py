@@ -82,12 +82,20 @@ MUTANTS = [
         ),
         ("rloo: sums ignored", RLOO, "            old = batch.old_sums\n", "            pass\n"),
         ("reinforce's sign", RLOO, "Term(-batch.advantages * stats.logps)", "Term(batch.advantages * stats.logps)"),
-        ("per-token inputs left behind by shift", SHARED, "x = shifted(x, fill) if self.shift else x", "x = x"),
+        ("per-token inputs left behind by shift", SHARED, "x = self.aligned(x, fill)", "pass"),
         (
             "what stands at uncounted tokens counts",
             SHARED,
             "torch.where(self.counted, x.detach().to(self.dtype), fill)",
             "x.detach().to(self.dtype)",
         ),
+    )
+] + [
+    Mutant(
+        "shift: a sequence predicts the next one",
+        "losses/shift.py",
+        "return moved.masked_fill(~follows, last)",
+        "return moved",
+        f"tests/losses/test_shift.py {TESTS} -k packed",
     )
 ]

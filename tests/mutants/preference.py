@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 PREFERENCE = "tests/losses/test_preference.py"
 EQUALS = f"{PREFERENCE} -k equals_the_reference"
+REFERENCE_POINT, LABELS = "tests/losses/test_kto.py", "tests/losses/test_reference_free.py"
 DPO, TYPES, FREE, KTO, SHARED, WALK = (f"losses/{name}.py" for name in ("dpo", "dpo_types", "reference_free", "kto", "preference", "walk"))
 
 MUTANTS = [
@@ -58,14 +59,14 @@ MUTANTS = [
                 "stats.logps - stats.log_sum_sq_probs",
             ),
             ("weights of sft dropped", DPO, "batch.spread(torch.cat((factor, factor))) if self.use_weighting", "1.0 if self.use_weighting"),
-            ("sft over all tokens", DPO, "-weight * factor * stats.logps * batch.is_chosen", "-weight * factor * stats.logps"),
+            ("sft over all tokens", DPO, "weight * factor * chosen_nll(stats, batch)", "-weight * factor * stats.logps"),
             ("loss weights dropped", DPO, "weight * DPO_LOSSES[name]", "1 * DPO_LOSSES[name]"),
             ("orpo: odds without 1 - p", FREE, "certain - torch.log(-torch.expm1(certain))", "certain"),
             ("orpo: lengths of the prompt too", FREE, "batch.sum_by_sequence(batch.completion.to(logps.dtype))", "lengths"),
             (
                 "orpo: NLL over all tokens",
                 FREE,
-                '"nll": Term(-stats.logps * batch.is_chosen, over="chosen_tokens"),',
+                '"nll": Term(chosen_nll(stats, batch), over="chosen_tokens"),',
                 '"nll": Term(-stats.logps, over="chosen_tokens"),',
             ),
             ("orpo: odds ratio's sign", FREE, "Term(-self.beta * ratio", "Term(self.beta * ratio"),
@@ -92,8 +93,8 @@ MUTANTS = [
     Mutant(
         "preference: sides of the metrics swapped",
         SHARED,
-        '"chosen": ours * chosen, "rejected": ours * ~chosen',
-        '"chosen": ours * ~chosen, "rejected": ours * chosen',
+        '"chosen": ours & chosen, "rejected": ours & ~chosen',
+        '"chosen": ours & ~chosen, "rejected": ours & chosen',
         EQUALS,
     ),
     Mutant(
@@ -103,7 +104,25 @@ MUTANTS = [
         "batch.ref_logps",
         EQUALS,
     ),
-    Mutant("kto: negative kl kept", KTO, "targets.shape[0]).clamp(min=0)", "targets.shape[0])", f"{PREFERENCE} -k second_set"),
+    Mutant(
+        "preference: infinite numbers of the other side",
+        SHARED,
+        "torch.where(mask, values, 0.0)",
+        "values * mask",
+        f"{PREFERENCE} -k masked_vocabulary",
+    ),
+    Mutant(
+        "preference: unreduced reference beside its labels",
+        SHARED,
+        "ref_logps.roll(1, -1) if shift else ref_logps",
+        "ref_logps",
+        f"{PREFERENCE} -k beside_reference",
+    ),
+    Mutant("kto: negative kl kept", KTO, '"kl": kl.clamp(min=0)', '"kl": kl', REFERENCE_POINT),
+    Mutant("kto: kl of unshifted labels", KTO, "        if shift:\n", "        if False:\n", REFERENCE_POINT),
+    Mutant("kto: kl by tokens", KTO, "return starts.shape[0] - 1", "return targets.shape[0]", REFERENCE_POINT),
+    Mutant("orpo: rejected labels contradict", FREE, "(chosen & (targets", "((targets", LABELS),
+    Mutant("orpo: prompts contradict", FREE, "(targets != ignore_index) & (nll", "(nll", LABELS),
     Mutant("reference walked with the trained head", WALK, '{"head": self.loss.ref_head', '{"head": self.loss.head', EQUALS),
     Mutant("reference without its bias", WALK, '"bias": self.inputs["ref_bias"]', '"bias": None', EQUALS),
     Mutant(

@@ -1,0 +1,81 @@
+"""What a loss's call takes: the names of its keywords, and tensors where tensors belong."""
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from logitless.errors import expect
+
+# What to pass in place of a model's whole output.
+ALONE = {"hidden": "pass the hidden states alone, such as outputs.last_hidden_state"}
+# Whose hidden states, weight and bias the call takes where a loss declares it, and what stands before their
+# names.
+MODELS = {"teacher": "teacher", "reference": "ref"}
+
+
+class CheckedCall:
+    """A loss that refuses what its call does not take, in one form and before anything is computed."""
+
+    # Declared inputs that the loss's `__call__` makes itself: no keywords.
+    internal_inputs: ClassVar[tuple[str, ...]] = ()
+    # What the call takes by keyword; derived from the signatures of `__call__` and from the declared inputs.
+    keywords: ClassVar[tuple[str, ...]] = ()
+    # What to do instead, by the name of what came or by what stands before its first underscore.
+    remedies: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        cls.keywords = call_keywords(cls)
+
+    def check_call(self, given: Iterable[str], **tensors: object) -> None:
+        """Refuse `given` names that are no keywords of this loss, and `tensors` that are none (or None)."""
+        unknown = [name for name in given if name not in self.keywords and name not in self.internal_inputs]
+        if unknown:
+            taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
+            remedy = self._remedy(unknown[0]) or meant(unknown[0], self.keywords)
+            expect(False, "inputs", taken, ", ".join(unknown), remedy, TypeError)
+        for name, x in tensors.items():
+            if x is not None and not isinstance(x, Tensor):
+                several = isinstance(x, (tuple, list)) and self._remedy(name)
+                remedy = several or ALONE.get(name, f"pass torch.as_tensor({name})")
+                expect(False, name, "a tensor", type(x).__name__, remedy, TypeError)
+
+    def _remedy(self, name: str) -> str | None:
+        return self.remedies.get(name) or self.remedies.get(name.partition("_")[0])
+
+
+def call_keywords(cls: type) -> tuple[str, ...]:
+    """Keywords that a call of a loss takes, in alphabetical order."""
+    names: set[str] = set()
+    for owner in cls.__mro__:
+        if "__call__" not in vars(owner):
+            continue
+        parameters = inspect.signature(vars(owner)["__call__"]).parameters.values()
+        names |= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+        # What `**` collects is passed on to the next class, unless it is there only to be refused.
+        rest = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
+        if rest in ([], ["unknown"]):
+            break
+    else:
+        declared = (getattr(cls, name) for name in ("token_inputs", "sequence_inputs", "shared_inputs"))
+        names |= {name for inputs in declared if isinstance(inputs, tuple) for name in inputs}
+        models = [prefix for model, prefix in MODELS.items() if getattr(cls, model)]
+        names |= {f"{prefix}_{what}" for prefix in models for what in ("hidden", "weight", "bias")}
+    return tuple(sorted(names - set(cls.internal_inputs)))
+
+
+def check_options(given: Iterable[str], known: tuple[str, ...]) -> None:
+    """Refuse names of options that the constructor of a loss would not know."""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        remedy = meant(unknown[0], known)
+        expect(False, "options", f"any of {', '.join(known)}", ", ".join(unknown), remedy, TypeError)
+
+
+def meant(name: str, choices: Iterable[str]) -> str:
+    """A remedy for a misspelt name."""
+    close = difflib.get_close_matches(name, choices, n=1)
+    return f"perhaps {close[0]} is meant" if close else "leave it out"

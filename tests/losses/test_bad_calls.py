@@ -1,0 +1,317 @@
+"""What the calls of all losses refuse by name: unknown keywords, lists, model outputs, pairs in two parts."""
+
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logitless import (
+    CPOLoss,
+    CrossEntropyLoss,
+    DistillationLoss,
+    DPOLoss,
+    GRPOLoss,
+    JSDLoss,
+    KTOLoss,
+    MedusaHeads,
+    MedusaLoss,
+    MultiTokenLoss,
+    ORPOLoss,
+    PPOLoss,
+    REINFORCELoss,
+    RLOOLoss,
+    SimPOLoss,
+    Term,
+    TokenLoss,
+    linear_cross_entropy,
+    linear_logprobs,
+)
+from tests.losses.test_bad_input import FORM
+from tests.support import DEVICE
+
+B, T, H, V = 4, 3, 6, 11
+REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "grad_scale"}  # what every loss takes
+REFERENCE = {"ref_logps", "ref_hidden", "ref_weight", "ref_bias"}
+RATIO = {"advantages", "mask", "old_logps"}
+TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk", "mask"}
+engine = pytest.mark.xfail(strict=True, reason="the engine's call does not check it yet")
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Own(TokenLoss):
+    """A user's loss, without an input or a field of its own."""
+
+    def terms(self, stats, batch):
+        return {"nll": Term(-stats.logps)}, {}
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), device=DEVICE).view(shape)
+
+
+def inputs(*names: str) -> dict[str, Tensor]:
+    """What a loss needs beside hidden states, weight and targets."""
+    every = {
+        "ref_logps": numbers(B) - 5,
+        "advantages": numbers(B),
+        "labels": torch.tensor([True, False, True, False], device=DEVICE),
+        "kl": numbers(1)[0] + 1.5,
+        "teacher_hidden": numbers(B, T, H),
+        "teacher_weight": numbers(V, H),
+    }
+    return {name: every[name] for name in names}
+
+
+# The loss, the inputs that it needs, and every keyword of its call.
+LOSSES = {
+    "CrossEntropyLoss": (CrossEntropyLoss, (), REST | {"class_weights", "token_weights"}),
+    "DPOLoss": (DPOLoss, ("ref_logps",), REST | REFERENCE),
+    "KTOLoss": (KTOLoss, ("ref_logps", "labels", "kl"), REST | REFERENCE | {"labels", "kl"}),
+    "ORPOLoss": (ORPOLoss, (), REST | {"nll_targets"}),
+    "CPOLoss": (CPOLoss, (), REST),
+    "SimPOLoss": (SimPOLoss, (), REST),
+    "GRPOLoss": (
+        GRPOLoss,
+        ("advantages",),
+        REST | RATIO | {"ref_logps", "sampling_logps", "importance_weights"},
+    ),
+    "PPOLoss": (
+        PPOLoss,
+        ("advantages",),
+        REST | RATIO | {"ref_logps", "sampling_logps", "importance_weights"},
+    ),
+    "RLOOLoss": (RLOOLoss, ("advantages",), REST | RATIO),
+    "REINFORCELoss": (REINFORCELoss, ("advantages",), REST | RATIO - {"old_logps"}),
+    "DistillationLoss": (DistillationLoss, ("teacher_hidden", "teacher_weight"), REST | TEACHER),
+    "JSDLoss": (JSDLoss, ("teacher_hidden", "teacher_weight"), REST | TEACHER),
+    "MedusaLoss": (MedusaLoss, (), {"base_weight", "base_bias", "num_items", "cu_seqlens"}),
+    "MultiTokenLoss": (MultiTokenLoss, (), {"bias", "num_items", "cu_seqlens"}),
+    "a user's": (Own, (), REST),
+}
+PAIRED = ("DPOLoss", "ORPOLoss", "CPOLoss", "SimPOLoss")
+
+
+def call(name: str, **changes):
+    kind, needed, _ = LOSSES[name]
+    given = {
+        "hidden": numbers(B, T, H),
+        "targets": torch.arange(B * T, device=DEVICE).view(B, T) % V,
+        **inputs(*needed),
+    }
+    given["weight"] = numbers(V, H)
+    if kind is MedusaLoss:
+        given["base_weight"], given["weight"] = given["weight"], MedusaHeads(H, V, 2, device=DEVICE)
+    elif kind is MultiTokenLoss:
+        given["hidden"] = [given["hidden"]] * 2
+    given |= changes
+    return kind()(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
+
+
+def refusal(name: str, **changes) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call(name, **changes)
+    message = str(caught.value)
+    assert FORM.match(message), message
+    return message
+
+
+def every_loss(*expected_to_fail: str):
+    """A test of each loss; of those named, one that the engine must pass one day."""
+    names = [pytest.param(name, marks=engine) if name in expected_to_fail else name for name in LOSSES]
+    return pytest.mark.parametrize("name", names)
+
+
+@every_loss()
+def test_the_call_itself_is_good(name):
+    assert call(name).loss.isfinite()
+
+
+@every_loss("a user's")
+def test_an_unknown_keyword(name):
+    message = refusal(name, surprise=numbers(B))
+    assert "got surprise" in message and LOSSES[name][0].__name__ in message
+    listed = re.search(r"\((.*?)\)", message).group(1).split(", ")
+    assert set(listed) == LOSSES[name][2]
+
+
+@pytest.mark.parametrize(
+    "name, wrong, right",
+    [
+        ("DPOLoss", "ref_logp", "ref_logps"),
+        ("DPOLoss", "reference_hidden", "ref_hidden"),
+        ("ORPOLoss", "nll_target", "nll_targets"),
+        ("GRPOLoss", "old_logp", "old_logps"),
+        ("KTOLoss", "ref_logprobs", "ref_logps"),
+        ("JSDLoss", "teacher_head", "teacher_hidden"),
+        ("CrossEntropyLoss", "class_weight", "class_weights"),
+        ("MedusaLoss", "basis_weight", "base_weight"),
+    ],
+)
+def test_a_misspelt_keyword(name, wrong, right):
+    assert f"perhaps {right} is meant" in refusal(name, **{wrong: numbers(B)})
+
+
+def test_a_misspelt_reference_is_not_called_missing():
+    with pytest.raises(TypeError, match="got ref_logp; perhaps ref_logps is meant"):
+        DPOLoss()(
+            numbers(B, T, H),
+            numbers(V, H),
+            torch.zeros(B, T, dtype=torch.int64, device=DEVICE),
+            ref_logp=numbers(B),
+        )
+
+
+@pytest.mark.parametrize(
+    "name, internal",
+    [
+        ("DPOLoss", "ref_sequence_logps"),
+        ("GRPOLoss", "unit_weights"),
+        ("RLOOLoss", "old_sums"),
+        ("JSDLoss", "labels"),
+        ("ORPOLoss", "completion"),
+    ],
+)
+def test_what_a_loss_makes_itself_is_no_keyword(name, internal):
+    assert internal not in LOSSES[name][0].keywords
+    with pytest.raises((TypeError, ValueError)):
+        call(name, **{internal: numbers(B)})
+
+
+def test_a_subclass_takes_what_it_declares():
+    class Weighted(SimPOLoss):
+        token_inputs = ("token_weights",)
+
+        def terms(self, stats, batch):
+            stats.logps = stats.logps * batch.token_weights
+            return super().terms(stats, batch)
+
+    operands = numbers(B, T, H), numbers(V, H), torch.arange(B * T, device=DEVICE).view(B, T) % V
+    assert set(Weighted.keywords) == REST | {"token_weights"}
+    plain, weighted = SimPOLoss()(*operands), Weighted()(*operands, token_weights=numbers(B, T))
+    assert plain.loss != weighted.loss
+    with pytest.raises(TypeError, match="perhaps token_weights is meant"):
+        Weighted()(*operands, token_weight=numbers(B, T))
+
+
+@pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
+def test_an_unknown_option_of_a_function(entry):
+    with pytest.raises(TypeError) as caught:
+        entry(numbers(3, H), numbers(V, H), torch.arange(3, device=DEVICE), logit_cap=3.0)
+    message = str(caught.value)
+    assert FORM.match(message) and "got logit_cap" in message and "softcap" in message
+
+
+# -- what is no tensor
+
+
+class ModelOutput(OrderedDict):
+    """As transformers has it: a dict that also has attributes."""
+
+
+OUTPUTS = {
+    "a tuple": lambda hidden: (hidden, None),
+    "a model output": lambda hidden: ModelOutput(last_hidden_state=hidden),
+    "nothing": lambda hidden: "hidden",
+}
+
+
+@every_loss("CrossEntropyLoss", "a user's")
+@pytest.mark.parametrize("what", OUTPUTS)
+def test_hidden_states_that_are_no_tensor(name, what):
+    given = OUTPUTS[what](numbers(B, T, H))
+    message = refusal(name, hidden=[given, given] if name == "MultiTokenLoss" else given)
+    assert re.match("hiddens?: expected a", message), message
+
+
+@pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
+@engine
+def test_hidden_states_of_a_function_that_are_no_tensor(entry):
+    with pytest.raises(TypeError, match="^hidden: expected a tensor, got tuple; .*last_hidden_state"):
+        entry((numbers(3, H),), numbers(V, H), torch.arange(3, device=DEVICE))
+
+
+@every_loss("CrossEntropyLoss", "a user's")
+def test_boundaries_in_a_list(name):
+    hidden, packed = numbers(B * T, H), {"ref_logps": numbers(B) - 5, "teacher_hidden": numbers(B * T, H)}
+    packed = {key: x for key, x in packed.items() if key in LOSSES[name][1]}
+    hidden = [hidden] * 2 if name == "MultiTokenLoss" else hidden
+    bounds = list(range(0, B * T + 1, T))
+    packed |= {"hidden": hidden, "targets": torch.arange(B * T, device=DEVICE) % V}
+    assert call(name, cu_seqlens=torch.tensor(bounds, device=DEVICE), **packed).loss.isfinite()
+    message = refusal(name, cu_seqlens=bounds, **packed)
+    assert message.startswith("cu_seqlens: expected a tensor, got list; pass torch.as_tensor(cu_seqlens)")
+
+
+@pytest.mark.parametrize(
+    "name, argument",
+    [
+        ("KTOLoss", "labels"),
+        ("GRPOLoss", "advantages"),
+        ("RLOOLoss", "old_logps"),
+        ("GRPOLoss", "mask"),
+        ("DPOLoss", "ref_logps"),
+        ("ORPOLoss", "nll_targets"),
+        ("CrossEntropyLoss", "class_weights"),
+        ("CrossEntropyLoss", "token_weights"),
+        ("JSDLoss", "mask"),
+        ("DPOLoss", "targets"),
+        ("GRPOLoss", "targets"),
+    ],
+)
+def test_numbers_in_a_list(name, argument):
+    message = refusal(name, **{argument: [1, 0, 1, 0]})
+    assert message.startswith(f"{argument}: expected a tensor, got list; ")
+
+
+# -- sequences apart, heads that are none
+
+
+@pytest.mark.parametrize("name", PAIRED)
+@pytest.mark.parametrize("form", [tuple, list])
+def test_chosen_and_rejected_in_two_tensors(name, form):
+    halves = form(numbers(B, T, H).chunk(2))
+    targets = form(torch.zeros(B, T, dtype=torch.int64, device=DEVICE).chunk(2))
+    for changes in ({"hidden": halves}, {"targets": targets}, {"hidden": halves, "targets": targets}):
+        message = refusal(name, **changes)
+        assert "chosen first: torch.cat((chosen, rejected))" in message and re.match(
+            "hidden|targets", message
+        )
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_chosen_and_rejected_by_keyword(name):
+    chosen, rejected = numbers(B, T, H).chunk(2)
+    message = refusal(name, chosen_hidden=chosen, rejected_hidden=rejected)
+    assert "got chosen_hidden, rejected_hidden; concatenate" in message and "chosen first" in message
+
+
+def test_heads_that_are_no_medusa_heads():
+    for heads in ([nn.Linear(H, V)], nn.Linear(H, V), nn.ModuleList([nn.Linear(H, V)])):
+        message = refusal("MedusaLoss", weight=heads)
+        assert message.startswith(f"heads: expected a MedusaHeads module, got {type(heads).__name__}; ")
+
+
+@pytest.mark.parametrize("name", ["MedusaLoss", "MultiTokenLoss"])
+@pytest.mark.parametrize("shift", [True, False])
+def test_labels_of_several_heads_are_never_shifted(name, shift):
+    assert refusal(name, shift=shift).endswith("got shift; targets are unshifted labels already.")
+
+
+def test_hidden_states_of_several_depths():
+    assert refusal("MultiTokenLoss", hidden=numbers(B, T, H)).startswith(
+        "hiddens: expected a list or tuple of tensors, got Tensor; "
+    )
+
+
+def test_the_best_tokens_of_a_teacher_are_a_pair():
+    best = numbers(B, T, 2)
+    for given in (best, (best,), [best, best, best]):
+        message = refusal("JSDLoss", teacher_hidden=None, teacher_weight=None, teacher_logprobs_topk=given)
+        assert message.startswith("teacher_logprobs_topk: expected a pair")
