@@ -29,3 +29,10 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_default_device(support.DEVICE)
     yield
     torch.set_default_device(before)
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Nothing is compiled while the test runs; see `support.uncompiled`."""
+    with support.uncompiled():
+        yield

@@ -26,7 +26,7 @@ from logitless import (
     TokenLoss,
     global_num_items,
 )
-from tests.support import DEVICE
+from tests.support import DEVICE, uncompiled
 
 if DEVICE.type != "cpu":
     pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
@@ -153,10 +153,10 @@ def call_of(name: str, which: str, sizes: tuple[int, ...] | None = None, rank: i
     return loss, sliced(HEAD | {"targets": TARGETS[which]} | inputs, sizes, rank)
 
 
+@uncompiled()
 def worker(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", BudgetWarning)
-    torch.compiler.set_stance("force_eager")
     dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=30))
     mesh, found = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {}
     for layout, sizes in SLICES[ranks].items():
@@ -220,7 +220,7 @@ def test_equals_whole_sequences(ranks, call, which):
 
 
 @pytest.mark.parametrize("name", SEPARABLE)
-@torch.compiler.set_stance("force_eager")
+@uncompiled()
 def test_tokens_that_stand_alone_need_the_normalizer_only(ranks, name):
     truth = run(*call_of(name, "some"), "all")
     for layout in SLICES[len(ranks)]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, global_num_items, linear_logprobs
-from tests.support import DEVICE
+from tests.support import DEVICE, uncompiled
 
 if DEVICE.type != "cpu":
     pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
@@ -144,7 +144,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @cache
-@torch.compiler.set_stance("force_eager")
+@uncompiled()
 def truth(ranks: int, name: str, fault: str, tied: bool) -> dict[str, Tensor]:
     """What one process has of everybody's batch."""
     with torch.device("cpu"):
@@ -170,7 +170,7 @@ def run(rank: int, ranks: int, wrapper: str, name: str, fault: str) -> dict[str,
 
 
 # What a loss of logits compiles to is tested elsewhere, and takes its time in each process.
-@torch.compiler.set_stance("force_eager")
+@uncompiled()
 def worker(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", BudgetWarning)
