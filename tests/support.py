@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -136,10 +137,15 @@ class EngineCalls(TorchDispatchMode):
 
 
 @contextmanager
-def eager_calls() -> Iterator[list[tuple]]:
-    """The arguments of each call that autograd makes of the engine, in eager mode and with something to differentiate."""
-    calls, apply = [], FusedLinearBase.apply
-    with mock.patch.object(FusedLinearBase, "apply", lambda *args: (calls.append(args), apply(*args))[1]):
+def eager_calls() -> Iterator[SimpleNamespace]:
+    """Counts, as `number`, how often the engine is called in eager mode with something to differentiate."""
+    calls, apply = SimpleNamespace(number=0), FusedLinearBase.apply
+
+    def counted(*args):
+        calls.number += 1
+        return apply(*args)
+
+    with mock.patch.object(FusedLinearBase, "apply", counted):
         yield calls
 
 
