@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests import support
 
@@ -23,12 +22,3 @@ def calls() -> Iterator[SimpleNamespace]:
     """`calls.number`: how often a loss that is trained on has gone through the engine."""
     with support.eager_calls() as calls:
         yield calls
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """The tensors here are tiny: a second thread only waits for the first, for long when the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

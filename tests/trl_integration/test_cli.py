@@ -101,7 +101,8 @@ def test_trainers_without_a_script_of_their_own(tmp_path, calls, command, more):
     settings = files(tmp_path, rows) | {"use_chunked_loss": True} | more
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     main([command, "--config", str(tmp_path / "run.yaml")])
-    assert calls.number > 0 and (tmp_path / "out" / ("adapter_model" if "use_peft" in more else "model")).with_suffix(".safetensors").exists()
+    saved = "adapter_model" if "use_peft" in more else "model"
+    assert calls.number > 0 and (tmp_path / "out" / saved).with_suffix(".safetensors").exists()
 
 
 def test_what_a_trainer_does_not_take_is_refused(tmp_path):
