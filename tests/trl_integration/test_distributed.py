@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 import logitless.trl_integration as ours
 from logitless.trl_integration.head import attach_chunked_head
 from logitless.trl_integration.per_token import PerTokenScore
+from tests.ranks import in_processes
 from tests.support import uncompiled
 
 from .kinds import KINDS, needs
-from .launch import in_two_processes
 from .test_log_prob_trainers import words
 from .test_sft import options
 from .tiny import VOCAB, tiny_model, train
@@ -95,7 +95,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """One pair of processes for all tests, as most of their time goes into imports."""
-    return in_two_processes(folder, everything, folder)
+    return in_processes(2, everything, folder)
 
 
 def everything(folder) -> dict:
