@@ -4,7 +4,11 @@ import os
 
 # No test may reach a hub; transformers reads the variables when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+# The tensors here are tiny, and there is a process for each core: a second thread only waits for the first, for long when the
+# machine is busy (the trainers' comparison of test_trl_benchmark.py: 146 s with two on two busy cores, 18 s with one).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import gc  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -18,6 +22,15 @@ from tests import support  # noqa: E402
 ON_DEVICE = ("losses", "engine", "parallel")
 
 
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what was imported, nearly half a million objects.
+
+    Accelerate collects several times per training run, which took 11 of 25 s of test_self_distillation_trainers.py, and 3 of 18 so.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """The default device of one test module: the GPU for the folders of ON_DEVICE, where there is one."""
@@ -29,3 +42,10 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_default_device(support.DEVICE)
     yield
     torch.set_default_device(before)
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Nothing is compiled while the test runs; see `support.uncompiled`."""
+    with support.uncompiled():
+        yield

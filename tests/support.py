@@ -3,11 +3,16 @@
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from logitless.losses.function import FusedLinearBase
 
 # Where the tests of losses and kernels run; tests/conftest.py makes it the default device of the former.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,6 +97,56 @@ def run(
         ones = torch.ones_like(value)
         value.backward(ones if upstream is None else ones * torch.as_tensor(upstream, dtype=value.dtype))
     return Outcome(value.detach(), {name: leaves[name].grad for name in trainable}, output)
+
+
+def uncompiled() -> AbstractContextManager:
+    """A LogitsLoss evaluates its function as it is: compiling takes seconds for each, and the numbers are the same.
+
+    Nothing else is compiled either. Tests of an outer `torch.compile` put it into `set_stance("default")`, or have the function
+    alone left as it is by `EngineCalls(uncompiled=True)`.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
+class EngineCalls(TorchDispatchMode):
+    """Notes our operators (namespace `logitless`) that compiled graphs run while this is on: `operators`, their names in order.
+
+    A pass through the engine is one operator in a graph, whatever the number of chunks. In eager mode none is called: see
+    `eager_calls`.
+
+    Args:
+        uncompiled: the function of a LogitsLoss is not compiled for itself inside of the operators.
+    """
+
+    def __init__(self, *, uncompiled: bool = False) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self._uncompiled = uncompiled
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or torch.compile would compile nothing while the mode is on."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ours = func.namespace == "logitless"
+        if ours:
+            self.operators.append(func.overloadpacket.__name__)
+        with uncompiled() if ours and self._uncompiled else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def eager_calls() -> Iterator[SimpleNamespace]:
+    """Counts, as `number`, how often the engine is called in eager mode with something to differentiate."""
+    calls, apply = SimpleNamespace(number=0), FusedLinearBase.apply
+
+    def counted(*args):
+        calls.number += 1
+        return apply(*args)
+
+    with mock.patch.object(FusedLinearBase, "apply", counted):
+        yield calls
 
 
 def tensors_in(values: Iterable) -> Iterator[Tensor]:

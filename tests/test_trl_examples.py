@@ -16,6 +16,8 @@ import tiny_start  # noqa: E402
 import typer  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
+from tests.support import uncompiled  # noqa: E402
+
 # metric, whether it rises, and the strategies that its loss may run with
 EXAMPLES = {
     "sft": ("loss", False, "fused"),
@@ -34,7 +36,7 @@ def without_a_gpu(monkeypatch):
 def run(name: str, *arguments: str) -> str:
     app = typer.Typer()
     app.command()(import_module(name).main)
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
-from logitless.engine import compiled as chunk_functions
 from tests.cases import operands
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
@@ -16,11 +15,7 @@ from tests.support import DEVICE, AllocationWatcher, GemmCounter, relative_error
 NAMES = [name for name in LOSSES if name not in ("logprobs", "multi-token", "Medusa")]
 names = pytest.mark.parametrize("name", NAMES)
 BUDGETS = pytest.mark.parametrize("budget", [None, 60_000], ids=["one chunk", "chunks"])
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    monkeypatch.setattr(chunk_functions, "compiled_chunk_function", chunk_functions.chunk_function)
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def buffer(dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.Tensor:
@@ -115,6 +110,7 @@ def test_one_product_more_and_no_buffer(kind, settings, products):
     assert w.grad is None
 
 
+@torch.compiler.set_stance("default")
 def test_under_torch_compile():
     x = every_loss.given(9)
     mains = torch.zeros(2, every_loss.V, every_loss.H)

@@ -10,9 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from logitless import CrossEntropyLoss, DPOLoss, MedusaHeads, RLOOLoss, linear_cross_entropy, linear_logprobs
 from logitless.kernels.cross_entropy import twin_bytes
-from logitless.engine import compiled as chunk_functions
 from tests.losses import every_loss
-from tests.support import DEVICE, relative_error
+from tests.support import DEVICE, EngineCalls, relative_error, uncompiled
 
 VOCAB, WIDTH = 64, 8
 # One chunk for the shortest lengths and about twenty for the longest: see the test of that.
@@ -128,10 +127,8 @@ FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
     ("name", "frozen"), [(name, False) for name in every_loss.LOSSES] + [(name, True) for name in FROZEN],
     ids=[*every_loss.LOSSES, *(f"{name}, frozen head" for name in FROZEN)],
 )  # fmt: skip
-def test_every_loss(name, frozen, monkeypatch):
-    """Value, metrics and every gradient, of one to ten chunks."""
-    # The function of a LogitsLoss is compiled for itself, which takes its time and shows nothing here.
-    monkeypatch.setattr(chunk_functions, "compiled_chunk_function", chunk_functions.chunk_function)
+def test_every_loss(name, frozen):
+    """Value, metrics and every gradient, of one to ten chunks; a pass in the graph is one operator."""
     heads = every_loss.heads()
     budget = twin_bytes(DEVICE, torch.float32, every_loss.V, 0) + 8 * 4 * every_loss.V
 
@@ -144,9 +141,14 @@ def test_every_loss(name, frozen, monkeypatch):
         x = every_loss.given(T)
         if frozen:
             x.weight.requires_grad_(False), x.bias.requires_grad_(False)
-        (ours, our_gradients), (eager, gradients) = (
-            (found, every_loss.gradients(found[0], x, heads)) for found in (compiled(x, heads), step(x, heads))
-        )
+        # The function of a LogitsLoss stays as it is: compiling it takes its time and shows nothing here.
+        with EngineCalls(uncompiled=True) as calls:
+            ours = compiled(x, heads)
+            our_gradients = every_loss.gradients(ours[0], x, heads)
+        with uncompiled():
+            eager = step(x, heads)
+            gradients = every_loss.gradients(eager[0], x, heads)
+        assert 1 <= len(calls.operators) <= 2
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(our_gradients, gradients, rtol=1e-4, atol=1e-6)
         assert "hidden" in gradients and ("weight" in gradients) != frozen

@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ from logitless import (
     TokenLoss,
     global_num_items,
 )
-from tests.support import DEVICE
+from tests.ranks import in_processes
+from tests.support import DEVICE, uncompiled
 
 if DEVICE.type != "cpu":
     pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
@@ -153,11 +153,11 @@ def call_of(name: str, which: str, sizes: tuple[int, ...] | None = None, rank: i
     return loss, sliced(HEAD | {"targets": TARGETS[which]} | inputs, sizes, rank)
 
 
-def worker(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
+@uncompiled()
+def everything() -> dict:
+    """What a rank finds."""
     warnings.simplefilter("ignore", BudgetWarning)
-    torch.compiler.set_stance("force_eager")
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=30))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh, found = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {}
     for layout, sizes in SLICES[ranks].items():
         for (name, trained, budget), which in attempts():
@@ -182,16 +182,13 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         loss, inputs = call_of("dpo", "some", (2, 5), grid.get_local_rank("cp"))
         rows = {name: inputs[name].split((13, 10))[grid.get_local_rank("tp")] for name in ("weight", "bias", "ref_weight")}
         found["grid"] = run(replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all")
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module", params=list(SLICES), ids=lambda ranks: f"{ranks} ranks")
-def ranks(request, tmp_path_factory):
+def ranks(request):
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return in_processes(request.param, everything)
 
 
 def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], what: str) -> None:
@@ -220,7 +217,7 @@ def test_equals_whole_sequences(ranks, call, which):
 
 
 @pytest.mark.parametrize("name", SEPARABLE)
-@torch.compiler.set_stance("force_eager")
+@uncompiled()
 def test_tokens_that_stand_alone_need_the_normalizer_only(ranks, name):
     truth = run(*call_of(name, "some"), "all")
     for layout in SLICES[len(ranks)]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from logitless.engine import compiled as chunk_functions
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
 from tests.support import DEVICE
@@ -27,9 +26,9 @@ PACKED = [(name, True) for name in every_loss.SEQUENCES]
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the twins' path; the kernels take no fake tensors, see test_no_host_sync")
 @pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in LOSSES), *PACKED])
-def test_nothing_is_read_back(name, packed, monkeypatch):
+@pytest.mark.usefixtures("uncompiled")
+def test_nothing_is_read_back(name, packed):
     """Fake tensors have shapes and no numbers: whoever asks for one gets an error."""
-    monkeypatch.setattr(chunk_functions, "compiled_chunk_function", chunk_functions.chunk_function)
     with FakeTensorMode():
         x = every_loss.given(6)
         heads = every_loss.MedusaHeads(every_loss.H, every_loss.V, 2, device=DEVICE)

@@ -29,11 +29,8 @@ HEADS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """The function itself is what is tested; that it is compiled, `test_own_loss.py` shows once."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+# The function itself is what is tested; that it is compiled, test_own_loss.py shows once.
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 class Problem:

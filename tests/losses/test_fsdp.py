@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, global_num_items, linear_logprobs
-from tests.support import DEVICE
+from tests.ranks import in_processes
+from tests.support import DEVICE, uncompiled
 
 if DEVICE.type != "cpu":
     pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
@@ -144,7 +144,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @cache
-@torch.compiler.set_stance("force_eager")
+@uncompiled()
 def truth(ranks: int, name: str, fault: str, tied: bool) -> dict[str, Tensor]:
     """What one process has of everybody's batch."""
     with torch.device("cpu"):
@@ -170,11 +170,11 @@ def run(rank: int, ranks: int, wrapper: str, name: str, fault: str) -> dict[str,
 
 
 # What a loss of logits compiles to is tested elsewhere, and takes its time in each process.
-@torch.compiler.set_stance("force_eager")
-def worker(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
+@uncompiled()
+def everything() -> dict:
+    """What a rank finds."""
     warnings.simplefilter("ignore", BudgetWarning)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=30))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     found = {case: run(rank, ranks, *case) for case in CASES}
     pair = pairs()["pair"]
     counts = {"a number": rank + 1.0, "a tensor": torch.tensor(rank + 1), "targets": torch.tensor([[rank, -100, 7], [7, -100, -100]])}
@@ -184,16 +184,13 @@ def worker(rank: int, ranks: int, folder: str) -> None:
         "mesh": global_num_items(rank, pair),
         "group": global_num_items(torch.tensor(rank), pair.get_group()),
     }
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks} ranks")
-def ranks(request, tmp_path_factory):
+def ranks(request):
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return in_processes(request.param, everything)
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from logitless import Batch, LogitsLoss, Term, TokenLoss, TokenStats
-from tests.support import DEVICE, relative_error
+from tests.support import DEVICE, relative_error, uncompiled
 
 H, V = 16, 300
 ROW = V * 8  # bytes of a row of fp64 logits
@@ -173,9 +173,9 @@ def test_groups_in_every_strategy(kind, trainable, rows, strategy, packed, compa
 @pytest.mark.parametrize("kind", [FocalLoss, BrierLoss, TeacherLoss])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
+@pytest.mark.usefixtures("uncompiled")
 def test_token_losses(kind, reduction, compact):
-    with torch.compiler.set_stance("force_eager"):
-        check_token_loss(kind, reduction, compact)
+    check_token_loss(kind, reduction, compact)
 
 
 def test_a_logits_loss_is_compiled():
@@ -255,7 +255,7 @@ def test_own_losses_compile_from_outside(kind):
     targets = torch.randint(0, V, (40,))
     compiled = torch.compile(lambda h, w, t: loss(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
     ours = torch.autograd.grad(compiled(hidden, weight, targets), (hidden, weight))
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         theirs = torch.autograd.grad(loss(hidden * 2, weight, targets).loss, (hidden, weight))
     for a, b in zip(ours, theirs, strict=True):
         assert relative_error(a, b) < 1e-5

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from logitless.engine import compiled as chunk_functions
 from tests import reference
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
@@ -45,11 +44,7 @@ NAIVE: dict[str, Callable[..., Tensor]] = {
     "Medusa": naive_medusa,
 }
 names = pytest.mark.parametrize("name", NAIVE)
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    monkeypatch.setattr(chunk_functions, "compiled_chunk_function", chunk_functions.chunk_function)
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def outcome(loss: Callable, dtype: torch.dtype, autocast: torch.dtype | None = None, scale: float = 1.0, **options) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 import re
 import warnings
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -26,12 +25,15 @@ from logitless.losses.base import LogitsLoss
 from logitless.engine.terms import Term
 from logitless.losses.logprobs import TokenNumbers
 from logitless.parallel.vocabulary import IGNORED, ShardedVocabulary
+from tests.ranks import in_processes
 from tests.support import DEVICE
 
 if DEVICE.type != "cpu":
     pytest.skip("processes of gloo, on the CPU; `python -m benchmarks tensor-parallel` compares on GPUs", allow_module_level=True)
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
+# A sharded LogitsLoss is not compiled, so that the whole one need not be either.
+pytestmark = pytest.mark.usefixtures("uncompiled")
 # Rows of the head on each rank: uneven, and few enough on one of them that many targets are elsewhere.
 SIZES = {2: (30, 17), 4: (11, 2, 19, 15)}
 V = 47
@@ -137,10 +139,10 @@ def cut(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
     return x.split(sizes)[rank]
 
 
-def worker(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=30))
-    group, sizes, found = dist.group.WORLD, SIZES[ranks], {}
+def everything() -> dict:
+    """What a rank finds."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    sizes, found = SIZES[group.size()], {}
     head = {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}
     for name, loss, options, trained in cases():
         options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
@@ -149,9 +151,7 @@ def worker(rank: int, ranks: int, folder: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         operands = {key: (x if key == "hidden" else cut(x, sizes, rank)).to(dtype) for key, x in head.items()}
         found[str(dtype)] = run(CrossEntropyLoss(z_loss=0.01, tp_group=group), {}, operands, TRAINED["all"])
-    found |= apart(rank, group, sizes, head)
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found | apart(rank, group, sizes, head)
 
 
 def apart(rank: int, group, sizes, head) -> dict:
@@ -225,11 +225,9 @@ class Own(LogitsLoss):
 
 
 @pytest.fixture(scope="module", params=list(SIZES), ids=lambda ranks: f"{ranks} ranks")
-def ranks(request, tmp_path_factory):
+def ranks(request):
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, args=(request.param, str(folder)), nprocs=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return in_processes(request.param, everything)
 
 
 def test_a_main_gradient_of_each_shard(ranks):

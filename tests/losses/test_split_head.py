@@ -10,6 +10,7 @@ from logitless.engine.operands import SplitHead
 from logitless.losses.logprobs import TokenNumbers
 from tests.support import DEVICE, AllocationWatcher, GemmCounter
 
+pytestmark = pytest.mark.usefixtures("uncompiled")
 N, H, R, V = 37, 24, 3, 101
 BUDGET = 8 * V * 4
 
@@ -57,12 +58,6 @@ def run(case, *, split, trained=True, biased=True, dtype=torch.float32):
     for name, x in found.items():
         assert torch.equal(leaves[name], x), f"{name} was modified"
     return {"value": value.detach()} | {name: x.grad for name, x in leaves.items()}
-
-
-@pytest.fixture(autouse=True)
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("trained, biased", [(True, True), (True, False), (False, False)], ids=["trained", "no_bias", "all_frozen"])

@@ -103,15 +103,13 @@ def varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale,
 
 @pytest.fixture(autouse=True)
 def no_server_and_no_gpu(monkeypatch):
-    """The attention of AsyncGRPO by its definition, and `LogitsLoss` as written: minutes of compilation show nothing about TRL."""
+    """The attention of AsyncGRPO by its definition."""
     for module in (async_grpo_trainer, async_distillation_trainer):
         monkeypatch.setattr(module, "VLLMClient", lambda *args: None)
         # For the log of the throughput: it asks CUDA what the GPU is called, and Mixtral for a size that it has under another name.
         monkeypatch.setattr(module, "get_peak_flops_per_device", lambda *args: None)
         monkeypatch.setattr(module, "compute_flops_per_token", lambda *args: 0.0)
     monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def both(tmp_path, kind, make, *, peft_config=None, **changes):

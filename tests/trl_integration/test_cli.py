@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 import trl
 import yaml
 
 import logitless.trl_integration as ours
-from logitless.engine import passes
 from logitless.trl_integration.__main__ import COMMANDS, SCRIPTS, main
 
 from .test_log_prob_trainers import text, words
@@ -36,23 +34,13 @@ def files(tmp_path, rows: list[dict]) -> dict:
     }
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """How often the engine solved, or handed out numbers."""
-    found = []
-    for name in ("solve", "token_numbers"):
-        run = getattr(passes, name)
-        monkeypatch.setattr(passes, name, lambda *args, run=run, name=name, **options: (found.append(name), run(*args, **options))[1])
-    return found
-
-
 @pytest.mark.parametrize("flag", [True, False])
 def test_sft_from_a_yaml_file_and_a_flag(tmp_path, calls, flag):
     settings = files(tmp_path, [{"text": line} for line in text(8, 0)])
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     stock = trl.SFTTrainer
     main(["sft", "--config", str(tmp_path / "run.yaml"), *(["--use_chunked_loss", "true"] if flag else [])])
-    assert bool(calls) == flag
+    assert (calls.number > 0) == flag
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert trl.SFTTrainer is stock
 
@@ -62,7 +50,7 @@ def test_dpo(tmp_path, calls):
     settings = files(tmp_path, rows) | {"use_chunked_loss": True, "logits_budget": 2**16, "loss_type": ["ipo"]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     main(["dpo", "--config", str(tmp_path / "run.yaml")])
-    assert "token_numbers" in calls and (tmp_path / "out" / "model.safetensors").exists()
+    assert calls.number > 0 and (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_unknown_commands_and_help(capsys):
@@ -112,9 +100,9 @@ def test_trainers_without_a_script_of_their_own(tmp_path, calls, command, more):
         rows = [{"messages": [{"role": r, "content": row[c]} for r, c in zip(roles, columns)]} for row in rows]
     settings = files(tmp_path, rows) | {"use_chunked_loss": True} | more
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    with torch.compiler.set_stance("force_eager"):
-        main([command, "--config", str(tmp_path / "run.yaml")])
-    assert calls and (tmp_path / "out" / ("adapter_model" if "use_peft" in more else "model")).with_suffix(".safetensors").exists()
+    main([command, "--config", str(tmp_path / "run.yaml")])
+    saved = "adapter_model" if "use_peft" in more else "model"
+    assert calls.number > 0 and (tmp_path / "out" / saved).with_suffix(".safetensors").exists()
 
 
 def test_what_a_trainer_does_not_take_is_refused(tmp_path):

@@ -146,13 +146,11 @@ def same(ours, theirs, seam):
         torch.testing.assert_close(own.float(), stock.float(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{seam}: value {i}: {m}")
 
 
-@pytest.fixture
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield SimpleNamespace(args=SimpleNamespace(logits_budget=None), last_plan=None)
+def trainer() -> SimpleNamespace:
+    return SimpleNamespace(args=SimpleNamespace(logits_budget=None), last_plan=None)
 
 
-def test_chunked_divergence_loss(uncompiled):
+def test_chunked_divergence_loss():
     hidden, taught, weight, teacher_weight = operands((2, 7, 8), (2, 7, 6), (31, 8), (31, 6))
     mask = torch.arange(14).view(2, 7) % 3 > 0
     call = (hidden, taught, weight, teacher_weight, mask, 0.3)
@@ -160,13 +158,13 @@ def test_chunked_divergence_loss(uncompiled):
     seam = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
     for num_items in (None, 11):
         theirs = distillation_trainer._chunked_divergence_loss(*call, num_items_in_batch=num_items, **more)
-        same(DistillationTrainer._divergence(uncompiled, *call, num_items_in_batch=num_items, **more), theirs, seam)
+        same(DistillationTrainer._divergence(trainer(), *call, num_items_in_batch=num_items, **more), theirs, seam)
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "renormalized"])
 @pytest.mark.parametrize("teachers", [1, 3])
 @pytest.mark.parametrize("beta, dtypes", [(0.0, "bfloat16 bfloat16"), (0.4, "float32 float32"), (1.0, "bfloat16 float32")])
-def test_chunked_jsd_loss(uncompiled, tail, teachers, beta, dtypes):
+def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
     """TRL projects in fp32, whatever the operands are in."""
     hidden, weight, bias, scores = operands((9, 8), (31, 8), (31,), (9, 31))
     states, head = (getattr(torch, name) for name in dtypes.split())
@@ -177,4 +175,4 @@ def test_chunked_jsd_loss(uncompiled, tail, teachers, beta, dtypes):
     index = torch.arange(9) % 2 if teachers > 1 else None
     call = (hidden, weight, bias, 0.5, 3.0, ids.masked_fill(~kept, -1), logps, kept, beta, 1.5, tail, index, teachers, 4)
     theirs = async_distillation_trainer._chunked_jsd_loss(*call)
-    same(AsyncDistillationTrainer._divergence(uncompiled, *call), theirs, f"{async_distillation_trainer.__name__}:_chunked_jsd_loss")
+    same(AsyncDistillationTrainer._divergence(trainer(), *call), theirs, f"{async_distillation_trainer.__name__}:_chunked_jsd_loss")

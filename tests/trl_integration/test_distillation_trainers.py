@@ -11,13 +11,6 @@ from .tiny import tiny_dataset, tiny_model
 FUSED = frozenset({"fused", "loss_only"})
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """The function that torch.compile would compile, as it is: minutes of compilation show nothing about TRL."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def teacher(tmp_path, **options) -> transformers.PreTrainedModel:
     path = tmp_path / "teacher"
     if not path.exists():

@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 import logitless.trl_integration as ours
 from logitless.trl_integration.head import attach_chunked_head
 from logitless.trl_integration.per_token import PerTokenScore
+from tests.ranks import in_processes
+from tests.support import uncompiled
 
 from .kinds import KINDS, needs
-from .launch import in_two_processes
 from .test_log_prob_trainers import words
 from .test_sft import options
 from .tiny import VOCAB, tiny_model, train
@@ -72,7 +73,7 @@ def run(kind: str, folder, **changes) -> dict:
     def build(*args, callbacks, **given):
         return cls(*args, callbacks=[*callbacks, watch], **given)
 
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         done = train(build, config(**options(folder / "out", **settings | changes)), model, dataset, tokenizer=words(), **trainer)
     assert None not in done.strategies
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -94,7 +95,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """One pair of processes for all tests, as most of their time goes into imports."""
-    return in_two_processes(folder, everything, folder)
+    return in_processes(2, everything, folder)
 
 
 def everything(folder) -> dict:

@@ -18,12 +18,6 @@ from .tiny import SIZES, VOCAB, tiny_tokenizer, train
 IMAGE = VOCAB - 1
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def runs(tmp_path, kind, **changes):
     dataset, settings, trainer = needs(kind, tmp_path)
     return side_by_side(tmp_path, kind, dataset, trainer=trainer, **settings | changes)

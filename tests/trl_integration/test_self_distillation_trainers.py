@@ -7,7 +7,6 @@ from datasets import Dataset
 import logitless.trl_integration as ours
 
 from .served import serve
-from .test_distillation_trainers import uncompiled  # noqa: F401
 from .test_log_prob_trainers import assert_same, side_by_side, stock, text, words
 from .test_sft import STEPS, options
 from .tiny import SIZES, tiny_model

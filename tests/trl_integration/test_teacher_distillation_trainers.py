@@ -4,16 +4,16 @@ import peft
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless.trl_integration as ours
-from logitless.engine import passes
 
 from .served import serve
-from .test_distillation_trainers import collate, teacher, uncompiled  # noqa: F401
+from .test_distillation_trainers import collate, teacher
 from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, stock, words
 from .test_self_distillation_trainers import FUSED, decided
 from .test_sft import options
-from .tiny import SIZES, tiny_dataset, tiny_model
+from .tiny import SIZES, VOCAB, tiny_dataset, tiny_model
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "per_device_train_batch_size": 4}
 OFF_POLICY = {"lmbda": 0.0, "max_length": 48, "max_completion_length": 8, **SGD}
@@ -130,20 +130,33 @@ def test_lora_leaves_the_head_alone(tmp_path, kind, changes):
     assert not any(p.requires_grad for p in runs[1].trainer.model.get_output_embeddings().parameters())
 
 
+class Projections(TorchDispatchMode):
+    """The dtypes of the factors of every product with a head, `(…, H) x (H, V)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm) and result.shape[-1] == VOCAB:
+            self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
+        return result
+
+
 @pytest.mark.parametrize("kind", ["IWOPD", "GOLD"])
-def test_autocast_covers_the_teacher_and_both_heads(tmp_path, monkeypatch, kind):
+def test_autocast_covers_the_teacher_and_both_heads(tmp_path, calls, kind):
     """bf16=True leaves the weights in fp32, and accelerate's autocast inside the forward that the flag bypasses."""
     decided(tmp_path)
-    dtypes, solve = set(), passes.solve
-    monkeypatch.setattr(passes, "solve", lambda calls, **how: (dtypes.update(c.dtype for c in calls), solve(calls, **how))[1])
-    taught = teacher(tmp_path)
+    dtypes, taught = set(), teacher(tmp_path)
     taught.base_model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     trainer = {"teacher_model": taught, "data_collator": batches}
     changes = IW_OPD | {"loss_top_k": 0} if kind == "IWOPD" else OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}}
-    runs = side_by_side(tmp_path, kind, tiny_dataset(examples=16), trainer=trainer, **changes | {"bf16": True})
+    with Projections() as projections:
+        runs = side_by_side(tmp_path, kind, tiny_dataset(examples=16), trainer=trainer, **changes | {"bf16": True})
     losses = [[log["loss"] for log in run.logs if "loss" in log] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
-    assert dtypes == {torch.bfloat16}
+    assert calls.number and dtypes == projections.dtypes == {torch.bfloat16}
 
 
 def test_what_needs_logits_is_refused(tmp_path):
