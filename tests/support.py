@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitless.losses.function import FusedLinearBase
+from logitless.engine.function import FusedLinearBase
 
 # Where the tests of losses and kernels run; tests/conftest.py makes it the default device of the former.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

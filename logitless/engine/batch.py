@@ -1,6 +1,7 @@
 """What a loss sees beside the numbers of its tokens: the inputs of a call, cut to a slice of its rows."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 
-class TokenStats:
+class TokenStats(SimpleNamespace):
     """Per-token numbers (n,) of the logits, fp32 (fp64 for fp64 logits). Reading one that the loss does not declare raises.
 
     Attributes:
@@ -31,10 +32,6 @@ class TokenStats:
     log_sum_sq_probs: Tensor
     is_top1: Tensor
 
-    def __init__(self, numbers: Mapping[str, Tensor]):
-        for name, x in numbers.items():
-            setattr(self, name, x)
-
     def __getattr__(self, name: str) -> Tensor:
         if name not in TokenStats.__annotations__:
             raise AttributeError(f"stats: expected one of {', '.join(TokenStats.__annotations__)}, got {name}; name one of these.")
@@ -51,6 +48,7 @@ class Batch:
         targets: (n,) int64 token ids.
         V: size of the vocabulary.
         supervised: (n,) bool.
+        ignored: (n,) bool; None where every row is supervised.
         lengths: (sequences,) supervised tokens of each sequence in the slice.
         positions: (n,) how many supervised tokens of its sequence come before each.
         is_chosen: (n,) bool, whether a token's sequence is of the first half.
@@ -72,7 +70,7 @@ class Batch:
         self.targets, self.V, self.segments = targets, V, segments
         # Not as defaults: Dynamo does not trace those of a class of ours.
         self.vocabulary, self._sequences = vocabulary or WHOLE_VOCABULARY, sequences or WHOLE_SEQUENCES
-        self._ignored = None if ignore_index is None else targets == ignore_index
+        self.ignored = None if ignore_index is None else targets == ignore_index
         self.absent = tuple(name for name, x in inputs.items() if x is None)
         for name, value in inputs.items():
             setattr(self, name, value)
@@ -84,7 +82,7 @@ class Batch:
 
     @cached_property
     def supervised(self) -> Tensor:
-        return torch.ones_like(self.targets, dtype=torch.bool) if self._ignored is None else ~self._ignored
+        return torch.ones_like(self.targets, dtype=torch.bool) if self.ignored is None else ~self.ignored
 
     # Sequences.
 
@@ -111,20 +109,20 @@ class Batch:
         return self.spread(torch.arange(count, device=self.segments.lengths.device) < count // 2)
 
     def _own_sums(self, x: Tensor) -> Tensor:
-        return self.segments.sum(x if self._ignored is None else x.masked_fill(self._ignored, 0.0))
+        return self.segments.sum(x if self.ignored is None else x.masked_fill(self.ignored, 0.0))
 
     @cached_property
     def _own_lengths(self) -> Tensor:
-        if self._ignored is None:
+        if self.ignored is None:
             return self.segments.to_sequence_order(self.segments.lengths)
-        return self._own_sums((~self._ignored).float())
+        return self._own_sums((~self.ignored).float())
 
     @cached_property
     def _own_positions(self) -> Tensor:
         segments = self.segments
-        if self._ignored is None:
+        if self.ignored is None:
             return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
-        before = torch.cat((self.targets.new_zeros(1), (~self._ignored).cumsum(0)))
+        before = torch.cat((self.targets.new_zeros(1), (~self.ignored).cumsum(0)))
         return before[:-1] - before[segments.starts][segments.ids]
 
     # What a function of logits needs of the whole vocabulary, also where `z` is a rank's shard of it (`vocab_parallel`).
@@ -151,11 +149,11 @@ class Batch:
 
     def masked(self, terms: Mapping) -> dict:
         """Terms with the per-token values of unsupervised rows set to zero."""
-        if self._ignored is None:
+        if self.ignored is None:
             return dict(terms)
 
         def mask(x: object) -> object:
-            per_token = isinstance(x, Tensor) and x.shape == self._ignored.shape
-            return torch.where(self._ignored, 0.0, x) if per_token else x
+            per_token = isinstance(x, Tensor) and x.shape == self.ignored.shape
+            return torch.where(self.ignored, 0.0, x) if per_token else x
 
         return {name: type(term)(*map(mask, term)) for name, term in terms.items()}

@@ -15,7 +15,6 @@ from logitless.engine.plan import MIB, BudgetWarning
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UNITS, UnitFactors
 from logitless.errors import warn
-from logitless.kernels.matmul import piece_bytes
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVocabulary
 
 # Rows with which a loss of logits is measured.
@@ -31,24 +30,6 @@ def default_budget(device: torch.device) -> int:
     if hasattr(backend, "get_device_properties"):
         return min(1024 * MIB, backend.get_device_properties(device).total_memory // 32)
     return 512 * MIB
-
-
-def chunk_memory(call: Call) -> tuple[int, int]:
-    """(bytes that a row of logits takes, bytes for rows), of the budget less what does not grow with the rows.
-
-    What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
-    """
-    device, dtype, width = call.weight.device, call.logits_dtype, call.width
-    budget = call.loss.logits_budget or default_budget(device)
-    row_bytes = width * dtype.itemsize + call.loss.objective.row_bytes(call)
-    fixed = piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])
-    fixed += call.loss.objective.fixed_bytes(call, budget)
-    if budget - fixed < row_bytes:
-        warn_once(
-            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than the {budget} "
-            f"given; working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
-        )
-    return row_bytes, max(budget - fixed, row_bytes)
 
 
 @functools.cache

@@ -1,22 +1,21 @@
-"""`Call`: one head's share of a call, its tensors and what of them needs a gradient; and the only place that packs and unpacks calls.
+"""`Call`: one head's share of a public call, its tensors and what of them needs a gradient.
 
-A public call becomes a list of `Call`, one per head and nearly always one. Autograd and the opaque operators see a flat list of
-tensors instead, and a `Signature` that says what they are.
+A public call becomes one `Given` per head, nearly always one. Packed and unpacked again (`packing.py`) it is a `Call`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.operands import Operands, shifted
+from logitless.engine.operands import Operands, SplitHead, shifted
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.errors import expect
-from logitless.parallel.groups import local_parameter
+from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WholeSequences
-from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary, WholeVocabulary
+from logitless.parallel.vocabulary import WholeVocabulary
 
 
 class Needs(NamedTuple):
@@ -25,16 +24,7 @@ class Needs(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
-    layers: bool = False  # any parameter of the layers in front of the head
-
-    @property
-    def head(self) -> bool:
-        return self.weight or self.bias
-
-    @property
-    def features(self) -> bool:
-        """Whether the product with d_logits that leads back to the hidden states is needed."""
-        return self.hidden or self.layers
+    layers: bool  # any parameter of the layers in front of the head
 
 
 class Layers(NamedTuple):
@@ -48,65 +38,46 @@ class Layers(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which of a signature's trained tensors a head uses."""
+    """Which of the trained tensors of a packed call a head uses."""
 
     hidden: int
     weight: int
     bias: int | None
-    layers: tuple[int, ...] = ()
+    layers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One head: hidden states times weight, and the loss of it."""
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One head of a public call, checked and flattened to one row per token."""
 
     loss: LossSpec
     hidden: Tensor  # (N, H)
     weight: Tensor  # (V, H), or its trained columns (V, r)
     bias: Tensor | None  # (V,)
     targets: Tensor  # (N,) int64
+    dtype: torch.dtype  # of the products
     inputs: Mapping[str, Tensor | None]  # by declared name
     num_items: Tensor | None  # ()
     cu_seqlens: Tensor | None  # (sequences + 1,)
     sequence_count: int  # 0 where the loss does not look at sequences
-    dtype: torch.dtype  # of the products
-    needs: Needs
-    slots: Slots
-    vocabulary: WholeVocabulary
-    frozen: Tensor | None = None  # (V, H - r), columns without gradient in front of those of `weight`
+    frozen: Tensor | None  # (V, H - r), columns without gradient in front of those of `weight`
     layers: Layers | None = None
     coefficient: float = 1.0  # of this head's loss in the whole
 
-    @property
-    def N(self) -> int:
-        return self.targets.shape[0]
 
-    @property
-    def V(self) -> int:
-        """Size of the vocabulary."""
-        return self.vocabulary.total(self.weight.shape[0])
+@dataclass(frozen=True, kw_only=True)
+class Call(Given):
+    """The same as the passes see it, with what follows from it."""
 
-    @property
-    def width(self) -> int:
-        """Columns of a chunk of logits to plan for: the same on all ranks, so that they walk the same chunks."""
-        return self.vocabulary.widest(self.weight.shape[0])
-
-    @property
-    def stat_dtype(self) -> torch.dtype:
-        """Of per-token numbers."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        return self.loss.logits_dtype or self.dtype
-
-    @property
-    def sequences(self) -> WholeSequences:
-        return self.loss.sequences
-
-    @property
-    def trainable(self) -> bool:
-        return any(self.needs)
+    needs: Needs
+    slots: Slots
+    vocabulary: WholeVocabulary
+    sequences: WholeSequences
+    trainable: bool  # whether anything needs a gradient
+    V: int  # size of the vocabulary
+    width: int  # columns of a chunk of logits to plan for: the same on all ranks, so that they walk the same chunks
+    stat_dtype: torch.dtype  # of per-token numbers
+    logits_dtype: torch.dtype
 
 
 class Options(NamedTuple):
@@ -117,204 +88,98 @@ class Options(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
-def make_call(loss: LossSpec, operands: Operands, options: Options, inputs: Mapping[str, Tensor | None]) -> Call:
+def prepare(loss: LossSpec, operands: Operands, options: Options, inputs: Mapping[str, Tensor | None]) -> Given:
     """Check a public call and flatten it to one row per token."""
-    dtype = operands.check()
     hidden, weight, targets, bias, frozen = operands
+    if isinstance(weight, SplitHead):
+        frozen, weight = local_parameter("weight", weight.frozen.detach(), loss.tp_group), weight.trained
+    if type(weight) not in PLAIN:
+        weight = local_parameter("weight", weight, loss.tp_group)
+    if bias is not None and type(bias) not in PLAIN:
+        bias = local_parameter("bias", bias, loss.tp_group)
+    dtype = Operands(hidden, weight, targets, bias, frozen).check()
     stat = torch.promote_types(dtype, torch.float32)
     for name, wanted in (("accum_dtype", loss.accum_dtype), ("logits_dtype", loss.logits_dtype)):
         fits = wanted is None or wanted == dtype or wanted == torch.promote_types(wanted, stat)
         expect(fits, name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
-    sequence_count, cu_seqlens = _sequences(loss, hidden, options.cu_seqlens)
-    flat = {name: _flat_input(loss, name, inputs.get(name), targets.shape, sequence_count) for name in loss.roles}
+    cu_seqlens, sequence_count = options.cu_seqlens, 0
+    if cu_seqlens is not None:
+        cu_seqlens = _boundaries(cu_seqlens, hidden)
+    if loss.scope != "token" or loss.unit != "tokens":
+        sequence_count = _sequence_count(loss, hidden, cu_seqlens)
+    flat = {name: None for name in loss.roles}
+    for name, x in inputs.items():
+        if x is not None:
+            _check_input(loss, name, x, targets, sequence_count)
+            if options.shift and loss.roles[name] is Role.TOKEN:
+                x = shifted(x, 0, targets.dim() - 1, cu_seqlens)
+            if loss.roles[name] in PER_TOKEN:
+                x = x.reshape(-1, *x.shape[targets.dim() :])
+            if loss.roles[name] is Role.VOCABULARY and loss.tp_group is None:
+                check_vocabulary_input(name, x, weight.shape[0])
+            flat[name] = local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
     if options.shift:
-        ends = None if cu_seqlens is None else cu_seqlens[1:]
-        dim = targets.dim() - 1
-        flat = {name: shifted(x, 0, dim, ends) if x is not None and loss.roles[name] is Role.TOKEN else x for name, x in flat.items()}
-        targets = shifted(targets, loss.ignore_index, dim, ends)
-    call = Call(
+        targets = shifted(targets, loss.ignore_index, targets.dim() - 1, cu_seqlens)
+    num_items = options.num_items
+    return Given(
         loss=loss,
         hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
         bias=bias,
         targets=targets.reshape(-1).long(),
         dtype=dtype,
-        sequence_count=sequence_count,
-        inputs={name: _rows(x, targets) if loss.roles[name] in PER_TOKEN else x for name, x in flat.items()},
-        num_items=_num_items(loss, options.num_items, stat, hidden.device),
+        inputs=flat,
+        num_items=None if num_items is None else _num_items(loss, num_items, stat, hidden.device),
         cu_seqlens=cu_seqlens,
+        sequence_count=sequence_count,
         frozen=frozen,
-        # Known once the call is unpacked.
-        needs=Needs(False, False, False),
-        slots=Slots(0, 1, None),
-        vocabulary=WHOLE_VOCABULARY,
     )
-    if loss.tp_group is None:
-        _check_vocabulary_inputs(call)
-    return call
 
 
-def _rows(x: Tensor | None, targets: Tensor) -> Tensor | None:
-    """(*targets.shape, ...) -> (N, ...)."""
-    return None if x is None else x.reshape(-1, *x.shape[targets.dim() :])
-
-
-def _flat_input(loss: LossSpec, name: str, x: Tensor | None, shape: torch.Size, sequence_count: int) -> Tensor | None:
-    """One of the loss's inputs, checked against its role."""
-    role = loss.roles[name]
-    if x is None or role is Role.WHOLE:
-        return x
+def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence_count: int) -> None:
+    """One of the loss's inputs against its role."""
+    role, shape = loss.roles[name], targets.shape
+    if role is Role.WHOLE:
+        return
     expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, "pass torch.tensor(...)", TypeError)
-    if role is Role.HEAD:
-        return local_parameter(name, x.detach(), loss.tp_group)
-    if role is Role.VOCABULARY:
-        return x
     if role is Role.SEQUENCE:
         expected = f"shape ({sequence_count},), one entry per sequence"
         expect(x.shape[:1] == (sequence_count,), name, expected, tuple(x.shape), "match the batch")
-        return x
-    fits, expected = x.shape[: len(shape)] == shape, f"a shape that starts with targets' {tuple(shape)}"
-    expect(fits, name, expected, tuple(x.shape), "give one entry per token")
-    return x
+    elif role in PER_TOKEN:
+        fits, expected = x.shape[: len(shape)] == shape, f"a shape that starts with targets' {tuple(shape)}"
+        expect(fits, name, expected, tuple(x.shape), "give one entry per token")
 
 
-def _num_items(loss: LossSpec, given: float | Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    if given is None:
-        return None
-    expect(loss.reduction != "none", "num_items", "None with reduction='none'", given, "divide the values yourself")
+def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
+    """An input (V,), once the size of the vocabulary is known."""
+    expected, got = f"shape ({V},), one per token id", tuple(x.shape)
+    expect(got == (V,), name, expected, got, "give every token id an entry")
+
+
+def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if loss.reduction == "none":
+        expect(False, "num_items", "None with reduction='none'", given, "divide the values yourself")
     if not isinstance(given, Tensor):
         given = torch.full((), given, dtype=dtype, device=device)
     expect(given.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
     return given.to(device)
 
 
-def _sequences(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor | None]:
-    """How many sequences the call has (0 for a loss that does not look at them), and the boundaries of packed ones."""
-    if cu_seqlens is not None:
-        kind = type(cu_seqlens).__name__
-        expect(isinstance(cu_seqlens, Tensor), "cu_seqlens", "a tensor", kind, "pass torch.tensor(...)", TypeError)
-        whole = not cu_seqlens.is_floating_point() and cu_seqlens.dim() == 1
-        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        expect(whole, "cu_seqlens", "(sequences + 1,) int64 boundaries", got, "pass boundaries")
-        expected = "shape (N, H) with cu_seqlens"
-        expect(hidden.dim() == 2, "hidden", expected, tuple(hidden.shape), "flatten the tokens or leave it out")
-        cu_seqlens = cu_seqlens.to(hidden.device, torch.int64)
-    if loss.scope == "token" and loss.unit == "tokens":
-        return 0, cu_seqlens
+def _boundaries(cu_seqlens: Tensor, hidden: Tensor) -> Tensor:
+    kind, remedy = type(cu_seqlens).__name__, "pass torch.as_tensor(cu_seqlens)"
+    expect(isinstance(cu_seqlens, Tensor), "cu_seqlens", "a tensor", kind, remedy, TypeError)
+    whole, got = not cu_seqlens.is_floating_point() and cu_seqlens.dim() == 1, f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+    expect(whole, "cu_seqlens", "(sequences + 1,) int64 boundaries", got, "pass boundaries")
+    remedy = "flatten the tokens or leave it out"
+    expect(hidden.dim() == 2, "hidden", "shape (N, H) with cu_seqlens", tuple(hidden.shape), remedy)
+    return cu_seqlens.to(hidden.device, torch.int64)
+
+
+def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None and hidden.dim() < 3:
         flat = loss.scope == "batch" and Role.SEQUENCE not in loss.roles.values()
         expect(flat, "hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens")
-        return 1, None
+        return 1
     count, group = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, loss.sequences_per_group
     expect(count % group == 0, "hidden", f"a multiple of {group} sequences", count, "give every group all of its sequences")
-    return count, cu_seqlens
-
-
-# -- Packing
-
-
-class Part(NamedTuple):
-    """One head of a packed call."""
-
-    coefficient: float
-    slots: Slots
-    head: int | None  # number of the head whose layers come first; None without layers
-    names: tuple[str, ...]  # of the layers' tensors
-
-
-class Signature(NamedTuple):
-    """All of a call that is no tensor, and constant for a compiled graph."""
-
-    loss: LossSpec
-    dtype: torch.dtype
-    needs: tuple[bool, ...]  # which of the trained tensors need a gradient
-    parts: tuple[Part, ...]
-    autocast: bool
-    module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
-
-    @property
-    def trained(self) -> int:
-        """How many tensors may need a gradient: the first ones of a packed call."""
-        return len(self.needs)
-
-    def without_gradients(self) -> "Signature":
-        """The same call where nothing needs a gradient."""
-        return self._replace(needs=(False,) * len(self.needs))
-
-
-def pack(calls: Sequence[Call]) -> tuple[Signature, list[Tensor | None], int]:
-    """Heads of one public call -> signature, tensors, number of sequences. A tensor that several heads use is packed once."""
-    trained: list[Tensor] = []
-
-    def slot(x: Tensor) -> int:
-        for index, known in enumerate(trained):
-            if known is x:
-                return index
-        trained.append(x)
-        return len(trained) - 1
-
-    parts = []
-    for call in calls:
-        head, tensors = (None, {}) if call.layers is None else (call.layers.head, call.layers.tensors)
-        bias = None if call.bias is None else slot(call.bias)
-        slots = Slots(slot(call.hidden), slot(call.weight), bias, tuple([slot(x) for x in tensors.values()]))
-        parts.append(Part(call.coefficient, slots, head, tuple(tensors)))
-    first, last, grad = calls[0], calls[-1], torch.is_grad_enabled()
-    # The base head comes first, and has no layers.
-    module = None if last.layers is None else last.layers.module
-    needs = tuple([grad and x.requires_grad for x in trained])
-    autocast = torch.is_autocast_enabled(first.hidden.device.type)
-    signature = Signature(first.loss, first.dtype, needs, tuple(parts), autocast, module)
-    shared = [first.num_items, first.cu_seqlens, first.frozen, *(first.inputs[name] for name in first.loss.roles)]
-    return signature, [*trained, *(call.targets for call in calls), *shared], first.sequence_count
-
-
-def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[Call]:
-    """The heads of a packed call."""
-    loss, trained, heads = signature.loss, signature.trained, len(signature.parts)
-    num_items, cu_seqlens, frozen, *inputs = tensors[trained + heads :]
-    inputs = dict(zip(loss.roles, inputs, strict=True))
-    calls = []
-    for part, targets in zip(signature.parts, tensors[trained : trained + heads], strict=True):
-        slots, needs = part.slots, signature.needs
-        weight = tensors[slots.weight]
-        layers = None if part.head is None else _layers(signature, part, tensors)
-        vocabulary = WHOLE_VOCABULARY if loss.tp_group is None else ShardedVocabulary.of(weight, loss.tp_group)
-        bias = slots.bias is not None and needs[slots.bias]
-        call = Call(
-            loss=loss,
-            hidden=tensors[slots.hidden],
-            weight=weight,
-            bias=None if slots.bias is None else tensors[slots.bias],
-            targets=targets,
-            dtype=signature.dtype,
-            needs=Needs(needs[slots.hidden], needs[slots.weight], bias, layers is not None and bool(layers.trained)),
-            sequence_count=sequence_count,
-            inputs=inputs,
-            num_items=num_items,
-            cu_seqlens=cu_seqlens,
-            frozen=frozen,
-            layers=layers,
-            coefficient=part.coefficient,
-            slots=slots,
-            vocabulary=vocabulary,
-        )
-        if loss.tp_group is not None:
-            _check_vocabulary_inputs(call)
-        calls.append(call)
-    return calls
-
-
-def _check_vocabulary_inputs(call: Call) -> None:
-    for name, role in call.loss.roles.items():
-        x = call.inputs[name]
-        if role is Role.VOCABULARY and x is not None:
-            expected, got = f"shape ({call.V},), one per token id", tuple(x.shape)
-            expect(got == (call.V,), name, expected, got, "give every token id an entry")
-
-
-def _layers(signature: Signature, part: Part, tensors: Sequence[Tensor | None]) -> Layers:
-    named = dict(zip(part.names, part.slots.layers, strict=True))
-    trained = tuple(name for name, index in named.items() if signature.needs[index])
-    autocast = signature.dtype if signature.autocast else None
-    return Layers(signature.module, part.head, {name: tensors[i] for name, i in named.items()}, trained, autocast)
+    return count

@@ -12,20 +12,12 @@ class Chunk:
     """What is known of a chunk so far."""
 
     step: Step
-    at: slice | Tensor  # where its rows are in the flat call
+    at: slice | Tensor  # where its rows are in the flat call: side by side, or anywhere
     logits: Tensor  # (C, V) products, in the loop's one buffer
+    place: Tensor  # (C, V) for the gradient: the logits themselves, or their first bytes seen in a narrower dtype
     features: Tensor | None = None  # (C, H) what enters the product
     targets: Tensor | None = None  # (C,) as columns of the logits
-    gradient: Tensor | None = None  # (C, V) d loss / d products up to `factor`, in the products' dtype, over the logits
+    ignored: int | None = None  # what stands for an ignored one among them
+    gradient: Tensor | None = None  # (C, V) d loss / d products up to `factor`, in the products' dtype
     factor: Tensor | None = None  # (C,) of the gradient's rows; None: 1
     d_features: Tensor | None = None  # (C, H)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the rows lie side by side in the call, so that results can be written where they belong."""
-        return isinstance(self.at, slice)
-
-    def gradient_place(self, dtype) -> Tensor:
-        """Where the gradient goes: the logits themselves, or their first bytes seen in a narrower dtype."""
-        logits = self.logits
-        return logits if logits.dtype == dtype else logits.view(dtype)[:, : logits.shape[1]]

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine import operators, passes
-from logitless.engine.call import Call, Signature, pack, unpack
+from logitless.engine.call import Given
 from logitless.engine.gradients import finish
 from logitless.engine.operators import solved_names
+from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
 from logitless.errors import expect
 
@@ -55,19 +56,19 @@ class Outcome(NamedTuple):
     plan: Plan | None  # None inside a compiled graph
 
 
-def run_calls(calls: Sequence[Call], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0) -> Outcome:
+def run_calls(heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0) -> Outcome:
     """Run the heads of one public call under autograd."""
-    signature, tensors, sequences = pack(calls)
-    if not any(signature.needs):
-        mode = Mode.SOLVED if mode is Mode.INTO_MAIN else mode
-    run = Run(mode, signature, sequences, main, grad_scale)
-    outputs = FusedLinearBase.apply(run, *tensors) if any(signature.needs) else _forward(run, signature, tensors)[0]
+    signature, tensors, sequences = pack(heads)
+    trainable = any(signature.needs)
+    run = Run(mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED, signature, sequences, main, grad_scale)
+    outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, signature, tensors)[0]
     plan, loss = run.plans[0] if run.plans else None, signature.loss
     if mode is Mode.PER_TOKEN:
         return Outcome(None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan)
     value, metrics, *numbers = outputs
     # INTO_MAIN has no d_logps: its forward pass knows no gradient.
-    return Outcome(value, metrics, dict(zip(solved_names(loss), numbers)), plan)
+    names = solved_names(loss) if loss.return_logps else ()
+    return Outcome(value, metrics, dict(zip(names, numbers)), plan)
 
 
 def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
@@ -79,7 +80,7 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
             vectors, *numbers = operators.numbers_op(list(tensors), sequences, key)
             return tuple(numbers), [vectors], None
         outputs = operators.solve_op(list(tensors), sequences, key)
-        kept = 1 + signature.trained
+        kept = 1 + len(signature.needs)
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
     calls = unpack(signature, tensors, sequences)
     if per_token:
@@ -89,7 +90,7 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
         return tuple(numbers.named[name] for name in names), [numbers.vectors], numbers.rows
     solved = passes.solve(calls, static=False)
     run.plans.append(solved.plan)
-    sums = [solved.gradients.of(slot) for slot in range(signature.trained)]
+    sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
     return (solved.loss, solved.metrics, *solved.tokens), [solved.deferred, *sums], None
 
 
@@ -103,7 +104,7 @@ class FusedLinearBase(torch.autograd.Function):
         if into_main and signature.loss.return_logps:
             outputs = outputs[:-1]
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.trained = run, [None if x is None else (x.dtype, x.shape) for x in tensors[: signature.trained]]
+        ctx.run, ctx.trained = run, [None if x is None else (x.dtype, x.shape) for x in tensors[: len(signature.needs)]]
         ctx.count = len(tensors)
         if run.mode is Mode.SOLVED:
             ctx.save_for_backward(*kept)
@@ -150,7 +151,7 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
         deferred, found = operators.token_gradients(call, numbers, upstream, vectors, ctx.rows, static=False)
-        sums = [found.of(slot) for slot in range(run.signature.trained)]
+        sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
 
 
@@ -164,7 +165,7 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
         (call,) = unpack(run.signature, tensors, run.sequences)
         d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, static=False)
     hidden, _, bias, _ = run.signature.parts[0].slots
-    gradients = [None] * run.signature.trained
+    gradients = [None] * len(run.signature.needs)
     if run.signature.needs[hidden]:
         gradients[hidden] = d_hidden
     if bias is not None and run.signature.needs[bias]:

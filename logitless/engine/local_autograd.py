@@ -1,18 +1,17 @@
 """Small derivatives inside a pass: autograd that neither meets nor disturbs what surrounds the call."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-
-def identity_hooks() -> torch.autograd.graph.saved_tensors_hooks:
-    """Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the model again.
-
-    They detach: an operation that saves its own output would otherwise keep itself alive, with all that nobody differentiates.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
+# Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the model again. They
+# detach: an operation that saves its own output would otherwise keep itself alive, with all that nobody differentiates.
+identity_hooks = functools.partial(
+    torch.autograd.graph.saved_tensors_hooks, torch.Tensor.detach, lambda x: x
+)
 
 
 @contextmanager

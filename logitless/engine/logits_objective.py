@@ -17,10 +17,10 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
-from logitless.engine.objective import Report, batch_of, metrics_of
+from logitless.engine.objective import Costs, Report, batch_of, settled_metrics
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
-from logitless.engine.reduction import unreduced_factors
+from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors
@@ -40,8 +40,6 @@ class LogitsObjective:
     _teacher_buffer: Tensor | None = None
     _gradient: Tensor | None = None  # of the chunk that was evaluated last
 
-    rereads = True
-
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         return cls(call, rows, factors)
@@ -49,11 +47,11 @@ class LogitsObjective:
     @classmethod
     def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
         values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
-        return cls(call, rows, unreduced_factors(call, rows), values)
+        return cls(call, rows, _unreduced_factors(call, rows), values)
 
     @classmethod
     def writing(cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Self:
-        return cls(call, rows, unreduced_factors(call, rows), upstream=upstream["values"])
+        return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
@@ -69,16 +67,14 @@ class LogitsObjective:
     def linear_in_logps(loss: LossSpec) -> bool:
         return False
 
-    row_bytes = staticmethod(measured_row_bytes)
-
     @staticmethod
-    def fixed_bytes(call: Call, budget: int) -> int:
-        return 0
+    def costs(call: Call, budget: int) -> Costs:
+        return Costs(measured_row_bytes(call), 0, linear_in_logps=False, rereads=True)
 
     def numbers(self) -> dict[str, Tensor]:
         loss = self.call.loss
         zeros = [self.values.new_zeros(())] * len(loss.metric_names)
-        metrics = metrics_of(loss, self.reports) if self.reports else zeros
+        metrics = settled_metrics(loss, self.reports, self.call.stat_dtype) if self.reports else zeros
         return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
@@ -124,7 +120,7 @@ class LogitsObjective:
         if written is not None:
             factor = self.factors.loss["tokens"] if upstream is None else upstream
             factors = torch.where(batch.supervised, factor, 0.0).to(torch.float32)
-            gradient = written.gradient_place(self.call.dtype)
+            gradient = written.place
         terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
         self._gradient = gradient
         return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)
@@ -134,3 +130,9 @@ class LogitsObjective:
 
     def factor(self, chunk: Chunk) -> Tensor | None:
         return None
+
+
+def _unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
+    """Factors where only metrics are reduced."""
+    counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
+    return UnitFactors(None, metric_factors(counts, call.stat_dtype))

@@ -1,4 +1,7 @@
-"""The chunk loop: the one place where a plan is walked. A feature is a Projection, an Objective, or a sum; none of them is a branch here."""
+"""The chunk loop: the one place where a plan is walked.
+
+A feature is a matter of the Projection, of the Objective or of the Gradients; none of them is a branch here.
+"""
 
 from contextlib import nullcontext
 
@@ -16,11 +19,11 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
 
     One buffer of logits is alive; their gradient overwrites them. `gradients` is None where no step writes.
     """
-    buffer = head.new_buffer(plan.token_chunk)
+    buffer, place = head.new_buffer(plan.token_chunk)
     for step in plan.steps:
-        chunk = Chunk(step, rows.at(step.start, step.stop), buffer[: step.rows]) if step.rows else None
-        beside = nullcontext()
-        if chunk is not None:
+        size, chunk, beside = step.stop - step.start, None, nullcontext()
+        if size:
+            chunk = Chunk(step, rows.at(step.start, step.stop), buffer[:size], place[:size])
             head.take(chunk)  # features (C, H); targets as this rank's columns
             objective.fill(chunk, head)  # reference or teacher, product 1, numbers if the step reads
             if chunk.gradient is not None:  # complete up to a factor per row, so the GPU is busy while the host evaluates

@@ -13,7 +13,7 @@ from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
-from logitless.engine.terms import UnitFactors, settled
+from logitless.engine.terms import UnitFactors
 
 
 class Report(NamedTuple):
@@ -23,12 +23,19 @@ class Report(NamedTuple):
     metrics: Mapping[str, tuple[Tensor, ...]]
 
 
+class Costs(NamedTuple):
+    """What an objective needs beside the logits, and what a plan must know of it."""
+
+    row_bytes: int  # memory a row
+    fixed_bytes: int  # memory that does not grow with the rows
+    linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
+    rereads: bool  # whether the gradient of a chunk comes from reading it again, for numbers handed out before
+
+
 class Objective(Protocol):
     """The loss of one call, as the loop uses it."""
 
     reports: list[Report]
-    # Whether the gradient of a chunk comes from reading it again, in a pass over numbers that were handed out.
-    rereads: bool
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         """Reference or teacher, product 1, and numbers if the step reads; the gradient too where that is one kernel."""
@@ -74,12 +81,8 @@ class Objective(Protocol):
         """Whether the loss reaches the logits through log p(target) and lse alone."""
 
     @staticmethod
-    def row_bytes(call: Call) -> int:
-        """Memory a row beside its logits."""
-
-    @staticmethod
-    def fixed_bytes(call: Call, budget: int) -> int:
-        """Memory that does not grow with the rows."""
+    def costs(call: Call, budget: int) -> Costs:
+        """What the objective needs within a budget of bytes."""
 
 
 def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
@@ -96,17 +99,19 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
             sequences = rows.sequences(span.first, span.last) if sequences is None else sequences
             x = x[sequences]
         inputs[name] = x
-    segments = rows.segments(span.stop - span.start, span.first, span.last)
+    segments = None
+    if rows.sequence_sizes is not None:
+        segments = rows.segments(span.stop - span.start, span.first, span.last)
     ignore_index = None if loss.compact else loss.ignore_index
     shared = {"vocabulary": call.vocabulary, "sequences": call.sequences}
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
 
 
-def metrics_of(loss: LossSpec, reports: Sequence[Report]) -> list[Tensor]:
-    """The metrics of all slices together, in the order of `metric_names`."""
-    return [settled([report.metrics[name] for report in reports]) for name in loss.metric_names]
-
-
-def empty_metrics(call: Call) -> Tensor:
-    """What stands for the metrics of a loss that has none."""
-    return torch.zeros(0, dtype=call.stat_dtype, device=call.targets.device)
+def settled_metrics(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> list[Tensor]:
+    """The metrics of all slices together, in the order of `metric_names`; 0 where there was nothing to average."""
+    settled = []
+    for name in loss.metric_names:
+        total, *weights = (sum(parts) for parts in zip(*(report.metrics[name] for report in reports), strict=True))
+        total = total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
+        settled.append(total.to(dtype))
+    return settled

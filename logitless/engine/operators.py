@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine import passes
-from logitless.engine.call import Call, Part, Signature, Slots, unpack
+from logitless.engine.call import Call, Slots
 from logitless.engine.gradients import Gradients, finish
+from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
 
 # -- Names for what is constant in a graph
@@ -115,7 +116,7 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _sums(gradients: Gradients, calls: Sequence[Call], key: str, like: Tensor) -> list[Tensor]:
-    return [_present(gradients.of(slot), like) for slot in range(_SIGNATURES[key].trained)]
+    return [_present(gradients.sums.get(slot), like) for slot in range(len(_SIGNATURES[key].needs))]
 
 
 def _fake_sums(tensors: Sequence[Tensor | None], key: str) -> list[Tensor]:
@@ -123,7 +124,7 @@ def _fake_sums(tensors: Sequence[Tensor | None], key: str) -> list[Tensor]:
     signature = _SIGNATURES[key]
     loss, parts, several = signature.loss, signature.parts, len(signature.parts) > 1
     stat = torch.promote_types(signature.dtype, torch.float32)
-    sums = [tensors[0].new_empty(0, dtype=stat)] * signature.trained
+    sums = [tensors[0].new_empty(0, dtype=stat)] * len(signature.needs)
     for part in parts:
         hidden, weight, bias, layers = part.slots
         for slot in (hidden, weight, bias, *layers):
@@ -155,7 +156,7 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
 def _(tensors, sequences, key):
     signature = _SIGNATURES[key]
     loss, stat = signature.loss, torch.promote_types(signature.dtype, torch.float32)
-    N, metrics = tensors[signature.trained].shape, (len(signature.parts), 1 + len(loss.metric_names))
+    N, metrics = tensors[len(signature.needs)].shape, (len(signature.parts), 1 + len(loss.metric_names))
     shapes = ((), metrics, *(N for _ in solved_names(loss)), ())
     return [tensors[0].new_empty(shape, dtype=stat) for shape in shapes] + _fake_sums(tensors, key)
 
@@ -173,7 +174,7 @@ def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> li
 @numbers_op.register_fake
 def _(tensors, sequences, key):
     signature = _SIGNATURES[key]
-    loss, hidden, targets = signature.loss, tensors[0], tensors[signature.trained]
+    loss, hidden, targets = signature.loss, tensors[0], tensors[len(signature.needs)]
     stat, objective = torch.promote_types(signature.dtype, torch.float32), loss.objective
     hidden_alone = signature.needs[0] and not any(signature.needs[1:])
     kept = objective.linear_in_logps(loss) and hidden_alone
@@ -242,8 +243,8 @@ def accumulate(call: Call, main: Tensor, grad_scale: float, *, static: bool) -> 
     """Solve a call with its weight's gradient added to `main`; (d_hidden, d_bias), finished."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
-    d_hidden = finish(gradients.of(hidden), solved.deferred, call.hidden.dtype, owned=True)
-    d_bias = None if bias is None or not call.needs.bias else gradients.of(bias)
+    d_hidden = finish(gradients.sums.get(hidden), solved.deferred, call.hidden.dtype, owned=True)
+    d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
     d_bias = None if d_bias is None else finish(d_bias, solved.deferred, call.bias.dtype, owned=True).view(-1)
     return d_hidden, d_bias
 

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from logitless.engine.budget import chunk_memory, warn_once
+from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
 from logitless.engine.gradients import Gradients
 from logitless.engine.loop import run
-from logitless.engine.objective import Objective, metrics_of
+from logitless.engine.objective import Objective, settled_metrics
 from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
 from logitless.engine.spec import Fault
+from logitless.kernels.matmul import piece_bytes
 
 
 @dataclass
@@ -52,12 +53,11 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         static: dtypes may not depend on the number of tokens.
         main: a tensor that the weight's finished gradient is added to.
     """
-    static = static or len(calls) > 1
-    gradients = Gradients.fresh(calls, static=static) if main is None else Gradients.onto(main, calls, static=static)
-    deferred, losses, metrics = gradients.deferred(calls[0]), [], []
+    gradients = Gradients(calls, static=static or len(calls) > 1, main=main)
+    deferred, losses, metrics = gradients.deferred, [], []
     for call in calls:
-        rows = _rows(call)
-        plan = _plan(call, rows, Pass.SOLVE)
+        rows = choose_rows(call)
+        plan = plan_for(call, rows, Pass.SOLVE)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
         head = Projection(call, rows, gradients=True)
@@ -68,7 +68,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         gradients.close(call, head, deferred)
         losses.append(sum(report.total for report in objective.reports) * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
-        metrics.append(torch.stack([x.to(own.dtype) for x in (own, *metrics_of(call.loss, objective.reports))]))
+        metrics.append(torch.stack([own, *settled_metrics(call.loss, objective.reports, call.stat_dtype)]))
     if not isinstance(deferred, Tensor):
         deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
     tokens = _tokens(call, rows, objective, deferred) if call.loss.return_logps else []
@@ -78,19 +78,19 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
 
 def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
     """What `return_logps` asks for: every number of the tokens, and the loss's gradient by their log-probabilities."""
-    numbers = objective.numbers()
+    numbers, N = objective.numbers(), call.targets.shape[0]
     d_logps = objective.grads.logps * deferred if call.trainable else torch.zeros_like(numbers["logps"])
-    return [rows.scattered(x, call.N) for x in (*numbers.values(), d_logps)]
+    return [rows.scattered(x, N) for x in (*numbers.values(), d_logps)]
 
 
 def token_numbers(call: Call) -> Numbers:
     """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
-    rows = _rows(call)
-    plan = _plan(call, rows, Pass.NUMBERS)
+    rows, N = choose_rows(call), call.targets.shape[0]
+    plan = plan_for(call, rows, Pass.NUMBERS)
     objective = call.loss.objective.reading(call, rows, plan)
     head = Projection(call, rows, gradients=keeps_vectors(call))
-    run(plan, rows, head, objective, Gradients.fresh([call], static=False))
-    numbers = {name: rows.scattered(x, call.N) if x.dim() else x for name, x in objective.numbers().items()}
+    run(plan, rows, head, objective, Gradients([call], static=False))
+    numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
 
 
@@ -104,11 +104,11 @@ def token_gradients(
     static: bool,
 ) -> tuple[Tensor, Gradients]:
     """The deferred factor, and the gradients, once those of the per-token numbers (N,) are known."""
-    rows = _rows(call) if rows is None else rows
+    rows = choose_rows(call) if rows is None else rows
     everything = rows.at(0, rows.count)
     given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
     known = {name: x[everything] for name, x in numbers.items()}
-    gradients = Gradients.fresh([call], static=static)
+    gradients = Gradients([call], static=static)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if vectors is not None:
         given.setdefault("logps", torch.zeros_like(known["lse"]))
@@ -122,7 +122,7 @@ def token_gradients(
     largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
     deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
     given = {name: x / deferred for name, x in given.items()}
-    plan = _plan(call, rows, Pass.GRADIENTS)
+    plan = plan_for(call, rows, Pass.GRADIENTS)
     objective = call.loss.objective.writing(call, rows, known, given)
     head = Projection(call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
@@ -133,45 +133,58 @@ def token_gradients(
 
 def keeps_vectors(call: Call) -> bool:
     """Whether a call that hands out per-token numbers keeps d logp / d hidden with them."""
-    return call.loss.objective.linear_in_logps(call.loss) and call.needs.hidden and not call.needs.head
+    hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
+    return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
-def _rows(call: Call) -> Rows:
-    loss, targets = call.loss, call.targets
+def choose_rows(call: Call) -> Rows:
+    """Which rows are walked; raises what is wrong with the call where only the device can tell."""
+    loss, targets, V = call.loss, call.targets, call.V
     supervised = targets != loss.ignore_index
+    outside = (supervised & ((targets < 0) | (targets >= V))).sum()
+    remedy = "fix the labels or set ignore_index"
+    faults = [Fault(outside, "targets", f"ids in [0, {V}) or ignore_index", "{count} outside", remedy)]
+    if call.num_items is not None and loss.reduction == "mean":
+        zero = ((call.num_items == 0) & supervised.any()).long()
+        remedy = "count what is supervised"
+        faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
+    if loss.faults is not None:
+        faults += loss.faults(targets, call.inputs)
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
     # Ranks with slices of the same sequences have different chunks: they meet once, when all their tokens are read.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
     sequences = call.sequence_count if grouped else 0
     grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
     cu_seqlens = call.cu_seqlens if grouped else None
-    rows = select_rows(supervised, _faults(call, supervised), grouping, cu_seqlens, compact=loss.compact)
+    rows = select_rows(supervised, faults, grouping, cu_seqlens, compact=loss.compact)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     return rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 
-def _faults(call: Call, supervised: Tensor) -> list[Fault]:
-    """What only the device knows to be wrong."""
-    V, targets = call.V, call.targets
-    outside = (supervised & ((targets < 0) | (targets >= V))).sum()
-    remedy = "fix the labels or set ignore_index"
-    faults = [Fault(outside, "targets", f"ids in [0, {V}) or ignore_index", "{count} outside", remedy)]
-    if call.num_items is not None and call.loss.reduction == "mean":
-        zero = ((call.num_items == 0) & supervised.any()).long()
-        faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", "count what is supervised"))
-    return [*faults, *call.loss.faults(targets, call.inputs)]
+def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
+    """The plan of a pass within the budget.
 
-
-def _plan(call: Call, rows: Rows, purpose: Pass) -> Plan:
-    loss = call.loss
-    row_bytes, budget = chunk_memory(call)
-    linear, rereads = loss.objective.linear_in_logps(loss), loss.objective.rereads
-    facts = Facts(rows.count, rows.group_sizes, call.trainable, call.needs.head, linear, rereads)
-    plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=budget)
+    What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
+    """
+    loss, device, needs = call.loss, call.weight.device, call.needs
+    budget = loss.logits_budget or default_budget(device)
+    costs = loss.objective.costs(call, budget)
+    row_bytes = call.width * call.logits_dtype.itemsize + costs.row_bytes
+    fixed = costs.fixed_bytes + piece_bytes(device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1])
+    if budget - fixed < row_bytes:
+        warn_once(
+            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than the "
+            f"{budget} given; working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
+        )
+    usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
+    facts = Facts(rows.count, rows.group_sizes, call.trainable, trainable_head, costs.linear_in_logps, costs.rereads)
+    plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:
         needed = max(rows.group_sizes) * row_bytes
+        enough = needed + fixed - costs.fixed_bytes + loss.objective.costs(call, 2 * needed).fixed_bytes
         warn_once(
             f"logits_budget: the largest group of tokens needs {needed / MIB:.0f} MiB to stay resident, more than the "
-            f"{budget / MIB:.0f} given, and is walked twice (4 products for 3); set logits_budget={needed} to avoid that."
+            f"{usable / MIB:.0f} given, and is walked twice (4 products for 3); set logits_budget={enough} to "
+            "avoid that."
         )
     return plan

@@ -48,10 +48,6 @@ class Step(NamedTuple):
     write: bool = False
     evaluate: Span | None = None  # often not this chunk's rows
 
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -63,6 +59,8 @@ class Plan:
         rows: supervised tokens.
         row_bytes: memory of one row of logits and of every temporary beside it.
         budget: bytes that a chunk may take.
+        chunks: how many chunks of logits are projected.
+        token_chunk: rows of the largest of them.
         parts: the strategies of the groups, where they have several.
     """
 
@@ -71,17 +69,9 @@ class Plan:
     rows: int
     row_bytes: int
     budget: int
+    chunks: int
+    token_chunk: int
     parts: tuple[str, ...] = ()
-
-    @property
-    def chunks(self) -> int:
-        """How many chunks of logits are projected."""
-        return sum(step.rows > 0 for step in self.steps)
-
-    @property
-    def token_chunk(self) -> int:
-        """Rows of the largest chunk."""
-        return max((step.rows for step in self.steps), default=0)
 
     @property
     def chunk_bytes(self) -> int:
@@ -149,7 +139,8 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
         strategy, steps = "fused", [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
     else:
         strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
-    return Plan(strategy, tuple(steps), rows, row_bytes, budget, parts)
+    sizes = [step.stop - step.start for step in steps if step.stop > step.start]
+    return Plan(strategy, tuple(steps), rows, row_bytes, budget, len(sizes), max(sizes, default=0), parts)
 
 
 def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = False) -> list[Step]:

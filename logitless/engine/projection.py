@@ -24,25 +24,28 @@ class Projection:
 
     def __init__(self, call: Call, rows: Rows, *, gradients: bool):
         self.call, self.rows, self.needs = call, rows, call.needs
-        self.weight = _joined(call)  # (V, H) in the dtype of the products
+        # (V, H) in the dtype of the products
+        self.weight = call.weight.to(call.dtype) if call.frozen is None else _joined(call)
         self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
         self.layers = None if call.layers is None else LayerPasses(call.layers, gradients=call.trainable)
         self.d_hidden: Tensor | None = None  # (N, H), rows that are not walked zero
         if self.needs.hidden and gradients:
-            make = torch.empty if rows.count == call.N else torch.zeros
-            shape = call.N, call.hidden.shape[1]
-            self.d_hidden = make(shape, dtype=self.weight.dtype, device=self.weight.device)
+            make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros
+            self.d_hidden = make(call.hidden.shape, dtype=self.weight.dtype, device=self.weight.device)
 
-    def new_buffer(self, rows: int) -> Tensor:
-        """Room for the logits of a chunk."""
-        return self.weight.new_empty((rows, self.weight.shape[0]), dtype=self.call.logits_dtype)
+    def new_buffer(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Room for the logits of a chunk, and the same memory as it holds their gradient."""
+        V, dtype = self.weight.shape[0], self.call.logits_dtype
+        logits = self.weight.new_empty((rows, V), dtype=dtype)
+        return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 
     def take(self, chunk: Chunk) -> None:
         """Features in the dtype of the products, and targets as columns of the logits."""
         call = self.call
         x = call.hidden[chunk.at].to(self.weight.dtype)
         chunk.features = x if self.layers is None else self.layers.forward(x)
-        chunk.targets = call.vocabulary.columns(call.targets[chunk.at], call.loss.ignore_index)
+        targets = call.targets[chunk.at]
+        chunk.targets, chunk.ignored = call.vocabulary.columns(targets, call.loss.ignore_index)
 
     def project(self, chunk: Chunk) -> None:
         """Product 1: features -> logits."""
@@ -50,9 +53,9 @@ class Projection:
 
     def backproject(self, chunk: Chunk) -> None:
         """Product 2: gradient -> d_features, up to the chunk's factor; nothing where nobody needs it."""
-        if not self.needs.features:
+        if not (self.needs.hidden or self.needs.layers):
             return
-        direct = chunk.in_place and self.d_hidden is not None and self.layers is None
+        direct = isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None
         out = self.d_hidden[chunk.at] if direct else torch.empty_like(chunk.features)
         chunk.d_features = hidden_gradient(chunk.gradient, self.weight, out)
 
@@ -67,7 +70,7 @@ class Projection:
     def trained_features(self, chunk: Chunk) -> Tensor:
         """What the gradient is multiplied with for d_weight: the features of trained columns, times the factor."""
         x = chunk.features
-        own = self.layers is None and (not chunk.in_place or x.dtype != self.call.hidden.dtype)
+        own = self.layers is None and (isinstance(chunk.at, Tensor) or x.dtype != self.call.hidden.dtype)
         if self.frozen_columns:
             x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
         if chunk.factor is None:
@@ -83,15 +86,14 @@ class Projection:
         d_rows = chunk.d_features if self.layers is None else self.layers.backward(chunk.d_features)
         if self.d_hidden is None:
             return
-        if not chunk.in_place:
+        if isinstance(chunk.at, Tensor):
             self.d_hidden.index_copy_(0, chunk.at, d_rows)
         elif self.layers is not None:
             self.d_hidden[chunk.at] = d_rows
 
 
 def _joined(call: Call) -> Tensor:
-    if call.frozen is None:
-        return call.weight.to(call.dtype)
+    """Frozen and trained columns of the head, side by side."""
     frozen, weight = call.frozen, call.weight
     joined = frozen.new_empty((frozen.shape[0], call.hidden.shape[1]), dtype=call.dtype)
     joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :] = frozen, weight

@@ -18,8 +18,8 @@ Number = float | Tensor
 
 
 def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
-    """Factors of each unit for a reduced loss, and the deferred power of two: the one given, else what suits this call."""
-    loss, counts = call.loss, unit_counts(call, rows.tokens, rows.chosen_tokens)
+    """Factors of each unit for a reduced loss, and the deferred power of two: the one given, else what suits it."""
+    loss, counts = call.loss, unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     if loss.reduction == "sum":
         normalizers = dict.fromkeys(counts, 1)
     else:
@@ -29,23 +29,18 @@ def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitF
     factors = _inverses(normalizers, call.stat_dtype, call.coefficient)
     if deferred is None:
         deferred = power_of_two(factors[loss.unit])
-    return UnitFactors({unit: factor / deferred for unit, factor in factors.items()}, metric_factors(call, counts)), deferred
+    own = {unit: factor / deferred for unit, factor in factors.items()}
+    return UnitFactors(own, _inverses(counts, call.stat_dtype, 1.0)), deferred
 
 
-def unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
-    """Factors where only metrics are reduced."""
-    return UnitFactors(None, metric_factors(call, unit_counts(call, rows.tokens, rows.chosen_tokens)))
-
-
-def unit_counts(call: Call, tokens: int | Tensor, chosen_tokens: int | Tensor) -> dict[str, int | Tensor]:
-    """How many of each unit the call contains."""
-    sequences = call.sequence_count
-    return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
-
-
-def metric_factors(call: Call, counts: dict[str, int | Tensor]) -> dict[str | None, Number]:
+def metric_factors(counts: dict[str, int | Tensor], dtype: torch.dtype) -> dict[str | None, Number]:
     """Metrics are means over the call itself, whatever `num_items` and `reduction` say."""
-    return _inverses(counts, call.stat_dtype, 1.0)
+    return _inverses(counts, dtype, 1.0)
+
+
+def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int) -> dict[str, int | Tensor]:
+    """How many of each unit a call contains."""
+    return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
 def _inverses(normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float) -> dict[str | None, Number]:

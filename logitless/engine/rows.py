@@ -90,7 +90,7 @@ def select_rows(
         layout = (_padded if cu_seqlens is None else _packed)(supervised, grouping, cu_seqlens, compact)
     if not compact:
         for fault in faults:
-            fault.check_async()
+            fault.assert_async()
         return _every_row(supervised, grouping, layout)
     return _supervised_rows(supervised, faults, grouping, layout)
 
@@ -146,7 +146,8 @@ def _supervised_rows(supervised: Tensor, faults: Sequence[Fault], grouping: Grou
         numbers = torch.cat((numbers, layout.chosen[None], layout.sizes.view(grouping.groups, grouping.roles).sum(1)))
     count, *numbers = numbers.tolist()  # the sync
     for fault, wrong in zip(faults, numbers):
-        fault.check(wrong)
+        if wrong:
+            fault.raise_(wrong)
     chosen, *group_sizes = numbers[len(faults) :] or [0]
     order = index = None if layout is None else layout.order
     if count < N:

@@ -1,6 +1,6 @@
 """`LossSpec`: what the engine reads of a loss, and the roles of its inputs. The engine knows no loss by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -50,12 +50,12 @@ class Fault(NamedTuple):
     got: str  # may name the {count}
     remedy: str
 
-    def check(self, count: int) -> None:
-        """Raise ValueError unless the count, once read, is 0."""
-        expect(not count, self.argument, self.expected, self.got.format(count=count), self.remedy)
+    def raise_(self, count: int) -> None:
+        """Raise ValueError once the count has been read."""
+        expect(False, self.argument, self.expected, self.got.format(count=count), self.remedy)
 
-    def check_async(self) -> None:
-        """The same on the device, without reading anything back."""
+    def assert_async(self) -> None:
+        """The same on the device, where the count is not 0, without reading anything back."""
         message = f"{self.argument}: expected {self.expected}, got others; {self.remedy}."
         torch._assert_async(self.count == 0, message)
 
@@ -95,5 +95,5 @@ class LossSpec(Protocol):
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:
         """What the sum over each unit is divided by in a mean."""
 
-    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> tuple[Fault, ...]:
-        """What of the inputs is wrong, as far as the device has to look."""
+    # (targets, inputs) -> what of the inputs is wrong where only the device can tell; None: nothing can be.
+    faults: Callable[[Tensor, Mapping[str, Tensor | None]], Sequence[Fault]] | None

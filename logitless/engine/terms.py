@@ -1,6 +1,6 @@
 """What a loss hands back: unreduced terms. The one place where a reduction is applied, and where an author's terms are checked."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -81,12 +81,6 @@ def metric_shares(
     }
 
 
-def settled(shares: Sequence[tuple[Tensor, ...]]) -> Tensor:
-    """A metric from its shares in all slices; 0 where there was nothing to average."""
-    total, *weights = (sum(parts) for parts in zip(*shares, strict=True))
-    return total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
-
-
 def unreduced(terms: Mapping[str, Term]) -> Tensor:
     """The sum of the terms, still one value per unit; they must share it."""
     units = {term.over for term in terms.values()}
@@ -117,6 +111,8 @@ def evaluate_terms(loss: "LossSpec", numbers: object, batch: Batch) -> Terms:
         check_terms(loss, result, batch)
         if batch.shows_shapes:
             _CHECKED.add((loss, batch.absent))
+    if batch.ignored is None:
+        return result
     terms, metrics = result
     return batch.masked(terms), batch.masked(metrics)
 

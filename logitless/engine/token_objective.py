@@ -11,11 +11,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.batch import TokenStats
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import grad_and_value
-from logitless.engine.objective import Report, batch_of
+from logitless.engine.objective import Costs, Report, batch_of
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
@@ -37,11 +37,11 @@ class TokenObjective:
     factors: UnitFactors | None = None
     # Whether d logp / d hidden itself is kept, to be scaled afterwards (the strategy row_scaled).
     vectors: bool = False
+    # Whether a chunk's gradient is a multiple of d logp / d logits, which one kernel writes while it reads.
+    is_multiple: bool = False
     ref_weight: Tensor | None = None  # (V, H') of the reference model, in the dtype of the products
     ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
     reports: list[Report] = field(default_factory=list)
-
-    rereads = False
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
@@ -51,7 +51,10 @@ class TokenObjective:
             # What is kept as d logp / d hidden is the gradient of log p itself.
             grads["logps"].fill_(1.0)
         stats = kernels.allocate_stats((*loss.differentiates, *loss.observes), rows.count, dtype, device)
-        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors=plan.strategy == "row_scaled")
+        vectors = plan.strategy == "row_scaled"
+        of_logps = vectors or tuple(loss.differentiates) == ("logps",)
+        is_multiple = of_logps and kernels.single_pass(call.dtype)
+        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple)
         if call.inputs.get("ref_hidden") is not None:
             self.ref_weight = call.inputs["ref_weight"].to(call.dtype)
             self.ref_logps = torch.empty(rows.count, dtype=dtype, device=device)
@@ -80,12 +83,9 @@ class TokenObjective:
         return set(loss.differentiates) <= {"logps", "lse"}
 
     @staticmethod
-    def row_bytes(call: Call) -> int:
-        return 0
-
-    @staticmethod
-    def fixed_bytes(call: Call, budget: int) -> int:
-        return kernels.twin_bytes(call.weight.device, call.logits_dtype, call.width, budget)
+    def costs(call: Call, budget: int) -> Costs:
+        fixed = kernels.twin_bytes(call.weight.device, call.logits_dtype, call.width, budget)
+        return Costs(0, fixed, set(call.loss.differentiates) <= {"logps", "lse"}, rereads=False)
 
     def numbers(self) -> dict[str, Tensor]:
         return dict(self.stats.items())
@@ -94,53 +94,44 @@ class TokenObjective:
         if not chunk.step.read:
             head.project(chunk)
             return
+        loss, vocabulary = self.call.loss, self.call.vocabulary
         if self.ref_logps is not None:
             self._read_reference(chunk)
         head.project(chunk)
-        stats, vocabulary = self.stats[chunk.step.start : chunk.step.stop], self.call.vocabulary
-        if self._gradient_is_a_multiple(chunk):
-            gradient = chunk.gradient_place(self.call.dtype)
-            factor = kernels.logprob_gradient(chunk.logits, chunk.targets, stats, gradient=gradient, **self._options)
-            factor = vocabulary.combine_gradient(gradient, chunk.targets, stats, factor, self.call.loss.head)
-            chunk.gradient, chunk.factor = gradient, factor
+        stats = self.stats[chunk.step.start : chunk.step.stop]
+        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        if chunk.step.write and self.is_multiple:
+            chunk.gradient = chunk.place
+            factor = kernels.logprob_gradient(chunk.logits, chunk.targets, stats, gradient=chunk.place, **options)
+            chunk.factor = vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)
             return
-        kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=self._sum_weights, **self._options)
+        kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=self._sum_weights(), **options)
         vocabulary.combine(stats, chunk.targets)
-
-    def _gradient_is_a_multiple(self, chunk: Chunk) -> bool:
-        """Whether the chunk's gradient is a multiple of d logp / d logits, which one kernel writes while it reads."""
-        of_logps = self.vectors or tuple(self.call.loss.differentiates) == ("logps",)
-        return chunk.step.write and of_logps and kernels.single_pass(self.call.dtype)
 
     def _read_reference(self, chunk: Chunk) -> None:
         """The reference model's log-probabilities of the same rows, through the same buffer."""
         call, inputs = self.call, self.call.inputs
         logits = project(inputs["ref_hidden"][chunk.at].to(call.dtype), self.ref_weight, chunk.logits)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
-        options = self._options | {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
+        options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignored}
         kernels.token_statistics(logits, chunk.targets, stats, **options)
         call.vocabulary.combine(stats, chunk.targets)
         self.ref_logps[chunk.step.start : chunk.step.stop] = stats.logps
 
-    @property
-    def _options(self) -> dict:
-        """What all kernels take."""
-        call = self.call
-        ignored = call.vocabulary.ignored_column(call.loss.ignore_index)
-        return {"head": call.loss.head, "bias": call.bias, "ignore_index": ignored}
-
-    @property
     def _sum_weights(self) -> Tensor | None:
         """(columns,) weights of the logits in `sum_logits`."""
         name = self.call.loss.sum_logits_weights
         return None if name is None else self.call.vocabulary.local(self.call.inputs[name])
 
     def evaluate(self, span: Span) -> None:
-        call, batch, stats = self.call, self._batch(span), self.stats[span.start : span.stop]
+        call, stats = self.call, self.stats[span.start : span.stop]
+        batch = batch_of(call, self.rows, span)
+        if self.ref_logps is not None:
+            batch.ref_logps = self.ref_logps[span.start : span.stop]
         names = call.loss.differentiates if call.trainable else ()
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
-            numbers = TokenStats(dict(stats.items()) | variables)
+            numbers = TokenStats(**dict(stats.items()) | variables)
             terms, metrics = evaluate_terms(call.loss, numbers, batch)
             losses = reduced(terms, self.factors.loss, call.sequences)
             return sum(losses.values()), metric_shares(metrics, self.factors.metrics, call.sequences)
@@ -150,22 +141,15 @@ class TokenObjective:
             getattr(self.grads, name)[span.start : span.stop] = gradient
         self.reports.append(Report(*report))
 
-    def _batch(self, span: Span) -> Batch:
-        batch = batch_of(self.call, self.rows, span)
-        if self.ref_logps is not None:
-            batch.ref_logps = self.ref_logps[span.start : span.stop]
-        return batch
-
     def write(self, chunk: Chunk) -> None:
-        step, gradient = chunk.step, chunk.gradient_place(self.call.dtype)
-        grads = self.grads[step.start : step.stop]
+        step, loss = chunk.step, self.call.loss
+        stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
         if self.vectors:
             grads = TokenBuffers(logps=torch.ones_like(grads.logps))
-        stats, weights = self.stats[step.start : step.stop], self._sum_weights
-        kernels.logits_gradient(
-            chunk.logits, chunk.targets, stats, grads, gradient=gradient, class_weights=weights, **self._options
-        )
-        chunk.gradient = gradient
+        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        options |= {"gradient": chunk.place, "class_weights": self._sum_weights()}
+        kernels.logits_gradient(chunk.logits, chunk.targets, stats, grads, **options)
+        chunk.gradient = chunk.place
 
     def factor(self, chunk: Chunk) -> Tensor | None:
         if chunk.factor is None or self.vectors:

@@ -1,6 +1,6 @@
 """The two ways to write a loss, `TokenLoss` and `LogitsLoss`, and what every loss has."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Call, Options, make_call
+from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.logits_objective import LogitsObjective
 from logitless.engine.main_gradient import check_main_gradient
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.plan import Plan
-from logitless.engine.spec import Fault, Role, roles_of
+from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.token_objective import TokenObjective
 from logitless.engine.unreduced import unreduced_loss
@@ -115,6 +115,9 @@ class LinearLoss:
     # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens through the batch alone, and
     # its values are per sequence or pair exactly where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
+    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of `Fault`: read in the
+    # call's one sync. None: nothing can be.
+    faults: ClassVar[Callable | None] = None
     # The values of the fields as a text, which Dynamo guards on; empty for a loss that is made inside a graph.
     identity: ClassVar[str] = ""
     # Derived from the declarations above.
@@ -174,21 +177,11 @@ class LinearLoss:
         """What the sum over each unit is divided by in a mean: how many of it the call contains."""
         return dict(counts)
 
-    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> tuple[Fault, ...]:
-        """What of the inputs is wrong where only the device can tell; read in the call's one sync."""
-        return ()
-
     def resolved(self, weight: Tensor | SplitHead) -> "LinearLoss":
         """The loss with its groups as process groups, whatever names them."""
         given = {name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None}
         groups = {name: process_group(name, group, weight) for name, group in given.items()}
         return self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
-
-    def prepared(
-        self, hidden: Tensor, weight: Tensor | SplitHead, targets: Tensor, bias: Tensor | None, options: Options, inputs: Mapping
-    ) -> Call:
-        """The call of this loss with these arguments, checked."""
-        return make_call(self, Operands.local(hidden, weight, targets, bias, self.tp_group), options, inputs)
 
     def __call__(
         self,
@@ -230,13 +223,17 @@ class LinearLoss:
         remedy = "shift whole sequences, whose slices then follow each other"
         expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
         loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
-        call = loss.prepared(hidden, weight, targets, bias, Options(num_items, shift, cu_seqlens), inputs)
-        check_main_gradient(call, weight, accumulate_into, grad_scale)
+        operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
+        given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED
+        if accumulate_into is not None:
+            check_main_gradient(given, weight, accumulate_into, grad_scale)
+            mode = Mode.INTO_MAIN
+        elif grad_scale != 1.0:
+            expect(False, "grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
         if loss.reduction == "none":
-            value, metrics, tokens, plan = unreduced_loss(call, targets.shape)
+            value, metrics, tokens, plan = unreduced_loss(given, targets.shape)
         else:
-            mode = Mode.SOLVED if accumulate_into is None else Mode.INTO_MAIN
-            value, metrics, tokens, plan = run_calls([call], mode, accumulate_into, grad_scale)
+            value, metrics, tokens, plan = run_calls([given], mode, accumulate_into, grad_scale)
             metrics = metrics[0, 1:]
         tokens = {name: x.view(targets.shape) for name, x in tokens.items()}
         return LossOutput(value, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)

@@ -7,11 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import TokenStats
-from logitless.losses.base import LossOutput, TokenLoss
-from logitless.engine.batch import Batch
+from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.keywords import CheckedCall, check_options
 
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.kernels import divergence as kernels
-from logitless.kernels.divergence import NOTHING
-from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.engine.batch import Batch
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
+from logitless.kernels import divergence as kernels
+from logitless.kernels.divergence import NOTHING
+from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.keywords import CheckedCall
 
 # Of log-probabilities (n, K) of student and teacher.
@@ -157,7 +157,7 @@ class DistillationLoss(LogitsLoss, CheckedCall):
             return self._mixed(*kernels.fused_divergence(*rows, labels, factors, **options))
         # Without labels, or with one of an id that no rank has: -1.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
-        labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1), -1)
+        labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
         return self._mixed(*kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options))
 
     def __call__(

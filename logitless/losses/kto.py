@@ -7,13 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import TokenStats
-from logitless.losses.base import LossOutput
-from logitless.engine.batch import Batch
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.operands import shifted
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
+from logitless.losses.base import LossOutput
 from logitless.losses.preference import PairedLoss, ReferencedLoss, check_reference, mean_over
-from logitless.losses.shift import shifted
 
 # Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
 KTO_LOSSES: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
@@ -135,9 +134,9 @@ class KTOLoss(ReferencedLoss):
             expected, got = f"shape ({sequences},) or {tuple(targets.shape)} in kl", tuple(reference.shape)
             expect(reference.shape == (sequences,), "ref_logps", expected, got, "match kl_targets")
         if shift:
-            targets = shifted(targets, self.ignore_index, starts)
+            targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:
-                reference = shifted(reference, 0.0, starts)
+                reference = shifted(reference, 0.0, cu_seqlens=starts)
         policy = self.detached_logps(kl["kl_hidden"], *head, targets, self.head)
         if reference is None:
             check_reference(kl["ref_hidden"], *ref_head, head[0], targets)

@@ -6,14 +6,14 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Options, make_call
+from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.operands import Operands, SplitHead
-from logitless.engine.terms import Term
-from logitless.losses.base import TokenLoss
-from logitless.errors import check_choice
-from logitless.losses.keywords import check_options
 from logitless.engine.plan import Plan
+from logitless.engine.terms import Term
+from logitless.errors import check_choice
+from logitless.losses.base import TokenLoss
+from logitless.losses.keywords import check_options
 
 
 class TokenLogprobs(NamedTuple):
@@ -65,8 +65,8 @@ class TokenNumbers(TokenLoss):
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable numbers in the targets' shape, 0 where ignored."""
         loss = self if self.tp_group is None else self.resolved(weight)
-        call = make_call(loss, Operands(hidden, weight, targets, bias), Options(shift=shift), {})
-        outcome = run_calls([call], Mode.PER_TOKEN)
+        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(shift=shift), {})
+        outcome = run_calls([given], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 

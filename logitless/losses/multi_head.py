@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.call import Layers, Options
+from logitless.engine.call import Layers, Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import SplitHead
+from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
@@ -86,18 +86,19 @@ class MultiHeadLoss(CrossEntropyLoss):
             got, remedy = tuple(targets.shape), "flatten the tokens or leave it out"
             expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", got, remedy)
         flat: list[tuple[Tensor, Tensor]] = []
-        calls = []
+        heads = []
         for part in parts:
             whole, remedy = not isinstance(part.weight, SplitHead), "train it whole, or take linear_logprobs of each head"
             expect(whole, "weight", "a tensor (V, H)", type(part.weight).__name__, remedy, TypeError)
             labels = ahead(targets, part.offset, self.ignore_index, cu_seqlens)
-            call = self.prepared(part.hidden, part.weight, labels, part.bias, Options(num_items), {})
+            operands = Operands(part.hidden, part.weight, labels, part.bias)
+            given = prepare(self, operands, Options(num_items), {})
             # The same hidden states are the same tensor, with one gradient, also once they are flat.
             known = [rows for hidden, rows in flat if hidden is part.hidden]
-            hidden = known[0] if known else call.hidden
+            hidden = known[0] if known else given.hidden
             flat.append((part.hidden, hidden))
-            calls.append(replace(call, hidden=hidden, coefficient=part.coefficient, layers=part.layers))
-        loss, metrics, _, plan = run_calls(calls, Mode.SOLVED)
+            heads.append(replace(given, hidden=hidden, coefficient=part.coefficient, layers=part.layers))
+        loss, metrics, _, plan = run_calls(heads, Mode.SOLVED)
         named = {}
         accuracy = 1 + self.metric_names.index("token_accuracy")
         for part, row in zip(parts, metrics.unbind(), strict=True):

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.losses.base import LossOutput, TokenLoss
+from logitless.engine.operands import shifted
 from logitless.errors import expect
+from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.keywords import CheckedCall
-from logitless.losses.shift import sequence_numbers, shifted
 
 
 class Layout:
@@ -30,11 +30,13 @@ class Layout:
         self.counted = self.targets != ignore_index
         self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
         if self.packed:
-            self.number = sequence_numbers(cu_seqlens, targets.shape[0], targets.device)
+            positions = torch.arange(targets.shape[0], device=targets.device)
+            number = torch.searchsorted(cu_seqlens[1:].to(targets.device), positions, right=True)
+            self.number = number.clamp(max=cu_seqlens.shape[0] - 2)
 
     def aligned(self, x: Tensor, last: float) -> Tensor:
         """Unshifted labels, or what goes with them, at the positions that predict them."""
-        return shifted(x, last, self._starts) if self._shift else x
+        return shifted(x, last, cu_seqlens=self._starts) if self._shift else x
 
     def is_per_sequence(self, x: Tensor) -> bool:
         shapes = (self.sequences,), (self.sequences, 1)

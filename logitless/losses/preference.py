@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from logitless.engine.batch import TokenStats
-from logitless.kernels.head import Head
-from logitless.losses.base import LossOutput, TokenLoss
-from logitless.engine.batch import Batch
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.operands import shifted
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
+from logitless.kernels.head import Head
+from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.keywords import CheckedCall
 from logitless.losses.logprobs import linear_logprobs
-from logitless.losses.shift import shifted
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -145,7 +144,7 @@ class ReferencedLoss(TokenLoss, CheckedCall):
             check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
                 # An unreduced loss is computed from per-token numbers of the policy alone.
-                scored = shifted(targets, self.ignore_index, cu_seqlens) if shift else targets
+                scored = shifted(targets, self.ignore_index, cu_seqlens=cu_seqlens) if shift else targets
                 ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
                 # Beside the unshifted labels, with which the call will shift them.
                 ref_logps = ref_logps.roll(1, -1) if shift else ref_logps

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
@@ -24,10 +25,6 @@ from logitless.losses.preference import (
 
 # Below any mean log-probability that fp32 can tell from 0: the odds p / (1 - p) stay finite.
 CERTAIN = -1e-7
-CONTRADICTION = (
-    "nll_targets: expected targets' own labels on the completions of the chosen sequences, got others; "
-    "pass the labels of prompt and completion together."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +102,13 @@ class ORPOLoss(UnreferencedLoss):
             targets = torch.where(inputs["completion"], targets, more)
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
-    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Counts of what is wrong with a call, by the message of the error; the one host sync reads them."""
-        found = inputs["contradicting"]
-        return {} if found is None else {CONTRADICTION: found}
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> list[Fault]:
+        """Labels of the NLL that contradict the completion."""
+        count, remedy = inputs["contradicting"], "pass the labels of prompt and completion together"
+        if count is None:
+            return []
+        expected = "targets' own labels on the completions of the chosen sequences"
+        return [Fault(count, "nll_targets", expected, "{count} others", remedy)]
 
 
 def _of_chosen(targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+# What is neither sharded nor quantized.
+PLAIN = (Tensor, nn.Parameter)
+
+
 def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
     """The process group that `tp_group` or `cp_group` names: itself, a device mesh's, or a dimension of weight's mesh."""
     if isinstance(given, str):
@@ -30,7 +34,7 @@ def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: T
 
 def is_dtensor(x: object) -> bool:
     """Without loading torch.distributed.tensor for tensors that are none."""
-    if type(x) in (Tensor, nn.Parameter) or not isinstance(x, Tensor) or not dist.is_available():
+    if type(x) in PLAIN or not isinstance(x, Tensor) or not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor
 
@@ -39,7 +43,7 @@ def is_dtensor(x: object) -> bool:
 
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
     """What this rank multiplies with: the whole parameter, or with `tp_group` its rows of the vocabulary."""
-    if x is None or type(x) in (Tensor, nn.Parameter):
+    if x is None or type(x) in PLAIN:
         return x
     if is_dtensor(x):
         return gathered(x) if tp_group is None else _local_rows(name, x, tp_group)

@@ -43,13 +43,9 @@ class WholeVocabulary:
         """Rows of the largest shard. All ranks plan for it, so that they walk the same chunks."""
         return width
 
-    def columns(self, targets: Tensor, ignore_index: int) -> Tensor:
-        """Targets as columns of this rank's logits."""
-        return targets
-
-    def ignored_column(self, ignore_index: int) -> int:
-        """What `columns` makes of an ignored target."""
-        return ignore_index
+    def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
+        """Targets as columns of this rank's logits, and what stands for an ignored one among them."""
+        return targets, ignore_index
 
     def local(self, x: Tensor | None) -> Tensor | None:
         """(V,) -> the entries of this rank's rows."""
@@ -132,14 +128,11 @@ class ShardedVocabulary(WholeVocabulary):
     def widest(self, width: int) -> int:
         return max(self.sizes)
 
-    def columns(self, targets: Tensor, ignore_index: int) -> Tensor:
+    def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
         """Targets as columns of this shard: its width for a target of another shard, `IGNORED` for an ignored one."""
         local = targets - self.start
         inside = (local >= 0) & (local < self.width)
-        return torch.where(targets == ignore_index, IGNORED, torch.where(inside, local, self.width))
-
-    def ignored_column(self, ignore_index: int) -> int:
-        return IGNORED
+        return torch.where(targets == ignore_index, IGNORED, torch.where(inside, local, self.width)), IGNORED
 
     def local(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x[self.start : self.start + self.width]

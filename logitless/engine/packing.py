@@ -1,0 +1,122 @@
+"""Calls as autograd and the opaque operators see them: a flat list of tensors, and a `Signature` that says what they are.
+
+The order of the tensors is known here alone.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from logitless.engine.call import Call, Given, Layers, Needs, Slots, check_vocabulary_input
+from logitless.engine.spec import LossSpec, Role
+from logitless.parallel.sequences import WHOLE_SEQUENCES
+from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary
+
+
+class Part(NamedTuple):
+    """One head of a packed call."""
+
+    coefficient: float
+    slots: Slots
+    head: int | None  # number of the head whose layers come first; None without layers
+    names: tuple[str, ...]  # of the layers' tensors
+
+
+class Signature(NamedTuple):
+    """All of a call that is no tensor, and constant for a compiled graph."""
+
+    loss: LossSpec
+    dtype: torch.dtype
+    needs: tuple[bool, ...]  # which of the trained tensors, the first ones of a packed call, need a gradient
+    parts: tuple[Part, ...]
+    autocast: bool
+    module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
+
+    def without_gradients(self) -> "Signature":
+        """The same call where nothing needs a gradient."""
+        return self._replace(needs=(False,) * len(self.needs))
+
+
+def pack(heads: Sequence[Given]) -> tuple[Signature, list[Tensor | None], int]:
+    """Heads of one public call -> signature, tensors, number of sequences.
+
+    A tensor that several heads use is packed once, and gets one gradient.
+    """
+    trained: list[Tensor] = []
+    parts = []
+    for given in heads:
+        number, layers = (None, {}) if given.layers is None else (given.layers.head, given.layers.tensors)
+        slots = []
+        for x in (given.hidden, given.weight, given.bias, *layers.values()):
+            slot = None if x is None else len(trained)
+            for index, known in enumerate(trained):
+                if known is x:
+                    slot = index
+            if slot == len(trained):
+                trained.append(x)
+            slots.append(slot)
+        parts.append(Part(given.coefficient, Slots(*slots[:3], tuple(slots[3:])), number, tuple(layers)))
+    first, last, grad = heads[0], heads[-1], torch.is_grad_enabled()
+    # The base head comes first, and has no layers.
+    module = None if last.layers is None else last.layers.module
+    needs = tuple([grad and x.requires_grad for x in trained])
+    autocast = torch.is_autocast_enabled(first.hidden.device.type)
+    signature = Signature(first.loss, first.dtype, needs, tuple(parts), autocast, module)
+    shared = [first.num_items, first.cu_seqlens, first.frozen, *first.inputs.values()]
+    return signature, [*trained, *(given.targets for given in heads), *shared], first.sequence_count
+
+
+def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[Call]:
+    """The heads of a packed call."""
+    loss, needs, dtype, heads = signature.loss, signature.needs, signature.dtype, len(signature.parts)
+    num_items, cu_seqlens, frozen, *inputs = tensors[len(needs) + heads :]
+    inputs = dict(zip(loss.roles, inputs, strict=True))
+    calls = []
+    for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
+        hidden, weight, bias, layers = part.slots
+        rows, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
+        V = width = rows
+        if loss.tp_group is not None:
+            vocabulary = ShardedVocabulary.of(tensors[weight], loss.tp_group)
+            V, width = sum(vocabulary.sizes), max(vocabulary.sizes)
+            for name, x in inputs.items():
+                if x is not None and loss.roles[name] is Role.VOCABULARY:
+                    check_vocabulary_input(name, x, V)
+        trained = [needs[slot] for slot in (hidden, weight, *layers)]
+        wanted = Needs(needs[hidden], needs[weight], bias is not None and needs[bias], any(trained[2:]))
+        calls.append(
+            Call(
+                loss=loss,
+                hidden=tensors[hidden],
+                weight=tensors[weight],
+                bias=None if bias is None else tensors[bias],
+                targets=targets,
+                dtype=dtype,
+                inputs=inputs,
+                num_items=num_items,
+                cu_seqlens=cu_seqlens,
+                sequence_count=sequence_count,
+                frozen=frozen,
+                layers=None if part.head is None else _layers(signature, part, tensors),
+                coefficient=part.coefficient,
+                needs=wanted,
+                slots=part.slots,
+                vocabulary=vocabulary,
+                sequences=WHOLE_SEQUENCES if loss.cp_group is None else loss.sequences,
+                trainable=any(wanted),
+                V=V,
+                width=width,
+                stat_dtype=torch.promote_types(dtype, torch.float32),
+                logits_dtype=loss.logits_dtype or dtype,
+            )
+        )
+    return calls
+
+
+def _layers(signature: Signature, part: Part, tensors: Sequence[Tensor | None]) -> Layers:
+    named = dict(zip(part.names, part.slots.layers, strict=True))
+    trained = tuple(name for name, slot in named.items() if signature.needs[slot])
+    autocast = signature.dtype if signature.autocast else None
+    return Layers(signature.module, part.head, {name: tensors[slot] for name, slot in named.items()}, trained, autocast)
