@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless.losses.shift import sequence_numbers, shifted
+from logitless.engine.operands import shifted
 from tests.support import DEVICE
 
 
@@ -27,17 +27,17 @@ def test_padded():
 def test_packed(bounds, expected, dtype):
     starts = torch.tensor(bounds, device=DEVICE)
     if dtype == torch.bool:
-        found = shifted(torch.ones(6, dtype=dtype, device=DEVICE), 0, starts)
+        found = shifted(torch.ones(6, dtype=dtype, device=DEVICE), 0, cu_seqlens=starts)
         assert found.tolist() == [x >= 0 for x in expected]
     else:
-        found = shifted(torch.arange(6, dtype=dtype, device=DEVICE), -1, starts)
+        found = shifted(torch.arange(6, dtype=dtype, device=DEVICE), -1, cu_seqlens=starts)
         assert found.tolist() == expected
     assert found.dtype == dtype
 
 
 def test_no_tokens():
     starts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    assert shifted(torch.zeros(0, device=DEVICE), 0.0, starts).shape == (0,)
+    assert shifted(torch.zeros(0, device=DEVICE), 0.0, cu_seqlens=starts).shape == (0,)
 
 
 def test_sequence_numbers():
