@@ -130,7 +130,7 @@ class LinearLoss:
         if complete and cls.scope == "token":
             got = f"{cls.sequence_inputs} with scope 'token'"
             remedy = "set scope to 'group' or 'batch'"
-            expect(not cls.sequence_inputs, f"{cls.__name__}.sequence_inputs", "none", got, remedy, TypeError)
+            expect(not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError)
 
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
