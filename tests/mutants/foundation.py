@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "twin: class weights left out of d sum_logits",
         TWIN,
-        "grads.sum_logits[rows, None] * class_weights",
-        "grads.sum_logits[rows, None]",
+        "1.0 if class_weights is None else class_weights.to(g.dtype)",
+        "1.0",
         KERNELS,
     ),
     Mutant(
