@@ -56,11 +56,22 @@ _NAMES = tuple(f.name for f in fields(TokenBuffers))
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
 
 
+# The numbers of each level, in the order of `TokenBuffers`.
+_LEVELS = tuple(
+    tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))
+    for level in range(len(_TOGETHER))
+)
+
+
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The named numbers and those that come with them, in the order of `TokenBuffers`; logps and lse always do."""
-    level = max([0, *(i for i, found in enumerate(_TOGETHER) for name in names if name in found)])
-    known = {name for found in _TOGETHER[: level + 1] for name in found}
-    return tuple([name for name in _NAMES if name in known])
+    """The named numbers and those that come with them; logps and lse always do."""
+    level = 0
+    for name in names:
+        if name in _TOGETHER[2]:
+            level = 2
+        elif name in _TOGETHER[1]:
+            level = max(level, 1)
+    return _LEVELS[level]
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
