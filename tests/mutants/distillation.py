@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 LOSS, TWIN, TRITON = "losses/distillation.py", "kernels/divergence.py", "kernels/divergence_triton.py"
 TESTS, KERNEL = "tests/losses/test_distillation.py", "tests/kernels/test_divergence.py"
+STRIDES = "tests/kernels/test_strides.py -k divergence"
 
 # What only the whole head's kernel says before it zeroes a row.
 HOLD = "whatever its logits hold.\n            g = tl.where(factor == 0.0, "
@@ -88,6 +89,16 @@ MUTANTS = [
                 "hard_factor = factor * (1.0 - hard_weight),",
             ),
             ("shard's mean of one rank", "tl.store(sums_ptr + rows + row, tl.sum(mean, 0))", "tl.store(sums_ptr + rows + row, 0.0)"),
+        )
+    ),
+    *(
+        Mutant(f"divergence kernel: gaps in the {name}", TRITON, old, new, STRIDES)
+        for name, old, new in (
+            ("labels", "if labels is None else dense(labels)", "if labels is None else labels"),
+            ("factors", "if factors is None else dense(factors)", "if factors is None else factors"),
+            ("shard's labels", "grad, dense(labels)", "grad, labels"),
+            ("shard's factors", "dense(factors) if write", "factors if write"),
+            ("biases", "dense(x, torch.float32)", "x.float()"),
         )
     ),
 ]

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 KERNELS = "tests/kernels/test_cross_entropy.py"
+STRIDES = "tests/kernels/test_strides.py"
 CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
 LOGPROBS = "tests/losses/test_logprobs.py"
 BASE = "tests/losses/test_base.py"
@@ -17,11 +18,11 @@ MUTANTS = [
     Mutant(
         "twin: d logp at the target has the wrong sign",
         TWIN,
-        "torch.where(here, g_logp[rows], 0.0)",
-        "-torch.where(here, g_logp[rows], 0.0)",
+        "- g_logp * torch.expm1(stats.logps)",
+        "+ g_logp * torch.expm1(stats.logps)",
         KERNELS,
     ),
-    Mutant("twin: d lse has the wrong sign", TWIN, "else grads.lse - g_logp", "else -grads.lse - g_logp", KERNELS),
+    Mutant("twin: d lse has the wrong sign", TWIN, "else grads.lse\n", "else -grads.lse\n", KERNELS),
     Mutant(
         "twin: d entropy has the wrong sign", TWIN, "grads.entropy[rows, None], value=-1)", "grads.entropy[rows, None], value=1)", KERNELS
     ),
@@ -45,13 +46,11 @@ MUTANTS = [
     Mutant(
         "kernel: d logp at the target has the wrong sign",
         TRITON,
-        "tl.where(cols == y, g_logp, 0.0)",
-        "tl.where(cols == y, -g_logp, 0.0)",
+        "+ g_logp * complement(logp)",
+        "- g_logp * complement(logp)",
         KERNELS,
     ),
-    Mutant(
-        "kernel: d lse has the wrong sign", TRITON, "g_softmax = tl.load(g_lse_ptr + row)", "g_softmax = -tl.load(g_lse_ptr + row)", KERNELS
-    ),
+    Mutant("kernel: d lse has the wrong sign", TRITON, "g_lse = tl.load(g_lse_ptr + row)", "g_lse = -tl.load(g_lse_ptr + row)", KERNELS),
     Mutant("kernel: d entropy has the wrong sign", TRITON, "g -= g_entropy *", "g += g_entropy *", KERNELS),
     Mutant("kernel: d sum_logits has the wrong sign", TRITON, "g += g_sum *", "g -= g_sum *", KERNELS),
     Mutant(
@@ -99,7 +98,21 @@ MUTANTS = [
         KERNELS,
     ),
     Mutant("kernel: arg-max is the last of equals", TRITON, "beaten = (best >= z_y)", "beaten = (best > z_y)", KERNELS),
-    Mutant("kernel: lse_residual dropped", TRITON, "log_p = (z - lse) - residual", "log_p = z - lse", KERNELS),
+    Mutant("kernel: lse_residual dropped", TRITON, "p = correction * tl.exp(log_p)", "p = tl.exp(log_p)", KERNELS),
+    Mutant("kernel: rounding of the logarithm dropped", TRITON, "log_rest = left_out_of_log(total, log_total)", "log_rest = 0.0", KERNELS),
+    Mutant("kernel: 1 - p as a difference", TRITON, "tl.where(tl.abs(x) < 0.5, series,", "tl.where(tl.abs(x) < 0.0, series,", KERNELS),
+    Mutant(
+        "kernel: target's p from z - lse",
+        TRITON,
+        "g = tl.where(cols == y, g_y, g)",
+        "g += tl.where(cols == y, g_logp, 0.0)",
+        KERNELS,
+    ),
+    Mutant("kernel: target's own entropy dropped", TRITON, " - own) / total", ") / total", KERNELS),
+    Mutant("kernel: gaps in the targets", TRITON, "logits, grad, dense(targets)", "logits, grad, targets", STRIDES),
+    Mutant("kernel: gaps in the gradient's targets", TRITON, "logits, gradient, dense(targets)", "logits, gradient, targets", STRIDES),
+    Mutant("kernel: gaps in bias and class weights", TRITON, "dense(x, torch.float32)", "x.float()", STRIDES),
+    Mutant("kernel: gaps in upstream gradients", TRITON, "zeros if x is None else dense(x)", "zeros if x is None else x", STRIDES),
     Mutant("scale kernel: factor's stride dropped", SCALE, "row * factor_stride", "row * 0", "tests/kernels/test_scale.py"),
     Mutant("scale kernel: columns beyond a block left out", SCALE, "triton.cdiv(columns, BLOCK)", "1", "tests/kernels/test_scale.py"),
     # Products
