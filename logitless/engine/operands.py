@@ -1,4 +1,4 @@
-"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and what must be true of them."""
+"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and the checks of both."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class SplitHead(NamedTuple):
     """A head whose last columns train and whose others do not, in the place of `weight`.
 
-    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient of
-    `trained` is computed: r columns of a product in the place of H + r. It costs a copy of the head,
-    V * (H + r) numbers, for as long as a pass lasts: one product with both parts side by side is faster than
-    two that meet in a chunk's logits.
+    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient
+    of `trained` is computed: r columns of a product in the place of H + r. It costs a copy of the head, V *
+    (H + r) numbers, for as long as a pass lasts: one product with both parts side by side is faster than two
+    that meet in a chunk's logits.
     """
 
     frozen: Tensor  # (V, H)
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
     frozen: Tensor | None = None  # (V, H - r)
 
     def check(self) -> torch.dtype:
-        """Check types, shapes, dtypes and devices; returns the dtype of the products (autocast's, where on)."""
+        """Check types, shapes, dtypes and devices; return the products' dtype (autocast's, where on)."""
         hidden, weight, targets, bias, frozen = self
         remedies = {
             "hidden": "pass the hidden states, such as model.model(ids).last_hidden_state",
@@ -63,19 +63,35 @@ class Operands(NamedTuple):
             expected = "a dense bfloat16, float16, float32 or float64 tensor"
             expect(dense, name, expected, got, "dequantize it (or cast it) before the call", TypeError)
         got = tuple(hidden.shape)
-        expect(hidden.dim() >= 2, "hidden", "shape (..., H) with 2 dimensions or more", got, "add a token dimension")
-        expect(weight.dim() == 2, "weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
+        expect(
+            hidden.dim() >= 2,
+            "hidden",
+            "shape (..., H) with 2 dimensions or more",
+            got,
+            "add a token dimension",
+        )
+        expect(
+            weight.dim() == 2,
+            "weight",
+            "shape (V, H)",
+            tuple(weight.shape),
+            "pass the LM head's weight matrix",
+        )
         head = weight
         if frozen is not None:
             rows, remedy = frozen.shape[0] == weight.shape[0], "both are of the same vocabulary"
             expect(rows, "weight", "as many rows in both parts of a SplitHead", tuple(weight.shape), remedy)
-            # The trained columns' own hidden states are the caller's business; the frozen ones must be the head's.
+            # The trained columns' own hidden states are the caller's business; the frozen ones must be the
+            # head's.
             head, got = frozen, tuple(hidden[..., : -weight.shape[1]].shape)
         expected = f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}"
         remedy = "pass the hidden states that enter this LM head, and weight as (V, H)"
         expect(got[-1] == head.shape[1], "hidden", expected, got, remedy)
         if bias is not None:
-            expected, remedy = f"shape ({weight.shape[0]},), one per row of weight", "pass the bias of the same head"
+            expected, remedy = (
+                f"shape ({weight.shape[0]},), one per row of weight",
+                "pass the bias of the same head",
+            )
             expect(bias.shape == weight.shape[:1], "bias", expected, tuple(bias.shape), remedy)
         kind = type(targets).__name__
         expect(isinstance(targets, Tensor), "targets", "an int64 tensor", kind, "pass token ids", TypeError)
@@ -89,7 +105,10 @@ class Operands(NamedTuple):
         autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
         for name, x in (("weight", weight), ("bias", bias), ("weight", frozen), ("targets", targets)):
             if x is not None:
-                alike, remedy = autocast or x.dtype == hidden.dtype, "cast one of them, or call under torch.autocast"
+                alike, remedy = (
+                    autocast or x.dtype == hidden.dtype,
+                    "cast one of them, or call under torch.autocast",
+                )
                 fits = alike or name == "targets"
                 expect(fits, name, f"hidden's dtype {hidden.dtype}", x.dtype, remedy, TypeError)
                 expect(x.device == device, name, f"hidden's device {device}", x.device, f"move {name} there")

@@ -1,4 +1,7 @@
-"""What a loss hands back: unreduced terms. The one place where a reduction is applied, and where an author's terms are checked."""
+"""What a loss hands back: unreduced terms.
+
+The one place where a reduction is applied, and where an author's terms are checked.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,10 +23,11 @@ class Term(NamedTuple):
     """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
 
     Args:
-        values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or per pair; 0-d only
-            with `over=None`. The engine sums them.
-        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences); None leaves the sum as
-            it is. In a metric it may be a tensor like the values, such as a mask: its own sum over the call divides theirs.
+        values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or
+            per pair; 0-d only with `over=None`. The engine sums them.
+        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences);
+            None leaves the sum as it is. In a metric it may be a tensor like the values, such as a mask: its
+            own sum over the call divides theirs.
     """
 
     values: Tensor
@@ -63,7 +67,8 @@ def reduced(
 ) -> dict[str, Tensor]:
     """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
     return {
-        name: sequences.sum_unless_whole(values.sum() * factors[over], over) for name, (values, over) in terms.items()
+        name: sequences.sum_unless_whole(values.sum() * factors[over], over)
+        for name, (values, over) in terms.items()
     }
 
 
@@ -89,7 +94,8 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
     return sum(term.values for term in terms.values())
 
 
-# Losses whose terms have been seen to fit a slice with several rows and units, with the names of the inputs that were None.
+# Losses whose terms have been seen to fit a slice with several rows and units, with the names of the inputs
+# that were None.
 _CHECKED: set[tuple["LossSpec", tuple[str, ...]]] = set()
 
 
@@ -102,7 +108,9 @@ def evaluate_terms(loss: "LossSpec", numbers: object, batch: Batch) -> Terms:
         result = loss.terms(numbers, batch)
     except Exception as error:
         if batch.absent:
-            error.add_note(f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}.")
+            error.add_note(
+                f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}."
+            )
         raise
     if torch.compiler.is_compiling():
         # Tracing may neither read nor change what eager calls have seen.
@@ -120,32 +128,67 @@ def evaluate_terms(loss: "LossSpec", numbers: object, batch: Batch) -> Terms:
 def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
     """Whether terms and metrics are dicts of Term, one value per row, sequence or pair of the slice."""
     name, form = f"{type(loss).__name__}.terms", "({name: Term}, {metric name: Term})"
-    pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+    pair = (
+        isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+    )
     remedy = "return the unreduced parts of the loss and the metrics"
     expect(pair, name, form, type(result).__name__, remedy, TypeError)
     terms, metrics = result
     remedy = "declare them on the class"
     expected = f"the metrics that {name} returns, {sorted(metrics)}"
-    expect(set(metrics) == set(loss.metric_names), "metric_names", expected, sorted(loss.metric_names), remedy)
+    expect(
+        set(metrics) == set(loss.metric_names), "metric_names", expected, sorted(loss.metric_names), remedy
+    )
     lengths = {"row": batch.targets.shape[0]}
     if batch.segments is not None:
         sequences = batch.segments.lengths.shape[0]
         lengths |= {"sequence": sequences} | ({} if sequences % 2 else {"pair": sequences // 2})
     for key, term in (*terms.items(), *metrics.items()):
-        expect(isinstance(term, Term), f"{name}[{key!r}]", "a Term", type(term).__name__, "wrap the values in Term", TypeError)
+        expect(
+            isinstance(term, Term),
+            f"{name}[{key!r}]",
+            "a Term",
+            type(term).__name__,
+            "wrap the values in Term",
+            TypeError,
+        )
         _check_values(f"{name}[{key!r}]", term, lengths, in_metric=key in metrics)
 
 
 def _check_values(name: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
     values, over = term
-    expect(isinstance(values, Tensor), name, "a tensor of values", type(values).__name__, "pass a tensor", TypeError)
-    units = isinstance(over, Tensor) and in_metric or over is None or (isinstance(over, str) and over in UNITS)
-    expect(units, name, f"over= one of {', '.join(UNITS)} or None (in a metric also a tensor)", repr(over), "name the unit")
+    expect(
+        isinstance(values, Tensor),
+        name,
+        "a tensor of values",
+        type(values).__name__,
+        "pass a tensor",
+        TypeError,
+    )
+    units = (
+        isinstance(over, Tensor) and in_metric or over is None or (isinstance(over, str) and over in UNITS)
+    )
+    expect(
+        units,
+        name,
+        f"over= one of {', '.join(UNITS)} or None (in a metric also a tensor)",
+        repr(over),
+        "name the unit",
+    )
     if isinstance(over, Tensor):
-        expect(over.shape == values.shape, name, f"weights like the values, {tuple(values.shape)}", tuple(over.shape), "align them")
+        expect(
+            over.shape == values.shape,
+            name,
+            f"weights like the values, {tuple(values.shape)}",
+            tuple(over.shape),
+            "align them",
+        )
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
     if not fits and not (values.dim() == 0 and over is None):
         # The text is made here alone: Dynamo would take the lengths in it for constants.
         shapes = ", ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
-        remedy = "return unreduced values: the engine sums over slices and divides, and a mean of a slice is no part of the whole"
+        remedy = (
+            "return unreduced values: the engine sums over slices and divides, and a mean of a slice is no "
+            "part of the whole"
+        )
         expect(False, name, f"values of shape {shapes}", tuple(values.shape), remedy)

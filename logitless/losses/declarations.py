@@ -13,13 +13,18 @@ _CHECKED: set[type] = set()
 
 
 def check_class(cls: type, base: type) -> None:
-    """A loss class needs `terms`, and the dataclass decorator if it has fields of its own. Checked once a class."""
+    """A loss class needs `terms`, and the dataclass decorator if it has fields of its own.
+
+    Checked once a class.
+    """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
     owner = next(parent for parent in cls.__mro__ if "terms" in parent.__dict__)
     written = not owner.__module__.startswith(base.__module__)
     remedy = "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss"
-    expect(written, f"{cls.__name__}.terms", "the loss as a function of its numbers", "none", remedy, TypeError)
+    expect(
+        written, f"{cls.__name__}.terms", "the loss as a function of its numbers", "none", remedy, TypeError
+    )
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
             own = [name for name, kind in get_annotations(parent).items() if not _is_class_variable(kind)]
@@ -37,7 +42,9 @@ def check_fields(loss) -> None:
     for field in fields(loss):
         value = getattr(loss, field.name)
         remedy = f"declare {field.name!r} in shared_inputs and pass it to the call"
-        expect(not isinstance(value, Tensor), field.name, "a constant as a field", "a tensor", remedy, TypeError)
+        expect(
+            not isinstance(value, Tensor), field.name, "a constant as a field", "a tensor", remedy, TypeError
+        )
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
     budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
@@ -46,7 +53,9 @@ def check_fields(loss) -> None:
     expect(budget is None or budget > 0, "logits_budget", "a positive number of bytes", budget, remedy)
     expect(loss.temperature > 0, "temperature", "a positive number", loss.temperature, "use 1.0 for none")
     softcap = loss.softcap
-    expect(softcap is None or softcap > 0, "softcap", "a positive number or None", softcap, "use None for none")
+    expect(
+        softcap is None or softcap > 0, "softcap", "a positive number or None", softcap, "use None for none"
+    )
     for name in ("accum_dtype", "logits_dtype"):
         dtype, remedy = getattr(loss, name), "leave it None for the default"
         fits = dtype is None or dtype.is_floating_point
