@@ -112,11 +112,9 @@ class FusedLinearBase(torch.autograd.Function):
         if into_main and signature.loss.return_logps:
             outputs = outputs[:-1]
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.trained = (
-            run,
-            [None if x is None else (x.dtype, x.shape) for x in tensors[: len(signature.needs)]],
-        )
-        ctx.count = len(tensors)
+        trained = tensors[: len(signature.needs)]
+        ctx.run, ctx.count = run, len(tensors)
+        ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
         if run.mode is Mode.SOLVED:
             ctx.save_for_backward(*kept)
             ctx.mark_non_differentiable(*outputs[1:])

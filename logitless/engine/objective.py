@@ -32,9 +32,8 @@ class Costs(NamedTuple):
     row_bytes: int  # memory a row
     fixed_bytes: int  # memory that does not grow with the rows
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
-    rereads: (
-        bool  # whether the gradient of a chunk comes from reading it again, for numbers handed out before
-    )
+    # Whether the gradient of a chunk comes from reading it again, for numbers handed out before.
+    rereads: bool
 
 
 class Objective(Protocol):

@@ -152,8 +152,7 @@ def choose_rows(call: Call) -> Rows:
     if loss.faults is not None:
         faults += loss.faults(targets, call.inputs)
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
-    # Ranks with slices of the same sequences have different chunks: they meet once, when all their tokens are
-    # read.
+    # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
     sequences = call.sequence_count if grouped else 0
     grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)

@@ -112,9 +112,8 @@ class Facts(NamedTuple):
     """What of a call decides its strategy."""
 
     rows: int  # supervised tokens
-    groups: (
-        Sequence[int] | None
-    )  # rows of each group that must be seen together; None when every token stands alone
+    # Rows of each group that must be seen together; None where every token stands alone.
+    groups: Sequence[int] | None
     differentiable: bool  # whether anything needs a gradient
     trainable_head: bool  # whether weight or bias do
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone

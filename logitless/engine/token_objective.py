@@ -1,8 +1,8 @@
 """The objective of a loss of per-token numbers (`TokenLoss`): log p(target), log-sum-exp, entropy and others.
 
 Gradients enter a chunk at order one. Where the gradient of a row is a multiple of d logp / d logits, one
-kernel reads the numbers and writes that gradient; the multiple is known later and applied on the narrow [C,
-H] side of the products.
+kernel reads the numbers and writes that gradient; the multiple is known later and applied on the narrow
+[C, H] side of the products.
 """
 
 from collections.abc import Mapping

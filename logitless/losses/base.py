@@ -118,8 +118,7 @@ class LinearLoss:
     return_logps: ClassVar[bool] = False
     # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
     sum_logits_weights: ClassVar[str | None] = None
-    # Whether `terms` is right on a shard of the logits. Per-token numbers always are; of the logits, see
-    # `Batch`.
+    # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
     vocab_parallel: ClassVar[bool] = True
     # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens
     # through the batch alone, and its values are per sequence or pair exactly where their unit is, else per
@@ -128,8 +127,7 @@ class LinearLoss:
     # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of
     # `Fault`: read in the call's one sync. None: nothing can be.
     faults: ClassVar[Callable | None] = None
-    # The values of the fields as a text, which Dynamo guards on; empty for a loss that is made inside a
-    # graph.
+    # The values of the fields as a text, which Dynamo guards on; empty for a loss made inside a graph.
     identity: ClassVar[str] = ""
     # Derived from the declarations above.
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
@@ -226,23 +224,25 @@ class LinearLoss:
     ) -> LossOutput:
         """
         Args:
-            hidden: (..., H); (B, T, H), or flat (N, H) with `cu_seqlens`, where sequences matter. weight: (V,
-            H), in hidden's dtype (any, under autocast). targets: (...) int64 token ids, or `ignore_index`.
-            bias: (V,). num_items: normalizer of the mean, in the loss's own unit; under data parallelism the
-            global count / world size. shift: targets are unshifted labels of the same length, and per-token
-            inputs go with them: position i predicts
-                targets[i + 1], and the last position of every sequence nothing.
-            cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences. accumulate_into: (V, H) fp32, a
-            "main gradient" (of this rank's rows, with tp_group): the backward pass adds the weight's
-                gradient to it, chunk by chunk, and weight.grad stays as it is. No other tensor of that shape
-                is made, at the price of projecting the logits (a teacher's and a reference's, too) a second
-                time: 4 products for 3; a group beyond the budget takes 5 for 4. At V 128,256, H 4,096 in bf16
-                this saves 3.1 GB (d_weight in fp32, and in bf16) for one product more, 11 ms per 8,192 tokens
-                on an H200. `reduction` must not be "none".
+            hidden: (..., H); (B, T, H), or flat (N, H) with `cu_seqlens`, where sequences matter.
+            weight: (V, H), in hidden's dtype (any, under autocast).
+            targets: (...) int64 token ids, or `ignore_index`.
+            bias: (V,).
+            num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global
+                count / world size.
+            shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
+                position i predicts targets[i + 1], and the last position of every sequence nothing.
+            cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
+            accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
+                pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
+                other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
+                reference's, too) a second time: 4 products for 3; a group beyond the budget takes 5 for 4.
+                At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one
+                product more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
             grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of
-            micro-batches for example: the
-                loss itself must be differentiated as it is. An upstream gradient other than 1 is an error, at
-                the price of a host sync in the backward pass; with compact=False it asserts on the device.
+                micro-batches for example: the loss itself must be differentiated as it is. An upstream
+                gradient other than 1 is an error, at the price of a host sync in the backward pass; with
+                compact=False it asserts on the device.
             inputs: the tensors that the loss declares.
         """
         unknown = [name for name in inputs if name not in self.roles]
