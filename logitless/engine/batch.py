@@ -11,12 +11,15 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 
 class TokenStats:
-    """Per-token numbers (n,) of the logits, fp32 (fp64 for fp64 logits). Reading one that the loss does not declare raises.
+    """Per-token numbers (n,) of the logits, in fp32 (fp64 for fp64 logits).
+
+    Reading one that the loss does not declare raises.
 
     Attributes:
         logps: log-probabilities of the targets. Always there.
         lse: log-sum-exp of the logits. Always there.
-        lse_residual: what rounding left out of lse: exp((z - lse) - lse_residual) is exact also where lse is large.
+        lse_residual: what rounding left out of lse: exp((z - lse) - lse_residual) is exact also where lse is
+            large.
         entropy: of the distribution, in nats.
         sum_logits: the sum of the logits, with the loss's weights where it has them.
         log_sum_sq_probs: log of the sum of the squared probabilities.
@@ -33,15 +36,16 @@ class TokenStats:
 
     def __getattr__(self, name: str) -> Tensor:
         if name not in TokenStats.__annotations__:
-            raise AttributeError(f"stats: expected one of {', '.join(TokenStats.__annotations__)}, got {name}; name one of these.")
+            known = ", ".join(TokenStats.__annotations__)
+            raise AttributeError(f"stats: expected one of {known}, got {name}; name one of these.")
         raise AttributeError(
-            f"{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} to `observes`, or "
-            "to `differentiates` if the loss depends on it."
+            f"{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} to "
+            "`observes`, or to `differentiates` if the loss depends on it."
         )
 
 
 class Batch:
-    """The slice of a call that a loss is looking at; its declared inputs are attributes, cut to the same slice.
+    """The slice of a call that a loss is looking at. Its declared inputs are attributes, cut to match it.
 
     Attributes:
         targets: (n,) int64 token ids.
@@ -124,7 +128,8 @@ class Batch:
         before = torch.cat((self.targets.new_zeros(1), (~self.ignored).cumsum(0)))
         return before[:-1] - before[segments.starts][segments.ids]
 
-    # What a function of logits needs of the whole vocabulary, also where `z` is a rank's shard of it (`vocab_parallel`).
+    # What a function of logits needs of the whole vocabulary, also where `z` is a rank's shard of it
+    # (`vocab_parallel`).
 
     def log_softmax(self, z: Tensor) -> Tensor:
         """(n, columns) log-probabilities."""

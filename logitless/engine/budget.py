@@ -1,4 +1,4 @@
-"""Bytes: what a chunk may take, what a row of it takes, and how much a user's own loss of logits needs, which is measured."""
+"""Bytes a chunk may take, and bytes a row of it takes; for a user's own loss of logits those are measured."""
 
 import functools
 import weakref
@@ -23,7 +23,7 @@ MEASURED_ROWS = 64
 
 @functools.cache
 def default_budget(device: torch.device) -> int:
-    """1 GiB, or a thirty-second of a small card's memory; a quarter of that on the CPU, whose caches like small chunks."""
+    """1 GiB, or 1/32 of a small card's memory; 256 MiB on the CPU, whose caches like small chunks."""
     if device.type == "cpu":
         return 256 * MIB
     backend = getattr(torch, device.type, None)
@@ -67,7 +67,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def measured_row_bytes(call: Call) -> int:
-    """Bytes of temporaries a row inside a loss of logits: measured once per loss and vocabulary, not asked of its author."""
+    """Bytes of temporaries a row takes inside a loss of logits, measured once per loss and vocabulary."""
     loss, device = call.loss, call.weight.device
     teacher = call.inputs.get("teacher_weight")
     # The same on all ranks, which walk the same chunks.
@@ -110,13 +110,18 @@ class _Example(NamedTuple):
         if self.teacher_width:
             inputs["teacher_logits"] = make(MEASURED_ROWS, self.teacher_width, dtype=self.dtype)
         units = dict.fromkeys((*UNITS, None), make((), dtype=torch.float32) + 1)
-        given = ChunkInputs(None, make(MEASURED_ROWS, dtype=torch.int64), inputs, UnitFactors(units, units), None)
+        given = ChunkInputs(
+            None, make(MEASURED_ROWS, dtype=torch.int64), inputs, UnitFactors(units, units), None
+        )
         return make(MEASURED_ROWS, self.width, dtype=self.dtype), given
 
 
 @functools.cache
 def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:
-    """What the compiled function allocates on a GPU; on the meta device what the uncompiled one would, its upper bound."""
+    """Bytes that the compiled function allocates on a GPU.
+
+    On the meta device, what the uncompiled function would allocate: an upper bound.
+    """
     arguments = example.arguments(loss)
     if example.device.type == "meta":
         with PeakBytes() as watch:

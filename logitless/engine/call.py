@@ -1,6 +1,7 @@
 """`Call`: one head's share of a public call, its tensors and what of them needs a gradient.
 
-A public call becomes one `Given` per head, nearly always one. Packed and unpacked again (`packing.py`) it is a `Call`.
+A public call becomes one `Given` per head, nearly always one. Packed and unpacked again (`packing.py`) it is
+a `Call`.
 """
 
 from collections.abc import Mapping
@@ -75,7 +76,8 @@ class Call(Given):
     sequences: WholeSequences
     trainable: bool  # whether anything needs a gradient
     V: int  # size of the vocabulary
-    width: int  # columns of a chunk of logits to plan for: the same on all ranks, so that they walk the same chunks
+    # Columns of a chunk of logits to plan for: the same on all ranks, so that they walk the same chunks.
+    width: int
     stat_dtype: torch.dtype  # of per-token numbers
     logits_dtype: torch.dtype
 
@@ -88,7 +90,9 @@ class Options(NamedTuple):
     cu_seqlens: Tensor | None = None
 
 
-def prepare(loss: LossSpec, operands: Operands, options: Options, inputs: Mapping[str, Tensor | None]) -> Given:
+def prepare(
+    loss: LossSpec, operands: Operands, options: Options, inputs: Mapping[str, Tensor | None]
+) -> Given:
     """Check a public call and flatten it to one row per token."""
     hidden, weight, targets, bias, frozen = operands
     if isinstance(weight, SplitHead):
@@ -117,7 +121,9 @@ def prepare(loss: LossSpec, operands: Operands, options: Options, inputs: Mappin
                 x = x.reshape(-1, *x.shape[targets.dim() :])
             if loss.roles[name] is Role.VOCABULARY and loss.tp_group is None:
                 check_vocabulary_input(name, x, weight.shape[0])
-            flat[name] = local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
+            flat[name] = (
+                local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
+            )
     if options.shift:
         targets = shifted(targets, loss.ignore_index, targets.dim() - 1, cu_seqlens)
     num_items = options.num_items
@@ -168,7 +174,10 @@ def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device
 def _boundaries(cu_seqlens: Tensor, hidden: Tensor) -> Tensor:
     kind, remedy = type(cu_seqlens).__name__, "pass torch.as_tensor(cu_seqlens)"
     expect(isinstance(cu_seqlens, Tensor), "cu_seqlens", "a tensor", kind, remedy, TypeError)
-    whole, got = not cu_seqlens.is_floating_point() and cu_seqlens.dim() == 1, f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+    whole, got = (
+        not cu_seqlens.is_floating_point() and cu_seqlens.dim() == 1,
+        f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}",
+    )
     expect(whole, "cu_seqlens", "(sequences + 1,) int64 boundaries", got, "pass boundaries")
     remedy = "flatten the tokens or leave it out"
     expect(hidden.dim() == 2, "hidden", "shape (N, H) with cu_seqlens", tuple(hidden.shape), remedy)
@@ -180,6 +189,15 @@ def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -
         flat = loss.scope == "batch" and Role.SEQUENCE not in loss.roles.values()
         expect(flat, "hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens")
         return 1
-    count, group = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, loss.sequences_per_group
-    expect(count % group == 0, "hidden", f"a multiple of {group} sequences", count, "give every group all of its sequences")
+    count, group = (
+        hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        loss.sequences_per_group,
+    )
+    expect(
+        count % group == 0,
+        "hidden",
+        f"a multiple of {group} sequences",
+        count,
+        "give every group all of its sequences",
+    )
     return count

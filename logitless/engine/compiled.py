@@ -1,4 +1,4 @@
-"""A loss of logits on one chunk, with its gradient: differentiated by `torch.func.grad_and_value`, under `torch.compile`."""
+"""A loss of logits on one chunk, and its gradient: `torch.func.grad_and_value` under `torch.compile`."""
 
 import functools
 import sys
@@ -22,7 +22,9 @@ class ChunkInputs(NamedTuple):
 
     bias: Tensor | None  # (V,)
     targets: Tensor  # (n,)
-    inputs: Mapping[str, Tensor | None]  # cut to the chunk; with `teacher_logits` (n, V') where the loss has a teacher
+    inputs: Mapping[
+        str, Tensor | None
+    ]  # cut to the chunk; with `teacher_logits` (n, V') where the loss has a teacher
     factors: UnitFactors  # 0-d tensors
     upstream: Tensor | None  # (n,) gradients of the values of an unreduced loss; None: ones
 
@@ -55,11 +57,13 @@ def chunk_function(
     """A loss on one chunk of raw products, in plain PyTorch."""
 
     def objective(products: Tensor, given: ChunkInputs) -> tuple[Tensor, tuple]:
-        """What to differentiate, and the fields of an Evaluation (without None, which torch.func does not take)."""
+        """What to differentiate, and the fields of an Evaluation: those that are not None, for torch.func."""
         z, _ = loss.head.logits(products, given.bias)
         inputs = dict(given.inputs)
         if inputs.get("teacher_logits") is not None:
-            inputs["teacher_logits"], _ = loss.teacher_head.logits(inputs["teacher_logits"], inputs.get("teacher_bias"))
+            inputs["teacher_logits"], _ = loss.teacher_head.logits(
+                inputs["teacher_logits"], inputs.get("teacher_bias")
+            )
         ignore_index = None if loss.compact else loss.ignore_index
         V = vocabulary.total(products.shape[1])
         batch = Batch(given.targets, V, inputs, ignore_index=ignore_index, vocabulary=vocabulary)
@@ -72,9 +76,13 @@ def chunk_function(
             return None, Evaluation(*objective(products, given)[1])
         if vocabulary.sharded:
             # What crosses the group has derivatives of its own, which torch.func does not take.
-            gradients, (_, fields) = grad_and_value(lambda leaves: objective(leaves["z"], given), {"z": products})
+            gradients, (_, fields) = grad_and_value(
+                lambda leaves: objective(leaves["z"], given), {"z": products}
+            )
             return gradients["z"], Evaluation(*fields)
-        gradient, (_, fields) = torch.func.grad_and_value(lambda z: objective(z, given), has_aux=True)(products)
+        gradient, (_, fields) = torch.func.grad_and_value(lambda z: objective(z, given), has_aux=True)(
+            products
+        )
         return gradient, Evaluation(*fields)
 
     return evaluate
@@ -84,7 +92,7 @@ def chunk_function(
 def compiled_chunk_function(
     loss: LossSpec, differentiate: bool, vocabulary: WholeVocabulary = WHOLE_VOCABULARY
 ) -> ChunkFunction:
-    """`chunk_function` under torch.compile; uncompiled, with one warning, where the compiler fails on this loss.
+    """`chunk_function` under torch.compile; uncompiled, with a warning, if compiling this loss fails.
 
     Collectives stay uncompiled.
     """
@@ -103,7 +111,10 @@ def compiled_chunk_function(
                 raise
             run = plain
             name, message = type(loss).__name__, str(error).strip().partition("\n")[0]
-            warn(f"{name} runs uncompiled, slower and in more memory: {type(error).__name__}: {message}", UserWarning)
+            warn(
+                f"{name} runs uncompiled, slower and in more memory: {type(error).__name__}: {message}",
+                UserWarning,
+            )
             return plain(products, given)
 
     return evaluate

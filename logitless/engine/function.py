@@ -1,13 +1,15 @@
-"""`FusedLinearBase`, the one autograd Function: hidden, head and targets in; the loss, or its per-token numbers, out.
+"""`FusedLinearBase`, the one autograd Function: from hidden states, head and targets to the loss.
 
 It runs in one of three modes:
 
-* `SOLVED`: the forward pass computes the loss with its gradients, up to a scalar; the backward pass multiplies them by that scalar
-  and the upstream gradient, in the same pass that casts d_weight to the weight's dtype.
-* `PER_TOKEN`: per-token numbers are handed out, and what follows is ordinary autograd. The backward pass walks the chunks again once
-  their gradients are known; with a frozen head it only scales one vector per token, which the forward pass kept.
-* `INTO_MAIN`: the forward pass computes the loss alone. The backward pass solves the call again, and adds the weight's gradient to
-  the caller's main gradient: nothing may be added to it earlier, and nothing of its size be kept until then.
+* `SOLVED`: the forward pass computes the loss with its gradients, up to a scalar; the backward pass
+  multiplies them by that scalar and the upstream gradient, in the same pass that casts d_weight.
+* `PER_TOKEN`: per-token numbers are handed out, and what follows is ordinary autograd. The backward pass
+  walks the chunks again once their gradients are known; with a frozen head it only scales one vector per
+  token, which the forward pass kept.
+* `INTO_MAIN`: the forward pass computes the loss alone. The backward pass solves the call again and adds
+  the weight's gradient to the caller's main gradient. Nothing may be added to that earlier, and nothing of
+  its size is kept until then.
 """
 
 from collections.abc import Sequence
@@ -56,11 +58,15 @@ class Outcome(NamedTuple):
     plan: Plan | None  # None inside a compiled graph
 
 
-def run_calls(heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0) -> Outcome:
+def run_calls(
+    heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
+) -> Outcome:
     """Run the heads of one public call under autograd."""
     signature, tensors, sequences = pack(heads)
     trainable = any(signature.needs)
-    run = Run(mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED, signature, sequences, main, grad_scale)
+    run = Run(
+        mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED, signature, sequences, main, grad_scale
+    )
     outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, signature, tensors)[0]
     plan, loss = run.plans[0] if run.plans else None, signature.loss
     if mode is Mode.PER_TOKEN:
@@ -100,12 +106,15 @@ class FusedLinearBase(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run: Run, *tensors: Tensor | None):
         signature, into_main = run.signature, run.mode is Mode.INTO_MAIN
-        outputs, kept, ctx.rows = _forward(run, signature.without_gradients() if into_main else signature, tensors)
+        outputs, kept, ctx.rows = _forward(
+            run, signature.without_gradients() if into_main else signature, tensors
+        )
         if into_main and signature.loss.return_logps:
             outputs = outputs[:-1]
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.trained = run, [None if x is None else (x.dtype, x.shape) for x in tensors[: len(signature.needs)]]
-        ctx.count = len(tensors)
+        trained = tensors[: len(signature.needs)]
+        ctx.run, ctx.count = run, len(tensors)
+        ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
         if run.mode is Mode.SOLVED:
             ctx.save_for_backward(*kept)
             ctx.mark_non_differentiable(*outputs[1:])
@@ -125,8 +134,9 @@ class FusedLinearBase(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if not compiling and torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph: expected False, got True; logitless losses have no second derivative: where you need one, "
-                "differentiate F.cross_entropy(hidden @ weight.T, targets) or its like on full logits."
+                "create_graph: expected False, got True; logitless losses have no second derivative: where "
+                "you need one, differentiate F.cross_entropy(hidden @ weight.T, targets) or its like on full "
+                "logits."
             )
         gradients = [None] * len(ctx.trained)
         if any(grad is not None for grad in upstream):
@@ -160,7 +170,9 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
     _expect_one(upstream[0], on_host=run.signature.loss.compact and not compiling)
     if compiling:
         key = operators.graph_key(run.signature)
-        d_hidden, d_bias = operators.accumulate_op(run.main, run.grad_scale, list(tensors), run.sequences, key)
+        d_hidden, d_bias = operators.accumulate_op(
+            run.main, run.grad_scale, list(tensors), run.sequences, key
+        )
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
         d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, static=False)
@@ -198,4 +210,6 @@ def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
         remedy = "leave the loss unscaled, and pass the factor as grad_scale"
         expect(upstream.item() == 1, "loss", expected, upstream.item(), remedy)
     else:
-        torch._assert_async(upstream == 1, f"loss: expected {expected}, got another; pass the factor as grad_scale.")
+        torch._assert_async(
+            upstream == 1, f"loss: expected {expected}, got another; pass the factor as grad_scale."
+        )

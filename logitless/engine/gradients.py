@@ -1,4 +1,4 @@
-"""Sums of the gradients of a call's trained tensors, over chunks and over heads, up to the deferred factor."""
+"""Sums of the trained tensors' gradients over chunks and heads, up to the deferred factor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +24,16 @@ class Sum:
 class Gradients:
     """Where the loop adds a chunk's share of d_weight and d_bias, and what comes of it.
 
-    What several heads share is summed in fp32; what is one head's alone is cast as soon as the head is done, so that a
-    single unshared d_weight in fp32 is alive at a time. The cast loses nothing that the last one, after a power of
-    two, would not.
+    What several heads share is summed in fp32; what is one head's alone is cast as soon as the head is done,
+    so that a single unshared d_weight in fp32 is alive at a time. The cast loses nothing that the last one,
+    after a power of two, would not.
 
     Args:
         calls: the heads, in order.
         static: the sums' dtypes may not depend on the number of tokens, as in a compiled graph.
-        main: (V, H) to which the weight's gradient is added as it is: no factor is left for the backward pass. In fp16
-            alone gradients must be kept at order one, which takes `main` to that order and back.
+        main: (V, H) to which the weight's gradient is added as it is: no factor is left for the backward
+            pass. In fp16 alone gradients must be kept at order one, which takes `main` to that order and
+            back.
 
     Attributes:
         sums: by the slot of the trained tensor: (N, H), (V, H), (V, 1), or the shape of a layer's parameter.
@@ -116,9 +117,13 @@ class Gradients:
 
 
 def finish(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype, *, owned: bool) -> Tensor | None:
-    """`gradient * factor` in `dtype`, in fp32 arithmetic and one pass; in place where nobody else will read the gradient."""
+    """`gradient * factor` in `dtype`, computed in fp32, in one pass, in place if the gradient is `owned`."""
     if gradient is None:
         return None
     if torch.compiler.is_compiling():
         return (gradient.to(factor.dtype) * factor).to(dtype)
-    return scale(gradient, factor, gradient if owned and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype))
+    return scale(
+        gradient,
+        factor,
+        gradient if owned and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype),
+    )

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the model again. They
-# detach: an operation that saves its own output would otherwise keep itself alive, with all that nobody differentiates.
-identity_hooks = functools.partial(
-    torch.autograd.graph.saved_tensors_hooks, torch.Tensor.detach, lambda x: x
-)
+# Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the
+# model again. They detach: an operation that saves its own output would otherwise keep itself alive, with all
+# that nobody differentiates.
+identity_hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, torch.Tensor.detach, lambda x: x)
 
 
 @contextmanager
@@ -31,9 +30,10 @@ def no_hooks() -> Iterator[None]:
 def grad_and_value(
     function: Callable[[dict[str, Tensor]], tuple[Tensor, object]], variables: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], tuple[Tensor, object]]:
-    """Gradients of the first result by the variables, and both results: `torch.func.grad_and_value(has_aux=True)` by autograd.
+    """`torch.func.grad_and_value(has_aux=True)` by plain autograd: gradients, and both results.
 
-    The operations of a loss are so small that the host's time is what they cost, and torch.func takes three times as much of it.
+    The operations of a loss are so small that the host's time is what they cost, and torch.func takes three
+    times as much of it.
     """
     with torch.enable_grad(), identity_hooks():
         leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}

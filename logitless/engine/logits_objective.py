@@ -1,6 +1,7 @@
-"""The objective of a loss of logits (`LogitsLoss`): any differentiable function of a chunk, or the loss's own kernel.
+"""The objective of a loss of logits (`LogitsLoss`): a differentiable function of a chunk, or its own kernel.
 
-Such a loss sees each token alone, so a chunk is evaluated, with its gradient, as soon as its logits are there.
+Such a loss sees each token alone, so a chunk is evaluated, with its gradient, as soon as its logits are
+there.
 """
 
 from collections.abc import Mapping
@@ -50,7 +51,9 @@ class LogitsObjective:
         return cls(call, rows, _unreduced_factors(call, rows), values)
 
     @classmethod
-    def writing(cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Self:
+    def writing(
+        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    ) -> Self:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
     @staticmethod
@@ -98,7 +101,11 @@ class LogitsObjective:
             found = self._by_kernel(logits, batch, upstream, written)
         else:
             names = [*call.loss.roles, "teacher_logits"]
-            inputs = {name: getattr(batch, name, None) for name in names if name not in ("teacher_hidden", "teacher_weight")}
+            inputs = {
+                name: getattr(batch, name, None)
+                for name in names
+                if name not in ("teacher_hidden", "teacher_weight")
+            }
             given = ChunkInputs(call.bias, batch.targets, inputs, self.factors.tensors(logits), upstream)
             evaluate = compiled.compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
@@ -115,7 +122,9 @@ class LogitsObjective:
         features = hidden[self.rows.at(span.start, span.stop)].to(weight.dtype)
         return project(features, weight, self._teacher_buffer[:rows])
 
-    def _by_kernel(self, logits: Tensor, batch: Batch, upstream: Tensor | None, written: Chunk | None) -> Evaluation:
+    def _by_kernel(
+        self, logits: Tensor, batch: Batch, upstream: Tensor | None, written: Chunk | None
+    ) -> Evaluation:
         factors = gradient = None
         if written is not None:
             factor = self.factors.loss["tokens"] if upstream is None else upstream

@@ -15,7 +15,7 @@ from logitless.engine.side_stream import side_stream
 
 
 def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients | None) -> None:
-    """Project a chunk of rows, read it, evaluate the loss where its inputs are complete, multiply the gradient out.
+    """Project each chunk, read it, evaluate the loss once its inputs are complete, multiply the gradient out.
 
     One buffer of logits is alive; their gradient overwrites them. `gradients` is None where no step writes.
     """
@@ -26,17 +26,20 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
             chunk = Chunk(step, rows.at(step.start, step.stop), buffer[:size], place[:size])
             head.take(chunk)  # features (C, H); targets as this rank's columns
             objective.fill(chunk, head)  # reference or teacher, product 1, numbers if the step reads
-            if chunk.gradient is not None:  # complete up to a factor per row, so the GPU is busy while the host evaluates
+            # A gradient that is there already lacks only a factor per row: the GPU is given product 2 before
+            # the host evaluates the loss.
+            if chunk.gradient is not None:
                 beside = side_stream(buffer.device, useful=step.evaluate is not None)
                 head.backproject(chunk)  # product 2; nothing where hidden needs no gradient
         if step.evaluate is not None:
             with beside:  # tiny kernels, hidden behind product 2
-                objective.evaluate(step.evaluate)  # a span, often not this chunk's; also on a rank without rows
+                # A span, often not this chunk's rows; also on a rank that has none.
+                objective.evaluate(step.evaluate)
         if chunk is not None and step.write:
             if chunk.gradient is None:
                 objective.write(chunk)
                 head.backproject(chunk)
             chunk.factor = objective.factor(chunk)  # None for a loss of logits
             arrival = head.reduce(chunk)  # factor onto d_features, then the ranks' sum starts
-            gradients.add(chunk, head)  # product 3, overlapping that sum; features are copied before they are scaled
+            gradients.add(chunk, head)  # product 3, overlapping that sum; scales a copy of the features
             head.scatter(chunk, arrival)  # wait, layers backward, rows into d_hidden

@@ -1,4 +1,7 @@
-"""`Objective`: what happens to a chunk of logits. A loss names the kind that evaluates it: of per-token numbers, or of logits."""
+"""`Objective`: what happens to a chunk of logits.
+
+A loss names the kind that evaluates it: of per-token numbers, or of logits.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, Self
@@ -29,7 +32,8 @@ class Costs(NamedTuple):
     row_bytes: int  # memory a row
     fixed_bytes: int  # memory that does not grow with the rows
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
-    rereads: bool  # whether the gradient of a chunk comes from reading it again, for numbers handed out before
+    # Whether the gradient of a chunk comes from reading it again, for numbers handed out before.
+    rereads: bool
 
 
 class Objective(Protocol):
@@ -38,7 +42,10 @@ class Objective(Protocol):
     reports: list[Report]
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
-        """Reference or teacher, product 1, and numbers if the step reads; the gradient too where that is one kernel."""
+        """Reference or teacher, product 1, and numbers if the step reads.
+
+        The gradient too, where one kernel computes both.
+        """
 
     def evaluate(self, span: Span) -> None:
         """The loss of a span of rows, and its gradient by what was read."""
@@ -61,7 +68,9 @@ class Objective(Protocol):
         """For numbers that are handed out."""
 
     @classmethod
-    def writing(cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Self:
+    def writing(
+        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    ) -> Self:
         """For the gradients that belong to numbers (rows,) handed out before."""
 
     @staticmethod
@@ -108,10 +117,12 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
 
 
 def settled_metrics(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> list[Tensor]:
-    """The metrics of all slices together, in the order of `metric_names`; 0 where there was nothing to average."""
+    """Metrics over all slices, in the order of `metric_names`; 0 where there was nothing to average."""
     settled = []
     for name in loss.metric_names:
-        total, *weights = (sum(parts) for parts in zip(*(report.metrics[name] for report in reports), strict=True))
+        total, *weights = (
+            sum(parts) for parts in zip(*(report.metrics[name] for report in reports), strict=True)
+        )
         total = total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
         settled.append(total.to(dtype))
     return settled

@@ -1,7 +1,10 @@
-"""The passes as opaque operators for `torch.compile`, which would otherwise unroll the chunk loop into a new graph for every length.
+"""The passes as opaque operators for `torch.compile`.
 
-An operator takes the tensors of a packed call, the number of its sequences, and a key: a name for what is constant in a graph. It
-returns tensors only, always as many, whose dtypes do not depend on the number of tokens; empty ones stand for None.
+Without them Dynamo would unroll the chunk loop into a new graph for every length.
+
+An operator takes the tensors of a packed call, the number of its sequences, and a key: a name for what is
+constant in a graph. It returns tensors only, always as many, whose dtypes do not depend on the number of
+tokens; empty ones stand for None.
 """
 
 import copy
@@ -31,14 +34,17 @@ _LOCK, _NUMBERS = threading.Lock(), itertools.count()
 def constant_in_graphs(function):
     """Let Dynamo call a function while it traces, and take its result for a constant.
 
-    `torch.compiler.assume_constant_result` sets this very attribute, but loads all of Dynamo when it is called.
+    `torch.compiler.assume_constant_result` sets this very attribute, but loads all of Dynamo when it is
+    called.
     """
     function._dynamo_marked_constant = True
     return function
 
 
 @constant_in_graphs
-def _registered(loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str) -> str:
+def _registered(
+    loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str
+) -> str:
     """The key of a signature, of whose loss and module there are the names."""
     facts = (loss, dtype, needs, parts, autocast, module)
     with _LOCK:
@@ -79,7 +85,8 @@ def _part(plain: tuple) -> Part:
 def register_module(module: nn.Module) -> str:
     """A name for the layers of a module inside a compiled graph.
 
-    The graph hands in the tensors itself, so what is kept of the module needs none: a copy of it on the meta device.
+    The graph hands in the tensors itself, so what is kept of the module needs none: a copy of it on the meta
+    device.
     """
     memo = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in module.parameters()}
     memo |= {id(x): x.to("meta") for x in module.buffers()}
@@ -89,7 +96,7 @@ def register_module(module: nn.Module) -> str:
 
 
 def graph_key(signature: Signature) -> str:
-    """The key of a signature; traced by Dynamo, which meets the loss and the module here for the first time."""
+    """The key of a signature. Dynamo traces this, and meets the loss and the module here first."""
     loss, dtype, needs, parts, autocast, module = signature
     if loss.identity:
         name = loss.name_in_graphs()
@@ -207,7 +214,9 @@ def _(tensors, vectors, numbers, upstream, sequences, key):
     return [tensors[0].new_empty((), dtype=stat), *_fake_sums(tensors, key)]
 
 
-def token_gradients(call: Call, numbers, upstream, vectors, rows, *, static: bool) -> tuple[Tensor, Gradients]:
+def token_gradients(
+    call: Call, numbers, upstream, vectors, rows, *, static: bool
+) -> tuple[Tensor, Gradients]:
     """`passes.token_gradients` from numbers and upstream gradients in the order of `number_names`."""
     objective, loss = call.loss.objective, call.loss
     named = list(zip(objective.number_names(loss), numbers, upstream, strict=True))
@@ -239,7 +248,9 @@ def _(main, grad_scale, tensors, sequences, key):
     )
 
 
-def accumulate(call: Call, main: Tensor, grad_scale: float, *, static: bool) -> tuple[Tensor | None, Tensor | None]:
+def accumulate(
+    call: Call, main: Tensor, grad_scale: float, *, static: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Solve a call with its weight's gradient added to `main`; (d_hidden, d_bias), finished."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
@@ -256,8 +267,9 @@ _PLAIN_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch
 def plain_dispatch():
     """Let autograd and `torch.func` work inside an operator's body.
 
-    The dispatcher calls a body with autograd and functorch masked out, and on a compiled graph's first run from inside a dispatch
-    mode; differentiating there ends in "Cannot access data pointer of Tensor that doesn't have storage". The guard puts the mask of a
-    plain program back. (The alternative, tracing the gradient beforehand with make_fx, costs a trace per loss and shape class.)
+    The dispatcher calls a body with autograd and functorch masked out, and on a compiled graph's first run
+    from inside a dispatch mode; differentiating there ends in "Cannot access data pointer of Tensor that
+    doesn't have storage". The guard puts the mask of a plain program back. (The alternative, tracing the
+    gradient beforehand with make_fx, costs a trace per loss and shape class.)
     """
     return torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH)

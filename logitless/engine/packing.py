@@ -1,4 +1,4 @@
-"""Calls as autograd and the opaque operators see them: a flat list of tensors, and a `Signature` that says what they are.
+"""Calls as autograd and the operators see them: a flat list of tensors, and a `Signature` that explains it.
 
 The order of the tensors is known here alone.
 """
@@ -119,4 +119,6 @@ def _layers(signature: Signature, part: Part, tensors: Sequence[Tensor | None]) 
     named = dict(zip(part.names, part.slots.layers, strict=True))
     trained = tuple(name for name, slot in named.items() if signature.needs[slot])
     autocast = signature.dtype if signature.autocast else None
-    return Layers(signature.module, part.head, {name: tensors[slot] for name, slot in named.items()}, trained, autocast)
+    return Layers(
+        signature.module, part.head, {name: tensors[slot] for name, slot in named.items()}, trained, autocast
+    )

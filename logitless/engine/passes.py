@@ -1,6 +1,7 @@
-"""The three passes over a call: solve it, hand out its per-token numbers, and compute the gradients that belong to those.
+"""The three passes over a call: solve it, hand out per-token numbers, compute gradients from those numbers'.
 
-Everything here runs eagerly below autograd, also inside a compiled graph, where it is the body of an opaque operator.
+Everything here runs eagerly below autograd, also inside a compiled graph, where it is the body of an opaque
+operator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
 
 
 def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
-    """What `return_logps` asks for: every number of the tokens, and the loss's gradient by their log-probabilities."""
+    """What `return_logps` asks for: all numbers of the tokens, and d loss / d logps."""
     numbers, N = objective.numbers(), call.targets.shape[0]
     d_logps = objective.grads.logps * deferred if call.trainable else torch.zeros_like(numbers["logps"])
     return [rows.scattered(x, N) for x in (*numbers.values(), d_logps)]
@@ -151,7 +152,7 @@ def choose_rows(call: Call) -> Rows:
     if loss.faults is not None:
         faults += loss.faults(targets, call.inputs)
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
-    # Ranks with slices of the same sequences have different chunks: they meet once, when all their tokens are read.
+    # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
     sequences = call.sequence_count if grouped else 0
     grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
@@ -170,21 +171,26 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
     budget = loss.logits_budget or default_budget(device)
     costs = loss.objective.costs(call, budget)
     row_bytes = call.width * call.logits_dtype.itemsize + costs.row_bytes
-    fixed = costs.fixed_bytes + piece_bytes(device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1])
+    fixed = costs.fixed_bytes + piece_bytes(
+        device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
+    )
     if budget - fixed < row_bytes:
         warn_once(
-            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than the "
-            f"{budget} given; working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB for speed."
+            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than "
+            f"the {budget} given; working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB "
+            "for speed."
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
-    facts = Facts(rows.count, rows.group_sizes, call.trainable, trainable_head, costs.linear_in_logps, costs.rereads)
+    facts = Facts(
+        rows.count, rows.group_sizes, call.trainable, trainable_head, costs.linear_in_logps, costs.rereads
+    )
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:
         needed = max(rows.group_sizes) * row_bytes
         enough = needed + fixed - costs.fixed_bytes + loss.objective.costs(call, 2 * needed).fixed_bytes
         warn_once(
-            f"logits_budget: the largest group of tokens needs {needed / MIB:.0f} MiB to stay resident, more than the "
-            f"{usable / MIB:.0f} given, and is walked twice (4 products for 3); set logits_budget={enough} to "
-            "avoid that."
+            f"logits_budget: the largest group of tokens needs {needed / MIB:.0f} MiB to stay resident, more "
+            f"than the {usable / MIB:.0f} given, and is walked twice (4 products for 3); set "
+            f"logits_budget={enough} to avoid that."
         )
     return plan

@@ -1,8 +1,9 @@
 """How a call will run: strategy and chunk boundaries, from shapes, budget, scope and what needs a gradient.
 
-A plan is a list of steps over the rows (supervised tokens, whole groups side by side). A step projects its rows to logits, may
-*read* them into per-token numbers, may then *evaluate* the loss on a span of rows, with its gradient with respect to those
-numbers, and may *write*: turn the logits into their gradient and multiply it out. Every strategy is such a list:
+A plan is a list of steps over the rows (supervised tokens, whole groups side by side). A step projects its
+rows to logits, may *read* them into per-token numbers, may then *evaluate* the loss on a span of rows, with
+its gradient with respect to those numbers, and may *write*: turn the logits into their gradient and multiply
+it out. Every strategy is such a list:
 
     fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
     recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
@@ -80,28 +81,29 @@ class Plan:
     def describe(self) -> str:
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         return (
-            f"{self.strategy}{parts}: {self.rows} supervised tokens in {self.chunks} chunks of up to {self.token_chunk}, "
-            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
+            f"{self.strategy}{parts}: {self.rows} supervised tokens in {self.chunks} chunks of up to "
+            f"{self.token_chunk}, {self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
         )
 
 
-# Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight summed in fp32, 4,096 rows
-# cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,536 rows 7-10%, 1,024 rows 11.8-16.7%; others
-# vary by 10%.
+# Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight
+# summed in fp32, 4,096 rows cost 0.0-1.3% over the best size of the shape, 2,048 rows 1.4-5.1%, 1,536 rows
+# 7-10%, 1,024 rows 11.8-16.7%; others vary by 10%.
 GOOD_CHUNKS = (4096, 2048, 1536, 1024, 512)
 # Rows of a tile of the products.
 TILE = 128
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: all of them, else the largest good size that fits in the budget, else what fits, evened out."""
+    """Rows of a chunk: all, else the largest good size that the budget holds, else what fits, evened out."""
     capacity = max(1, budget // row_bytes)
     good = next((size for size in GOOD_CHUNKS if size <= capacity), None)
     if rows <= (good or capacity):
         return max(1, rows)
     if good is None:
         return -(-rows // -(-rows // capacity))
-    # A few rows more in every chunk cost less than a last chunk of only a few, which reads and writes all of d_weight too.
+    # A few rows more in every chunk cost less than a last chunk of only a few, which reads and writes all of
+    # d_weight too.
     stretched = -(-rows // (rows // good) // TILE) * TILE
     return stretched if stretched <= min(capacity, good + good // 8) else good
 
@@ -110,7 +112,8 @@ class Facts(NamedTuple):
     """What of a call decides its strategy."""
 
     rows: int  # supervised tokens
-    groups: Sequence[int] | None  # rows of each group that must be seen together; None when every token stands alone
+    # Rows of each group that must be seen together; None where every token stands alone.
+    groups: Sequence[int] | None
     differentiable: bool  # whether anything needs a gradient
     trainable_head: bool  # whether weight or bias do
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
@@ -148,7 +151,7 @@ def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = 
 
 
 def _evaluating(steps: list[Step], span: Span) -> list[Step]:
-    """`steps`, the last of which evaluates the loss on the span; one without rows where there are none at all."""
+    """`steps`, the last of which evaluates the loss on the span. If there are none: one step without rows."""
     *others, last = steps or [Step(0, 0)]
     return [*others, last._replace(evaluate=span)]
 
@@ -171,7 +174,9 @@ def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, li
             flush(group)
             stop += size
             span = Span(start, stop, group, group + 1)
-            steps += _evaluating(_chunks(start, stop, C, read=True), span) + _chunks(start, stop, C, write=True)
+            steps += _evaluating(_chunks(start, stop, C, read=True), span) + _chunks(
+                start, stop, C, write=True
+            )
             parts.append("recompute")
             start, first = stop, group + 1
             continue

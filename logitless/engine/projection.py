@@ -1,4 +1,4 @@
-"""From hidden states to logits and back: the product with the head, layers in front of it, columns of it that train."""
+"""From hidden states to logits and back: the product with the head, and layers in front of it."""
 
 from collections.abc import Mapping
 
@@ -68,7 +68,7 @@ class Projection:
         return self.call.vocabulary.start_sum(chunk.d_features)
 
     def trained_features(self, chunk: Chunk) -> Tensor:
-        """What the gradient is multiplied with for d_weight: the features of trained columns, times the factor."""
+        """What the gradient is multiplied with for d_weight: trained columns' features, times the factor."""
         x = chunk.features
         own = self.layers is None and (isinstance(chunk.at, Tensor) or x.dtype != self.call.hidden.dtype)
         if self.frozen_columns:
@@ -78,7 +78,7 @@ class Projection:
         return scale(x, chunk.factor, x if own else torch.empty_like(x))
 
     def scatter(self, chunk: Chunk, arrival) -> None:
-        """Wait for the ranks' sum, take the chunk back through the layers, and write its rows into d_hidden."""
+        """Wait for the ranks' sum, go back through the layers, and write the chunk's rows into d_hidden."""
         if arrival is not None:
             arrival.wait()
         if chunk.d_features is None:
@@ -101,12 +101,18 @@ def _joined(call: Call) -> Tensor:
 
 
 class LayerPasses:
-    """Layers in front of a head, run forward and backward on a chunk of rows at a time; nothing else is stored."""
+    """Layers in front of a head, run forward and backward chunk by chunk; nothing else is stored."""
 
     def __init__(self, layers: Layers, *, gradients: bool):
         self._gradients = gradients
-        self._module, self._autocast, self.trained = layers.module.blocks(layers.head), layers.autocast, layers.trained
-        self._leaves = {name: x.detach().requires_grad_(name in self.trained) for name, x in layers.tensors.items()}
+        self._module, self._autocast, self.trained = (
+            layers.module.blocks(layers.head),
+            layers.autocast,
+            layers.trained,
+        )
+        self._leaves = {
+            name: x.detach().requires_grad_(name in self.trained) for name, x in layers.tensors.items()
+        }
         self._x = self._y = None
         self.sums: Mapping[str, Tensor] = {
             name: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))

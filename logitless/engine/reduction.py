@@ -1,8 +1,8 @@
-"""Normalizers: what each unit's sum is divided by, and the power of two of it that is left for the backward pass.
+"""Normalizers: what each unit's sum is divided by, and the power of two that waits for the backward pass.
 
-With the factor of the loss's main unit as m * 2^e, m in [0.5, 1), m enters the chunks and 2^e waits: no gradient underflows in fp16,
-however many tokens there are, and applying 2^e rounds nothing. What the host knows stays a Python number, because launching tiny
-kernels would keep the GPU waiting for the first product.
+With the factor of the loss's main unit as m * 2^e, m in [0.5, 1), m enters the chunks and 2^e waits: no
+gradient underflows in fp16, however many tokens there are, and applying 2^e rounds nothing. What the host
+knows stays a Python number, because launching tiny kernels would keep the GPU waiting for the first product.
 """
 
 import math
@@ -18,7 +18,7 @@ Number = float | Tensor
 
 
 def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
-    """Factors of each unit for a reduced loss, and the deferred power of two: the one given, else what suits it."""
+    """Each unit's factor in a reduced loss, and the deferred power of two: the given one, else the best."""
     loss, counts = call.loss, unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     if loss.reduction == "sum":
         normalizers = dict.fromkeys(counts, 1)
@@ -43,7 +43,9 @@ def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: in
     return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
-def _inverses(normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float) -> dict[str | None, Number]:
+def _inverses(
+    normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float
+) -> dict[str | None, Number]:
     """coefficient / normalizer by unit. A normalizer of 0 divides nothing, as nothing was summed."""
     factors: dict[str | None, Number] = {None: coefficient}
     for unit, count in normalizers.items():

@@ -79,8 +79,8 @@ def select_rows(
 ) -> Rows:
     """Choose the rows to walk, and raise what is wrong with the call.
 
-    The call's only host sync is here. With compact=False there is none, and every row is walked; of packed sequences the host then
-    knows only how many there are, so the caller makes one group of all of them.
+    The call's only host sync is here. With compact=False there is none, and every row is walked; of packed
+    sequences the host then knows only how many there are, so the caller makes one group of all of them.
     """
     N, layout = supervised.shape[0], None
     if cu_seqlens is not None:
@@ -111,7 +111,9 @@ def _padded(supervised: Tensor, grouping: Grouping, _: None, compact: bool) -> _
         counts = torch.full((sequences,), length, device=device)
     order = None
     if grouping.interleaves:
-        order = torch.arange(N, device=device).view(roles, grouping.groups, length).transpose(0, 1).reshape(-1)
+        order = (
+            torch.arange(N, device=device).view(roles, grouping.groups, length).transpose(0, 1).reshape(-1)
+        )
     chosen = (supervised & (torch.arange(N, device=device) < N // 2)).sum()
     return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
 
@@ -139,11 +141,15 @@ def _every_row(supervised: Tensor, grouping: Grouping, layout: _Layout | None) -
     return Rows(N, tokens, layout.chosen, layout.order, group_sizes, layout.sizes, grouping.roles)
 
 
-def _supervised_rows(supervised: Tensor, faults: Sequence[Fault], grouping: Grouping, layout: _Layout | None) -> Rows:
+def _supervised_rows(
+    supervised: Tensor, faults: Sequence[Fault], grouping: Grouping, layout: _Layout | None
+) -> Rows:
     N = supervised.shape[0]
     numbers = torch.stack((supervised.sum(), *(fault.count for fault in faults)))
     if layout is not None:
-        numbers = torch.cat((numbers, layout.chosen[None], layout.sizes.view(grouping.groups, grouping.roles).sum(1)))
+        numbers = torch.cat(
+            (numbers, layout.chosen[None], layout.sizes.view(grouping.groups, grouping.roles).sum(1))
+        )
     count, *numbers = numbers.tolist()  # the sync
     for fault, wrong in zip(faults, numbers):
         if wrong:

@@ -1,4 +1,4 @@
-"""Sequences inside a slice of rows: sums over each of them, and their transpose, deterministic in both directions."""
+"""Sequences inside a slice of rows: sums over each, and the transpose, both deterministic."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class cached_property:  # noqa: N801
-    """`functools.cached_property` without the lock that Python 3.11's holds, which torch.compile does not trace."""
+    """`functools.cached_property` without Python 3.11's lock, which torch.compile does not trace."""
 
     def __init__(self, function):
         self.function, self.__doc__ = function, function.__doc__
@@ -26,8 +26,9 @@ class cached_property:  # noqa: N801
 class Segments:
     """The sequences of a slice of rows.
 
-    Rows run group by group, and inside a group role by role: of pairs, the chosen sequence and then the rejected one. As seen by
-    a loss, sequences come role by role, as in the call: all chosen ones first ("sequence order").
+    Rows run group by group, and inside a group role by role: of pairs, the chosen sequence and then the
+    rejected one. As seen by a loss, sequences come role by role, as in the call: all chosen ones first
+    ("sequence order").
     """
 
     lengths: Tensor  # (sequences,) int64, in row order
@@ -65,8 +66,9 @@ class Segments:
 def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive runs of x (rows,) without atomics.
 
-    `segment_reduce` is a tree on CUDA. On the CPU it adds one by one, so that fp32 would lose a part of every sum of thousands of
-    tokens: it adds in fp64 there. Devices that do not have it (MPS) leave these few numbers to the CPU.
+    `segment_reduce` is a tree on CUDA. On the CPU it adds one by one, so that fp32 would lose a part of every
+    sum of thousands of tokens: it adds in fp64 there. Devices that do not have it (MPS) leave these few
+    numbers to the CPU.
     """
     if x.device.type in ("cpu", "mps"):
         wide = x.detach().cpu().double().contiguous()

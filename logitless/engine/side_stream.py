@@ -1,4 +1,7 @@
-"""Tiny kernels beside a large one: evaluating a loss is a hundred kernels of a few microseconds, hidden behind a product."""
+"""Tiny kernels beside a large one.
+
+Evaluating a loss is a hundred kernels of a few microseconds each; a product hides them.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -15,8 +18,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def side_stream(device: torch.device, *, useful: bool) -> AbstractContextManager:
     """Run the body of the returned context on a side stream, where the device has one and it is useful.
 
-    The body starts after every kernel queued before this call, and overlaps those queued between this call and the `with`. Both
-    streams wait for each other at the context's ends, so that memory passes between them in order.
+    The body starts after every kernel queued before this call, and overlaps those queued between this call
+    and the `with`. Both streams wait for each other at the context's ends, so that memory passes between them
+    in order.
     """
     if not useful or device.type != "cuda":
         return nullcontext()

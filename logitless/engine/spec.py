@@ -1,4 +1,7 @@
-"""`LossSpec`: what the engine reads of a loss, and the roles of its inputs. The engine knows no loss by name."""
+"""`LossSpec`: what the engine reads of a loss, and the roles of its inputs.
+
+The engine knows no loss by name.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -19,7 +22,9 @@ class Role(Enum):
     """What an input of a call is aligned with, which says how it is shaped, shifted and cut to a chunk."""
 
     TOKEN = "its target"  # targets' shape + (...)
-    POSITION = "the position that predicts"  # the same shape, aligned with `hidden`: `shift` leaves it where it is
+    POSITION = (
+        "the position that predicts"  # the same shape, aligned with `hidden`: `shift` leaves it where it is
+    )
     SEQUENCE = "its sequence"  # (sequences, ...)
     VOCABULARY = "its token id"  # (V,)
     FEATURES = "the position that predicts, in front of another head"  # targets' shape + (H',)
@@ -33,7 +38,9 @@ PER_TOKEN = (Role.TOKEN, Role.POSITION, Role.FEATURES)
 def roles_of(loss: type) -> dict[str, Role]:
     """Roles by the name of the input, from what the author of a loss class declares."""
     roles = dict.fromkeys(loss.token_inputs, Role.TOKEN) | dict.fromkeys(loss.sequence_inputs, Role.SEQUENCE)
-    roles |= dict.fromkeys(loss.prediction_inputs, Role.POSITION) | dict.fromkeys(loss.vocabulary_inputs, Role.VOCABULARY)
+    roles |= dict.fromkeys(loss.prediction_inputs, Role.POSITION) | dict.fromkeys(
+        loss.vocabulary_inputs, Role.VOCABULARY
+    )
     roles |= dict.fromkeys(loss.shared_inputs, Role.WHOLE)
     for head, present in (("teacher", loss.teacher), ("ref", loss.reference)):
         if present:
@@ -42,7 +49,10 @@ def roles_of(loss: type) -> dict[str, Role]:
 
 
 class Fault(NamedTuple):
-    """Something wrong that only the device knows of. It is read in the call's one sync, or asserted on the device."""
+    """Something wrong that only the device knows of.
+
+    It is read in the call's one sync, or asserted on the device.
+    """
 
     count: Tensor  # 0-d integer, how often
     argument: str

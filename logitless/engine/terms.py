@@ -1,4 +1,7 @@
-"""What a loss hands back: unreduced terms. The one place where a reduction is applied, and where an author's terms are checked."""
+"""What a loss hands back: unreduced terms.
+
+The one place where a reduction is applied, and where an author's terms are checked.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,10 +23,11 @@ class Term(NamedTuple):
     """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
 
     Args:
-        values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or per pair; 0-d only
-            with `over=None`. The engine sums them.
-        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences); None leaves the sum as
-            it is. In a metric it may be a tensor like the values, such as a mask: its own sum over the call divides theirs.
+        values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or
+            per pair; 0-d only with `over=None`. The engine sums them.
+        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences);
+            None leaves the sum as it is. In a metric it may be a tensor like the values, such as a mask: its
+            own sum over the call divides theirs.
     """
 
     values: Tensor
@@ -63,7 +67,8 @@ def reduced(
 ) -> dict[str, Tensor]:
     """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
     return {
-        name: sequences.sum_unless_whole(values.sum() * factors[over], over) for name, (values, over) in terms.items()
+        name: sequences.sum_unless_whole(values.sum() * factors[over], over)
+        for name, (values, over) in terms.items()
     }
 
 
@@ -89,12 +94,13 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
     return sum(term.values for term in terms.values())
 
 
-# Losses whose terms have been seen to fit a slice with several rows and units, with the names of the inputs that were None.
+# Losses whose terms have been seen to fit a slice with several rows and units, with the names of the inputs
+# that were None.
 _CHECKED: set[tuple["LossSpec", tuple[str, ...]]] = set()
 
 
 def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
-    """`loss.terms` on a slice, of its logits or of its numbers by name; the values of unsupervised rows are set to zero.
+    """`loss.terms` on a slice, of its logits or its numbers by name; unsupervised rows' values are zeroed.
 
     What an author can get wrong is checked by shape alone, until a slice that could show it has passed.
     """
@@ -107,7 +113,9 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
         result = loss.terms(seen, batch)
     except Exception as error:
         if batch.absent:
-            error.add_note(f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}.")
+            error.add_note(
+                f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}."
+            )
         raise
     if torch.compiler.is_compiling():
         # Tracing may neither read nor change what eager calls have seen.
@@ -126,7 +134,9 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
     """Whether terms and metrics are dicts of Term, one value per row, sequence or pair of the slice."""
     name, remedy = type(loss).__name__, "return the unreduced parts of the loss and the metrics"
     form = f"({{name: Term}}, {{metric name: Term}}) from {name}.terms"
-    pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+    pair = (
+        isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
+    )
     expect(pair, "terms", form, type(result).__name__, remedy, TypeError)
     terms, metrics = result
     expected = f"the metrics that {name}.terms returns, {sorted(metrics)}"
@@ -145,10 +155,11 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
 
 def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
     values, over = term
-    kind = type(values).__name__
-    expect(isinstance(values, Tensor), "terms", f"a tensor of values for {whose}", kind, "pass a tensor", TypeError)
+    kind, expected = type(values).__name__, f"a tensor of values for {whose}"
+    expect(isinstance(values, Tensor), "terms", expected, kind, "pass a tensor", TypeError)
     if isinstance(over, Tensor):
-        fits, expected = in_metric and over.shape == values.shape, f"weights like the values in {whose}, of a metric"
+        fits = in_metric and over.shape == values.shape
+        expected = f"weights like the values in {whose}, of a metric"
         expect(fits, "terms", expected, type(over).__name__, "align them, or name a unit")
     else:
         expected = f"over= one of {', '.join(UNITS)} or None in {whose}"

@@ -1,7 +1,8 @@
-"""The objective of a loss of per-token numbers (`TokenLoss`): log p(target), log-sum-exp, entropy and their like, through the kernels.
+"""The objective of a loss of per-token numbers (`TokenLoss`): log p(target), log-sum-exp, entropy and others.
 
-Gradients enter a chunk at order one. Where the gradient of a row is a multiple of d logp / d logits, one kernel reads the numbers and
-writes that gradient; the multiple is known later and applied on the narrow [C, H] side of the products.
+Gradients enter a chunk at order one. Where the gradient of a row is a multiple of d logp / d logits, one
+kernel reads the numbers and writes that gradient; the multiple is known later and applied on the narrow
+[C, H] side of the products.
 """
 
 from collections.abc import Mapping
@@ -64,7 +65,9 @@ class TokenObjective:
         return cls.solving(call, rows, plan, None)
 
     @classmethod
-    def writing(cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> Self:
+    def writing(
+        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    ) -> Self:
         return cls(call, rows, TokenBuffers(**numbers), TokenBuffers(**upstream))
 
     @staticmethod
@@ -101,10 +104,14 @@ class TokenObjective:
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
         if chunk.step.write and self.is_multiple:
             chunk.gradient = chunk.place
-            factor = kernels.logprob_gradient(chunk.logits, chunk.targets, stats, gradient=chunk.place, **options)
+            factor = kernels.logprob_gradient(
+                chunk.logits, chunk.targets, stats, gradient=chunk.place, **options
+            )
             chunk.factor = vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)
             return
-        kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=self._sum_weights(), **options)
+        kernels.token_statistics(
+            chunk.logits, chunk.targets, stats, class_weights=self._sum_weights(), **options
+        )
         vocabulary.combine(stats, chunk.targets)
 
     def _read_reference(self, chunk: Chunk) -> None:

@@ -46,7 +46,9 @@ def _whole_batch(given: Given) -> Batch:
     loss, targets, count, segments = given.loss, given.targets, given.sequence_count, None
     if count:
         N = targets.shape[0]
-        lengths = targets.new_full((count,), N // count) if given.cu_seqlens is None else given.cu_seqlens.diff()
+        lengths = (
+            targets.new_full((count,), N // count) if given.cu_seqlens is None else given.cu_seqlens.diff()
+        )
         segments = Segments(lengths, N, count, 1)
     V = given.weight.shape[0]
     if loss.tp_group is not None:

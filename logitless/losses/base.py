@@ -41,9 +41,9 @@ class LossOutput(NamedTuple):
         loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
         metrics: detached 0-d tensors by name.
         plan: what ran; None inside a compiled graph, which is traced before anything runs.
-        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where ignored: logps, lse,
-            what else the loss looked at, and (unless reduction="none" or accumulate_into is given) d_logps, the loss's gradient with
-            respect to logps. Else empty.
+        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where
+            ignored: logps, lse, what else the loss looked at, and (unless reduction="none" or accumulate_into
+            is given) d_logps, the loss's gradient with respect to logps. Else empty.
     """
 
     loss: Tensor
@@ -64,20 +64,26 @@ class LinearLoss(CheckedCall):
     Args:
         ignore_index: targets with this id are not supervised; they are never projected.
         reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
-        softcap, logit_scale, temperature: z = softcap * tanh(logit_scale * (h·w + b) / softcap) / temperature.
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default 1 GiB, less on small cards and CPUs.
+        softcap, logit_scale, temperature: z = softcap * tanh(logit_scale * (h·w + b) / softcap) /
+            temperature.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default 1 GiB, less on small
+            cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
-        logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without rounding noise.
-        compact: leave unsupervised rows out before the first product, at the price of one host sync. False reads nothing back, as a
-            CUDA graph requires: every row is projected, and packed sequences that belong to groups are taken for one group.
-        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias (V_r,) and their like are
-            this rank's rows, in the order of the ranks, and hidden and targets are the same on all; so must `logits_budget` be, where
-            the cards differ. The sizes of the shards are read by the host in every call. Also a one-dimensional DeviceMesh or, for a
-            DTensor weight, the name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
-        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named like `tp_group`; of
-            losses of pairs and whole sequences. What comes per token is this rank's, in the order of the ranks and shifted before it
-            was sliced, what comes per sequence is whole. Every rank gets the whole loss and its metrics, d_hidden of its own tokens,
-            and their share of d_weight: the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP),
+        logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
+            rounding noise.
+        compact: leave unsupervised rows out before the first product, at the price of one host sync. False
+            reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
+            belong to groups are taken for one group.
+        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias
+            (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
+            the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
+            read by the host in every call. Also a one-dimensional DeviceMesh or, for a DTensor weight, the
+            name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
+        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
+            like `tp_group`; of losses of pairs and whole sequences. What comes per token is this rank's, in
+            the order of the ranks and shifted before it was sliced, what comes per sequence is whole. Every
+            rank gets the whole loss and its metrics, d_hidden of its own tokens, and their share of d_weight:
+            the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP),
             backpropagate the loss times the size of the group.
     """
 
@@ -93,12 +99,14 @@ class LinearLoss(CheckedCall):
     tp_group: "ProcessGroup | DeviceMesh | str | None" = None
     cp_group: "ProcessGroup | DeviceMesh | str | None" = None
 
-    # Tokens that must be seen together: "token", "group" (`sequences_per_group` sequences, 2 for a pair) or "batch".
+    # Tokens that must be seen together: "token", "group" (`sequences_per_group` sequences, 2 for a pair) or
+    # "batch".
     scope: ClassVar[str] = "token"
     # The unit that `num_items` counts, and whose normalizer stays out of the chunk.
     unit: ClassVar[str] = "tokens"
-    # Names of the tensors that the call takes besides the head's: in targets' shape, aligned with the targets (`shift` moves them
-    # along) or with the positions that predict (it does not); (B,) per sequence; (V,) per token id; or whole.
+    # Names of the tensors that the call takes besides the head's: in targets' shape, aligned with the targets
+    # (`shift` moves them along) or with the positions that predict (it does not); (B,) per sequence; (V,) per
+    # token id; or whole.
     token_inputs: ClassVar[tuple[str, ...]] = ()
     prediction_inputs: ClassVar[tuple[str, ...]] = ()
     sequence_inputs: ClassVar[tuple[str, ...]] = ()
@@ -111,15 +119,16 @@ class LinearLoss(CheckedCall):
     return_logps: ClassVar[bool] = False
     # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
     sum_logits_weights: ClassVar[str | None] = None
-    # Whether `terms` is right on a shard of the logits. Per-token numbers always are; of the logits, see `Batch`.
+    # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
     vocab_parallel: ClassVar[bool] = True
-    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens through the batch alone, and
-    # its values are per sequence or pair exactly where their unit is, else per token.
+    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens
+    # through the batch alone, and its values are per sequence or pair exactly where their unit is, else per
+    # token.
     context_parallel: ClassVar[bool] = False
-    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of `Fault`: read in the
-    # call's one sync. None: nothing can be.
+    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of
+    # `Fault`: read in the call's one sync. None: nothing can be.
     faults: ClassVar[Callable | None] = None
-    # The values of the fields as a text, which Dynamo guards on; empty for a loss that is made inside a graph.
+    # The values of the fields as a text, which Dynamo guards on; empty for a loss made inside a graph.
     identity: ClassVar[str] = ""
     # Derived from the declarations above.
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
@@ -131,7 +140,9 @@ class LinearLoss(CheckedCall):
         if complete and cls.scope == "token":
             got = f"{cls.sequence_inputs} with scope 'token'"
             remedy = "set scope to 'group' or 'batch'"
-            expect(not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError)
+            expect(
+                not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError
+            )
 
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
@@ -141,10 +152,22 @@ class LinearLoss(CheckedCall):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("scope", self.scope, SCOPES)
         name = type(self).__name__
-        sharded, remedy = self.tp_group is None or self.vocab_parallel, "write its terms for shards and set vocab_parallel"
+        sharded, remedy = (
+            self.tp_group is None or self.vocab_parallel,
+            "write its terms for shards and set vocab_parallel",
+        )
         expect(sharded, "tp_group", f"None for {name}", self.tp_group, remedy)
-        remedy = "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank whole sequences"
-        expect(self.cp_group is None or self.context_parallel, "cp_group", f"None for {name}", self.cp_group, remedy)
+        remedy = (
+            "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank "
+            "whole sequences"
+        )
+        expect(
+            self.cp_group is None or self.context_parallel,
+            "cp_group",
+            f"None for {name}",
+            self.cp_group,
+            remedy,
+        )
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "identity"}
@@ -180,9 +203,13 @@ class LinearLoss(CheckedCall):
 
     def resolved(self, weight: Tensor | SplitHead) -> "LinearLoss":
         """The loss with its groups as process groups, whatever names them."""
-        given = {name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None}
+        given = {
+            name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
+        }
         groups = {name: process_group(name, group, weight) for name, group in given.items()}
-        return self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
+        return (
+            self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
+        )
 
     def __call__(
         self,
@@ -204,18 +231,21 @@ class LinearLoss(CheckedCall):
             weight: (V, H), in hidden's dtype (any, under autocast).
             targets: (...) int64 token ids, or `ignore_index`.
             bias: (V,).
-            num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global count / world size.
-            shift: targets are unshifted labels of the same length, and per-token inputs go with them: position i predicts
-                targets[i + 1], and the last position of every sequence nothing.
+            num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global
+                count / world size.
+            shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
+                position i predicts targets[i + 1], and the last position of every sequence nothing.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward pass adds the weight's
-                gradient to it, chunk by chunk, and weight.grad stays as it is. No other tensor of that shape is made, at the price
-                of projecting the logits (a teacher's and a reference's, too) a second time: 4 products for 3; a group beyond the
-                budget takes 5 for 4. At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one product
-                more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
-            grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of micro-batches for example: the
-                loss itself must be differentiated as it is. An upstream gradient other than 1 is an error, at the price of a host
-                sync in the backward pass; with compact=False it asserts on the device.
+            accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
+                pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
+                other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
+                reference's, too) a second time: 4 products for 3; a group beyond the budget takes 5 for 4.
+                At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one
+                product more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
+            grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of
+                micro-batches for example: the loss itself must be differentiated as it is. An upstream
+                gradient other than 1 is an error, at the price of a host sync in the backward pass; with
+                compact=False it asserts on the device.
             inputs: the tensors that the loss declares.
         """
         if not inputs.keys() <= self.roles.keys():
@@ -243,11 +273,12 @@ class LinearLoss(CheckedCall):
 class TokenLoss(LinearLoss):
     """A loss that depends on the logits only through per-token numbers: `terms(stats: TokenStats, batch)`.
 
-    `differentiates` names the numbers that carry a gradient, `observes` those that metrics look at without one: logps, lse, entropy,
-    sum_logits, log_sum_sq_probs and is_top1. logps and lse are always there.
+    `differentiates` names the numbers that carry a gradient, `observes` those that metrics look at without
+    one: logps, lse, entropy, sum_logits, log_sum_sq_probs and is_top1. logps and lse are always there.
 
     Args:
-        return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody needs another pass.
+        return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody
+            needs another pass.
     """
 
     return_logps: bool = False
@@ -262,10 +293,10 @@ class TokenLoss(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsLoss(LinearLoss):
-    """Any differentiable function of a chunk of logits: `terms(logits (n, V), batch)`, every term and metric one value per token.
+    """A differentiable function of a chunk of logits: `terms(logits (n, V), batch)`, a value per token.
 
-    With `teacher = True` the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and teacher_bias, and the batch has
-    `teacher_logits`, which get no gradient.
+    With `teacher = True` the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and
+    teacher_bias, and the batch has `teacher_logits`, which get no gradient.
     """
 
     teacher_softcap: float | None = None
@@ -276,7 +307,13 @@ class LogitsLoss(LinearLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect(self.scope == "token", "scope", "'token' for a LogitsLoss", repr(self.scope), "write it as a TokenLoss")
+        expect(
+            self.scope == "token",
+            "scope",
+            "'token' for a LogitsLoss",
+            repr(self.scope),
+            "write it as a TokenLoss",
+        )
 
     @property
     def teacher_head(self) -> Head:
@@ -285,12 +322,22 @@ class LogitsLoss(LinearLoss):
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         raise NotImplementedError
 
-    def has_kernel(self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]) -> bool:
+    def has_kernel(
+        self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]
+    ) -> bool:
         """Whether `kernel` takes the place of `terms` and its derivative in this call."""
         return False
 
     def kernel(
-        self, logits: Tensor, bias: Tensor | None, batch: Batch, factors: Tensor | None, gradient: Tensor | None
+        self,
+        logits: Tensor,
+        bias: Tensor | None,
+        batch: Batch,
+        factors: Tensor | None,
+        gradient: Tensor | None,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
-        """What `terms` returns, from products with the heads; with `factors` (n,) the gradient of sum(factors * loss) is written."""
+        """What `terms` returns, from products with the heads.
+
+        With `factors` (n,), the gradient of sum(factors * loss) is written too.
+        """
         raise NotImplementedError

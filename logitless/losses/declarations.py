@@ -13,7 +13,10 @@ _CHECKED: set[type] = set()
 
 
 def check_class(cls: type, base: type) -> None:
-    """A loss class needs `terms`, and the dataclass decorator if it has fields of its own. Checked once a class."""
+    """A loss class needs `terms`, and the dataclass decorator if it has fields of its own.
+
+    Checked once a class.
+    """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
     owner = next(parent for parent in cls.__mro__ if "terms" in parent.__dict__)
@@ -37,7 +40,9 @@ def check_fields(loss) -> None:
     for field in fields(loss):
         value = getattr(loss, field.name)
         remedy = f"declare {field.name!r} in shared_inputs and pass it to the call"
-        expect(not isinstance(value, Tensor), field.name, "a constant as a field", "a tensor", remedy, TypeError)
+        expect(
+            not isinstance(value, Tensor), field.name, "a constant as a field", "a tensor", remedy, TypeError
+        )
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
     budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
@@ -46,7 +51,9 @@ def check_fields(loss) -> None:
     expect(budget is None or budget > 0, "logits_budget", "a positive number of bytes", budget, remedy)
     expect(loss.temperature > 0, "temperature", "a positive number", loss.temperature, "use 1.0 for none")
     softcap = loss.softcap
-    expect(softcap is None or softcap > 0, "softcap", "a positive number or None", softcap, "use None for none")
+    expect(
+        softcap is None or softcap > 0, "softcap", "a positive number or None", softcap, "use None for none"
+    )
     for name in ("accum_dtype", "logits_dtype"):
         dtype, remedy = getattr(loss, name), "leave it None for the default"
         fits = dtype is None or dtype.is_floating_point

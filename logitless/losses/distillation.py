@@ -157,7 +157,9 @@ class DistillationLoss(LogitsLoss):
         # Without labels, or with one of an id that no rank has: -1.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
-        return self._mixed(*kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options))
+        return self._mixed(
+            *kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
+        )
 
     def __call__(
         self,

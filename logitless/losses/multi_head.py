@@ -1,8 +1,8 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is one more `Call` of the engine over its own targets, and all of them add to the same gradients: one d_hidden, and one
-d_weight in fp32 at a time. Layers in front of a head are run on a chunk of rows, forward and backward, inside the loop. So nothing
-grows with the number of heads but their own gradients.
+Every head is one more `Call` of the engine over its own targets, and all of them add to the same gradients:
+one d_hidden, and one d_weight in fp32 at a time. Layers in front of a head are run on a chunk of rows,
+forward and backward, inside the loop. So nothing grows with the number of heads but their own gradients.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Part:
 
 
 def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Targets of a head: at each position the label `offset` further on in the same sequence, (B, T) or packed (N,)."""
+    """Targets of a head, (B, T) or packed (N,): the label `offset` positions later in the same sequence."""
     T = labels.shape[-1]
     positions = torch.arange(T, device=labels.device) + offset
     inside = positions < T
@@ -79,7 +79,11 @@ class MultiHeadLoss(CrossEntropyLoss):
         expect(not self.return_logps, "return_logps", "False for several heads", True, remedy)
 
     def solve_parts(
-        self, parts: Sequence[Part], targets: Tensor, cu_seqlens: Tensor | None, num_items: float | Tensor | None
+        self,
+        parts: Sequence[Part],
+        targets: Tensor,
+        cu_seqlens: Tensor | None,
+        num_items: float | Tensor | None,
     ) -> LossOutput:
         """The weighted sum of the parts, with each one's own loss and accuracy as metrics."""
         if cu_seqlens is not None:
@@ -88,7 +92,10 @@ class MultiHeadLoss(CrossEntropyLoss):
         flat: list[tuple[Tensor, Tensor]] = []
         heads = []
         for part in parts:
-            whole, remedy = not isinstance(part.weight, SplitHead), "train it whole, or take linear_logprobs of each head"
+            whole, remedy = (
+                not isinstance(part.weight, SplitHead),
+                "train it whole, or take linear_logprobs of each head",
+            )
             expect(whole, "weight", "a tensor (V, H)", type(part.weight).__name__, remedy, TypeError)
             labels = ahead(targets, part.offset, self.ignore_index, cu_seqlens)
             operands = Operands(part.hidden, part.weight, labels, part.bias)

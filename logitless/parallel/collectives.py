@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 class GroupSum(torch.autograd.Function):
-    """Each rank's part -> the sum of all. Every rank computes the same loss from it, so the gradient passes unchanged."""
+    """Each rank's part -> the sum of all.
+
+    Every rank computes the same loss from it, so the gradient passes unchanged.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
@@ -20,7 +23,7 @@ class GroupSum(torch.autograd.Function):
 
 
 class GroupShared(torch.autograd.Function):
-    """A number that all ranks have, used by each on its own share of the data: its gradient is the sum over the ranks."""
+    """A number that all ranks have and each uses on its own data: its gradient is summed over them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:

@@ -17,7 +17,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
-    """The process group that `tp_group` or `cp_group` names: itself, a device mesh's, or a dimension of weight's mesh."""
+    """The process group that `tp_group` or `cp_group` names: a group, a mesh, or a dimension of weight's."""
     if isinstance(given, str):
         mesh = weight.device_mesh if is_dtensor(weight) else None
         names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -25,10 +25,18 @@ def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: T
         expect(given in names, name, expected, repr(given), "or pass a ProcessGroup")
         return mesh.get_group(given)
     if isinstance(given, dist.DeviceMesh):
-        expect(given.ndim == 1, name, "a DeviceMesh of one dimension", f"{given.ndim}", "index it by the dimension's name")
+        expect(
+            given.ndim == 1,
+            name,
+            "a DeviceMesh of one dimension",
+            f"{given.ndim}",
+            "index it by the dimension's name",
+        )
         return given.get_group()
     kinds = "a ProcessGroup, a DeviceMesh or the name of a mesh dimension"
-    expect(isinstance(given, dist.ProcessGroup), name, kinds, type(given).__name__, "pass one of them", TypeError)
+    expect(
+        isinstance(given, dist.ProcessGroup), name, kinds, type(given).__name__, "pass one of them", TypeError
+    )
     return given
 
 
@@ -56,19 +64,31 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
 
 
 def gathered(x: "DTensor") -> Tensor:
-    """A sharded parameter, whole. Its gradient goes back averaged over the ranks, as FSDP reduces gradients."""
+    """A sharded parameter, whole.
+
+    Its gradient goes back averaged over the ranks, as FSDP reduces gradients.
+    """
     from torch.distributed.tensor import Partial
 
     return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
 
 
 def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
-    """This rank's rows of a head or its bias. Over every other mesh dimension the parameter is gathered, and its gradient averaged."""
+    """This rank's rows of a head or its bias.
+
+    Over every other mesh dimension the parameter is gathered, and its gradient averaged.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh = x.device_mesh
     at = next((dim for dim in range(mesh.ndim) if mesh.get_group(dim).group_name == group.group_name), None)
-    expect(at is not None, "tp_group", f"a group of {name}'s device mesh {mesh}", group.group_name, "name its dimension")
+    expect(
+        at is not None,
+        "tp_group",
+        f"a group of {name}'s device mesh {mesh}",
+        group.group_name,
+        "name its dimension",
+    )
     sharded, remedy = x.placements[at] == Shard(0), "shard the head by rows, or leave tp_group out"
     expect(sharded, name, "Shard(0) on the dimension of tp_group", x.placements[at], remedy)
     placed = [Shard(0) if dim == at else Replicate() for dim in range(mesh.ndim)]

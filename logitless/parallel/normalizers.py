@@ -10,17 +10,21 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 
-def global_num_items(items: float | Tensor, group: "ProcessGroup | DeviceMesh | None" = None, *, ignore_index: int = -100) -> Tensor:
-    """The `num_items` of a mean over all tokens (pairs, sequences) of a group of processes: their number / the group's size.
+def global_num_items(
+    items: float | Tensor, group: "ProcessGroup | DeviceMesh | None" = None, *, ignore_index: int = -100
+) -> Tensor:
+    """The `num_items` of a mean over a group's tokens (pairs, sequences): their number / the group's size.
 
-    Each rank's gradient is then its part of the whole mean's, times the group's size, and what DDP and FSDP make of it, the average over
-    the ranks, is the gradient of the whole mean; so is the average of the ranks' losses the whole loss. It does not matter how the tokens
-    are spread: a rank may have none, other samples (data parallel) or another part of the same ones (sequence or context parallel).
+    Each rank's gradient is then its part of the whole mean's, times the group's size, and what DDP and FSDP
+    make of it, the average over the ranks, is the gradient of the whole mean; so is the average of the ranks'
+    losses the whole loss. It does not matter how the tokens are spread: a rank may have none, other samples
+    (data parallel) or another part of the same ones (sequence or context parallel).
 
     Args:
-        items: this rank's targets, of which those count that are not `ignore_index` (of unshifted labels, pass labels[..., 1:]); or a
-            number or 0-d tensor, in the loss's own unit.
-        group: the processes over which gradients are averaged, also a one-dimensional DeviceMesh; default all. All must call.
+        items: this rank's targets, of which those count that are not `ignore_index` (of unshifted labels,
+            pass labels[..., 1:]); or a number or 0-d tensor, in the loss's own unit.
+        group: the processes over which gradients are averaged, also a one-dimensional DeviceMesh; default
+            all. All must call.
         ignore_index: of the targets.
 
     Returns:
@@ -44,5 +48,3 @@ def _device(group: "ProcessGroup | DeviceMesh | None") -> torch.device | str:
     if hasattr(group, "device_type"):
         return group.device_type
     return "cpu" if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator() or "cpu"
-
-

@@ -39,7 +39,7 @@ class WholeSequences:
 
 @dataclass(frozen=True)
 class SlicedSequences(WholeSequences):
-    """Each rank of a group holds a slice of every sequence, in the order of the ranks, and computes the loss of whole ones.
+    """Each rank holds a slice of every sequence, in the order of the ranks, and computes whole ones' loss.
 
     Under autograd every rank differentiates the same loss with respect to its own tokens.
     """

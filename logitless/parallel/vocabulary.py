@@ -1,12 +1,16 @@
 """Which rows of the LM head a rank has: the whole vocabulary, or a shard of it (vocabulary parallelism).
 
-With shards every rank has the same hidden states and targets. A chunk's logits stay where they are: what crosses the group is a
-few numbers per token, gathered once a chunk, and the sum of d_hidden. With lse_r and p_r the log-sum-exp and the softmax within
-shard r, and w_r = exp(lse_r - lse) the probability of the whole shard:
+With shards every rank has the same hidden states and targets. A chunk's logits stay where they are: what
+crosses the group is a few numbers per token, gathered once a chunk, and the sum of d_hidden. With lse_r and
+p_r the log-sum-exp and the softmax within shard r, and w_r = exp(lse_r - lse) the probability of the whole
+shard:
 
-    lse = log sum_r exp(lse_r)      log p(y) = log p_r(y) + log w_r, r the shard of y      entropy = sum_r w_r (entropy_r - log w_r)
+    lse = log sum_r exp(lse_r)
+    log p(y) = log p_r(y) + log w_r, r the shard of y
+    entropy = sum_r w_r (entropy_r - log w_r)
 
-Every rank then has the same numbers of every token, computes the same loss, and gets all of d_hidden and its own rows of d_weight.
+Every rank then has the same numbers of every token, computes the same loss, and gets all of d_hidden and its
+own rows of d_weight.
 """
 
 from dataclasses import dataclass
@@ -54,8 +58,10 @@ class WholeVocabulary:
     def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
         """Turn a chunk's numbers within each shard into those of the whole vocabulary, in place."""
 
-    def combine_gradient(self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head) -> Tensor:
-        """The same behind `logprob_gradient`: also turns `gradient` and its factor per row into the whole vocabulary's."""
+    def combine_gradient(
+        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
+    ) -> Tensor:
+        """The same after `logprob_gradient`; `gradient` and the factor per row become the vocabulary's."""
         return factor
 
     def start_sum(self, x: Tensor) -> "Work | None":
@@ -85,7 +91,7 @@ class WholeVocabulary:
         return z.argmax(-1)
 
     def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> their columns of this rank's logits, 0 where they have none, and whether they have one."""
+        """(n,) ids -> their columns of this rank's logits (0 where they have none), and which have one."""
         here = (ids >= 0) & (ids < V)
         return torch.where(here, ids, 0), here
 
@@ -129,7 +135,7 @@ class ShardedVocabulary(WholeVocabulary):
         return max(self.sizes)
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
-        """Targets as columns of this shard: its width for a target of another shard, `IGNORED` for an ignored one."""
+        """Targets as this shard's columns: its width for another shard's, `IGNORED` if ignored."""
         local = targets - self.start
         inside = (local >= 0) & (local < self.width)
         return torch.where(targets == ignore_index, IGNORED, torch.where(inside, local, self.width)), IGNORED
@@ -174,7 +180,8 @@ class ShardedVocabulary(WholeVocabulary):
         combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
         if "entropy" in shards:
             combined["entropy"] = (shares * shards["entropy"] - torch.xlogy(shares, shares)).sum(0)
-            # A shard without the target reports its largest logit in place of `is_top1`. The first of equal logits wins.
+            # A shard without the target reports its largest logit in place of `is_top1`. The first of equal
+            # logits wins.
             slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
             ranks = torch.arange(len(self.sizes), device=lse.device)[:, None]
             earlier = ranks < owner.long().argmax(0)
@@ -188,9 +195,11 @@ class ShardedVocabulary(WholeVocabulary):
             getattr(stats, name).copy_(torch.where(columns == IGNORED, 0.0, x))
         return shares[self.rank].log()
 
-    def combine_gradient(self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head) -> Tensor:
-        # A shard with less than exp(-40) of the probability has no gradient to give; without the bound the target's entry,
-        # which is divided by the share, would overflow.
+    def combine_gradient(
+        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
+    ) -> Tensor:
+        # A shard with less than exp(-40) of the probability has no gradient to give; without the bound the
+        # target's entry, which is divided by the share, would overflow.
         factor = factor * self.combine(stats, columns).clamp(min=-40).exp()
         here = (columns >= 0) & (columns < self.width)
         at = torch.where(here, columns, 0)[:, None]
@@ -199,8 +208,8 @@ class ShardedVocabulary(WholeVocabulary):
         gradient.scatter_(1, at, torch.where(here[:, None], entry, gradient.gather(1, at)))
         return factor
 
-    # Every rank computes the same loss, so a sum over the group passes its gradient on as it is, and the gradient of what every
-    # rank uses on its own logits is the sum of all ranks'.
+    # Every rank computes the same loss, so a sum over the group passes its gradient on as it is, and the
+    # gradient of what every rank uses on its own logits is the sum of all ranks'.
 
     def reduce(self, x: Tensor) -> Tensor:
         return GroupSum.apply(x, self.group)
@@ -221,7 +230,7 @@ class ShardedVocabulary(WholeVocabulary):
         return self.best_id(*z.detach().max(-1))
 
     def best_id(self, values: Tensor, columns: Tensor) -> Tensor:
-        """(n,) ids in the whole vocabulary from each shard's largest logit and its column; the first of equal logits."""
+        """(n,) ids from each shard's largest logit and its column; the first of equal ones."""
         values, ids = self.gathered(values), self.gathered(columns + self.start)
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
 
