@@ -173,10 +173,10 @@ def _cutting_budget(call: Call) -> int:
     shape = call.weight.device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
     costs = call.loss.objective.costs(call, AMPLE_BUDGET)
     usable = budget = max(1, -(-rows // CHUNKS)) * (call.width * call.logits_dtype.itemsize + costs.row_bytes)
-    for _ in range(3):  # what is fixed depends on the budget, up to a quarter of it
+    # What is fixed depends on the budget, up to a quarter of it.
+    for _ in range(3):
         budget = usable + call.loss.objective.costs(call, budget).fixed_bytes + piece_bytes(*shape)
-    # Not more: with few tokens a larger one could hold all of them.
-    return min(budget, 4 * usable // 3 + piece_bytes(*shape))
+    return budget
 
 
 @dataclass
