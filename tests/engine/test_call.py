@@ -63,7 +63,7 @@ def test_roles():
         "teacher_hidden": Role.FEATURES, "teacher_weight": Role.HEAD, "teacher_bias": Role.HEAD,
     }  # fmt: skip
     assert DistillationLoss.roles["teacher_hidden"] is Role.FEATURES
-    assert DistillationLoss.roles["teacher_logprobs_topk"] is Role.POSITION
+    assert DistillationLoss.roles["topk_ids"] is Role.POSITION
 
 
 @pytest.mark.parametrize("trailing", [(), (2,), (2, 3)], ids=str)
@@ -147,11 +147,10 @@ def test_a_shifted_call_equals_one_on_shifted_tensors(form):
 def test_top_k_of_a_teacher_stays_with_its_position():
     """They are the teacher's prediction at the position, as its hidden states are."""
     hidden, weight, targets = head(2, 5)
-    logprobs, ids = torch.randn(2, 5, V).log_softmax(-1).topk(3)
-    loss = DistillationLoss()
-    ours = loss(hidden, weight, targets, teacher_logprobs_topk=logprobs, teacher_ids_topk=ids, shift=True)
-    sliced = {"teacher_logprobs_topk": logprobs[:, :-1], "teacher_ids_topk": ids[:, :-1]}
-    theirs = loss(hidden[:, :-1], weight, targets[:, 1:], **sliced)
+    best, loss = torch.randn(2, 5, V).log_softmax(-1).topk(3), DistillationLoss(hard_loss_weight=0.3)
+    ours = loss(hidden, weight, targets, teacher_logprobs_topk=tuple(best), shift=True)
+    sliced = tuple(x[:, :-1] for x in best)
+    theirs = loss(hidden[:, :-1], weight, targets[:, 1:], teacher_logprobs_topk=sliced)
     torch.testing.assert_close(ours.loss, theirs.loss)
 
 
@@ -166,7 +165,7 @@ def test_sequence_count():
     flat = given(OfSequences(), hidden.view(12, H), weight, targets.view(12), cu_seqlens=bounds, offsets=counted(3, 2))
     assert flat.sequence_count == 3 and flat.cu_seqlens.dtype == torch.int64 and flat.inputs["offsets"].shape == (3, 2)
     with pytest.raises(ValueError, match=r"^hidden: expected a multiple of 2 sequences, got 3; "):
-        given(DPOLoss(), hidden[:3], weight, targets[:3], ref_logps=counted(3))
+        given(DPOLoss(), hidden[:3], weight, targets[:3], ref_logps=counted(3, 3))
     with pytest.raises(ValueError, match=r"^hidden: expected shape \(B, T, H\), got \(12, 4\); "):
         given(OfSequences(), hidden.view(12, H), weight, targets.view(12), offsets=counted(3))
 

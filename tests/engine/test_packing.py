@@ -25,7 +25,7 @@ def bias() -> torch.Tensor:
 
 def pair() -> Given:
     hidden, weight, targets = head(8)
-    options = {"ref_logps": torch.randn(2), "cu_seqlens": torch.tensor([0, 3, 8]), "num_items": 3}
+    options = {"ref_logps": torch.randn(8), "cu_seqlens": torch.tensor([0, 3, 8]), "num_items": 3}
     return given(DPOLoss(), hidden, weight, targets, bias(), **options)
 
 

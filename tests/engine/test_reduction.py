@@ -58,7 +58,7 @@ def of_pairs(**options):
     torch.manual_seed(0)
     targets = torch.randint(0, 11, (4, 3))
     targets[0, 0] = targets[3, 1] = -100
-    inputs = {"ref_logps": torch.zeros(4)} | options
+    inputs = {"ref_logps": torch.zeros(4, 3)} | options
     made = call(DPOLoss(), torch.randn(4, 3, 4).requires_grad_(), torch.randn(11, 4), targets, **inputs)
     return made, choose_rows(made)
 
