@@ -1,7 +1,6 @@
 """What a loss sees beside the numbers of its tokens: the inputs of a call, cut to a slice of its rows."""
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 
-class TokenStats(SimpleNamespace):
+class TokenStats:
     """Per-token numbers (n,) of the logits, fp32 (fp64 for fp64 logits). Reading one that the loss does not declare raises.
 
     Attributes:
@@ -36,7 +35,7 @@ class TokenStats(SimpleNamespace):
         if name not in TokenStats.__annotations__:
             raise AttributeError(f"stats: expected one of {', '.join(TokenStats.__annotations__)}, got {name}; name one of these.")
         raise AttributeError(
-            f"stats.{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} to `observes`, or "
+            f"{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} to `observes`, or "
             "to `differentiates` if the loss depends on it."
         )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch
+from logitless.engine.batch import Batch, TokenStats
 from logitless.errors import expect
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
@@ -93,13 +93,18 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
 _CHECKED: set[tuple["LossSpec", tuple[str, ...]]] = set()
 
 
-def evaluate_terms(loss: "LossSpec", numbers: object, batch: Batch) -> Terms:
-    """`loss.terms` on a slice, with the values of unsupervised rows set to zero.
+def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
+    """`loss.terms` on a slice, of its logits or of its numbers by name; the values of unsupervised rows are set to zero.
 
     What an author can get wrong is checked by shape alone, until a slice that could show it has passed.
     """
+    if not isinstance(seen, Tensor):
+        stats = TokenStats()
+        for name, x in seen.items():
+            setattr(stats, name, x)
+        seen = stats
     try:
-        result = loss.terms(numbers, batch)
+        result = loss.terms(seen, batch)
     except Exception as error:
         if batch.absent:
             error.add_note(f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}.")
@@ -119,33 +124,38 @@ def evaluate_terms(loss: "LossSpec", numbers: object, batch: Batch) -> Terms:
 
 def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
     """Whether terms and metrics are dicts of Term, one value per row, sequence or pair of the slice."""
-    name, form = f"{type(loss).__name__}.terms", "({name: Term}, {metric name: Term})"
+    name, remedy = type(loss).__name__, "return the unreduced parts of the loss and the metrics"
+    form = f"({{name: Term}}, {{metric name: Term}}) from {name}.terms"
     pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(part, Mapping) for part in result)
-    remedy = "return the unreduced parts of the loss and the metrics"
-    expect(pair, name, form, type(result).__name__, remedy, TypeError)
+    expect(pair, "terms", form, type(result).__name__, remedy, TypeError)
     terms, metrics = result
-    remedy = "declare them on the class"
-    expected = f"the metrics that {name} returns, {sorted(metrics)}"
-    expect(set(metrics) == set(loss.metric_names), "metric_names", expected, sorted(loss.metric_names), remedy)
+    expected = f"the metrics that {name}.terms returns, {sorted(metrics)}"
+    declared, remedy = sorted(loss.metric_names), "declare them on the class"
+    expect(set(metrics) == set(loss.metric_names), "metric_names", expected, declared, remedy)
     lengths = {"row": batch.targets.shape[0]}
     if batch.segments is not None:
         sequences = batch.segments.lengths.shape[0]
         lengths |= {"sequence": sequences} | ({} if sequences % 2 else {"pair": sequences // 2})
     for key, term in (*terms.items(), *metrics.items()):
-        expect(isinstance(term, Term), f"{name}[{key!r}]", "a Term", type(term).__name__, "wrap the values in Term", TypeError)
-        _check_values(f"{name}[{key!r}]", term, lengths, in_metric=key in metrics)
+        whose = f"{key!r} of {name}"
+        remedy = "wrap the values in Term"
+        expect(isinstance(term, Term), "terms", f"a Term as {whose}", type(term).__name__, remedy, TypeError)
+        _check_values(whose, term, lengths, in_metric=key in metrics)
 
 
-def _check_values(name: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
+def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
     values, over = term
-    expect(isinstance(values, Tensor), name, "a tensor of values", type(values).__name__, "pass a tensor", TypeError)
-    units = isinstance(over, Tensor) and in_metric or over is None or (isinstance(over, str) and over in UNITS)
-    expect(units, name, f"over= one of {', '.join(UNITS)} or None (in a metric also a tensor)", repr(over), "name the unit")
+    kind = type(values).__name__
+    expect(isinstance(values, Tensor), "terms", f"a tensor of values for {whose}", kind, "pass a tensor", TypeError)
     if isinstance(over, Tensor):
-        expect(over.shape == values.shape, name, f"weights like the values, {tuple(values.shape)}", tuple(over.shape), "align them")
+        fits, expected = in_metric and over.shape == values.shape, f"weights like the values in {whose}, of a metric"
+        expect(fits, "terms", expected, type(over).__name__, "align them, or name a unit")
+    else:
+        expected = f"over= one of {', '.join(UNITS)} or None in {whose}"
+        expect(over is None or over in UNITS, "terms", expected, repr(over), "name the unit")
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
     if not fits and not (values.dim() == 0 and over is None):
         # The text is made here alone: Dynamo would take the lengths in it for constants.
-        shapes = ", ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
-        remedy = "return unreduced values: the engine sums over slices and divides, and a mean of a slice is no part of the whole"
-        expect(False, name, f"values of shape {shapes}", tuple(values.shape), remedy)
+        shapes = " or ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
+        remedy = "return unreduced values: a mean over a slice is no part of the mean over the call"
+        expect(False, "terms", f"{whose} as values of shape {shapes}", tuple(values.shape), remedy)

@@ -11,7 +11,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import TokenStats
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import grad_and_value
@@ -131,8 +130,7 @@ class TokenObjective:
         names = call.loss.differentiates if call.trainable else ()
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
-            numbers = TokenStats(**dict(stats.items()) | variables)
-            terms, metrics = evaluate_terms(call.loss, numbers, batch)
+            terms, metrics = evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
             losses = reduced(terms, self.factors.loss, call.sequences)
             return sum(losses.values()), metric_shares(metrics, self.factors.metrics, call.sequences)
 

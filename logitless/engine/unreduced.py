@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.batch import Batch
 from logitless.engine.call import Given
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.objective import Report, settled_metrics
@@ -26,7 +26,7 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
         metrics = torch.stack(list(numbers.values())) if numbers else values.new_zeros(0)
         return values, metrics, {}, outcome.plan
     batch, dtype = _whole_batch(given), numbers["lse"].dtype
-    terms, metrics = evaluate_terms(loss, TokenStats(**numbers), batch)
+    terms, metrics = evaluate_terms(loss, numbers, batch)
     values = unreduced(terms)
     supervised, chosen = batch.supervised.sum(), 0
     if given.sequence_count:

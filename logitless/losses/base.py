@@ -23,6 +23,7 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
 from logitless.losses.declarations import check_class, check_fields, identity_of
+from logitless.losses.keywords import CheckedCall
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
@@ -57,7 +58,7 @@ class LossOutput(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearLoss:
+class LinearLoss(CheckedCall):
     """What every loss has: how logits come from the head, and how the work is bounded.
 
     Args:
@@ -130,7 +131,7 @@ class LinearLoss:
         if complete and cls.scope == "token":
             got = f"{cls.sequence_inputs} with scope 'token'"
             remedy = "set scope to 'group' or 'batch'"
-            expect(not cls.sequence_inputs, f"{cls.__name__}.sequence_inputs", "none", got, remedy, TypeError)
+            expect(not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError)
 
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
@@ -217,9 +218,8 @@ class LinearLoss:
                 sync in the backward pass; with compact=False it asserts on the device.
             inputs: the tensors that the loss declares.
         """
-        unknown = [name for name in inputs if name not in self.roles]
-        remedy = f"see what {type(self).__name__} takes"
-        expect(not unknown, "inputs", f"names among {tuple(self.roles)}", unknown, remedy, TypeError)
+        if not inputs.keys() <= self.roles.keys():
+            self.check_call(inputs)
         remedy = "shift whole sequences, whose slices then follow each other"
         expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
         loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)

@@ -11,11 +11,11 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.keywords import CheckedCall, check_options
+from logitless.losses.keywords import check_options
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossEntropyLoss(TokenLoss, CheckedCall):
+class CrossEntropyLoss(TokenLoss):
     """Cross-entropy of `hidden @ weight.T` with `targets`, without the logits.
 
         loss_t = u_t [ (1 - ε) c_y (lse_t - z_y) + ε/V Σ_v c_v (lse_t - z_v) + λ lse_t² ]

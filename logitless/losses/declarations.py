@@ -19,7 +19,7 @@ def check_class(cls: type, base: type) -> None:
     owner = next(parent for parent in cls.__mro__ if "terms" in parent.__dict__)
     written = not owner.__module__.startswith(base.__module__)
     remedy = "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss"
-    expect(written, f"{cls.__name__}.terms", "the loss as a function of its numbers", "none", remedy, TypeError)
+    expect(written, "terms", f"a method of {cls.__name__}", "none", remedy, TypeError)
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
             own = [name for name, kind in get_annotations(parent).items() if not _is_class_variable(kind)]

@@ -13,7 +13,6 @@ from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.keywords import CheckedCall
 
 # Of log-probabilities (n, K) of student and teacher.
 DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]] = {
@@ -33,7 +32,7 @@ TOPK_MODES = ("tail", "renormalize")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationLoss(LogitsLoss, CheckedCall):
+class DistillationLoss(LogitsLoss):
     """A divergence of the student's distribution s from the teacher's t, mixed with cross-entropy on labels.
 
         hard_loss_weight * CE + (1 - hard_loss_weight) * soft

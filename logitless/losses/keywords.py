@@ -60,7 +60,8 @@ def call_keywords(cls: type) -> tuple[str, ...]:
         if rest in ([], ["unknown"]):
             break
     else:
-        declared = (getattr(cls, name) for name in ("token_inputs", "sequence_inputs", "shared_inputs"))
+        kinds = ("token", "prediction", "sequence", "vocabulary", "shared")
+        declared = (getattr(cls, f"{kind}_inputs") for kind in kinds)
         names |= {name for inputs in declared if isinstance(inputs, tuple) for name in inputs}
         models = [prefix for model, prefix in MODELS.items() if getattr(cls, model)]
         names |= {f"{prefix}_{what}" for prefix in models for what in ("hidden", "weight", "bias")}

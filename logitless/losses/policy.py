@@ -13,7 +13,6 @@ from torch import Tensor
 from logitless.engine.operands import shifted
 from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.keywords import CheckedCall
 
 
 class Layout:
@@ -73,7 +72,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss(TokenLoss, CheckedCall):
+class PolicyLoss(TokenLoss):
     """A loss of advantages. It declares what `terms` sees; `laid_out` makes that from what users pass."""
 
     token_inputs: ClassVar = ("advantages",)

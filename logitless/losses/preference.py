@@ -18,7 +18,6 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.keywords import CheckedCall
 from logitless.losses.logprobs import linear_logprobs
 
 PAIR_METRICS = (
@@ -84,7 +83,7 @@ CONCATENATE = "concatenate the sequences, chosen first: torch.cat((chosen, rejec
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairedLoss(TokenLoss, CheckedCall):
+class PairedLoss(TokenLoss):
     """What the losses of pairs share."""
 
     scope: ClassVar = "group"
@@ -97,7 +96,7 @@ class PairedLoss(TokenLoss, CheckedCall):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferencedLoss(TokenLoss, CheckedCall):
+class ReferencedLoss(TokenLoss):
     """A loss that compares with a reference model: its log-probabilities, or its hidden states and head.
 
     Args:

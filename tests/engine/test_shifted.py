@@ -38,10 +38,3 @@ def test_packed(bounds, expected, dtype):
 def test_no_tokens():
     starts = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     assert shifted(torch.zeros(0, device=DEVICE), 0.0, cu_seqlens=starts).shape == (0,)
-
-
-def test_sequence_numbers():
-    starts = torch.tensor([0, 0, 2, 2, 5], device=DEVICE)
-    assert sequence_numbers(starts, 5, DEVICE).tolist() == [1, 1, 3, 3, 3]
-    # Tokens beyond the last boundary: the call says so later, until when no index may be out of range.
-    assert sequence_numbers(starts, 7, DEVICE).tolist() == [1, 1, 3, 3, 3, 3, 3]

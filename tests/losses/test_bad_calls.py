@@ -36,7 +36,6 @@ REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "grad_sca
 REFERENCE = {"ref_logps", "ref_hidden", "ref_weight", "ref_bias"}
 RATIO = {"advantages", "mask", "old_logps"}
 TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk", "mask"}
-engine = pytest.mark.xfail(strict=True, reason="the engine's call does not check it yet")
 
 
 @pytest.fixture(autouse=True)
@@ -122,10 +121,9 @@ def refusal(name: str, **changes) -> str:
     return message
 
 
-def every_loss(*expected_to_fail: str):
-    """A test of each loss; of those named, one that the engine must pass one day."""
-    names = [pytest.param(name, marks=engine) if name in expected_to_fail else name for name in LOSSES]
-    return pytest.mark.parametrize("name", names)
+def every_loss():
+    """A test of each loss."""
+    return pytest.mark.parametrize("name", LOSSES)
 
 
 @every_loss()
@@ -133,7 +131,7 @@ def test_the_call_itself_is_good(name):
     assert call(name).loss.isfinite()
 
 
-@every_loss("a user's")
+@every_loss()
 def test_an_unknown_keyword(name):
     message = refusal(name, surprise=numbers(B))
     assert "got surprise" in message and LOSSES[name][0].__name__ in message
@@ -222,7 +220,7 @@ OUTPUTS = {
 }
 
 
-@every_loss("CrossEntropyLoss", "a user's")
+@every_loss()
 @pytest.mark.parametrize("what", OUTPUTS)
 def test_hidden_states_that_are_no_tensor(name, what):
     given = OUTPUTS[what](numbers(B, T, H))
@@ -231,13 +229,12 @@ def test_hidden_states_that_are_no_tensor(name, what):
 
 
 @pytest.mark.parametrize("entry", [linear_cross_entropy, linear_logprobs])
-@engine
 def test_hidden_states_of_a_function_that_are_no_tensor(entry):
     with pytest.raises(TypeError, match="^hidden: expected a tensor, got tuple; .*last_hidden_state"):
         entry((numbers(3, H),), numbers(V, H), torch.arange(3, device=DEVICE))
 
 
-@every_loss("CrossEntropyLoss", "a user's")
+@every_loss()
 def test_boundaries_in_a_list(name):
     hidden, packed = numbers(B * T, H), {"ref_logps": numbers(B) - 5, "teacher_hidden": numbers(B * T, H)}
     packed = {key: x for key, x in packed.items() if key in LOSSES[name][1]}
