@@ -11,6 +11,10 @@ With z the logits after the head transform (`kernels/head.py`), p = softmax(z) a
 Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below, which
 takes a few rows at a time so that its temporaries stay small beside the chunk. "In place" means into `gradient`, which is
 `logits` itself or a narrower tensor overlaid on it.
+
+Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 ones, which have the twin alone on every
+device. A bias or class weights of any other dtype are converted to that one, so that fp64 vectors beside fp32 logits count as fp32 and
+beside fp64 logits keep their digits. Vectors may have any stride; a row of logits, or of their gradient, is in one piece.
 """
 
 import functools
@@ -200,7 +204,8 @@ def _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weigh
             log_p = log_p.clamp_(min=-1e4).add_(stats.entropy[rows, None]).mul_(p)
             g.addcmul_(log_p, grads.entropy[rows, None], value=-1)
         if grads.sum_logits is not None:
-            g += grads.sum_logits[rows, None] if class_weights is None else grads.sum_logits[rows, None] * class_weights
+            weights = 1.0 if class_weights is None else class_weights.to(g.dtype)
+            g += grads.sum_logits[rows, None] * weights
         here = supervised & known
         g.scatter_add_(1, torch.where(here, targets[rows], 0)[:, None], torch.where(here, g_logp[rows], 0.0)[:, None])
         _store(gradient[rows], g, slope, supervised)

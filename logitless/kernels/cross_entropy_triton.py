@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.layout import check_rows, check_written, dense
+
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside fp32, and bf16 and fp32
 # store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16 gradients away from WRITE.
 DRIFT = tl.constexpr(30.0)
@@ -214,7 +216,7 @@ def _vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | Non
     softcap = head.softcap or 1.0
     return (
         # In one dtype, so that a kernel has no variants for the others; a cast reads V numbers.
-        [unused if x is None else x.float() for x in (bias, class_weights)],
+        [unused if x is None else dense(x, torch.float32) for x in (bias, class_weights)],
         (gain, head.logit_scale / softcap, softcap / head.temperature),
         {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": head.softcap is not None, "HAS_WEIGHTS": class_weights is not None},
     )
@@ -222,12 +224,14 @@ def _vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | Non
 
 def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient):
     write, total = gradient is not None, out.sum_logits is not None
+    check_rows(logits=logits, gradient=gradient if write else logits)
+    check_written(**dict(out.items()))
     pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if total else None, out.lse)
     row_scale = torch.empty_like(out.lse) if write else out.lse
     grad = gradient if write else logits
     optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
     row_kernel[(logits.shape[0],)](
-        logits, grad, targets, *pointers, out.logps, out.lse, out.lse_residual,
+        logits, grad, dense(targets), *pointers, out.logps, out.lse, out.lse_residual,
         *(out.lse if x is None else x for x in optional), row_scale,
         logits.stride(0), grad.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=out.entropy is not None, SUM=total, WRITE=write,
@@ -238,11 +242,12 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
 
 def logits_gradient(logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, head, ignore_index, gradient):
     extra = grads.entropy is not None or grads.sum_logits is not None
-    zeros = torch.zeros_like(stats.lse)
+    check_rows(logits=logits, gradient=gradient)
+    zeros = stats.lse.new_zeros(stats.lse.shape)
     pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
     logits_gradient_kernel[(logits.shape[0],)](
-        logits, gradient, targets, *pointers, stats.lse, stats.lse_residual,
-        *(zeros if x is None else x for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
+        logits, gradient, dense(targets), *pointers, dense(stats.lse), dense(stats.lse_residual),
+        *(zeros if x is None else dense(x) for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
         logits.stride(0), gradient.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=extra, ALIAS=gradient.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import DRIFT
+from logitless.kernels.layout import check_rows, check_written, dense
 
 BLOCK, WARPS = 1024, 4
 JSD, FORWARD, REVERSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -250,8 +251,10 @@ def shard_pass(
     (C, V), write = student.shape, gradient is not None
     plain, biases = _biases(student, V, head, teacher_head, bias, teacher_bias)
     grad = gradient if write else student
+    check_rows(student=student, teacher=teacher, gradient=grad)
+    check_written(sums=sums)
     shard_kernel[(C,)](
-        student, teacher, grad, labels, factors if write else sums, *biases, known, sums,
+        student, teacher, grad, dense(labels), dense(factors) if write else sums, *biases, dense(known), sums,
         student.stride(0), teacher.stride(0), grad.stride(0), V, C, head.logit_scale, head.softcap or 0.0,
         teacher_head.logit_scale, teacher_head.softcap or 0.0, 1.0 / head.temperature, beta, hard_weight,
         MODE=mode_of(divergence, beta), PLAIN=plain, HARD=write and hard_weight > 0.0, WRITE=write,
@@ -272,7 +275,8 @@ def _biases(
     plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
     widths = (student.shape[1], common)
     empty = [torch.zeros(0 if plain else width, device=student.device) for width in widths]
-    return plain, [zeros if given is None else given.float() for zeros, given in zip(empty, (bias, teacher_bias), strict=True)]
+    given = zip(empty, (bias, teacher_bias), strict=True)
+    return plain, [zeros if x is None else dense(x, torch.float32) for zeros, x in given]
 
 
 def divergence_pass(
@@ -283,9 +287,10 @@ def divergence_pass(
     found = [torch.empty(C, device=student.device) for _ in range(5)]
     plain, biases = _biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
+    check_rows(student=student, teacher=teacher, gradient=grad)
     divergence_kernel[(C,)](
-        student, teacher, grad, torch.full((C,), -1, device=student.device) if labels is None else labels,
-        found[0] if factors is None else factors, *biases, *found,
+        student, teacher, grad, torch.full((C,), -1, device=student.device) if labels is None else dense(labels),
+        found[0] if factors is None else dense(factors), *biases, *found,
         student.stride(0), teacher.stride(0), grad.stride(0), V, common, head.logit_scale, head.softcap or 0.0,
         teacher_head.logit_scale, teacher_head.softcap or 0.0, 1.0 / head.temperature, beta, hard_weight,
         int(gradient is not None),

@@ -18,10 +18,13 @@ class Head(NamedTuple):
     temperature: float = 1.0
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-        """Logits and their derivative d z / d x, both in promote(x.dtype, fp32), for a block of raw products `x`."""
+        """Logits and their derivative d z / d x, both in promote(x.dtype, fp32), for a block of raw products `x`.
+
+        A wider bias is rounded to that dtype, as in the Triton kernels.
+        """
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if bias is not None:
-            x = x + bias
+            x = x + bias.to(x.dtype)
         gain = self.logit_scale / self.temperature
         if self.softcap is None:
             return (x if gain == 1.0 else x * gain), gain

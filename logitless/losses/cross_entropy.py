@@ -78,7 +78,8 @@ class CrossEntropyLoss(TokenLoss):
         if weights is None:
             return dict(counts)
         supervised = targets != self.ignore_index
-        return dict(counts) | {"tokens": torch.where(supervised, weights.float()[targets.clamp(0, weights.shape[0] - 1)], 0.0).sum()}
+        wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return dict(counts) | {"tokens": torch.where(supervised, wide[targets.clamp(0, weights.shape[0] - 1)], 0.0).sum()}
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, class_weights: Tensor | None = None,

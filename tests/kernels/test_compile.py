@@ -81,6 +81,7 @@ class Recorder:
         assert {*named, *constants} == set(self.arg_names)
         for name, value in named.items():
             if name.endswith("_ptr") and name.removesuffix("_ptr") not in STREAMED:
+                assert value.is_contiguous() or name == "factor_ptr", f"{name} has strides {value.stride()}, which no kernel sees"
                 assert value.dtype == (torch.int64 if name in ("targets_ptr", "labels_ptr") else torch.float32), name
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))

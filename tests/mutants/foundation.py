@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "twin: class weights left out of d sum_logits",
         TWIN,
-        "grads.sum_logits[rows, None] * class_weights",
-        "grads.sum_logits[rows, None]",
+        "1.0 if class_weights is None else class_weights.to(g.dtype)",
+        "1.0",
         KERNELS,
     ),
     Mutant(
@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "class weights of ignored tokens in the normalizer",
         CE,
-        "torch.where(supervised, weights.float()[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
-        "weights.float()[targets.clamp(0, weights.shape[0] - 1)]",
+        "torch.where(supervised, wide[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
+        "wide[targets.clamp(0, weights.shape[0] - 1)]",
         CROSS_ENTROPY,
     ),
 ]

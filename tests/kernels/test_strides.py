@@ -1,0 +1,330 @@
+"""Every pointer that a launcher hands over, one at a time, as indexing leaves it: `x[:, 0]`, `x[1:-1]`, one number expanded.
+
+No layout changes a result, with every option switched on and with none, as twins and as kernels.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import (
+    TokenStats,
+    allocate_stats,
+    logits_gradient,
+    logprob_gradient,
+    token_statistics,
+    uses_triton,
+)
+from logitless.kernels.divergence import fused_divergence, sharded_divergence
+from logitless.kernels.head import Head
+from logitless.kernels.matmul import accumulate, hidden_gradient, project
+from logitless.kernels.scale import scale
+from tests.kernels.support import DEVICE, LAYOUTS, poisoned
+
+C, V, H, IGNORED = 6, 37, 5, -7
+HEAD, TEACHER_HEAD = Head(6.0, 0.8, 1.3), Head(None, 1.2, 1.0)
+PAIRS = {"fp32": (torch.float32, torch.float32), "to bf16": (torch.float32, torch.bfloat16)}
+pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS.values(), ids=PAIRS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+triton_runs = uses_triton(torch.device(DEVICE), torch.float32)
+needs_triton = pytest.mark.skipif(not triton_runs, reason="no Triton; the twins are functions of autograd")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE)
+
+
+def operands(dtype: torch.dtype) -> dict[str, Tensor]:
+    targets = torch.tensor([3, 0, IGNORED, V - 1, 9, 1], device=DEVICE)
+    return {
+        "logits": (random(C, V) * 2).to(dtype),
+        "teacher": (random(C, V, seed=4) * 2).to(dtype),
+        "targets": targets,
+        "bias": random(V, seed=1),
+        "teacher_bias": random(V, seed=8),
+        "class_weights": random(V, seed=2).abs(),
+        "factors": random(C, seed=3),
+    }
+
+
+def laid_out(x: dict[str, Tensor], name: str, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The operands with one of them in a layout, and the same numbers without gaps."""
+    changed = x | {name: LAYOUTS[layout](x[name])}
+    return changed, {key: value.clone(memory_format=torch.contiguous_format) for key, value in changed.items()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        # Not the same bits: a compiler may contract other products and sums where addresses are not aligned.
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if x.dtype == torch.float32 else {}
+        torch.testing.assert_close(x, expected[name], msg=name, **tolerance)
+
+
+def statistics(x: dict[str, Tensor], *names: str) -> TokenStats:
+    stats = allocate_stats(names, C, torch.float32, torch.device(DEVICE))
+    options = {"class_weights": x["class_weights"]} if "sum_logits" in names else {}
+    token_statistics(x["logits"], x["targets"], stats, head=HEAD, bias=x["bias"], ignore_index=IGNORED, **options)
+    return stats
+
+
+@layouts
+@pytest.mark.parametrize("operand", ["targets", "bias", "class_weights"])
+@pytest.mark.parametrize("names", [(), ("entropy",), ("sum_logits",)], ids=str)
+def test_token_statistics(names, operand, layout):
+    changed, plain = laid_out(operands(torch.float32), operand, layout)
+    same(dict(statistics(changed, *names).items()), dict(statistics(plain, *names).items()))
+
+
+@pairs
+@layouts
+@pytest.mark.parametrize("operand", ["targets", "bias"])
+@pytest.mark.parametrize("names", [(), ("entropy",)], ids=str)
+def test_logprob_gradient(names, operand, layout, dtype, gradient_dtype):
+    def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        stats = allocate_stats(names, C, torch.float32, torch.device(DEVICE))
+        gradient = poisoned(C, V, dtype=gradient_dtype)
+        row_scale = logprob_gradient(
+            x["logits"],
+            x["targets"],
+            stats,
+            gradient=gradient,
+            head=HEAD,
+            bias=x["bias"],
+            ignore_index=IGNORED,
+        )
+        return {"gradient": gradient, "row_scale": row_scale, **dict(stats.items())}
+
+    changed, plain = laid_out(operands(dtype), operand, layout)
+    same(call(changed), call(plain))
+
+
+GRADIENTS = {
+    "logps": ("logps",),
+    "lse": ("logps", "lse"),
+    "everything": ("logps", "lse", "entropy", "sum_logits"),
+}
+
+
+@pairs
+@layouts
+@pytest.mark.parametrize(
+    ("names", "operand"),
+    [
+        pytest.param(names, operand, id=f"{label}: {operand}")
+        for label, names in GRADIENTS.items()
+        for operand in (
+            "targets",
+            "bias",
+            *(f"d {name}" for name in names),
+            *("logps", "lse", "lse_residual"),
+            *(("class_weights", "entropy") if "entropy" in names else ()),
+        )
+    ],
+)
+def test_logits_gradient(names, operand, layout, dtype, gradient_dtype):
+    x = operands(dtype)
+    x |= dict(statistics(x, "entropy").items()) | {f"d {name}": random(C, seed=9) for name in names}
+
+    def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        gradient = poisoned(C, V, dtype=gradient_dtype)
+        stats = TokenStats(**{name: x[name] for name in ("logps", "lse", "lse_residual", "entropy")})
+        grads = TokenStats(**{name: x[f"d {name}"] for name in names})
+        options = {
+            "head": HEAD,
+            "bias": x["bias"],
+            "class_weights": x["class_weights"],
+            "ignore_index": IGNORED,
+        }
+        logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
+        return {"gradient": gradient}
+
+    changed, plain = laid_out(x, operand, layout)
+    same(call(changed), call(plain))
+
+
+DIVERGENCES = {"jsd": 0.3, "forward_kl": 0.5, "reverse_kl": 0.5}
+
+
+class Alone:
+    """The only rank of its group."""
+
+    width = V
+
+    def combine(self, stats: TokenStats, columns: Tensor) -> None:
+        pass
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def argmax(self, values: Tensor, columns: Tensor) -> Tensor:
+        return columns
+
+
+def divergence_of(x: dict[str, Tensor], divergence: str, *, write: bool, ranks: Alone | None = None) -> dict[str, Tensor]:
+    gradient = poisoned(C, V, dtype=torch.float32) if write else None
+    call = fused_divergence if ranks is None else functools.partial(sharded_divergence, ranks=ranks)
+    found = call(
+        x["logits"],
+        x["teacher"],
+        x["targets"],
+        x["factors"] if write else None,
+        gradient=gradient,
+        divergence=divergence,
+        beta=DIVERGENCES[divergence],
+        hard_weight=0.4,
+        head=HEAD,
+        teacher_head=TEACHER_HEAD,
+        bias=x["bias"],
+        teacher_bias=x["teacher_bias"],
+    )
+    return found._asdict() | ({"gradient": gradient} if write else {})
+
+
+@needs_triton
+@layouts
+@pytest.mark.parametrize("write", [True, False], ids=["gradient", "numbers"])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("operand", ["targets", "factors", "bias", "teacher_bias"])
+@pytest.mark.parametrize("ranks", [None, Alone()], ids=["whole", "shard"])
+def test_divergence(ranks, operand, divergence, write, layout):
+    changed, plain = laid_out(operands(torch.float32), operand, layout)
+    found, expected = (divergence_of(x, divergence, write=write, ranks=ranks) for x in (changed, plain))
+    same(found, expected)
+
+
+# Matrices of which a kernel knows the distance of rows: each row a part of a longer one, all rows the same one.
+ROWS = {
+    "wide": lambda x: torch.cat((x, x * torch.nan), dim=1)[:, : x.shape[1]],
+    "one": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_rows_of_logits(rows):
+    def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        stats = statistics(x, "sum_logits")
+        grads = TokenStats(**{name: x["factors"] for name in GRADIENTS["everything"]})
+        wide = poisoned(C, 2 * V, dtype=torch.float32)
+        options = {"head": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
+        logits_gradient(x["logits"], x["targets"], stats, grads, gradient=wide[:, :V], **options)
+        assert wide[:, V:].isnan().all()
+        return {"gradient": wide[:, :V], **dict(stats.items())}
+
+    x = operands(torch.float32)
+    changed = x | {"logits": rows(x["logits"])}
+    same(
+        call(changed),
+        call(changed | {"logits": changed["logits"].clone(memory_format=torch.contiguous_format)}),
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("operand", ["logits", "teacher"])
+@pytest.mark.parametrize("ranks", [None, Alone()], ids=["whole", "shard"])
+def test_rows_of_a_divergence(ranks, operand, rows):
+    x = operands(torch.float32)
+    changed = x | {operand: rows(x[operand])}
+    plain = changed | {operand: changed[operand].clone(memory_format=torch.contiguous_format)}
+    found, expected = (divergence_of(y, "jsd", write=True, ranks=ranks) for y in (changed, plain))
+    same(found, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("operand", ["logits", "gradient", "student", "teacher"])
+def test_rows_with_gaps_are_refused(operand):
+    x = operands(torch.float32)
+    gaps = random(V, C).t()
+    stats = statistics(x)
+    with pytest.raises(
+        ValueError,
+        match=rf"^{operand}: expected rows in one piece \(a last stride of 1\), got strides \(1, 6\); ",
+    ):
+        if operand in ("student", "teacher"):
+            divergence_of(x | {"logits" if operand == "student" else operand: gaps}, "jsd", write=True)
+        else:
+            matrices = {name: gaps if name == operand else x["logits"] for name in ("logits", "gradient")}
+            grads = TokenStats(logps=x["factors"])
+            logits_gradient(matrices["logits"], x["targets"], stats, grads, gradient=matrices["gradient"], head=HEAD)
+
+
+@needs_triton
+def test_numbers_with_gaps_are_not_written():
+    x, numbers = operands(torch.float32), poisoned(C, 3, 2, dtype=torch.float32)[..., 0].unbind(1)
+    stats = TokenStats(**dict(zip(("logps", "lse", "lse_residual"), numbers, strict=True)))
+    with pytest.raises(ValueError, match="^logps: expected a contiguous tensor to write to, got strides"):
+        token_statistics(x["logits"], x["targets"], stats, head=HEAD, ignore_index=IGNORED)
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operand", ["hidden", "weight", "d_logits"])
+def test_products(operand, dtype, layout):
+    def call(x: dict[str, Tensor]) -> list[Tensor]:
+        logits, d_hidden = poisoned(C, V, dtype=dtype), poisoned(C, H, dtype=dtype)
+        total = poisoned(V, H, dtype=torch.float32)
+        project(x["hidden"], x["weight"], logits)
+        hidden_gradient(x["d_logits"], x["weight"], d_hidden)
+        for first in (True, False):
+            accumulate(total, x["d_logits"], x["hidden"], first=first)
+        return [logits, d_hidden, total]
+
+    x = {"hidden": random(C, H), "weight": random(V, H, seed=1), "d_logits": random(C, V, seed=2)}
+    changed, plain = laid_out({name: value.to(dtype) for name, value in x.items()}, operand, layout)
+    # A matrix product may add up in another order.
+    torch.testing.assert_close(call(changed), call(plain), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+@layouts
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operand", ["x", "factor"])
+def test_scale(operand, dtype, layout):
+    x = {"x": random(C, V).to(dtype), "factor": random(C, seed=1)}
+    changed, plain = laid_out(x, operand, layout)
+    found, expected = (scale(y["x"], y["factor"], poisoned(C, V, dtype=dtype)) for y in (changed, plain))
+    same({"scaled": found}, {"scaled": expected})
+
+
+@pairs
+@pytest.mark.parametrize("operand", ["bias", "class_weights"])
+def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype, gradient_dtype):
+    """fp64 bias and class weights beside fp32 logits are rounded to fp32 by twins and kernels alike."""
+
+    def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        stats = statistics(x, "sum_logits")
+        gradient = poisoned(C, V, dtype=gradient_dtype)
+        grads = TokenStats(**{name: x["factors"] for name in GRADIENTS["everything"]})
+        options = {
+            "head": HEAD,
+            "bias": x["bias"],
+            "class_weights": x["class_weights"],
+            "ignore_index": IGNORED,
+        }
+        logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
+        found = {"gradient": gradient, **dict(stats.items())}
+        return found | (divergence_of(x, "jsd", write=True) if triton_runs else {})
+
+    x = operands(dtype)
+    exact = x[operand].double() + 1e-9
+    found, expected = call(x | {operand: exact}), call(x | {operand: exact.float()})
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_fp64_logits_keep_the_digits_of_fp64_vectors():
+    x = {name: value.double() if value.is_floating_point() else value for name, value in operands(torch.float32).items()}
+    exact = {"bias": x["bias"] + 1e-12, "class_weights": x["class_weights"] * (1 + 1e-12)}
+
+    def sums(vectors: dict[str, Tensor]) -> Tensor:
+        stats = allocate_stats(("sum_logits",), C, torch.float64, torch.device(DEVICE))
+        token_statistics(x["logits"], x["targets"], stats, head=Head(), ignore_index=IGNORED, **vectors)
+        return stats.sum_logits
+
+    kept = x["targets"] != IGNORED
+    for name, vector in exact.items():
+        vectors = {key: x[key] for key in exact} | {name: vector}
+        truth = ((x["logits"] + vectors["bias"]) * vectors["class_weights"]).sum(1)
+        assert torch.allclose(sums(vectors)[kept], truth[kept], rtol=1e-15, atol=1e-14)
+        assert not torch.equal(sums(vectors), sums({key: x[key] for key in exact}))
