@@ -1,104 +1,122 @@
 """Preference losses."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import of_file
 
-PREFERENCE = "tests/losses/test_preference.py"
-EQUALS = f"{PREFERENCE} -k equals_the_reference"
-PREF, PAIRED = "losses/preference.py", "losses/paired.py"
+EQUALS = "tests/losses/test_preference.py -k equals_the_reference"
+PREF = "losses/preference.py"
+PAIRED = "losses/paired.py"
 WALK = "losses/walk.py"
 
 MUTANTS = [
-    *(
-        Mutant(f"preference: {name}", PREF, old, new, EQUALS)
-        for name, old, new in (
-            (
-                "sigmoid's sign",
-                "smoothed(loss.beta * p.delta, loss.label_smoothing)",
-                "smoothed(-loss.beta * p.delta, loss.label_smoothing)",
-            ),
-            ("label smoothing dropped", "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)", "-logsigmoid(x)"),
-            ("hinge without beta", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
-            ("ipo of sums", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
-            ("exo: odds swapped", "logsigmoid(-x) - math.log(epsilon)", "logsigmoid(-x) - math.log1p(-epsilon)"),
-            ("nca: rejected dropped", " - 0.5 * logsigmoid(-worse)", ""),
-            ("robust unnormalized", " / (1 - 2 * epsilon)", ""),
-            ("bco: rejected's sign", "logsigmoid(-loss.beta * p.rejected),", "logsigmoid(loss.beta * p.rejected),"),
-            ("sppo: rejected's target", "(p.rejected + 0.5 / loss.beta)", "(p.rejected - 0.5 / loss.beta)"),
-            ("aot unsorted", "policy.sort().values - reference.sort().values", "policy - reference"),
-            ("aot_unpaired unsorted", "p.chosen.sort().values - p.rejected.sort().values", "p.chosen - p.rejected"),
-            (
-                "apo_zero: chosen's sign",
-                "(-loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected)",
-                "(loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected)",
-            ),
-            ("apo_down: difference's sign", "(loss.beta * (p.rejected - p.chosen))", "(loss.beta * (p.chosen - p.rejected))"),
-            ("discopop: gate without tau", "(x / loss.discopop_tau).sigmoid()", "x.sigmoid()"),
-            ("sigmoid_norm of sums", "-logsigmoid(loss.beta * p.mean_delta)", "-logsigmoid(loss.beta * p.delta)"),
-            ("forward_kl's sign", "1 - bounded_exp(-ratios)", "1 - bounded_exp(ratios)"),
-            ("js without log 2", "math.log(2) + logsigmoid(ratios)", "logsigmoid(ratios).exp()"),
-            ("alpha off by one", "power = loss.f_alpha_divergence_coef - 1", "power = loss.f_alpha_divergence_coef"),
-            (
-                "reference dropped",
-                "self.sequence_ref_logps(batch, weights) if self.needs_reference",
-                "torch.zeros_like(policy) if self.needs_reference",
-            ),
-            ("ld_alpha off by one", "batch.positions >= batch.spread", "batch.positions > batch.spread"),
-            ("weights of pairs dropped", "values * factor", "values"),
-            ("weights of pairs differentiated", "stats.logps.detach() - stats.log_sum_sq_probs", "stats.logps - stats.log_sum_sq_probs"),
-            ("weights of sft dropped", "batch.spread(torch.cat((factor, factor))) if self.use_weighting", "1.0 if self.use_weighting"),
-            ("sft over all tokens", "-weight * factor * stats.logps * batch.is_chosen", "-weight * factor * stats.logps"),
-            ("loss weights dropped", "weight * DPO_LOSSES[name]", "1 * DPO_LOSSES[name]"),
-            ("orpo: odds without 1 - p", "certain - torch.log(-torch.expm1(certain))", "certain"),
-            ("orpo: lengths of the prompt too", "batch.sum_by_sequence(batch.completion.to(logps.dtype))", "lengths"),
-            (
-                "orpo: NLL over all tokens",
-                '"nll": Term(-stats.logps * batch.is_chosen, over="chosen_tokens"),',
-                '"nll": Term(-stats.logps, over="chosen_tokens"),',
-            ),
-            ("orpo: odds ratio's sign", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
-            ("cpo: alpha dropped", "if self.alpha else logps", "if False else logps"),
-            ("cpo: NLL dropped", "        if self.cpo_alpha:\n", "        if False:\n"),
-            ("cpo: margin dropped", "loss.beta * delta - loss.simpo_gamma", "loss.beta * delta"),
-            ("cpo: sums for means", 'if self.loss_type in ("ipo", "simpo"):', "if False:"),
-            ("simpo: margin dropped", "(chosen - rejected) - self.gamma", "(chosen - rejected)"),
-            ("kto: kl's sign", "(kl - reward).sigmoid(), (reward - kl).sigmoid()", "(-kl - reward).sigmoid(), (reward + kl).sigmoid()"),
-            ("kto: apo swapped", "((-reward).sigmoid(), reward.sigmoid())", "(reward.sigmoid(), (-reward).sigmoid())"),
-            (
-                "kto: weights swapped",
-                "self.desirable_weight * desirable, self.undesirable_weight * undesirable",
-                "self.undesirable_weight * desirable, self.desirable_weight * undesirable",
-            ),
-        )
+    *of_file(
+        PREF,
+        EQUALS,
+        ("sigmoid's sign", "DPO_LOSSES", "loss.beta * p.delta, loss", "-loss.beta * p.delta, loss"),
+        (
+            "label smoothing dropped",
+            "smoothed",
+            "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)",
+            "-logsigmoid(x)",
+        ),
+        ("hinge without beta", "DPO_LOSSES", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
+        ("ipo of sums", "DPO_LOSSES", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
+        ("exo: odds swapped", "exo_pair", "(-x) - math.log(epsilon)", "(-x) - math.log1p(-epsilon)"),
+        ("nca: rejected dropped", "nca_pair", " - 0.5 * logsigmoid(-worse)", ""),
+        ("robust unnormalized", "robust", " / (1 - 2 * epsilon)", ""),
+        ("bco: rejected's sign", "DPO_LOSSES", "(-loss.beta * p.rejected)", "(loss.beta * p.rejected)"),
+        ("sppo: rejected's target", "DPO_LOSSES", "rejected + 0.5 / loss.beta", "rejected - 0.5 / loss.beta"),
+        ("aot unsorted", "aot", "policy.sort().values - reference.sort().values", "policy - reference"),
+        (
+            "aot_unpaired unsorted",
+            "aot_unpaired",
+            "p.chosen.sort().values - p.rejected.sort().values",
+            "p.chosen - p.rejected",
+        ),
+        ("apo_zero: chosen's sign", "DPO_LOSSES", "(-loss.beta * p.chosen)", "(loss.beta * p.chosen)"),
+        ("apo_down: difference's sign", "DPO_LOSSES", "(p.rejected - p.chosen)", "(p.chosen - p.rejected)"),
+        ("discopop: gate without tau", "discopop", "(x / loss.discopop_tau).sigmoid()", "x.sigmoid()"),
+        ("sigmoid_norm of sums", "DPO_LOSSES", "(loss.beta * p.mean_delta)", "(loss.beta * p.delta)"),
+        ("forward_kl's sign", "DIVERGENCES", "1 - bounded_exp(-ratios)", "1 - bounded_exp(ratios)"),
+        ("js without log 2", "DIVERGENCES", "math.log(2) + logsigmoid(ratios)", "logsigmoid(ratios).exp()"),
+        ("alpha off by one", "alpha_divergence", "f_alpha_divergence_coef - 1", "f_alpha_divergence_coef"),
+        (
+            "reference dropped",
+            "DPOLoss.pairs",
+            "self.sequence_ref_logps(batch, weights) if self.needs_reference",
+            "torch.zeros_like(policy) if self.needs_reference",
+        ),
+        ("ld_alpha off by one", "DPOLoss.pairs", "positions >= batch.spread", "positions > batch.spread"),
+        ("weights of pairs dropped", "DPOLoss.terms", "values * factor", "values"),
+        ("weights of pairs differentiated", "DPOLoss.pair_weights", "stats.logps.detach()", "stats.logps"),
+        ("weights of sft dropped", "DPOLoss.terms", "batch.spread(torch.cat((factor, factor))) if", "1.0 if"),
+        ("sft over all tokens", "DPOLoss.terms", "stats.logps * batch.is_chosen", "stats.logps"),
+        ("loss weights dropped", "DPOLoss.terms", "weight * DPO_LOSSES[name]", "1 * DPO_LOSSES[name]"),
+        (
+            "orpo: odds without 1 - p",
+            "ORPOLoss.terms",
+            "certain - torch.log(-torch.expm1(certain))",
+            "certain",
+        ),
+        (
+            "orpo: lengths of the prompt too",
+            "ORPOLoss.terms",
+            "batch.sum_by_sequence(batch.completion.to(logps.dtype))",
+            "lengths",
+        ),
+        ("orpo: NLL over all tokens", "ORPOLoss.terms", "-stats.logps * batch.is_chosen", "-stats.logps"),
+        ("orpo: odds ratio's sign", "ORPOLoss.terms", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
+        ("cpo: alpha dropped", "CPOLoss.terms", "if self.alpha else logps", "if False else logps"),
+        ("cpo: NLL dropped", "CPOLoss.terms", "if self.cpo_alpha:", "if False:"),
+        ("cpo: margin dropped", "CPO_LOSSES", "loss.beta * delta - loss.simpo_gamma", "loss.beta * delta"),
+        ("cpo: sums for means", "CPOLoss.terms", 'if self.loss_type in ("ipo", "simpo"):', "if False:"),
+        ("simpo: margin dropped", "SimPOLoss.terms", "chosen - rejected) - self.gamma", "chosen - rejected)"),
+        (
+            "kto: kl's sign",
+            "KTO_LOSSES",
+            "(kl - reward).sigmoid(), (reward - kl).sigmoid()",
+            "(-kl - reward).sigmoid(), (reward + kl).sigmoid()",
+        ),
+        ("kto: apo swapped", "KTO_LOSSES", "(-reward).sigmoid(), reward", "reward.sigmoid(), (-reward)"),
+        (
+            "kto: weights swapped",
+            "KTOLoss.terms",
+            "self.desirable_weight * desirable, self.undesirable_weight * undesirable",
+            "self.undesirable_weight * desirable, self.desirable_weight * undesirable",
+        ),
+        prefix="preference: ",
     ),
-    Mutant(
-        "preference: sides of the metrics swapped",
+    *of_file(
         PAIRED,
-        '"chosen": ours * chosen, "rejected": ours * ~chosen',
-        '"chosen": ours * ~chosen, "rejected": ours * chosen',
         EQUALS,
+        (
+            "sides of the metrics swapped",
+            "preference_metrics",
+            '"chosen": ours * chosen, "rejected": ours * ~chosen',
+            '"chosen": ours * ~chosen, "rejected": ours * chosen',
+        ),
+        (
+            "reference without its tail's weight",
+            "ReferencedLoss.sequence_ref_logps",
+            "batch.ref_logps if weights is None else batch.ref_logps * weights",
+            "batch.ref_logps",
+        ),
+        prefix="preference: ",
     ),
-    Mutant(
-        "preference: reference without its tail's weight",
-        PAIRED,
-        "batch.ref_logps if weights is None else batch.ref_logps * weights",
-        "batch.ref_logps",
+    *of_file(
+        PREF,
+        "tests/losses/test_preference.py -k second_set",
+        ("kto: negative kl kept", "KTOLoss._kl", "targets.shape[0]).clamp(min=0)", "targets.shape[0])"),
+    ),
+    *of_file(
+        WALK,
         EQUALS,
+        ("reference walked with the trained head", "TokenWalk._read_reference", "loss.ref_head", "loss.head"),
+        ("reference without its bias", "TokenWalk._read_reference", 'self.inputs["ref_bias"]', "None"),
     ),
-    Mutant("kto: negative kl kept", PREF, "targets.shape[0]).clamp(min=0)", "targets.shape[0])", f"{PREFERENCE} -k second_set"),
-    Mutant("reference walked with the trained head", WALK, '{"head": self.loss.ref_head', '{"head": self.loss.head', EQUALS),
-    Mutant("reference without its bias", WALK, '"bias": self.inputs["ref_bias"]', '"bias": None', EQUALS),
-    Mutant(
-        "metrics: weights of ignored tokens counted",
+    *of_file(
         "losses/batch.py",
-        "Term(mask(term.values), mask(term.over))",
-        "Term(mask(term.values), term.over)",
         EQUALS,
-    ),
-    Mutant(
-        "chosen tokens: half a sequence too many",
-        "losses/batch.py",
-        "cu_seqlens[sequences // 2]\n",
-        "cu_seqlens[sequences // 2 + 1]\n",
-        EQUALS,
+        ("metrics: weights of ignored tokens counted", "Batch.masked.masked", "mask(term.over)", "term.over"),
+        ("chosen tokens: half a sequence too many", "select_rows", "sequences // 2", "sequences // 2 + 1"),
     ),
 ]
