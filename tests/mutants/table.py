@@ -1,7 +1,7 @@
 """What became of the mutants of the old engine: `python -m tests.mutants.table` brings TABLE.md up to date.
 
-Its first two columns are history, the others follow from here. A mutant is kept, whatever function it is in by now,
-unless CHANGED says otherwise.
+Its first two columns are history, the others follow from here. A mutant is kept, whatever function it is in by
+now, unless CHANGED says otherwise.
 """
 
 from pathlib import Path
