@@ -29,6 +29,7 @@ mutants: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -35,12 +35,25 @@ TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), readme.ta
     "tensor-parallel": shards.by_loss,
 }
 
-Shapes = Annotated[list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")]
-Out = Annotated[Path | None, typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick).")]
-Quick = Annotated[bool, typer.Option(help="Tiny shapes, any device, seconds: shows that everything runs, measures nothing.")]
+Shapes = Annotated[
+    list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick)."),
+]
+Quick = Annotated[
+    bool, typer.Option(help="Tiny shapes, any device, seconds: shows that everything runs, measures nothing.")
+]
 Device = Annotated[str, typer.Option(help="cuda or cpu. Default: cuda where there is one.")]
-Only = Annotated[list[str] | None, typer.Option(help="Measure only implementations whose name is or contains this; repeatable.")]
-Skip = Annotated[list[str] | None, typer.Option(help="Leave out implementations whose name is or contains this; repeatable.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(help="Measure only implementations whose name is or contains this; repeatable."),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(help="Leave out implementations whose name is or contains this; repeatable."),
+]
 Seconds = Annotated[float, typer.Option(help="Time to spend on the timed rounds of each shape.")]
 
 
@@ -54,13 +67,17 @@ def ce(
     skip: Skip = None,
     seconds: Seconds = 10.0,
 ) -> None:
-    """Cross-entropy: us and every installed peer, at the four shapes of the design and with half the labels ignored."""
+    """Cross-entropy: us and every installed peer, at the four shapes of the design and with half the labels
+    ignored."""
     compare("ce", CE, parsed(CE, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
 
 
 @app.command()
 def distillation(
-    shapes: Annotated[list[str] | None, typer.Option(help="NxHxTxV (T: the teacher's H) or NxHxTxV@frozen, several with commas.")] = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(help="NxHxTxV (T: the teacher's H) or NxHxTxV@frozen, several with commas."),
+    ] = None,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -68,14 +85,27 @@ def distillation(
     skip: Skip = None,
     seconds: Seconds = 10.0,
 ) -> None:
-    """Jensen-Shannon divergence from a teacher: us and every installed peer, with a trainable and with a frozen head."""
+    """Jensen-Shannon divergence from a teacher: us and every installed peer, with a trainable and with a
+    frozen head."""
     picked = parsed(DISTILLATION, shapes)
-    compare("distillation", DISTILLATION, picked, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    compare(
+        "distillation",
+        DISTILLATION,
+        picked,
+        out,
+        quick,
+        device,
+        tuple(only or ()),
+        tuple(skip or ()),
+        seconds,
+    )
 
 
 @app.command()
 def preference(
-    shapes: Annotated[list[str] | None, typer.Option(help="orpo:PAIRSxTxHxV or dpo:PAIRSxTxHxV, or either with @frozen.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="orpo:PAIRSxTxHxV or dpo:PAIRSxTxHxV, or either with @frozen.")
+    ] = None,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -83,13 +113,26 @@ def preference(
     skip: Skip = None,
     seconds: Seconds = 4.0,
 ) -> None:
-    """ORPO and DPO with a reference, in GEMM-equivalents: us and every installed peer, with a trainable and with a frozen head."""
-    compare("preference", PREFERENCE, parsed(PREFERENCE, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    """ORPO and DPO with a reference, in GEMM-equivalents: us and every installed peer, with a trainable and
+    with a frozen head."""
+    compare(
+        "preference",
+        PREFERENCE,
+        parsed(PREFERENCE, shapes),
+        out,
+        quick,
+        device,
+        tuple(only or ()),
+        tuple(skip or ()),
+        seconds,
+    )
 
 
 @app.command()
 def policy(
-    shapes: Annotated[list[str] | None, typer.Option(help="BxTxHxV or BxTxHxV@frozen, several with commas.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="BxTxHxV or BxTxHxV@frozen, several with commas.")
+    ] = None,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -98,7 +141,17 @@ def policy(
     seconds: Seconds = 4.0,
 ) -> None:
     """GRPO, in GEMM-equivalents: us and every installed peer, with a trainable and with a frozen head."""
-    compare("policy", POLICY, parsed(POLICY, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    compare(
+        "policy",
+        POLICY,
+        parsed(POLICY, shapes),
+        out,
+        quick,
+        device,
+        tuple(only or ()),
+        tuple(skip or ()),
+        seconds,
+    )
 
 
 @app.command()
@@ -110,15 +163,20 @@ def orpo_batch(
     skip: Skip = None,
     seconds: Seconds = 3.0,
 ) -> None:
-    """ORPO of 32, 64 and 128 pairs of 1,024 tokens, the table of Liger's paper: peak memory and tokens per second."""
+    """ORPO of 32, 64 and 128 pairs of 1,024 tokens, the table of Liger's paper: peak memory and tokens per
+    second."""
     shapes = pairs.QUICK_BATCH_SHAPES if quick else pairs.BATCH_SHAPES
-    document = compare("orpo-batch", PREFERENCE, shapes, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    document = compare(
+        "orpo-batch", PREFERENCE, shapes, out, quick, device, tuple(only or ()), tuple(skip or ()), seconds
+    )
     typer.echo(pairs.by_token(document))
 
 
 @app.command()
 def dpo_length(
-    max_length: Annotated[int, typer.Option(min=1024, help="The largest T; the sizes double from 1,024.")] = 65536,
+    max_length: Annotated[
+        int, typer.Option(min=1024, help="The largest T; the sizes double from 1,024.")
+    ] = 65536,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -126,16 +184,21 @@ def dpo_length(
     skip: Skip = None,
     seconds: Seconds = 2.0,
 ) -> None:
-    """DPO of one pair against its length T, with a reference: memory beyond the gradients, time per token, and the plan."""
+    """DPO of one pair against its length T, with a reference: memory beyond the gradients, time per token,
+    and the plan."""
     shapes = pairs.QUICK_LENGTH_SHAPES if quick else pairs.length_shapes(max_length)
     names = tuple(only or pairs.LENGTH_NAMES)
-    document = compare("dpo-length", PREFERENCE, shapes, out, quick, device, names, tuple(skip or ()), seconds)
+    document = compare(
+        "dpo-length", PREFERENCE, shapes, out, quick, device, names, tuple(skip or ()), seconds
+    )
     typer.echo(pairs.by_token(document))
 
 
 @app.command()
 def distillation_length(
-    max_tokens: Annotated[int, typer.Option(min=8192, help="The largest N; the sizes grow fourfold from 8,192.")] = 131072,
+    max_tokens: Annotated[
+        int, typer.Option(min=8192, help="The largest N; the sizes grow fourfold from 8,192.")
+    ] = 131072,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -156,8 +219,19 @@ def medusa(
     skip: Skip = None,
     seconds: Seconds = 0.0,
 ) -> None:
-    """Medusa heads, 3 and 5, in both stages against the length T: time per token, and memory that must not grow with the heads."""
-    document = compare("medusa", MEDUSA, parsed(MEDUSA, shapes), out, quick, device, tuple(only or ()), tuple(skip or ()), seconds)
+    """Medusa heads, 3 and 5, in both stages against the length T: time per token, and memory that must not
+    grow with the heads."""
+    document = compare(
+        "medusa",
+        MEDUSA,
+        parsed(MEDUSA, shapes),
+        out,
+        quick,
+        device,
+        tuple(only or ()),
+        tuple(skip or ()),
+        seconds,
+    )
     typer.echo(multi_head.table(document))
     if grown := multi_head.grown(document):
         typer.echo("memory grows with the heads: " + "; ".join(grown), err=True)
@@ -169,16 +243,26 @@ def trl(
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
-    only: Annotated[list[str] | None, typer.Option(help="Measure only trainers whose name is or contains this; repeatable.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Leave out trainers whose name is or contains this; repeatable.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure only trainers whose name is or contains this; repeatable."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Leave out trainers whose name is or contains this; repeatable.")
+    ] = None,
 ) -> None:
-    """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the same loss."""
+    """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
+    same loss."""
     target = chosen_device(device, quick)
     packages = ("trl", "peft", "accelerate")
-    document = new_document("trl", target, quick=quick, versions={name: package_version(name) for name in packages})
+    document = new_document(
+        "trl", target, quick=quick, versions={name: package_version(name) for name in packages}
+    )
     path = out_path(out, document)
     try:
-        trainers.run(document, target, only=tuple(only or ()), skip=tuple(skip or ()), out=path, say=speaker())
+        trainers.run(
+            document, target, only=tuple(only or ()), skip=tuple(skip or ()), out=path, say=speaker()
+        )
     except (ImportError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     finish(path)
@@ -194,14 +278,17 @@ def tensor_parallel(
     quick: Quick = False,
     device: Device = "",
 ) -> None:
-    """Heads sharded over the vocabulary (CE, DPO, GRPO, JSD) beside one GPU: agreement, time and memory of each rank."""
+    """Heads sharded over the vocabulary (CE, DPO, GRPO, JSD) beside one GPU: agreement, time and memory of
+    each rank."""
     target = chosen_device(device, quick)
     document = new_document("tensor-parallel", target, quick=quick)
     path = out_path(out, document)
     shards.run(document, ranks, quick=quick, device=target.type, say=speaker())
     write_json(path, document)
     finish(path)
-    if wrong := [section["loss"] for section in document["sections"] for row in section["rows"][1:] if not row["right"]]:
+    if wrong := [
+        section["loss"] for section in document["sections"] for row in section["rows"][1:] if not row["right"]
+    ]:
         typer.echo(f"not right: {', '.join(wrong)}", err=True)
         raise typer.Exit(1)
 
@@ -211,21 +298,30 @@ def compare_two_trees(
     before: Annotated[Path, typer.Option(help="A checkout with the library as it was.")],
     after: Annotated[Path, typer.Option(help="A checkout with the library as it is now.")],
     rounds: Annotated[int, typer.Option(min=1, help="Processes for each tree.")] = 5,
-    rows: Annotated[list[str] | None, typer.Option(help="Only rows whose name contains this; repeatable.")] = None,
-    sharded: Annotated[bool, typer.Option("--tensor-parallel", help="Heads sharded over two GPUs instead.")] = False,
-    repeats: Annotated[int, typer.Option(help="Timed calls of a row in a process. Default: 7, 30 of small calls.")] = 0,
+    rows: Annotated[
+        list[str] | None, typer.Option(help="Only rows whose name contains this; repeatable.")
+    ] = None,
+    sharded: Annotated[
+        bool, typer.Option("--tensor-parallel", help="Heads sharded over two GPUs instead.")
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(help="Timed calls of a row in a process. Default: 7, 30 of small calls.")
+    ] = 0,
     limit: Annotated[float, typer.Option(help="Seconds after which a process is ended.")] = 150.0,
     minutes: Annotated[float, typer.Option(help="Start no round that would not end within these.")] = 60.0,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
 ) -> None:
-    """Our own rows in two checkouts, alternating in fresh processes: ratios, peak memory, host time to the first product."""
+    """Our own rows in two checkouts, alternating in fresh processes: ratios, peak memory, host time to the
+    first product."""
     target = chosen_device(device, quick)
     trees = {"before": before.resolve(), "after": after.resolve()}
     for name, tree in trees.items():
         if not (tree / "logitless" / "__init__.py").exists():
-            raise typer.BadParameter(f"--{name}: expected a folder that holds logitless/, got {tree}; pass a checkout.")
+            raise typer.BadParameter(
+                f"--{name}: expected a folder that holds logitless/, got {tree}; pass a checkout."
+            )
     document = new_document("compare-tensor-parallel" if sharded else "compare", target, quick=quick)
     # Without the folders, which mean nothing elsewhere: the trees are told by their commits and sources.
     words = tuple(rows or ())
@@ -256,7 +352,15 @@ def cpu(out: Out = None, quick: Quick = False, seconds: Seconds = 30.0) -> None:
     document = new_document("cpu", torch.device("cpu"), quick=quick)
     path = out_path(out, document)
     names = ("logitless", "eager, fp32 upcast")
-    CE.run(document, shapes, torch.device("cpu"), only=names, seconds=0.0 if quick else seconds, out=path, say=speaker())
+    CE.run(
+        document,
+        shapes,
+        torch.device("cpu"),
+        only=names,
+        seconds=0.0 if quick else seconds,
+        out=path,
+        say=speaker(),
+    )
     finish(path)
     ours, plain = (row["ms"] for row in document["sections"][0]["rows"])
     typer.echo(f"{ours / plain:.2f} x plain PyTorch, on {torch.get_num_threads()} threads")
@@ -264,7 +368,9 @@ def cpu(out: Out = None, quick: Quick = False, seconds: Seconds = 30.0) -> None:
 
 @app.command()
 def sweep(
-    max_tokens: Annotated[int, typer.Option(min=1024, help="The largest N; the sizes double from 1,024.")] = 131072,
+    max_tokens: Annotated[
+        int, typer.Option(min=1024, help="The largest N; the sizes double from 1,024.")
+    ] = 131072,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -293,15 +399,21 @@ def gemm(
     chunks = chunk_gemms.QUICK_CHUNKS if quick else chunk_gemms.CHUNKS
     document = new_document("gemm", target, quick=quick)
     path = out_path(out, document)
-    chunk_gemms.run(document, picked, chunks, target, seconds=0.0 if quick else seconds, out=path, say=speaker())
+    chunk_gemms.run(
+        document, picked, chunks, target, seconds=0.0 if quick else seconds, out=path, say=speaker()
+    )
     finish(path)
 
 
 @app.command()
 def plot(
     results: Annotated[Path, typer.Option(help="Where the JSON files lie.")] = RESULTS,
-    readme_path: Annotated[Path, typer.Option("--readme", help="The file with the markers.")] = RESULTS.parents[1] / "README.md",
-    picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1] / "docs" / "ce.png",
+    readme_path: Annotated[
+        Path, typer.Option("--readme", help="The file with the markers.")
+    ] = RESULTS.parents[1] / "README.md",
+    picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1]
+    / "docs"
+    / "ce.png",
 ) -> None:
     """Rewrite the README's tables from the newest results, and draw the picture of the newest `sweep`."""
     # Here alone, so that a machine that only measures needs no matplotlib.
@@ -320,7 +432,9 @@ def plot(
         typer.echo(f"{picture_path}: drawn from {source}")
     if not (tables or curve):
         names = ", ".join((*TABLES, "sweep"))
-        raise typer.BadParameter(f"--results: expected a complete result ({names}) in {results}; run `python -m benchmarks ce`.")
+        raise typer.BadParameter(
+            f"--results: expected a complete result ({names}) in {results}; run `python -m benchmarks ce`."
+        )
 
 
 def compare(
@@ -334,14 +448,17 @@ def compare(
     skip: tuple[str, ...],
     seconds: float,
 ) -> dict:
-    """Runs a comparison over `shapes`, by default the objective's own; exits with 1 unless our own rows are all right."""
+    """Runs a comparison over `shapes`, by default the objective's own; exits with 1 unless our own rows are
+    all right."""
     target = chosen_device(device, quick)
     shapes = shapes or (objective.quick_shapes if quick else objective.shapes)
     document = new_document(benchmark, target, quick=quick, versions=objective.peers.versions())
     path = out_path(out, document)
     seconds = 0.0 if quick else seconds
     try:
-        objective.run(document, shapes, target, only=only, skip=skip, seconds=seconds, out=path, say=speaker())
+        objective.run(
+            document, shapes, target, only=only, skip=skip, seconds=seconds, out=path, say=speaker()
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except DeviceLost as error:
@@ -357,9 +474,14 @@ def compare(
 def chosen_device(name: str, quick: bool) -> torch.device:
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("--device: expected a device of this machine, got cuda, which it lacks; pass --device cpu --quick.")
+        raise typer.BadParameter(
+            "--device: expected a device of this machine, got cuda, which it lacks; pass --device cpu "
+            "--quick."
+        )
     if device.type != "cuda" and not quick:
-        raise typer.BadParameter(f"--device: expected cuda for the full shapes, got {device.type}; pass --quick.")
+        raise typer.BadParameter(
+            f"--device: expected cuda for the full shapes, got {device.type}; pass --quick."
+        )
     return device
 
 

@@ -32,15 +32,18 @@ class Shape:
         except ValueError:
             shape = None
         if shape is None or min(shape.N, shape.H, shape.V) < 1 or not 0.0 <= shape.ignored < 1.0:
-            raise ValueError(f"--shapes: expected NxHxV or NxHxV@IGNORED with 0 <= IGNORED < 1; got {text!r}.")
+            raise ValueError(
+                f"--shapes: expected NxHxV or NxHxV@IGNORED with 0 <= IGNORED < 1; got {text!r}."
+            )
         return shape
 
     def __str__(self) -> str:
         return f"{self.N}x{self.H}x{self.V}" + (f"@{self.ignored:g}" if self.ignored else "")
 
 
-# The shapes of ../shared/design.md with their targets: (default fp32 accumulation, accum_dtype=torch.bfloat16). The last one
-# is held to the bare products over *all* its rows, of which half carry no label.
+# The shapes of ../shared/design.md with their targets: (default fp32 accumulation,
+# accum_dtype=torch.bfloat16). The last one is held to the bare products over *all* its rows, of which half
+# carry no label.
 TARGETS = {
     Shape(8192, 4096, 128256): (1.08, 1.05),
     Shape(16384, 2048, 151936): (1.08, 1.06),
@@ -67,9 +70,10 @@ def sweep_shapes(max_tokens: int) -> tuple[Shape, ...]:
 def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random bf16 leaves hidden (N, H) and weight (V, H), and targets (N,), like those of a trained model.
 
-    Each row leans to its target and to a rival among 64 frequent tokens by random amounts, so that the loss is about 3 and
-    half the rows give their target more than 0.5. On plain noise every probability is 1 / V, and a gradient that lacks its
-    whole softmax term passes with an error of 8e-3 (at H = 4096); here it has one of 1.0.
+    Each row leans to its target and to a rival among 64 frequent tokens by random amounts, so that the loss
+    is about 3 and half the rows give their target more than 0.5. On plain noise every probability is 1 / V,
+    and a gradient that lacks its whole softmax term passes with an error of 8e-3 (at H = 4096); here it has
+    one of 1.0.
     """
     random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     N, H, V = shape.N, shape.H, shape.V
@@ -91,7 +95,8 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tenso
 def truth(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024) -> Truth:
     """Loss, d_hidden and d_weight from fp32 operands, a chunk of logits at a time, without TF32.
 
-    With p = softmax(z): loss = mean(logsumexp(z) - z_y) and d_z = (p - onehot(y)) / count over the supervised rows.
+    With p = softmax(z): loss = mean(logsumexp(z) - z_y) and d_z = (p - onehot(y)) / count over the supervised
+    rows.
     """
     wide = weight.float()
     d_hidden = torch.zeros(hidden.shape, device=hidden.device)
@@ -114,14 +119,19 @@ def truth(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024) ->
 def problem(shape: Shape, device: torch.device, seed: int) -> Problem:
     hidden, weight, targets = inputs(shape, device, seed)
     leaves = {"hidden": hidden, "weight": weight}
-    return Problem((hidden, weight, targets), leaves, truth(hidden, weight, targets), yardstick(hidden, weight))
+    return Problem(
+        (hidden, weight, targets), leaves, truth(hidden, weight, targets), yardstick(hidden, weight)
+    )
 
 
 def goals(shape: Shape) -> dict[str, Goal]:
     """The ratios of design.md, and memory of d_hidden and of d_weight where it is summed in fp32."""
     fp32, bf16 = TARGETS.get(shape, (None, None))
     d_hidden, fp32_d_weight = 2 * shape.N * shape.H, 4 * shape.V * shape.H
-    return {"logitless": Goal(fp32, d_hidden + fp32_d_weight), "logitless, bf16 d_weight": Goal(bf16, d_hidden)}
+    return {
+        "logitless": Goal(fp32, d_hidden + fp32_d_weight),
+        "logitless, bf16 d_weight": Goal(bf16, d_hidden),
+    }
 
 
 CE = Objective(SHAPES, QUICK_SHAPES, Shape.parse, PEERS, problem, goals)

@@ -1,6 +1,8 @@
-"""Cross-entropy as each library offers it: `(hidden (N, H), weight (V, H), targets (N,)) -> loss`, mean over targets != -100.
+"""Cross-entropy as each library offers it: `(hidden (N, H), weight (V, H), targets (N,)) -> loss`, mean over
+targets != -100.
 
-Signatures were checked against liger-kernel 0.8.5, cut-cross-entropy 25.1.1, trl 1.16.0, quack-kernels 0.6.5 and torch 2.13.
+Signatures were checked against liger-kernel 0.8.5, cut-cross-entropy 25.1.1, trl 1.16.0, quack-kernels 0.6.5
+and torch 2.13.
 """
 
 import torch
@@ -83,10 +85,13 @@ def trl():
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as vocab_chunk
 
-    # As the trainers call it (trl/trainer/utils.py, `_fused_forward`): supervised rows only, no optional outputs.
+    # As the trainers call it (trl/trainer/utils.py, `_fused_forward`): supervised rows only, no optional
+    # outputs.
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         mask = targets != -100
-        logps = ChunkedLogProbFunction.apply(hidden[mask], weight, None, targets[mask], 1.0, vocab_chunk, None, 1.0, ())[0]
+        logps = ChunkedLogProbFunction.apply(
+            hidden[mask], weight, None, targets[mask], 1.0, vocab_chunk, None, 1.0, ()
+        )[0]
         return -logps.sum() / mask.sum().clamp(min=1)
 
     return loss

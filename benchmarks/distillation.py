@@ -1,4 +1,5 @@
-"""Distillation through two linear heads, by the Jensen-Shannon divergence: the problem (shapes, inputs, fp32 truth)."""
+"""Distillation through two linear heads, by the Jensen-Shannon divergence: the problem (shapes, inputs, fp32
+truth)."""
 
 import itertools
 import math
@@ -56,19 +57,24 @@ AGREEMENT = 0.7
 
 
 def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Random bf16 hidden states and heads, (N, H), (V, H) of the student and (N, T), (V, T) of the teacher, as if both were trained.
+    """Random bf16 hidden states and heads, (N, H), (V, H) of the student and (N, T), (V, T) of the teacher,
+    as if both were trained.
 
-    As in cross-entropy's inputs, each row leans to one token and to a rival among 64 frequent ones by random amounts, here in both
-    models by amounts that mostly agree: two thirds of the rows give one token more than half, and the divergence is about 0.1.
-    On plain noise it would be that of two nearly uniform distributions, where the log ratio is small everywhere and its mean, the
-    one term of the gradient that needs the whole row, hardly counts.
+    As in cross-entropy's inputs, each row leans to one token and to a rival among 64 frequent ones by random
+    amounts, here in both
+    models by amounts that mostly agree: two thirds of the rows give one token more than half, and the
+        divergence is about 0.1.
+    On plain noise it would be that of two nearly uniform distributions, where the log ratio is small
+    everywhere and its mean, the one term of the gradient that needs the whole row, hardly counts.
     """
     random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     N, V = shape.N, shape.V
     targets = torch.randint(V, (N,), **random)
     frequent = min(64, V)
     rivals = torch.randint(frequent, (N,), **random) * (V // frequent)
-    leanings = [(tokens, most, torch.rand(N, 1, **random)) for tokens, most in ((targets, 24.0), (rivals, 16.0))]
+    leanings = [
+        (tokens, most, torch.rand(N, 1, **random)) for tokens, most in ((targets, 24.0), (rivals, 16.0))
+    ]
 
     models = []
     for H in (shape.H, shape.teacher_H):
@@ -81,8 +87,11 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def truth(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, chunk: int = 512) -> Truth:
-    """Loss, d_hidden and, with a trainable head, d_weight from fp32 operands, a chunk of logits at a time, without TF32.
+def truth(
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, chunk: int = 512
+) -> Truth:
+    """Loss, d_hidden and, with a trainable head, d_weight from fp32 operands, a chunk of logits at a time,
+    without TF32.
 
     With s and t the two distributions, m their mean and d = log s - log m:
     loss = mean(KL(t||m) + KL(s||m)) / 2 and d_z = s (d - KL(s||m)) / 2N.
@@ -113,7 +122,12 @@ def truth(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight
 def problem(shape: Shape, device: torch.device, seed: int) -> Problem:
     hidden, weight, *teacher = arguments = inputs(shape, device, seed)
     leaves = {"hidden": hidden} | ({} if shape.frozen_head else {"weight": weight})
-    return Problem(arguments, leaves, truth(*arguments), yardstick(hidden, weight, constant=(tuple(teacher),), frozen=shape.frozen_head))
+    return Problem(
+        arguments,
+        leaves,
+        truth(*arguments),
+        yardstick(hidden, weight, constant=(tuple(teacher),), frozen=shape.frozen_head),
+    )
 
 
 def goals(shape: Shape) -> dict[str, Goal]:

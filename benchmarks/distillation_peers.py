@@ -42,7 +42,8 @@ def compiled():
     return torch.compile(eager_loss, dynamic=False)
 
 
-# Liger has two: an operator of its own kernels, and the chunks of its preference losses around compiled PyTorch.
+# Liger has two: an operator of its own kernels, and the chunks of its preference losses around compiled
+# PyTorch.
 @PEERS.add("Liger fused_linear_jsd", package="liger-kernel", needs_cuda=True)
 def liger_operator():
     from liger_kernel.transformers.functional import liger_fused_linear_jsd
@@ -65,7 +66,9 @@ def liger_chunked():
 
     # It takes labels even where no hard loss asks for them: any that are not ignored.
     def loss(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-        return jsd(hidden, weight, teacher_hidden, teacher_weight, hidden.new_zeros(len(hidden), dtype=torch.int64))
+        return jsd(
+            hidden, weight, teacher_hidden, teacher_weight, hidden.new_zeros(len(hidden), dtype=torch.int64)
+        )
 
     return loss
 
@@ -77,6 +80,8 @@ def trl():
     # As DistillationTrainer calls it: batches of sequences with a mask.
     def loss(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
         mask = torch.ones(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        return _chunked_divergence_loss(hidden[None], teacher_hidden[None], weight, teacher_weight, mask, beta=0.5)[0]
+        return _chunked_divergence_loss(
+            hidden[None], teacher_hidden[None], weight, teacher_weight, mask, beta=0.5
+        )[0]
 
     return loss

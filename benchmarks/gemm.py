@@ -1,4 +1,5 @@
-"""How many tokens belong in a chunk: the three products' time per token against the chunk size, for tuning `plan.py`."""
+"""How many tokens belong in a chunk: the three products' time per token against the chunk size, for tuning
+`plan.py`."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +29,8 @@ def run(
     out: Path | None,
     say: Callable[[str], None],
 ) -> dict:
-    """Fills `document` with microseconds per token for every shape, chunk size and way to accumulate d_weight."""
+    """Fills `document` with microseconds per token for every shape, chunk size and way to accumulate
+    d_weight."""
     # The fp32 accumulation of the engine needs mm's out_dtype, which a CPU does not have.
     ways = {"overwrite": False} | ({"fp32": True} if device.type == "cuda" else {})
     document |= {"sections": [], "complete": False}
@@ -44,7 +46,13 @@ def run(
         }
         times = interleave(cases, device, seconds=seconds, most=15)
         rows = [
-            {"chunk": chunk, "d_weight": way, "tokens": tokens[chunk], "us_per_token": 1e3 * spread(ms)["ms"] / tokens[chunk]} | spread(ms)
+            {
+                "chunk": chunk,
+                "d_weight": way,
+                "tokens": tokens[chunk],
+                "us_per_token": 1e3 * spread(ms)["ms"] / tokens[chunk],
+            }
+            | spread(ms)
             for (chunk, way), ms in times.items()
             if ms
         ]
@@ -62,4 +70,9 @@ def lines(rows: list[dict], ways: tuple[str, ...]) -> str:
     for chunk in sorted({row["chunk"] for row in rows}):
         costs = {row["d_weight"]: row["us_per_token"] for row in rows if row["chunk"] == chunk}
         body.append([chunk] + [f"{cost:.3f} ({cost / best[way] - 1:+.1%})" for way, cost in costs.items()])
-    return tabulate(body, ["chunk", *(f"us/token, d_weight {way}" for way in ways)], disable_numparse=True, stralign="right")
+    return tabulate(
+        body,
+        ["chunk", *(f"us/token, d_weight {way}" for way in ways)],
+        disable_numparse=True,
+        stralign="right",
+    )

@@ -1,4 +1,5 @@
-"""One problem, many implementations: agreement with the truth first, then milliseconds, ratio and peak bytes."""
+"""One problem, many implementations: agreement with the truth first, then milliseconds, ratio and peak
+bytes."""
 
 import math
 import time
@@ -13,8 +14,8 @@ from benchmarks.peers import one_line
 from benchmarks.timing import Case, interleave, peak_bytes, release, spread
 from benchmarks.yardstick import Yardstick
 
-# Above these a result is wrong and gets no time. bf16 alone costs 3e-3 of a gradient and the roughest peer 1.5e-2 (peers.md);
-# a forgotten term, mask or normalizer costs far more, on inputs where every term matters.
+# Above these a result is wrong and gets no time. bf16 alone costs 3e-3 of a gradient and the roughest peer
+# 1.5e-2 (peers.md); a forgotten term, mask or normalizer costs far more, on inputs where every term matters.
 GRADIENT_LIMIT = 5e-2
 LOSS_LIMIT = 1e-2
 # Freed memory is filled with NaN before a check, so that reading what was never written shows.
@@ -45,7 +46,9 @@ class DeviceLost(RuntimeError):
 
 
 def measure(
-    calls: dict[str, Callable[[], object]],  # name -> the public call, returning a loss or something with `.loss`
+    calls: dict[
+        str, Callable[[], object]
+    ],  # name -> the public call, returning a loss or something with `.loss`
     leaves: dict[str, Tensor],  # the tensors that get gradients
     truth: Truth,
     yardstick: Yardstick,
@@ -53,10 +56,11 @@ def measure(
     seconds: float,
     say: Callable[[str], None],
 ) -> tuple[dict, list[dict]]:
-    """Checks every call, then times the right ones interleaved with the yardstick, then takes their peak memory.
+    """Checks every call, then times the right ones interleaved with the yardstick, then takes their peak
+    memory.
 
-    Returns the yardstick's numbers and one row for each call, in their order. `row["verdict"]` is "ok", "wrong",
-    "out of memory" or "failed"; only "ok" rows have a time.
+    Returns the yardstick's numbers and one row for each call, in their order. `row["verdict"]` is "ok",
+    "wrong", "out of memory" or "failed"; only "ok" rows have a time.
     """
     rows = {}
     for name, call in calls.items():
@@ -98,7 +102,9 @@ def check(name: str, call: Callable[[], object], leaves: dict[str, Tensor], trut
     try:
         release(device)
     except RuntimeError as error:
-        raise DeviceLost(f"{name} left the device unusable ({one_line(error)}); run again with --skip '{name}'.") from error
+        raise DeviceLost(
+            f"{name} left the device unusable ({one_line(error)}); run again with --skip '{name}'."
+        ) from error
     return row
 
 
@@ -187,6 +193,8 @@ def poison(device: torch.device) -> None:
 def describe_check(row: dict) -> str:
     if row["verdict"] in ("failed", "out of memory"):
         return f"{row['verdict']} {row.get('reason', '')}".strip()
-    errors = [f"{key.removesuffix('_error')} {value:.1e}" for key, value in row.items() if key.endswith("_error")]
+    errors = [
+        f"{key.removesuffix('_error')} {value:.1e}" for key, value in row.items() if key.endswith("_error")
+    ]
     plan = f"; {row['plan']}" if "plan" in row else ""
     return f"{row['verdict']} ({', '.join(errors)}), first call {row['first_call_seconds']:.1f} s{plan}"

@@ -1,7 +1,9 @@
-"""Medusa heads over the tokens of one sequence: the problem (shapes, inputs, fp32 truth), and a way to measure it in few calls.
+"""Medusa heads over the tokens of one sequence: the problem (shapes, inputs, fp32 truth), and a way to
+measure it in few calls.
 
-Stage 1 trains the heads alone, stage 2 the hidden states and the base head too. The lengths are those of figures 17 and 18 of Liger's
-paper. A call takes up to a second, and there are two dozen shapes: hence `measure` here.
+Stage 1 trains the heads alone, stage 2 the hidden states and the base head too. The lengths are those of
+figures 17 and 18 of Liger's paper. A call takes up to a second, and there are two dozen shapes: hence
+`measure` here.
 """
 
 from collections import defaultdict
@@ -15,7 +17,18 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.measure import Truth, backward_case, check, clear, describe_check, device_of, exact_products, loss_of, poison, sound
+from benchmarks.measure import (
+    Truth,
+    backward_case,
+    check,
+    clear,
+    describe_check,
+    device_of,
+    exact_products,
+    loss_of,
+    poison,
+    sound,
+)
 from benchmarks.medusa_peers import PEERS, terms
 from benchmarks.objective import Goal, Objective, Problem
 from benchmarks.preference import one_gemm
@@ -49,15 +62,20 @@ class Shape:
             shape = None
         # The last head looks heads + 1 tokens ahead.
         if shape is None or min(heads, H, V) < 1 or T < heads + 2 or shape.stage not in (1, 2):
-            raise ValueError(f"--shapes: expected HEADSxTxHxV@STAGE with T >= HEADS + 2 and STAGE 1 or 2; got {text!r}.")
+            raise ValueError(
+                f"--shapes: expected HEADSxTxHxV@STAGE with T >= HEADS + 2 and STAGE 1 or 2; got {text!r}."
+            )
         return shape
 
     def __str__(self) -> str:
         return f"{self.heads}x{self.T}x{self.H}x{self.V}@{self.stage}"
 
 
-SHAPES = tuple(Shape(heads, stage, 1024 << k, 4096, 128256) for heads in (3, 5) for stage in (1, 2) for k in range(6))
-# Up to this length gradients are compared with fp32 ones, beyond it the loss alone: fp32 products take ten times as long as bf16's.
+SHAPES = tuple(
+    Shape(heads, stage, 1024 << k, 4096, 128256) for heads in (3, 5) for stage in (1, 2) for k in range(6)
+)
+# Up to this length gradients are compared with fp32 ones, beyond it the loss alone: fp32 products take ten
+# times as long as bf16's.
 CHECKED_LENGTH = 2048
 QUICK_SHAPES = (
     *(Shape(heads, stage, 96, 128, 517) for heads in (3, 5) for stage in (1, 2)),
@@ -73,8 +91,8 @@ CHUNK = 4096
 def inputs(shape: Shape, device: torch.device, seed: int) -> tuple:
     """Random bf16 hidden (1, T, H), heads, targets (1, T), and in stage 2 the base head (V, H), else None.
 
-    As in cross-entropy's inputs, each row leans to its target and to a rival among 64 frequent tokens, here of every head at once, and
-    a block changes a row by as much as its noise.
+    As in cross-entropy's inputs, each row leans to its target and to a rival among 64 frequent tokens, here
+    of every head at once, and a block changes a row by as much as its noise.
     """
     from logitless import MedusaHeads
 
@@ -83,24 +101,37 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple:
     heads = MedusaHeads(H, V, shape.heads, device=device, dtype=torch.bfloat16)
     for parameter in heads.parameters():
         parameter.data.normal_(0.0, H**-0.5, generator=random["generator"])
-    base_weight = torch.randn(V, H, **random, dtype=torch.bfloat16).mul_(H**-0.5).requires_grad_() if shape.stage == 2 else None
+    base_weight = (
+        torch.randn(V, H, **random, dtype=torch.bfloat16).mul_(H**-0.5).requires_grad_()
+        if shape.stage == 2
+        else None
+    )
     targets = torch.randint(V, (T,), **random)
     frequent = min(64, V)
     hidden = 0.5 * torch.randn(T, H, **random)
     for term in terms(heads, base_weight):
         rivals = torch.randint(frequent, (T - term.offset,), **random) * (V // frequent)
         for tokens, most in ((targets[term.offset :], 24.0), (rivals, 16.0)):
-            hidden[: -term.offset] += most * torch.rand(len(tokens), 1, **random) * term.weight.detach()[tokens]
+            hidden[: -term.offset] += (
+                most * torch.rand(len(tokens), 1, **random) * term.weight.detach()[tokens]
+            )
     return hidden.bfloat16()[None].requires_grad_(shape.stage == 2), heads, targets[None], base_weight
 
 
-def truth(hidden: Tensor, heads, targets: Tensor, base_weight: Tensor | None, *, gradients: bool, chunk: int = 2048) -> Truth:
-    """The loss from fp32 operands, a chunk of logits at a time; with `gradients` those of hidden, where it trains, and of head 0."""
+def truth(
+    hidden: Tensor, heads, targets: Tensor, base_weight: Tensor | None, *, gradients: bool, chunk: int = 2048
+) -> Truth:
+    """The loss from fp32 operands, a chunk of logits at a time; with `gradients` those of hidden, where it
+    trains, and of head 0."""
     x, y = hidden[0].detach().float().requires_grad_(gradients and hidden.requires_grad), targets[0]
     total, leaves = 0.0, {"hidden": x} if x.requires_grad else {}
     with exact_products(), torch.set_grad_enabled(gradients):
         for coefficient, offset, block, weight in terms(heads, base_weight):
-            layer = [] if block is None else [p.detach().float() for p in (block.linear.weight, block.linear.bias)]
+            layer = (
+                []
+                if block is None
+                else [p.detach().float() for p in (block.linear.weight, block.linear.bias)]
+            )
             weight = weight.detach().float() if gradients else weight.detach()
             if gradients and offset == 2:
                 leaves |= {"weight_0": weight.requires_grad_(), "block_0": layer[0].requires_grad_()}
@@ -114,14 +145,18 @@ def truth(hidden: Tensor, heads, targets: Tensor, base_weight: Tensor | None, *,
                 if loss.requires_grad:
                     loss.backward()
                 total += loss.item()
-    return Truth(total, {name: leaf.grad.view_as(hidden) if name == "hidden" else leaf.grad for name, leaf in leaves.items()})
+    return Truth(
+        total,
+        {name: leaf.grad.view_as(hidden) if name == "hidden" else leaf.grad for name, leaf in leaves.items()},
+    )
 
 
 def logits(
     x: Tensor,  # (n, H) fp32
     weight: Tensor,  # (V, H)
 ) -> Tensor:
-    """x @ weight.T in fp32. With a bf16 weight by two exact products of bf16 operands, x cut into 16 bits of mantissa, for speed."""
+    """x @ weight.T in fp32. With a bf16 weight by two exact products of bf16 operands, x cut into 16 bits of
+    mantissa, for speed."""
     if weight.dtype == torch.float32:
         return x @ weight.t()
     high = x.bfloat16()
@@ -148,7 +183,8 @@ def problem(shape: Shape, device: torch.device, seed: int) -> Problem:
 def goals(shape: Shape) -> dict[str, Goal]:
     """Memory, whatever the number of heads:
 
-    budget + d_hidden (an fp32 sum and one head's share in bf16, in stage 2) + one fp32 d_weight + two bf16 [C, H] within a block
+    budget + d_hidden (an fp32 sum and one head's share in bf16, in stage 2) + one fp32 d_weight + two bf16
+    [C, H] within a block
     """
     d_hidden = (4 + 2) * shape.T * shape.H if shape.stage == 2 else 0
     fp32_d_weight = 4 * shape.V * shape.H
@@ -165,10 +201,11 @@ def measure(
     seconds: float,
     say: Callable[[str], None],
 ) -> tuple[dict, list[dict]]:
-    """`measure.measure` in half the calls: a warm-up and three timed rounds, which also tell the loss and the peak memory.
+    """`measure.measure` in half the calls: a warm-up and three timed rounds, which also tell the loss and the
+    peak memory.
 
-    Where the truth has gradients they are checked first, as everywhere. Where it has not, the loss of the timed calls decides
-    whether they count.
+    Where the truth has gradients they are checked first, as everywhere. Where it has not, the loss of the
+    timed calls decides whether they count.
     """
     device = device_of(leaves)
     rows: dict[str, dict] = {}
@@ -245,7 +282,11 @@ def grown(document: dict) -> list[str]:
     for section in document["sections"]:
         shape = Shape(**section["shape"])
         for row in section["rows"]:
-            if row["name"] in goals(shape) and row["verdict"] == "ok" and row["beyond_gradients_bytes"] is not None:
+            if (
+                row["name"] in goals(shape)
+                and row["verdict"] == "ok"
+                and row["beyond_gradients_bytes"] is not None
+            ):
                 held[replace(shape, heads=0)][shape.heads] = row["beyond_gradients_bytes"]
     found = []
     for shape, by_heads in held.items():
@@ -263,7 +304,10 @@ def table(document: dict) -> str:
         shape = Shape(**section["shape"])
         for row in section["rows"]:
             measured = row["verdict"] == "ok"
-            memory = (report.gib(row.get(name)) for name in ("peak_bytes", "beyond_gradients_bytes", "memory_limit_bytes"))
+            memory = (
+                report.gib(row.get(name))
+                for name in ("peak_bytes", "beyond_gradients_bytes", "memory_limit_bytes")
+            )
             body.append(
                 [
                     shape.heads,
@@ -277,7 +321,19 @@ def table(document: dict) -> str:
                     {True: "yes", False: "NO", None: None}[row.get("meets_memory_limit")],
                 ]
             )
-    headers = ["K", "stage", "T", "", "ms", "us/token", "x GEMMs", "peak GiB", "beyond grads", "limit", "within"]
+    headers = [
+        "K",
+        "stage",
+        "T",
+        "",
+        "ms",
+        "us/token",
+        "x GEMMs",
+        "peak GiB",
+        "beyond grads",
+        "limit",
+        "within",
+    ]
     return tabulate(body, headers, disable_numparse=True, colalign=(*["right"] * 3, "left", *["right"] * 7))
 
 
@@ -289,7 +345,9 @@ def by_length(document: dict, source: str) -> str:
         for row in section["rows"]:
             beyond = report.text(report.gib(row.get("beyond_gradients_bytes")), ", {:.1f} GiB") or ""
             measured = row["verdict"] == "ok"
-            cells[shape.heads, shape.stage, row["name"]][shape.T] = f"{row['ms']:.0f} ms{beyond}" if measured else row["verdict"]
+            cells[shape.heads, shape.stage, row["name"]][shape.T] = (
+                f"{row['ms']:.0f} ms{beyond}" if measured else row["verdict"]
+            )
     lengths = sorted({T for found in cells.values() for T in found})
     body = [[*key, *(found.get(T, "") for T in lengths)] for key, found in cells.items()]
     body = [[cell and f"**{cell}**" for cell in line] if line[2] == "logitless" else line for line in body]
@@ -297,7 +355,8 @@ def by_length(document: dict, source: str) -> str:
     headers = ["heads", "stage", "", *(f"T {T:,}" for T in lengths)]
     sizes = report.sizes({name: document["sections"][0]["shape"][name] for name in "HV"})
     return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True) + (
-        f"\n\nOne {document['device']}, {document['date'][:10]}, {sizes}, bf16, forward and backward; memory beyond the inputs and the "
+        f"\n\nOne {document['device']}, {document['date'][:10]}, {sizes}, bf16, forward and backward; "
+        f"memory beyond the inputs and the "
         "returned gradients. Ours holds one d_weight in fp32 until it is cast, where Liger sums in bf16. "
         f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
     )

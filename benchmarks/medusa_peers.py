@@ -1,7 +1,9 @@
-"""Medusa heads as each library can train them: `(hidden (1, T, H), heads, targets (1, T), base_weight (V, H) or None) -> loss`.
+"""Medusa heads as each library can train them: `(hidden (1, T, H), heads, targets (1, T), base_weight (V, H)
+or None) -> loss`.
 
-With K heads (`MedusaHeads`), position i of head k predicts token i + 2 + k; its mean counts 0.8^k. `base_weight`, given in stage 2,
-predicts token i + 1 and counts 1. Signatures were checked against liger-kernel 0.8.5.
+With K heads (`MedusaHeads`), position i of head k predicts token i + 2 + k; its mean counts 0.8^k.
+`base_weight`, given in stage 2, predicts token i + 1 and counts 1. Signatures were checked against
+liger-kernel 0.8.5.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,5 +71,6 @@ def eager():
 def liger():
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-    # It gives the weight a gradient only where its input requires one: in stage 1 the block's output does, though hidden does not.
+    # It gives the weight a gradient only where its input requires one: in stage 1 the block's output does,
+    # though hidden does not.
     return head_by_head(liger_fused_linear_cross_entropy)

@@ -16,10 +16,11 @@ from benchmarks.yardstick import Yardstick
 
 
 class Shape(Protocol):
-    """A frozen dataclass of sizes (int), shares (float), switches (bool) and names (str), with `N` tokens in all.
+    """A frozen dataclass of sizes (int), shares (float), switches (bool) and names (str), with `N` tokens in
+    all.
 
-    `str` gives what `--shapes` reads, and `report.sizes` prints the fields by their names. `GROWS` names the fields that grow with
-    the batch, where they are others than `N`.
+    `str` gives what `--shapes` reads, and `report.sizes` prints the fields by their names. `GROWS` names the
+    fields that grow with the batch, where they are others than `N`.
     """
 
     N: int
@@ -50,8 +51,12 @@ class Objective:
     parse: Callable[[str], Shape]
     peers: Peers
     problem: Callable[[Shape, torch.device, int], Problem]  # (shape, device, seed)
-    goals: Callable[[Shape], dict[str, Goal]]  # by the names of our own implementations, the same at every shape
-    measure: Callable[..., tuple[dict, list[dict]]] = measure  # the yardstick's numbers and the rows of a problem's calls
+    goals: Callable[
+        [Shape], dict[str, Goal]
+    ]  # by the names of our own implementations, the same at every shape
+    measure: Callable[..., tuple[dict, list[dict]]] = (
+        measure  # the yardstick's numbers and the rows of a problem's calls
+    )
 
     def run(
         self,
@@ -76,7 +81,9 @@ class Objective:
             hopeless = {name for name, smaller in exhausted.items() if covers(smaller, shape)}
             losses = {name: loss for name, loss in present.items() if name not in hopeless}
             section = self.measure_shape(shape, losses, device, document["seed"] + index, seconds, say)
-            section["rows"] += [{"name": name, "verdict": "out of memory"} for name in present if name in hopeless]
+            section["rows"] += [
+                {"name": name, "verdict": "out of memory"} for name in present if name in hopeless
+            ]
             for row in section["rows"]:
                 if row["verdict"] == "out of memory":
                     exhausted.setdefault(row["name"], shape)
@@ -88,15 +95,24 @@ class Objective:
         return document
 
     def measure_shape(
-        self, shape: Shape, losses: dict[str, Callable], device: torch.device, seed: int, seconds: float, say: Callable[[str], None]
+        self,
+        shape: Shape,
+        losses: dict[str, Callable],
+        device: torch.device,
+        seed: int,
+        seconds: float,
+        say: Callable[[str], None],
     ) -> dict:
         """One section of the document: the yardstick, the true loss and a row for each of `losses`."""
         say(f"{shape}: inputs and fp32 truth")
-        # Every shape gets fresh graphs: torch.compile keeps at most eight of one function and then runs it uncompiled.
+        # Every shape gets fresh graphs: torch.compile keeps at most eight of one function and then runs it
+        # uncompiled.
         torch.compiler.reset()
         problem = self.problem(shape, device, seed)
         calls = {name: partial(loss, *problem.arguments) for name, loss in losses.items()}
-        bare, rows = self.measure(calls, problem.leaves, problem.truth, problem.yardstick, seconds=seconds, say=say)
+        bare, rows = self.measure(
+            calls, problem.leaves, problem.truth, problem.yardstick, seconds=seconds, say=say
+        )
         goals = self.goals(shape)
         for row in rows:
             if row["name"] in goals:
@@ -107,13 +123,20 @@ class Objective:
         """Our own implementations that are absent, wrong or broken anywhere in the document."""
         ours = self.goals(self.shapes[0])
         rows = [row for section in document["sections"] for row in section["rows"]]
-        broken = [f"{row['name']}: {row['verdict']}" for row in rows if row["name"] in ours and row["verdict"] != "ok"]
+        broken = [
+            f"{row['name']}: {row['verdict']}"
+            for row in rows
+            if row["name"] in ours and row["verdict"] != "ok"
+        ]
         return broken + [f"{name}: {reason}" for name, reason in document["absent"].items() if name in ours]
 
 
 def covers(smaller: Shape, shape: Shape) -> bool:
     batch = {name: getattr(shape, name) for name in getattr(shape, "GROWS", ("N",))}
-    return all(getattr(smaller, name) <= size for name, size in batch.items()) and replace(smaller, **batch) == shape
+    return (
+        all(getattr(smaller, name) <= size for name, size in batch.items())
+        and replace(smaller, **batch) == shape
+    )
 
 
 def judge(row: dict, goal: Goal) -> None:

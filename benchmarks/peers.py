@@ -33,7 +33,8 @@ class Peers:
     peers: list[Peer] = field(default_factory=list)
 
     def add(self, name: str, *, package: str | None = None, needs_cuda: bool = False) -> Callable:
-        """Decorates a function that imports an implementation and returns the callable which computes its loss."""
+        """Decorates a function that imports an implementation and returns the callable which computes its
+        loss."""
 
         def register(load: Callable[[], Callable]) -> Callable[[], Callable]:
             self.peers.append(Peer(name, load, package, needs_cuda))
@@ -41,8 +42,11 @@ class Peers:
 
         return register
 
-    def load(self, device: torch.device, only: Iterable[str] = (), skip: Iterable[str] = ()) -> tuple[dict[str, Callable], dict[str, str]]:
-        """Imports what can be had: name -> callable of the present ones, name -> reason of the absent ones."""
+    def load(
+        self, device: torch.device, only: Iterable[str] = (), skip: Iterable[str] = ()
+    ) -> tuple[dict[str, Callable], dict[str, str]]:
+        """Imports what can be had: name -> callable of the present ones, name -> reason of the absent
+        ones."""
         present, absent = {}, {}
         for peer in self._chosen(tuple(only), tuple(skip)):
             reason = peer.why_absent(device)
@@ -52,7 +56,8 @@ class Peers:
                     continue
                 except Absent as error:
                     reason = str(error)
-                # Anything may go wrong while a foreign package is imported; the others must still be measured.
+                # Anything may go wrong while a foreign package is imported; the others must still be
+                # measured.
                 except Exception as error:
                     reason = one_line(error)
             absent[peer.name] = reason
@@ -73,7 +78,9 @@ class Peers:
         for word in words:
             hits = {word} & set(names) or {name for name in names if word.lower() in name.lower()}
             if not hits:
-                raise ValueError(f"{option}: expected a name, or part of a name, among {'; '.join(names)}; got {word!r}.")
+                raise ValueError(
+                    f"{option}: expected a name, or part of a name, among {'; '.join(names)}; got {word!r}."
+                )
             found |= hits
         return found
 

@@ -48,8 +48,9 @@ TARGETS = {Shape(16, 1024, 2048, 151936): 3.25, Shape(16, 1024, 2048, 151936, fr
 SHAPES = tuple(TARGETS)
 QUICK_SHAPES = (Shape(4, 96, 128, 517), Shape(4, 96, 128, 517, frozen_head=True))
 
-# Log-ratios of the tokens that stay within the clip range, and of the fifth that leave it on either side. None lies within 0.1 of its
-# ends, log 0.8 and log 1.2: bf16 logits put up to 0.06 on a log-probability, and a token that crosses an end loses its gradient.
+# Log-ratios of the tokens that stay within the clip range, and of the fifth that leave it on either side.
+# None lies within 0.1 of its ends, log 0.8 and log 1.2: bf16 logits put up to 0.06 on a log-probability, and
+# a token that crosses an end loses its gradient.
 NEAR, FAR, LEAVING = 0.05, 0.5, 0.2
 
 
@@ -57,16 +58,22 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, Tenso
     """Random bf16 leaves hidden (B, T, H) and weight (V, H), and targets (B, T), those of cross-entropy."""
     hidden, weight, targets = ce.inputs(ce.Shape(shape.N, shape.H, shape.V), device, seed)
     batch = shape.sequences, shape.T
-    return hidden.detach().view(*batch, -1).requires_grad_(), weight.requires_grad_(not shape.frozen_head), targets.view(batch)
+    return (
+        hidden.detach().view(*batch, -1).requires_grad_(),
+        weight.requires_grad_(not shape.frozen_head),
+        targets.view(batch),
+    )
 
 
 def sampled(logps: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Advantages (B,), and log-probabilities (B, T) of the policy that sampled the tokens, from their true ones."""
+    """Advantages (B,), and log-probabilities (B, T) of the policy that sampled the tokens, from their true
+    ones."""
     random = {"generator": torch.Generator(logps.device).manual_seed(seed), "device": logps.device}
     log_ratios = NEAR * (2 * torch.rand(logps.shape, **random) - 1)
     leaving = torch.rand(logps.shape, **random) < LEAVING
     log_ratios += FAR * leaving * (2 * torch.randint(2, logps.shape, **random) - 1)
-    # Of both signs, but not of mean 0: the loss would be close to 0, and its relative error would mean nothing.
+    # Of both signs, but not of mean 0: the loss would be close to 0, and its relative error would mean
+    # nothing.
     advantages = torch.linspace(-0.9, 2.1, len(logps), device=logps.device)
     return advantages, logps - log_ratios
 

@@ -1,5 +1,5 @@
-"""GRPO as each library offers it, with DAPO's mean over all tokens, clipped at 0.2, without a KL, every token supervised:
-`(hidden (B, T, H), weight (V, H), targets (B, T), advantages (B,), old_logps (B, T)) -> loss`.
+"""GRPO as each library offers it, with DAPO's mean over all tokens, clipped at 0.2, without a KL, every token
+supervised: `(hidden (B, T, H), weight (V, H), targets (B, T), advantages (B,), old_logps (B, T)) -> loss`.
 
 Signatures were checked against liger-kernel 0.8.5 and trl 1.16.0.
 """
@@ -23,7 +23,9 @@ def logitless(**options):
     from logitless import GRPOLoss
 
     grpo = GRPOLoss(**OPTIONS, epsilon=EPSILON, **options)
-    return lambda hidden, weight, targets, advantages, old_logps: grpo(hidden, weight, targets, advantages=advantages, old_logps=old_logps)
+    return lambda hidden, weight, targets, advantages, old_logps: grpo(
+        hidden, weight, targets, advantages=advantages, old_logps=old_logps
+    )
 
 
 @PEERS.add("logitless, fp32 logits")
@@ -32,7 +34,8 @@ def logitless_fp32():
 
 
 def grpo(logps: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
-    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) with r = exp(logp - old_logp), from log-probabilities (B, T)."""
+    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) with r = exp(logp - old_logp), from log-probabilities
+    (B, T)."""
     ratio, advantages = (logps - old_logps).exp(), advantages[:, None]
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + EPSILON) * advantages).mean()
 
@@ -40,7 +43,9 @@ def grpo(logps: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
 def policy(token_logps: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The loss of the log-probabilities that `token_logps(hidden, weight, targets)` gives."""
 
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
+    def loss(
+        hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_logps: Tensor
+    ) -> Tensor:
         return grpo(token_logps(hidden, weight, targets), advantages, old_logps)
 
     return loss
@@ -67,8 +72,12 @@ def liger():
     grpo = LigerFusedLinearGRPOLoss(**OPTIONS, epsilon_low=EPSILON, epsilon_high=EPSILON, use_ref_model=False)
 
     # The loss comes with metrics. The default chunk is one sequence.
-    def loss(hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_logps: Tensor) -> Tensor:
-        return grpo(hidden, weight, targets, torch.ones_like(targets), advantages, old_per_token_logps=old_logps)[0]
+    def loss(
+        hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_logps: Tensor
+    ) -> Tensor:
+        return grpo(
+            hidden, weight, targets, torch.ones_like(targets), advantages, old_per_token_logps=old_logps
+        )[0]
 
     return loss
 

@@ -1,6 +1,7 @@
 """Preference losses, ORPO and DPO with a reference: the problem (shapes, inputs, fp32 truth).
 
-What any loss of token log-probabilities needs is here as well: its truth (`token_numbers`, `truth`) and its yardstick (`one_gemm`).
+What any loss of token log-probabilities needs is here as well: its truth (`token_numbers`, `truth`) and its
+yardstick (`one_gemm`).
 """
 
 from collections.abc import Callable
@@ -36,7 +37,8 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `orpo:PAIRSxTxHxV` or `dpo:PAIRSxTxHxV`, T tokens in each sequence, and either with `@frozen`."""
+        """Reads `orpo:PAIRSxTxHxV` or `dpo:PAIRSxTxHxV`, T tokens in each sequence, and either with
+        `@frozen`."""
         name, _, rest = text.partition(":")
         sizes, at, word = rest.partition("@")
         try:
@@ -44,16 +46,26 @@ class Shape:
             shape = cls(name.upper(), pairs, T, H, V, frozen_head=bool(at))
         except ValueError:
             shape = None
-        known = shape is not None and shape.loss in ("ORPO", "DPO") and min(shape.pairs, shape.T, shape.H, shape.V) > 0
+        known = (
+            shape is not None
+            and shape.loss in ("ORPO", "DPO")
+            and min(shape.pairs, shape.T, shape.H, shape.V) > 0
+        )
         if not known or (at and word != "frozen"):
-            raise ValueError(f"--shapes: expected orpo:PAIRSxTxHxV or dpo:PAIRSxTxHxV, or either with @frozen; got {text!r}.")
+            raise ValueError(
+                f"--shapes: expected orpo:PAIRSxTxHxV or dpo:PAIRSxTxHxV, or either with @frozen; got "
+                f"{text!r}."
+            )
         return shape
 
     def __str__(self) -> str:
-        return f"{self.loss.lower()}:{self.pairs}x{self.T}x{self.H}x{self.V}" + ("@frozen" if self.frozen_head else "")
+        return f"{self.loss.lower()}:{self.pairs}x{self.T}x{self.H}x{self.V}" + (
+            "@frozen" if self.frozen_head else ""
+        )
 
 
-# The shapes of design.md with their targets in GEMM-equivalents, and ORPO with a frozen head, for which it names none.
+# The shapes of design.md with their targets in GEMM-equivalents, and ORPO with a frozen head, for which it
+# names none.
 TARGETS = {
     Shape("ORPO", 32, 1024, 768, 128256): 3.6,
     Shape("ORPO", 32, 1024, 768, 128256, frozen_head=True): None,
@@ -61,7 +73,9 @@ TARGETS = {
     Shape("DPO", 4, 2048, 4096, 128256, frozen_head=True): 3.2,
 }
 SHAPES = tuple(TARGETS)
-QUICK_SHAPES = tuple(Shape(loss, 3, 32, 128, 517, frozen_head=frozen) for loss in ("ORPO", "DPO") for frozen in (False, True))
+QUICK_SHAPES = tuple(
+    Shape(loss, 3, 32, 128, 517, frozen_head=frozen) for loss in ("ORPO", "DPO") for frozen in (False, True)
+)
 
 # ORPO against the batch, as in Liger's paper.
 BATCH_SHAPES = tuple(Shape("ORPO", pairs, 1024, 768, 128256) for pairs in (32, 64, 128))
@@ -77,14 +91,20 @@ def length_shapes(max_length: int) -> tuple[Shape, ...]:
 
 
 def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-    """Random bf16 leaves hidden (2B, T, H) and weight (V, H), targets (2B, T), and for DPO ref_hidden, ref_weight of the same shapes.
+    """Random bf16 leaves hidden (2B, T, H) and weight (V, H), targets (2B, T), and for DPO ref_hidden,
+    ref_weight of the same shapes.
 
-    As in cross-entropy's inputs, each row leans to its target and to a rival among 64 frequent tokens by random amounts. The policy
-    leans more to the tokens of rejected sequences: their share of ORPO's gradient, a twentieth otherwise, then is too large to miss.
+    As in cross-entropy's inputs, each row leans to its target and to a rival among 64 frequent tokens by
+    random amounts. The policy
+    leans more to the tokens of rejected sequences: their share of ORPO's gradient, a twentieth otherwise,
+        then is too large to miss.
 
-    The reference has noise of its own and the same leanings, but of every other pair, from the first, it prefers the chosen sequence
-    by far: those pairs are lost, and their sigmoid saturated. bf16 logits put 0.01 on a log-probability, hence 0.08 on the sigmoid
-    of a pair of 2,048 tokens. Without lost pairs, which make the loss large, right results would miss its limit.
+    The reference has noise of its own and the same leanings, but of every other pair, from the first, it
+    prefers the chosen sequence
+    by far: those pairs are lost, and their sigmoid saturated. bf16 logits put 0.01 on a log-probability,
+        hence 0.08 on the sigmoid
+    of a pair of 2,048 tokens. Without lost pairs, which make the loss large, right results would miss its
+    limit.
     """
     random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
     B, T, H, V = shape.pairs, shape.T, shape.H, shape.V
@@ -109,8 +129,11 @@ def inputs(shape: Shape, device: torch.device, seed: int) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def token_numbers(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and log-sum-exps of the targets, in their shape, from fp32 operands a chunk at a time, without TF32."""
+def token_numbers(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and log-sum-exps of the targets, in their shape, from fp32 operands a chunk at a
+    time, without TF32."""
     wide, lse, picked = weight.float(), [], []
     with exact_products():
         for x, y in zip(hidden.flatten(0, -2).split(chunk), targets.flatten().split(chunk), strict=True):
@@ -130,7 +153,8 @@ def truth(
     targets: Tensor,
     chunk: int = 1024,
 ) -> Truth:
-    """Loss and gradients from `token_numbers` and a second walk: with g = d loss / d log p, d_z = g (onehot(y) - softmax(z))."""
+    """Loss and gradients from `token_numbers` and a second walk: with g = d loss / d log p, d_z = g
+    (onehot(y) - softmax(z))."""
     known = logps.double().requires_grad_()
     value = loss(known)
     g = torch.autograd.grad(value, known)[0].float()
@@ -145,12 +169,15 @@ def truth(
             d_hidden.append(d_z @ wide)
             if d_weight is not None:
                 d_weight.addmm_(d_z.t(), x)
-    gradients = {"hidden": torch.cat(d_hidden).view(hidden.shape)} | ({} if d_weight is None else {"weight": d_weight})
+    gradients = {"hidden": torch.cat(d_hidden).view(hidden.shape)} | (
+        {} if d_weight is None else {"weight": d_weight}
+    )
     return Truth(value.item(), gradients)
 
 
 def one_gemm(hidden: Tensor, weight: Tensor) -> Yardstick:
-    """`hidden @ weight.T` alone, in the chunks of the other yardsticks: what these losses are counted in, however many they need."""
+    """`hidden @ weight.T` alone, in the chunks of the other yardsticks: what these losses are counted in,
+    however many they need."""
     hidden, weight = hidden.detach().flatten(0, -2), weight.detach()
 
     def product(chunk: int) -> Case:
@@ -166,7 +193,9 @@ def one_gemm(hidden: Tensor, weight: Tensor) -> Yardstick:
         return prepare
 
     chunks = yardstick(hidden, weight).cases
-    return Yardstick("one bare GEMM", {chunk: product(chunk) for chunk in chunks}, 2 * len(hidden) * weight.numel())
+    return Yardstick(
+        "one bare GEMM", {chunk: product(chunk) for chunk in chunks}, 2 * len(hidden) * weight.numel()
+    )
 
 
 def problem(shape: Shape, device: torch.device, seed: int) -> Problem:
@@ -174,7 +203,9 @@ def problem(shape: Shape, device: torch.device, seed: int) -> Problem:
     logps, lse = token_numbers(hidden, weight, targets)
     # `token_numbers` of (ref_hidden, ref_weight); DPO is the one that has them.
     ref_logps = [token_numbers(*reference, targets)[0].double()] if reference else []
-    found = truth(lambda logps: (dpo if reference else orpo)(logps, *ref_logps), logps, lse, hidden, weight, targets)
+    found = truth(
+        lambda logps: (dpo if reference else orpo)(logps, *ref_logps), logps, lse, hidden, weight, targets
+    )
     leaves = {"hidden": hidden} | ({} if shape.frozen_head else {"weight": weight})
     return Problem(arguments, leaves, found, one_gemm(hidden, weight))
 
@@ -189,12 +220,15 @@ PREFERENCE = Objective(SHAPES, QUICK_SHAPES, Shape.parse, PEERS, problem, goals)
 
 
 def by_token(document: dict) -> str:
-    """All shapes in one table: time per token, throughput, memory, and how our own plan changed on the way."""
+    """All shapes in one table: time per token, throughput, memory, and how our own plan changed on the
+    way."""
     body = []
     for section in document["sections"]:
         shape = Shape(**section["shape"])
         for row in section["rows"]:
-            beyond, limit = (report.gib(row.get(name)) for name in ("beyond_gradients_bytes", "memory_limit_bytes"))
+            beyond, limit = (
+                report.gib(row.get(name)) for name in ("beyond_gradients_bytes", "memory_limit_bytes")
+            )
             within = {True: "yes", False: "NO", None: None}[row.get("meets_memory_limit")]
             measured = row["verdict"] == "ok"
             body.append(
@@ -203,7 +237,10 @@ def by_token(document: dict) -> str:
                     row["name"],
                     f"{1e3 * row['ms'] / shape.N:.2f}" if measured else row["verdict"],
                     f"{1e3 * shape.N / row['ms']:,.0f}" if measured else None,
-                    *(report.text(number, "{:.2f}") for number in (report.gib(row.get("peak_bytes")), beyond, limit)),
+                    *(
+                        report.text(number, "{:.2f}")
+                        for number in (report.gib(row.get("peak_bytes")), beyond, limit)
+                    ),
                     within,
                     row.get("plan"),
                 ]

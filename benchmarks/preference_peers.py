@@ -1,5 +1,6 @@
 """ORPO and DPO as each library offers them, the chosen sequences first, every token supervised:
-`(hidden (2B, T, H), weight (V, H), targets (2B, T)) -> ORPO`, and with `ref_hidden (2B, T, H), ref_weight (V, H)` behind them, DPO.
+`(hidden (2B, T, H), weight (V, H), targets (2B, T)) -> ORPO`, and with `ref_hidden (2B, T, H), ref_weight (V,
+H)` behind them, DPO.
 
 Signatures were checked against liger-kernel 0.8.5 and trl 1.16.0.
 """
@@ -31,14 +32,16 @@ def logitless():
 
 
 def orpo(logps: Tensor) -> Tensor:
-    """NLL of the chosen tokens - beta * log sigma(log odds_c - log odds_r), from log-probabilities (2B, T)."""
+    """NLL of the chosen tokens - beta * log sigma(log odds_c - log odds_r), from log-probabilities (2B,
+    T)."""
     means = logps.mean(1)
     chosen, rejected = (means - torch.log1p(-means.exp())).chunk(2)
     return -logps.chunk(2)[0].mean() - BETA * F.logsigmoid(chosen - rejected).mean()
 
 
 def dpo(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """-log sigma(beta * (log-ratio_c - log-ratio_r)), from log-probabilities (2B, T) of the policy and of the reference."""
+    """-log sigma(beta * (log-ratio_c - log-ratio_r)), from log-probabilities (2B, T) of the policy and of the
+    reference."""
     chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
@@ -74,7 +77,8 @@ def eager():
 def compiled():
     # A graph for every shape, so that the peer is not slowed down by symbolic sizes.
     run = torch.compile(eager_loss, dynamic=False)
-    # Fresh views: Liger marks the tensors that it is given as dynamic, which holds for whoever compiles with them later.
+    # Fresh views: Liger marks the tensors that it is given as dynamic, which holds for whoever compiles with
+    # them later.
     return lambda *tensors: run(*(x.view_as(x) for x in tensors))
 
 
@@ -93,7 +97,8 @@ def liger():
 
 
 def trl_logps() -> Callable[..., Tensor]:
-    """TRL's log-probabilities as its trainers get them (trl/trainer/utils.py, `_fused_forward`), without optional outputs."""
+    """TRL's log-probabilities as its trainers get them (trl/trainer/utils.py, `_fused_forward`), without
+    optional outputs."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as vocab_chunk
 

@@ -13,7 +13,10 @@ def rewrite(readme: Path, name: str, body: str, *, kind: str = "benchmarks") -> 
     first, last = f"<!-- {kind}:{name} -->", f"<!-- /{kind}:{name} -->"
     text = readme.read_text() if readme.is_file() else ""
     if not re.search(f"{re.escape(first)}.*{re.escape(last)}", text, re.DOTALL):
-        raise ValueError(f"--readme: expected {readme} to hold the lines {first} and {last}; add them where the table goes.")
+        raise ValueError(
+            f"--readme: expected {readme} to hold the lines {first} and {last}; add them where the table "
+            f"goes."
+        )
     head, _, rest = text.partition(first)
     _, _, tail = rest.partition(last)
     readme.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
@@ -29,7 +32,11 @@ def table(document: dict, source: str) -> str:
         cells = [name, *map(cell, rows), worst(rows)]
         body.append([entry and f"**{entry}**" for entry in cells] if name.startswith("logitless") else cells)
     align = ("left", *["right"] * (len(headers) - 1))
-    return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True) + "\n\n" + caption(document, source)
+    return (
+        tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True)
+        + "\n\n"
+        + caption(document, source)
+    )
 
 
 def cell(row: dict | None) -> str:
@@ -61,11 +68,15 @@ def caption(document: dict, source: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
     one = yardstick(document) == "one bare GEMM"
-    products = "one bare matrix product, hidden @ weight.T (GEMM-equivalents)" if one else "the bare matrix products"
+    products = (
+        "one bare matrix product, hidden @ weight.T (GEMM-equivalents)" if one else "the bare matrix products"
+    )
     return (
-        f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call with its defaults. "
+        f"One {document['device']}, {document['date'][:10]}, bf16, forward and backward of the public call "
+        f"with its defaults. "
         f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}; "
-        "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative L2. "
+        "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
+        "L2. "
         f"{versions}.{f' Absent: {absent}.' if absent else ''} "
         f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
     )

@@ -18,7 +18,8 @@ GIB = 2**30
 
 
 def new_document(benchmark: str, device: torch.device, *, quick: bool, versions: dict | None = None) -> dict:
-    """The head of a result: what was run, where, with which versions. The seed is fresh, so that no two runs share inputs."""
+    """The head of a result: what was run, where, with which versions. The seed is fresh, so that no two runs
+    share inputs."""
     now = datetime.now(UTC)
     packages = {name: package_version(name) for name in ("torch", "triton", "transformers", "logitless")}
     return {
@@ -28,9 +29,13 @@ def new_document(benchmark: str, device: torch.device, *, quick: bool, versions:
         "quick": quick,
         "seed": int(now.timestamp()),
         "device": device_name(device),
-        "device_bytes": torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else None,
         "commit": commit(),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda} | packages | (versions or {}),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
+        | packages
+        | (versions or {}),
     }
 
 
@@ -41,7 +46,9 @@ def device_name(device: torch.device) -> str:
 def commit() -> str | None:
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False)
+        run = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout.strip() or None if run.returncode == 0 else None
@@ -72,7 +79,16 @@ def lines(section: dict) -> str:
     """One shape's table for the terminal."""
     bare, rows = section["yardstick"], section["rows"]
     errors = list(dict.fromkeys(key for row in rows for key in row if key.endswith("_error")))
-    headers = ["", "ms", "x GEMMs", "target", "peak GiB", "beyond grads", "limit", *(key.replace("_error", " err") for key in errors)]
+    headers = [
+        "",
+        "ms",
+        "x GEMMs",
+        "target",
+        "peak GiB",
+        "beyond grads",
+        "limit",
+        *(key.replace("_error", " err") for key in errors),
+    ]
     body = [[bare["name"], f"{bare['ms']:.2f}", "1.000"]]
     for row in rows:
         verdict = row["verdict"]

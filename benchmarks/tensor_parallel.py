@@ -1,4 +1,5 @@
-"""Vocabulary-parallel heads beside the whole head on one GPU: the same problem on every rank, each with its rows of the head."""
+"""Vocabulary-parallel heads beside the whole head on one GPU: the same problem on every rank, each with its
+rows of the head."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -43,7 +44,9 @@ def grpo(group, hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Ten
 
 
 def jsd(group, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor):
-    return JSDLoss(tp_group=group)(hidden, weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
+    return JSDLoss(tp_group=group)(
+        hidden, weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight
+    )
 
 
 # Name -> the objective, the loss, its shape, the quick one, and which arguments are heads.
@@ -58,16 +61,24 @@ LOSSES: dict[str, tuple[Objective, Callable, object, object, tuple[int, ...]]] =
 def run(document: dict, ranks: int, *, quick: bool, device: str, say: Callable[[str], None]) -> None:
     """Fills `document["sections"]`: for each loss one row of the whole head and one of each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(worker, args=(ranks, folder, quick, device, document["seed"]), nprocs=ranks)
+        torch.multiprocessing.spawn(
+            worker, args=(ranks, folder, quick, device, document["seed"]), nprocs=ranks
+        )
         found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
     document |= {"ranks": ranks, "sections": []}
     for name, (_, _, shape, quick_shape, _) in LOSSES.items():
-        rows = [found[0][name]["whole"]] + [found[rank][name]["shard"] | {"name": f"rank {rank}"} for rank in range(ranks)]
+        rows = [found[0][name]["whole"]] + [
+            found[rank][name]["shard"] | {"name": f"rank {rank}"} for rank in range(ranks)
+        ]
         for row in rows[1:]:
             row["right"] = row["verdict"] == "ok" and all(
-                row[key] <= 2 * rows[0][key] + ROUNDINGS for key in row if key.startswith("d_") and key.endswith("_error")
+                row[key] <= 2 * rows[0][key] + ROUNDINGS
+                for key in row
+                if key.startswith("d_") and key.endswith("_error")
             )
-        document["sections"].append({"loss": name, "shape": asdict(quick_shape if quick else shape), "rows": rows})
+        document["sections"].append(
+            {"loss": name, "shape": asdict(quick_shape if quick else shape), "rows": rows}
+        )
     document["complete"] = True
     say("\n" + table(document))
 
@@ -78,9 +89,13 @@ def worker(rank: int, ranks: int, folder: str, quick: bool, device_type: str, se
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, rank=rank, world_size=ranks, init_method=f"file://{folder}/store", timeout=timedelta(seconds=120),
+        backend,
+        rank=rank,
+        world_size=ranks,
+        init_method=f"file://{folder}/store",
+        timeout=timedelta(seconds=120),
         device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+    )
     group, found = dist.group.WORLD, {}
     for name, (objective, loss, shape, quick_shape, heads) in LOSSES.items():
         problem = objective.problem(quick_shape if quick else shape, device, seed)
@@ -89,10 +104,16 @@ def worker(rank: int, ranks: int, folder: str, quick: bool, device_type: str, se
         rows = shard_rows(arguments[1].shape[0], rank, ranks)
         arguments = sharded(arguments, heads, rank, ranks)
         leaves["weight"] = arguments[1]
-        truth = Truth(problem.truth.loss, problem.truth.gradients | {"weight": problem.truth.gradients["weight"][rows].clone()})
+        truth = Truth(
+            problem.truth.loss,
+            problem.truth.gradients | {"weight": problem.truth.gradients["weight"][rows].clone()},
+        )
         del problem
         release(device)
-        found[name] = {"whole": whole, "shard": measured(partial(loss, group, *arguments), leaves, truth, device)}
+        found[name] = {
+            "whole": whole,
+            "shard": measured(partial(loss, group, *arguments), leaves, truth, device),
+        }
         del arguments, leaves, truth
         release(device)
     torch.save(found, f"{folder}/{rank}.pt")
@@ -116,7 +137,8 @@ def sharded(arguments: Sequence, heads: tuple[int, ...], rank: int, ranks: int) 
 
 
 def measured(call: Callable, leaves: dict[str, Tensor], truth: Truth, device: torch.device) -> dict:
-    """A row: agreement with the truth, time, memory. The same calls on every rank, so that nobody waits in vain."""
+    """A row: agreement with the truth, time, memory. The same calls on every rank, so that nobody waits in
+    vain."""
     row = check("one GPU", call, leaves, truth)
     if row["verdict"] in ("failed", "out of memory"):
         return row
@@ -158,10 +180,23 @@ def by_loss(document: dict, source: str) -> str:
         whole, *ranks = section["rows"]
         slowest = max(row["ms"] for row in ranks)
         most = [max(gib(row["beyond_gradients_bytes"]) for row in rows) for rows in ([whole], ranks)]
-        cells = [f"{whole['ms']:.1f} ms, {most[0]:.1f} GiB", f"{slowest:.1f} ms, {most[1]:.1f} GiB", f"{whole['ms'] / slowest:.2f}x"]
-        body.append([f"{section['loss']}, {sizes({k: v for k, v in section['shape'].items() if k != 'loss'})}", *cells])
+        cells = [
+            f"{whole['ms']:.1f} ms, {most[0]:.1f} GiB",
+            f"{slowest:.1f} ms, {most[1]:.1f} GiB",
+            f"{whole['ms'] / slowest:.2f}x",
+        ]
+        body.append(
+            [
+                f"{section['loss']}, {sizes({k: v for k, v in section['shape'].items() if k != 'loss'})}",
+                *cells,
+            ]
+        )
     headers = ["", "one GPU", f"{document['ranks']} ranks", "faster"]
-    return tabulate(body, headers, tablefmt="github", colalign=("left", *["right"] * 3), disable_numparse=True) + (
-        f"\n\n{document['ranks']} x {document['device']}, {document['date'][:10]}, bf16, forward and backward, uneven shards; "
-        f"memory of a rank beyond the inputs and the returned gradients. From `{source}`, by `{document['command']}`."
+    return tabulate(
+        body, headers, tablefmt="github", colalign=("left", *["right"] * 3), disable_numparse=True
+    ) + (
+        f"\n\n{document['ranks']} x {document['device']}, {document['date'][:10]}, bf16, forward and "
+        f"backward, uneven shards; "
+        f"memory of a rank beyond the inputs and the returned gradients. From `{source}`, by "
+        f"`{document['command']}`."
     )

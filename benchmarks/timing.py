@@ -9,7 +9,8 @@ import torch
 
 REST = 0.05
 
-# A case prepares one call (clears gradients, allocates outputs) and returns it; only the returned call is timed.
+# A case prepares one call (clears gradients, allocates outputs) and returns it; only the returned call is
+# timed.
 Case = Callable[[], Callable[[], object]]
 
 
@@ -21,7 +22,8 @@ def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = RE
         return 1e3 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    # Back to back, matrix products run an H200 into its power limit, and whoever comes later is up to a fifth slower.
+    # Back to back, matrix products run an H200 into its power limit, and whoever comes later is up to a fifth
+    # slower.
     time.sleep(rest)
     begin.record()
     run()
@@ -74,7 +76,8 @@ def release(device: torch.device) -> None:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes allocated during `run()` beyond what was allocated before; None on a CPU, which keeps no such count."""
+    """Most bytes allocated during `run()` beyond what was allocated before; None on a CPU, which keeps no
+    such count."""
     if device.type != "cuda":
         return None
     release(device)

@@ -1,4 +1,5 @@
-"""A few training steps with one of TRL's trainers or of ours, timed from outside. Imports TRL: only `trainers.run` imports this."""
+"""A few training steps with one of TRL's trainers or of ours, timed from outside. Imports TRL: only
+`trainers.run` imports this."""
 
 import time
 from importlib import import_module
@@ -12,7 +13,13 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen3Config,
+    TrainerCallback,
+)
 
 import logitless.trl_integration as our_trainers
 from benchmarks.measure import synchronize
@@ -29,7 +36,8 @@ PAD, EOS = 0, 1
 
 
 def save_model(sizes: dict, folder: Path, device: torch.device, seed: int) -> None:
-    """A model with random weights, in bf16 on a GPU, and its tokenizer: every run loads it, and DPO's reference too."""
+    """A model with random weights, in bf16 on a GPU, and its tokenizer: every run loads it, and DPO's
+    reference too."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -52,7 +60,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
 
 
-def measure(case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool) -> dict:
+def measure(
+    case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool
+) -> dict:
     """The verdict of one run, and its numbers if it is "ok"."""
     # Here, with its traceback gone, nothing holds the model of an earlier run that failed.
     release(device)
@@ -66,7 +76,9 @@ def measure(case: Case, scale: Scale, size: int, folder: Path, device: torch.dev
         return {"verdict": "failed", "reason": one_line(error)}
 
 
-def train(case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool) -> dict:
+def train(
+    case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool
+) -> dict:
     """Trains from the saved weights on the same batches, whoever's trainer it is."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     trainer = construct(case, scale, size, folder, device, seed, ours=ours)
@@ -83,7 +95,9 @@ def train(case: Case, scale: Scale, size: int, folder: Path, device: torch.devic
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],
     }
-    return row | {"strategy": trainer.last_plan.strategy, "plan": trainer.last_plan.describe()} if ours else row
+    return (
+        row | {"strategy": trainer.last_plan.strategy, "plan": trainer.last_plan.describe()} if ours else row
+    )
 
 
 class Watch(TrainerCallback):
@@ -103,7 +117,9 @@ class Watch(TrainerCallback):
         self.ms.append(1e3 * (time.perf_counter() - self.start))
 
 
-def construct(case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool) -> transformers.Trainer:
+def construct(
+    case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool
+) -> transformers.Trainer:
     batch = scale.batch(case, size)
     on_gpu = device.type == "cuda"
     settings = {
@@ -154,7 +170,8 @@ def pair(kind: str, *, ours: bool) -> tuple[type, type]:
 
 
 def preferences(pairs: int, length: int, random: torch.Generator) -> Dataset:
-    """Text whose two sequences have `length` tokens each, the prompt a quarter of them and the end of the sequence one."""
+    """Text whose two sequences have `length` tokens each, the prompt a quarter of them and the end of the
+    sequence one."""
 
     def column(words: int) -> list[str]:
         ids = torch.randint(2, WORDS, (pairs, words), generator=random).tolist()
@@ -162,7 +179,9 @@ def preferences(pairs: int, length: int, random: torch.Generator) -> Dataset:
 
     prompt = length // 4
     completion = length - prompt - 1
-    return Dataset.from_dict({"prompt": column(prompt), "chosen": column(completion), "rejected": column(completion)})
+    return Dataset.from_dict(
+        {"prompt": column(prompt), "chosen": column(completion), "rejected": column(completion)}
+    )
 
 
 class GivenRollout:
@@ -174,10 +193,14 @@ class GivenRollout:
         return self.rollout
 
 
-def rollout(batch: int, prompt: int, completion: int, vocabulary: int, random: torch.Generator, device: torch.device) -> dict[str, Tensor]:
-    """Random prompts and completions with random advantages, in the shape in which the trainer's generation returns them.
+def rollout(
+    batch: int, prompt: int, completion: int, vocabulary: int, random: torch.Generator, device: torch.device
+) -> dict[str, Tensor]:
+    """Random prompts and completions with random advantages, in the shape in which the trainer's generation
+    returns them.
 
-    They are the policy's own, so that every ratio is 1 and the loss minus the mean advantage: what tells is the gradient.
+    They are the policy's own, so that every ratio is 1 and the loss minus the mean advantage: what tells is
+    the gradient.
     """
     ids = torch.randint(2, vocabulary, (batch, prompt + completion), generator=random).to(device)
     mask = torch.ones_like(ids)

@@ -1,7 +1,9 @@
-"""TRL's trainers beside ours with `use_chunked_loss=True`: training steps as a user runs them, whole, in time and memory.
+"""TRL's trainers beside ours with `use_chunked_loss=True`: training steps as a user runs them, whole, in time
+and memory.
 
-The model is Qwen3-0.6B's architecture with random weights. GRPO is figure 6 of Liger's paper: batch sizes until memory runs out,
-without gradient checkpointing and without generation. The others keep TRL's defaults, gradient checkpointing among them.
+The model is Qwen3-0.6B's architecture with random weights. GRPO is figure 6 of Liger's paper: batch sizes
+until memory runs out, without gradient checkpointing and without generation. The others keep TRL's defaults,
+gradient checkpointing among them.
 """
 
 import os
@@ -55,7 +57,12 @@ CASES = {
     "GRPO": Case("GRPO", {"gradient_checkpointing": False}),
     "GRPO, LoRA": Case("GRPO", {"gradient_checkpointing": False}, lora=True),
 }
-PEERS = Peers([Peer(name, lambda case=case: case, package="peft" if case.lora else None) for name, case in CASES.items()])
+PEERS = Peers(
+    [
+        Peer(name, lambda case=case: case, package="peft" if case.lora else None)
+        for name, case in CASES.items()
+    ]
+)
 
 QWEN3 = {
     "vocab_size": 151936,
@@ -89,7 +96,8 @@ def run(
     out: Path | None,
     say: Callable[[str], None],
 ) -> dict:
-    """Trains in every case at every size with TRL's trainer and ours, and writes `document` to `out` after each run.
+    """Trains in every case at every size with TRL's trainer and ours, and writes `document` to `out` after
+    each run.
 
     Raises:
         ImportError: TRL is not installed, or not in a supported version.
@@ -119,7 +127,9 @@ def run(
                     row = {"name": trainer, "verdict": "out of memory"}
                     # What ran out of memory at a smaller size is not tried at a larger one.
                     if trainer not in exhausted:
-                        row |= trainer_steps.measure(case, scale, size, Path(folder), device, document["seed"], ours=ours)
+                        row |= trainer_steps.measure(
+                            case, scale, size, Path(folder), device, document["seed"], ours=ours
+                        )
                     if row["verdict"] == "out of memory":
                         exhausted.add(trainer)
                     section["rows"].append(row)
@@ -139,8 +149,11 @@ def judge(section: dict) -> None:
     stock, ours = section["rows"]
     section["loss_difference"] = furthest(stock["losses"], ours["losses"])
     section["grad_norm_difference"] = furthest(stock["grad_norms"], ours["grad_norms"])
-    # From the second step on the weights differ by bf16's rounding too, which DPO's loss shows most. NaN is in no limit.
-    if not (section["loss_difference"] <= GRADIENT_LIMIT and section["grad_norm_difference"] <= GRADIENT_LIMIT):
+    # From the second step on the weights differ by bf16's rounding too, which DPO's loss shows most. NaN is
+    # in no limit.
+    if not (
+        section["loss_difference"] <= GRADIENT_LIMIT and section["grad_norm_difference"] <= GRADIENT_LIMIT
+    ):
         ours["verdict"] = "wrong"
 
 
@@ -185,7 +198,9 @@ def table(document: dict, trainer: str, form: str) -> str:
     body = []
     for section in sections:
         stock, ours = section["rows"]
-        body.append([f"{section['size']:,}", cell(stock), cell(ours), ours.get("strategy"), difference(section)])
+        body.append(
+            [f"{section['size']:,}", cell(stock), cell(ours), ours.get("strategy"), difference(section)]
+        )
     headers = [sections[0]["unit"], "TRL", "logitless", "strategy", "loss, gradient norm differ by"]
     align = ("right", "right", "right", "left", "right")
     return tabulate(body, headers, tablefmt=form, colalign=align, disable_numparse=True)
@@ -199,10 +214,14 @@ def by_trainer(document: dict, source: str) -> str:
     absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
     sizes = {letter: document["model"][name] for letter, name in (("H", "hidden_size"), ("V", "vocab_size"))}
     return (
-        f"{tables}\n\nOne {document['device']}, {document['date'][:10]}, bf16, Qwen3-0.6B's architecture ({report.sizes(sizes)}, random "
-        "weights): a whole training step, optimizer included, of TRL's trainer and of ours with `use_chunked_loss=True`. Median time of "
-        f"the last {document['timed_steps']} of {document['steps']} steps and the most memory allocated during them; differences "
-        "are the largest of any step, relative. GRPO without generation and without gradient checkpointing, the rest with TRL's defaults. "
+        f"{tables}\n\nOne {document['device']}, {document['date'][:10]}, bf16, Qwen3-0.6B's architecture "
+        f"({report.sizes(sizes)}, random "
+        "weights): a whole training step, optimizer included, of TRL's trainer and of ours with "
+        "`use_chunked_loss=True`. Median time of "
+        f"the last {document['timed_steps']} of {document['steps']} steps and the most memory allocated "
+        f"during them; differences "
+        "are the largest of any step, relative. GRPO without generation and without gradient checkpointing, "
+        "the rest with TRL's defaults. "
         f"{versions}.{f' Absent: {absent}.' if absent else ''} "
         f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
     )

@@ -1,7 +1,8 @@
 """The yardstick: the matrix products that a linear loss cannot do without.
 
-With a trainable head they are `hidden @ weight.T`, `d_logits @ weight` and `d_logits.T @ hidden`, `2 * N * H * V` operations each,
-with nothing between them; a frozen head saves the last one, a teacher or a reference model adds one for its own logits. A loss that
+With a trainable head they are `hidden @ weight.T`, `d_logits @ weight` and `d_logits.T @ hidden`, `2 * N * H
+* V` operations each, with nothing between them; a frozen head saves the last one, a teacher or a reference
+  model adds one for its own logits. A loss that
 takes 1.05 times as long spends 5% on everything else.
 """
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.timing import Case
 
-# The largest buffer of logits the yardstick may hold. It admits N = 16,384 at V = 151,936 (5 GB) and leaves the rest of the
-# card to what is measured beside it.
+# The largest buffer of logits the yardstick may hold. It admits N = 16,384 at V = 151,936 (5 GB) and leaves
+# the rest of the card to what is measured beside it.
 LARGEST_BUFFER = 8 * 2**30
 COUNTS = {2: "two", 3: "three", 4: "four"}
 
@@ -32,8 +33,9 @@ def chunked_gemms(
 ) -> Case:
     """The products in chunks of `chunk` tokens, into buffers allocated before the clock starts.
 
-    `constant` heads, a teacher's or a reference model's, give their logits and need no gradient; a `frozen` one needs d_hidden
-    alone. Each chunk's d_weight overwrites the last, which costs less than any real loss can; `fp32_d_weight` accumulates it in
+    `constant` heads, a teacher's or a reference model's, give their logits and need no gradient; a `frozen`
+    one needs d_hidden alone. Each chunk's d_weight overwrites the last, which costs less than any real loss
+    can; `fp32_d_weight` accumulates it in
     fp32 as logitless does by default (CUDA only: `out_dtype` does not exist on a CPU).
     """
     hidden, weight = hidden.detach(), weight.detach()
@@ -79,16 +81,31 @@ class Yardstick:
         by_chunk = {chunk: median(times[chunk]) for chunk in self.cases if times[chunk]}
         chunk = min(by_chunk, key=by_chunk.__getitem__)
         tflops = self.flops / by_chunk[chunk] / 1e9
-        return {"name": self.name, "ms": by_chunk[chunk], "chunk": chunk, "tflops": tflops, "ms_by_chunk": by_chunk}
+        return {
+            "name": self.name,
+            "ms": by_chunk[chunk],
+            "chunk": chunk,
+            "tflops": tflops,
+            "ms_by_chunk": by_chunk,
+        }
 
 
-def yardstick(hidden: Tensor, weight: Tensor, *, constant: tuple[Head, ...] = (), frozen: bool = False) -> Yardstick:
-    """The products at chunks of 2,048, 4,096 and N tokens; which is fastest depends on the shape, and the fastest counts."""
-    N, row_bytes = len(hidden), sum(len(head) for _, head in ((hidden, weight), *constant)) * hidden.element_size()
+def yardstick(
+    hidden: Tensor, weight: Tensor, *, constant: tuple[Head, ...] = (), frozen: bool = False
+) -> Yardstick:
+    """The products at chunks of 2,048, 4,096 and N tokens; which is fastest depends on the shape, and the
+    fastest counts."""
+    N, row_bytes = (
+        len(hidden),
+        sum(len(head) for _, head in ((hidden, weight), *constant)) * hidden.element_size(),
+    )
     chunks = {chunk for chunk in (2048, 4096) if chunk < N}
     if not chunks or N * row_bytes <= LARGEST_BUFFER:
         chunks.add(N)
     count = 2 if frozen else 3
     flops = 2 * N * (count * weight.numel() + sum(head.numel() for _, head in constant))
-    cases = {chunk: chunked_gemms(hidden, weight, chunk, constant=constant, frozen=frozen) for chunk in sorted(chunks)}
+    cases = {
+        chunk: chunked_gemms(hidden, weight, chunk, constant=constant, frozen=frozen)
+        for chunk in sorted(chunks)
+    }
     return Yardstick(f"{COUNTS[count + len(constant)]} bare GEMMs", cases, flops)

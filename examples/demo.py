@@ -1,11 +1,13 @@
-"""Trains one small language model three times on Python's own source code, and shows what the full logits cost.
+"""Trains one small language model three times on Python's own source code, and shows what the full logits
+cost.
 
     full logits   transformers' Trainer: the model builds logits for every token, then their loss
     stock TRL     trl.SFTTrainer
     logitless     our SFTTrainer with use_chunked_loss=True
 
-Same text, same first weights, same batches, each run in a process of its own. Prints a table, saves a picture, and fails
-unless the curves agree, the loss fell, the memory fell and the chunked engine is what ran. Needs no network:
+Same text, same first weights, same batches, each run in a process of its own. Prints a table, saves a
+picture, and fails unless the curves agree, the loss fell, the memory fell and the chunked engine is what ran.
+Needs no network:
 
     python examples/demo.py            # or: make demo
     python examples/demo.py --help
@@ -53,7 +55,8 @@ CHILD_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2",
     "MALLOC_MMAP_THRESHOLD_": str(MIB),
     "MALLOC_TRIM_THRESHOLD_": str(MIB),
-    # OpenMP's threads spin while they wait, and on a machine with other work they starve each other: 13.6 s a step, not 2.7
+    # OpenMP's threads spin while they wait, and on a machine with other work they starve each other: 13.6 s a
+    # step, not 2.7
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
@@ -86,26 +89,33 @@ class Setup:
     @property
     def title(self) -> str:
         return (
-            f"{self.rows * self.row_tokens:,} tokens a step, vocabulary {self.vocab:,}: one copy of the logits is "
+            f"{self.rows * self.row_tokens:,} tokens a step, vocabulary {self.vocab:,}: one copy of the "
+            f"logits is "
             f"{self.logits_bytes / MIB:,.0f} MiB, the budget {self.logits_budget / MIB:,.0f} MiB"
         )
 
 
 def default_setup(device: str) -> Setup:
     if device == "cpu":
-        return Setup(device, 12, 32_000, 8, 512, 128, 2, corpus_chars=4 * MIB, tolerance=1e-3, learning_rate=1e-2)
+        return Setup(
+            device, 12, 32_000, 8, 512, 128, 2, corpus_chars=4 * MIB, tolerance=1e-3, learning_rate=1e-2
+        )
     # 8 GiB for the model and its optimizer, then 3 for the full logits of each row and their copies
     gibibytes = torch.cuda.get_device_properties(0).total_memory / (1024 * MIB)
     rows = max(1, min(16, int(gibibytes - 8) // 3))
     # A logit of 8 in bf16 is rounded to 3e-2, by every run in its own way
-    return Setup(device, 60, 128_256, rows, 1024, 1024, 6, corpus_chars=16 * MIB, tolerance=3e-2, learning_rate=3e-4)
+    return Setup(
+        device, 60, 128_256, rows, 1024, 1024, 6, corpus_chars=16 * MIB, tolerance=3e-2, learning_rate=3e-4
+    )
 
 
-# --- one run, in its own process ------------------------------------------------------------------------------------------
+# --- one run, in its own process
+# ------------------------------------------------------------------------------------------
 
 
 class MemoryWatch:
-    """Peak memory of a step above what was held before it: the allocator's own count on a GPU, else the process's RSS."""
+    """Peak memory of a step above what was held before it: the allocator's own count on a GPU, else the
+    process's RSS."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
@@ -212,7 +222,8 @@ def run_one(name: str, folder: Path) -> None:
     (folder / f"{name}.json").write_text(json.dumps(asdict(result)))
 
 
-# --- the comparison -------------------------------------------------------------------------------------------------------
+# --- the comparison
+# -------------------------------------------------------------------------------------------------------
 
 
 def run_all(setup: Setup, folder: Path, console: Console) -> dict[str, Result]:
@@ -238,9 +249,13 @@ def run_all(setup: Setup, folder: Path, console: Console) -> dict[str, Result]:
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run; by default 12 on a CPU, 60 on a GPU.")] = 0,
+    steps: Annotated[
+        int, typer.Option(help="Optimizer steps of each run; by default 12 on a CPU, 60 on a GPU.")
+    ] = 0,
     vocab: Annotated[int, typer.Option(help="Vocabulary; by default 32,000 on a CPU, 128,256 on a GPU.")] = 0,
-    rows: Annotated[int, typer.Option(help="Sequences a step; by default 8 of 512 tokens, or up to 16 of 1,024.")] = 0,
+    rows: Annotated[
+        int, typer.Option(help="Sequences a step; by default 8 of 512 tokens, or up to 16 of 1,024.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = "",
     output: Annotated[Path, typer.Option(help="Where the picture and the logs go.")] = Path("demo_output"),
     run: Annotated[str, typer.Option(hidden=True)] = "",
@@ -253,9 +268,17 @@ def main(
     setup = default_setup(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     setup.steps, setup.vocab, setup.rows = steps or setup.steps, vocab or setup.vocab, rows or setup.rows
     if setup.steps <= WARM_UP:
-        raise typer.BadParameter(f"steps: expected more than the {WARM_UP} of the warm-up, got {setup.steps}; leave it out.")
+        raise typer.BadParameter(
+            f"steps: expected more than the {WARM_UP} of the warm-up, got {setup.steps}; leave it out."
+        )
     with console.status("training a tokenizer on Python's standard library"):
-        tokens = make_rows(setup.steps * setup.rows, setup.row_tokens + 1, setup.vocab, setup.corpus_chars, output / "tokenizer.json")
+        tokens = make_rows(
+            setup.steps * setup.rows,
+            setup.row_tokens + 1,
+            setup.vocab,
+            setup.corpus_chars,
+            output / "tokenizer.json",
+        )
         torch.save(tokens, output / "rows.pt")
 
     results = run_all(setup, output, console)

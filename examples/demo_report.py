@@ -45,10 +45,13 @@ def failures(results: dict[str, Result], tolerance: float) -> list[str]:
     full, ours = results[FULL], results[OURS]
     gap = difference(ours, full)
     checks = {
-        f"memory: expected less than {full.memory / MIB:.0f} MiB, got {ours.memory / MIB:.0f}": ours.memory < full.memory,
+        f"memory: expected less than {full.memory / MIB:.0f} MiB, got {ours.memory / MIB:.0f}": ours.memory
+        < full.memory,
         f"curves: expected a difference of at most {tolerance}, got {gap:.2e}": gap <= tolerance,
-        f"loss: expected it to fall, got {ours.losses[0]:.3f} to {ours.losses[-1]:.3f}": ours.losses[-1] < ours.losses[0],
-        f"engine: expected the fused strategy in several chunks, got {ours.plan}": ours.strategy == "fused" and ours.chunks > 1,
+        f"loss: expected it to fall, got {ours.losses[0]:.3f} to {ours.losses[-1]:.3f}": ours.losses[-1]
+        < ours.losses[0],
+        f"engine: expected the fused strategy in several chunks, got {ours.plan}": ours.strategy == "fused"
+        and ours.chunks > 1,
     }
     return [text for text, passed in checks.items() if not passed]
 
@@ -56,14 +59,28 @@ def failures(results: dict[str, Result], tolerance: float) -> list[str]:
 def table(results: dict[str, Result], device: str) -> Table:
     full = results[FULL]
     memory = "peak GPU memory" if device == "cuda" else "peak RSS"
-    columns = ("", "final loss", "largest gap\nto full logits", "seconds\nper step", f"{memory}\nabove start of step", "")
+    columns = (
+        "",
+        "final loss",
+        "largest gap\nto full logits",
+        "seconds\nper step",
+        f"{memory}\nabove start of step",
+        "",
+    )
     view = Table(*columns[:1], title="One model, one text, three losses", title_style="bold")
     for column in columns[1:]:
         view.add_column(column, justify="right")
     for name, result in results.items():
         gap = "" if name == FULL else f"{difference(result, full):.1e}"
         share = "" if name == FULL else f"{result.memory / full.memory:.0%}"
-        cells = (name, f"{result.losses[-1]:.4f}", gap, f"{result.seconds:.2f}", f"{result.memory / MIB:,.0f} MiB", share)
+        cells = (
+            name,
+            f"{result.losses[-1]:.4f}",
+            gap,
+            f"{result.seconds:.2f}",
+            f"{result.memory / MIB:,.0f} MiB",
+            share,
+        )
         view.add_row(*cells, style="bold" if name == OURS else None)
     return view
 
@@ -74,9 +91,18 @@ def picture(results: dict[str, Result], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1.5, 1), layout="constrained")
+    figure, (curves, bars) = pyplot.subplots(
+        1, 2, figsize=(11, 4.2), width_ratios=(1.5, 1), layout="constrained"
+    )
     for (name, result), width, style in zip(results.items(), (8, 4, 1.8), ("-", "-", "--"), strict=True):
-        curves.plot(range(1, len(result.losses) + 1), result.losses, style, color=COLORS[name], linewidth=width, label=name)
+        curves.plot(
+            range(1, len(result.losses) + 1),
+            result.losses,
+            style,
+            color=COLORS[name],
+            linewidth=width,
+            label=name,
+        )
     curves.set(xlabel="step", ylabel="cross-entropy", title="The same training")
     curves.legend(frameon=False)
 

@@ -1,4 +1,5 @@
-"""Real text that every machine has: the source code of Python's standard library, and a tokenizer trained on it."""
+"""Real text that every machine has: the source code of Python's standard library, and a tokenizer trained on
+it."""
 
 import random
 import sysconfig
@@ -8,16 +9,30 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+}
 SPECIAL_TOKENS = PAD, END = "<pad>", "<eos>"
 
 
 def source_files(limit: int) -> Iterator[str]:
-    """The standard library's modules, in an order that is shuffled but the same on every call, up to `limit` characters."""
+    """The standard library's modules, in an order that is shuffled but the same on every call, up to `limit`
+    characters."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    paths = sorted(
+        path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+    )
     if not paths:
-        raise SystemExit(f"stdlib: expected Python source files in {root}, got none; use a Python that has them.")
+        raise SystemExit(
+            f"stdlib: expected Python source files in {root}, got none; use a Python that has them."
+        )
     random.Random(0).shuffle(paths)
     for path in paths:
         text = path.read_text(encoding="utf-8", errors="ignore")

@@ -1,7 +1,9 @@
-"""Distillation with TRL: the divergence of student and teacher on the student's own completions, without the logits of either.
+"""Distillation with TRL: the divergence of student and teacher on the student's own completions, without the
+logits of either.
 
-    python examples/distill.py  # a tiny student learns from a wider, untrained teacher; offline, under half a minute on a CPU
-    python examples/distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --dataset trl-lib/DeepMath-103K --output distilled
+    python examples/distill.py  # a tiny student learns from a wider, untrained teacher; offline, under half a
+    minute on a CPU python examples/distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --dataset
+    trl-lib/DeepMath-103K --output distilled
 
 Other options: --help.
 """
@@ -9,17 +11,39 @@ Other options: --help.
 from typing import Annotated
 
 import typer
-from tiny_start import Batch, Chunked, Data, Model, Output, Steps, data, report, settings, tiny_model, workspace
+from tiny_start import (
+    Batch,
+    Chunked,
+    Data,
+    Model,
+    Output,
+    Steps,
+    data,
+    report,
+    settings,
+    tiny_model,
+    workspace,
+)
 
 from logitless.trl_integration import DistillationConfig, DistillationTrainer
 
 
 def main(
-    model: Model = "", dataset: Data = "", steps: Steps = 20, batch_size: Batch = 8, output: Output = "", use_chunked_loss: Chunked = True,
-    teacher: Annotated[str, typer.Option(help="Name or path of the teacher, with the student's vocabulary. Default: a tiny one.")] = "",
+    model: Model = "",
+    dataset: Data = "",
+    steps: Steps = 20,
+    batch_size: Batch = 8,
+    output: Output = "",
+    use_chunked_loss: Chunked = True,
+    teacher: Annotated[
+        str,
+        typer.Option(help="Name or path of the teacher, with the student's vocabulary. Default: a tiny one."),
+    ] = "",
     completion_tokens: Annotated[int, typer.Option(help="Tokens of a completion at most.")] = 32,
-    beta: Annotated[float, typer.Option(help="0: KL(teacher || student), 1: KL(student || teacher), else Jensen-Shannon.")] = 0.5,
-) -> None:  # fmt: skip
+    beta: Annotated[
+        float, typer.Option(help="0: KL(teacher || student), 1: KL(student || teacher), else Jensen-Shannon.")
+    ] = 0.5,
+) -> None:
     with workspace(output) as folder:
         args = DistillationConfig(
             use_chunked_loss=use_chunked_loss,

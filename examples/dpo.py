@@ -1,7 +1,9 @@
-"""Direct preference optimization with TRL: every loss type, the reference included, under one budget for the logits.
+"""Direct preference optimization with TRL: every loss type, the reference included, under one budget for the
+logits.
 
     python examples/dpo.py      # a tiny model learns to prefer code to cODE; offline, a few seconds on a CPU
-    python examples/dpo.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --steps 1000 --output dpo
+    python examples/dpo.py --model Qwen/Qwen3-0.6B --dataset trl-lib/ultrafeedback_binarized --steps 1000
+    --output dpo
 
 Other options: --help.
 """
@@ -9,15 +11,32 @@ Other options: --help.
 from typing import Annotated
 
 import typer
-from tiny_start import Batch, Chunked, Data, Model, Output, Steps, data, report, settings, tiny_model, workspace
+from tiny_start import (
+    Batch,
+    Chunked,
+    Data,
+    Model,
+    Output,
+    Steps,
+    data,
+    report,
+    settings,
+    tiny_model,
+    workspace,
+)
 
 from logitless.trl_integration import DPOConfig, DPOTrainer
 
 
 def main(
-    model: Model = "", dataset: Data = "", steps: Steps = 30, batch_size: Batch = 4, output: Output = "", use_chunked_loss: Chunked = True,
+    model: Model = "",
+    dataset: Data = "",
+    steps: Steps = 30,
+    batch_size: Batch = 4,
+    output: Output = "",
+    use_chunked_loss: Chunked = True,
     loss_type: Annotated[str, typer.Option(help="Any of TRL's loss types.")] = "sigmoid",
-) -> None:  # fmt: skip
+) -> None:
     with workspace(output) as folder:
         args = DPOConfig(
             use_chunked_loss=use_chunked_loss,

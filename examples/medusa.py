@@ -1,11 +1,13 @@
-"""Trains Medusa heads on a small model and Python's own source code, in both stages of the paper, and sees that they can predict.
+"""Trains Medusa heads on a small model and Python's own source code, in both stages of the paper, and sees
+that they can predict.
 
     backbone   a small Llama learns next tokens
     stage 1    backbone and base head frozen: only the Medusa heads train
     stage 2    everything trains together
 
-Fails unless, on text that was held out, every head's top-1 accuracy after either stage beats that of always guessing the most frequent
-token by a margin, and unless stage 1 left the backbone as it was. Needs no network, a few minutes on a CPU:
+Fails unless, on text that was held out, every head's top-1 accuracy after either stage beats that of always
+guessing the most frequent token by a margin, and unless stage 1 left the backbone as it was. Needs no
+network, a few minutes on a CPU:
 
     python examples/medusa.py
 """
@@ -32,9 +34,17 @@ MARGIN = 0.02  # of accuracy, above the most frequent token's
 
 def build(device: str) -> transformers.LlamaForCausalLM:
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=ROW_TOKENS, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=ROW_TOKENS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
     return transformers.LlamaForCausalLM(config).to(device)
 
 
@@ -59,7 +69,11 @@ def train_backbone(model, rows: torch.Tensor, steps: int) -> None:
 def train_heads(model, heads: MedusaHeads, rows: torch.Tensor, steps: int, stage: int) -> None:
     model.requires_grad_(stage == 2)
     # The paper weighs the untrained heads down while everything trains.
-    loss = MedusaLoss(base_coefficient=0.0) if stage == 1 else MedusaLoss(coefficients=[0.2 * 0.8**k for k in range(len(heads))])
+    loss = (
+        MedusaLoss(base_coefficient=0.0)
+        if stage == 1
+        else MedusaLoss(coefficients=[0.2 * 0.8**k for k in range(len(heads))])
+    )
     groups = [{"params": heads.parameters(), "lr": 3e-3}]
     if stage == 2:
         groups.append({"params": model.parameters(), "lr": 1e-3})
@@ -74,7 +88,9 @@ def train_heads(model, heads: MedusaHeads, rows: torch.Tensor, steps: int, stage
 def accuracies(model, heads: MedusaHeads, rows: torch.Tensor) -> list[float]:
     """Top-1 accuracy of the base head and of every Medusa head on held-out rows."""
     metrics = MedusaLoss()(hidden_states(model, rows), heads, rows, base_weight=model.lm_head.weight).metrics
-    return [metrics[f"{name}/accuracy"].item() for name in ("base", *(f"head_{k}" for k in range(len(heads))))]
+    return [
+        metrics[f"{name}/accuracy"].item() for name in ("base", *(f"head_{k}" for k in range(len(heads))))
+    ]
 
 
 def main(
@@ -83,11 +99,14 @@ def main(
     num_heads: Annotated[int, typer.Option(help="Medusa heads.")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = "",
 ) -> None:
-    """Train a backbone, then Medusa heads in both stages; exit with 1 unless every head has learned to predict."""
+    """Train a backbone, then Medusa heads in both stages; exit with 1 unless every head has learned to
+    predict."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        rows = make_rows(1024 + HELD_OUT, ROW_TOKENS, VOCAB, 2**21, Path(folder) / "tokenizer.json").to(device)
+        rows = make_rows(1024 + HELD_OUT, ROW_TOKENS, VOCAB, 2**21, Path(folder) / "tokenizer.json").to(
+            device
+        )
     held_out, rows = rows[:HELD_OUT], rows[HELD_OUT:]
     baseline = (held_out == rows.flatten().bincount().argmax()).float().mean().item()
 
@@ -104,7 +123,12 @@ def main(
 
     names = ["base", *(f"head {k}" for k in range(num_heads))]
     table = [[stage, *(f"{value:.1%}" for value in values)] for stage, values in found.items()]
-    print(tabulate([*table, ["most frequent token", *[f"{baseline:.1%}"] * len(names)]], headers=["top-1, held out", *names]))
+    print(
+        tabulate(
+            [*table, ["most frequent token", *[f"{baseline:.1%}"] * len(names)]],
+            headers=["top-1, held out", *names],
+        )
+    )
     weak = [
         f"{stage}: {name} {value:.1%}"
         for stage in ("stage 1", "stage 2")
@@ -113,7 +137,9 @@ def main(
     ]
     failures = weak + ([] if untouched else ["stage 1 changed the backbone"])
     if failures:
-        raise SystemExit(f"expected every head {MARGIN:.0%} above the most frequent token, got " + "; ".join(failures))
+        raise SystemExit(
+            f"expected every head {MARGIN:.0%} above the most frequent token, got " + "; ".join(failures)
+        )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,37 @@
 """Supervised fine-tuning with TRL, without the logits.
 
     python examples/sft.py      # a tiny model, offline, a few seconds on a CPU
-    python examples/sft.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --steps 1000 --batch-size 8 --output sft
+    python examples/sft.py --model Qwen/Qwen3-0.6B --dataset trl-lib/Capybara --steps 1000 --batch-size 8
+    --output sft
 
 Other options: --help.
 """
 
 import typer
-from tiny_start import Batch, Chunked, Data, Model, Output, Steps, data, report, settings, tiny_model, workspace
+from tiny_start import (
+    Batch,
+    Chunked,
+    Data,
+    Model,
+    Output,
+    Steps,
+    data,
+    report,
+    settings,
+    tiny_model,
+    workspace,
+)
 
 from logitless.trl_integration import SFTConfig, SFTTrainer
 
 
 def main(
-    model: Model = "", dataset: Data = "", steps: Steps = 40, batch_size: Batch = 8, output: Output = "", use_chunked_loss: Chunked = True
+    model: Model = "",
+    dataset: Data = "",
+    steps: Steps = 40,
+    batch_size: Batch = 8,
+    output: Output = "",
+    use_chunked_loss: Chunked = True,
 ) -> None:
     with workspace(output) as folder:
         args = SFTConfig(

@@ -86,8 +86,8 @@ def check(
 
     The call is made in one chunk (of up to 4,096 tokens), in at least three, and on full logits, on which the
     loss's own `terms` sees all tokens at once. So it finds what shapes cannot show: values that depend on the
-    other tokens of a chunk, a statistic that `terms` uses but `differentiates` does not name, a loss of groups
-    that looks beyond its group. What `terms` itself computes is taken as meant.
+    other tokens of a chunk, a statistic that `terms` uses but `differentiates` does not name, a loss of
+    groups that looks beyond its group. What `terms` itself computes is taken as meant.
 
     A result may be off by twice the error of the same computation on full logits in the operands' own dtype,
     plus 8 eps; a metric by the square root of eps beyond that. Tensors need a gradient here if and only if
@@ -298,7 +298,8 @@ def _error(actual: Tensor, truth: Tensor) -> float:
 
 
 def _rounding(naive: Result, truth: Result) -> float:
-    """Error to expect of the loss from those of the numbers that it starts from, to first order, as if independent.
+    """Error to expect of the loss from those of the numbers that it starts from, to first order, as if
+    independent.
 
     The error of one naive number can be zero by luck.
     """

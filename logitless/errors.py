@@ -1,4 +1,5 @@
-"""Errors in one form, `argument: expected X, got Y; remedy.`, and warnings that point at the caller's own line."""
+"""Errors in one form, `argument: expected X, got Y; remedy.`, and warnings that point at the caller's own
+line."""
 
 import os
 import sys
@@ -10,7 +11,12 @@ _BETWEEN = (_PACKAGE, f"{os.sep}torch{os.sep}")
 
 
 def expect(
-    condition: bool, argument: str, expected: str, got: object, remedy: str, error: type[Exception] = ValueError
+    condition: bool,
+    argument: str,
+    expected: str,
+    got: object,
+    remedy: str,
+    error: type[Exception] = ValueError,
 ) -> None:
     """Raise `error` unless the condition holds."""
     if not condition:
@@ -19,7 +25,13 @@ def expect(
 
 def check_choice(argument: str, value: object, choices: Iterable) -> None:
     """Raise ValueError unless the value is one of the choices, which the message lists."""
-    expect(value in choices, argument, f"one of {', '.join(map(repr, choices))}", repr(value), "pick one of these")
+    expect(
+        value in choices,
+        argument,
+        f"one of {', '.join(map(repr, choices))}",
+        repr(value),
+        "pick one of these",
+    )
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -1,4 +1,5 @@
-"""The cases that tests of several losses share: dtypes, ragged shapes, what is trainable, operands and covering arrays."""
+"""The cases that tests of several losses share: dtypes, ragged shapes, what is trainable, operands and
+covering arrays."""
 
 from collections.abc import Callable
 
@@ -12,7 +13,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 # Shape of the targets, H and V.
-SHAPES = {"1": ((1,), 16, 1000), "7": ((7,), 8, 17), "129": ((129,), 24, 1000), "3x43": ((3, 43), 8, 17), "2x3": ((2, 3), 8, 50257)}
+SHAPES = {
+    "1": ((1,), 16, 1000),
+    "7": ((7,), 8, 17),
+    "129": ((129,), 24, 1000),
+    "3x43": ((3, 43), 8, 17),
+    "2x3": ((2, 3), 8, 50257),
+}
 
 TRAINABLE = {
     "all": ("hidden", "weight", "bias"),
@@ -25,7 +32,15 @@ TRAINABLE = {
 one_row_warning = pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 
 
-def operands(shape: tuple[int, ...], hidden: int, vocab: int, dtype: torch.dtype, *, seed: int = 0, ignored: float = 0.0):
+def operands(
+    shape: tuple[int, ...],
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    ignored: float = 0.0,
+):
     """Hidden states, head, targets and bias whose logits have a standard deviation of about 2."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     h = torch.randn(*shape, hidden, generator=generator, device=DEVICE).to(dtype)
@@ -44,7 +59,8 @@ def trained(trainable: str, h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -
 
 
 def covering_array(factors: dict[str, list], has_effect: Callable[[dict], bool]) -> list:
-    """Cases in which every pair of values of two factors occurs; each has a seed, and an id that names what is switched on.
+    """Cases in which every pair of values of two factors occurs; each has a seed, and an id that names what
+    is switched on.
 
     Args:
         factors: values by name of the factor.
@@ -55,6 +71,10 @@ def covering_array(factors: dict[str, list], has_effect: Callable[[dict], bool])
     cases = []
     for seed, values in enumerate(pairs):
         case = dict(zip(names, values))
-        named = [name if value is True else f"{name}={value}" for name, value in case.items() if value is True or value not in off]
+        named = [
+            name if value is True else f"{name}={value}"
+            for name, value in case.items()
+            if value is True or value not in off
+        ]
         cases.append(pytest.param({**case, "seed": seed}, id=" ".join(named)))
     return cases

@@ -4,8 +4,9 @@ import os
 
 # No test may reach a hub; transformers reads the variables when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
-# The tensors here are tiny, and there is a process for each core: a second thread only waits for the first, for long when the
-# machine is busy (the trainers' comparison of test_trl_benchmark.py: 146 s with two on two busy cores, 18 s with one).
+# The tensors here are tiny, and there is a process for each core: a second thread only waits for the first,
+# for long when the machine is busy (the trainers' comparison of test_trl_benchmark.py: 146 s with two on two
+# busy cores, 18 s with one).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc  # noqa: E402
@@ -17,14 +18,16 @@ import torch  # noqa: E402
 
 from tests import support  # noqa: E402
 
-# Folders whose tests make their tensors on `support.DEVICE` without saying so. What a module makes while it is imported
-# comes before any fixture and must name its device (test_conftest.py). Tests elsewhere name the device of each tensor.
+# Folders whose tests make their tensors on `support.DEVICE` without saying so. What a module makes while it
+# is imported comes before any fixture and must name its device (test_conftest.py). Tests elsewhere name the
+# device of each tensor.
 ON_DEVICE = ("losses", "engine", "parallel")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` the tests of a module run in one process, which makes what they share once.
+    """With `-n 2 --dist loadgroup` the tests of a module run in one process, which makes what they share
+    once.
 
     Those of the offline compilation share nothing, and take a minute each: they go wherever there is room.
     """
@@ -37,7 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Spares the garbage collector what was imported, nearly half a million objects.
 
-    Accelerate collects several times per training run, which took 11 of 25 s of test_self_distillation_trainers.py, and 3 of 18 so.
+    Accelerate collects several times per training run, which took 11 of 25 s of
+    test_self_distillation_trainers.py, and 3 of 18 so.
     """
     gc.collect()
     gc.freeze()

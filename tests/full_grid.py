@@ -1,7 +1,9 @@
-"""`python -m tests.full_grid`: every combination of what changes the path of a cross-entropy through the engine, in every dtype.
+"""`python -m tests.full_grid`: every combination of what changes the path of a cross-entropy through the
+engine, in every dtype.
 
-The ordinary run tests every pair of values; this takes the whole product of the factors in GRID (41,472 cases), with the remaining
-ones drawn at random for each case. Minutes on a GPU with a few processes, hours on a CPU.
+The ordinary run tests every pair of values; this takes the whole product of the factors in GRID (41,472
+cases), with the remaining ones drawn at random for each case. Minutes on a GPU with a few processes, hours on
+a CPU.
 """
 
 import itertools
@@ -18,7 +20,18 @@ from tests.cases import DTYPES
 from tests.losses.test_cross_entropy import FACTORS, check_case, has_effect
 from tests.support import DEVICE
 
-GRID = ("trainable", "reduction", "budget", "label_smoothing", "z_loss", "class_weights", "softcap", "bias", "dft", "compact")
+GRID = (
+    "trainable",
+    "reduction",
+    "budget",
+    "label_smoothing",
+    "z_loss",
+    "class_weights",
+    "softcap",
+    "bias",
+    "dft",
+    "compact",
+)
 IGNORED = (0.0, 0.5, 1.0)
 
 

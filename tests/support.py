@@ -1,4 +1,5 @@
-"""What the tests share: the one tolerance rule, a run of a loss with all its gradients, and the watchers of memory and GEMMs."""
+"""What the tests share: the one tolerance rule, a run of a loss with all its gradients, and the watchers of
+memory and GEMMs."""
 
 import math
 import weakref
@@ -20,23 +21,29 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def sum_error(naive_terms: Tensor, truth_terms: Tensor) -> float:
-    """Error to expect of a sum whose terms are naive: root sum of squares of their errors, relative to the true sum.
+    """Error to expect of a sum whose terms are naive: root sum of squares of their errors, relative to the
+    true sum.
 
-    The error of one naive number can be zero by luck, which would make the tolerance of a scalar loss a lottery.
+    The error of one naive number can be zero by luck, which would make the tolerance of a scalar loss a
+    lottery.
     """
     return ((naive_terms.double() - truth_terms).norm() / truth_terms.sum().abs()).item()
 
 
-def assert_close(actual: Tensor, truth: Tensor, naive: Tensor | float, *, name: str, allow_zero: bool = False) -> None:
-    """The 2x-naive rule: relative L2 error against the fp64 truth at most `2 * naive + 8 * eps(actual.dtype)`.
+def assert_close(
+    actual: Tensor, truth: Tensor, naive: Tensor | float, *, name: str, allow_zero: bool = False
+) -> None:
+    """The 2x-naive rule: relative L2 error against the fp64 truth at most `2 * naive + 8 *
+    eps(actual.dtype)`.
 
     Args:
         actual: what the library returned; must be finite and have the truth's shape.
         truth: the fp64 reference.
-        naive: the reference in the operands' dtype, whose dtype `actual` must then have; or its relative error, as a number.
+        naive: the reference in the operands' dtype, whose dtype `actual` must then have; or its relative
+            error, as a number.
         name: what is compared, for the message.
-        allow_zero: whether the truth may be all zeros (then `actual` must be zero too). Off by default, as a gradient that is
-            zero on both sides shows nothing.
+        allow_zero: whether the truth may be all zeros (then `actual` must be zero too). Off by default, as a
+            gradient that is zero on both sides shows nothing.
     """
     assert isinstance(actual, Tensor), f"{name}: no tensor, got {actual!r}"
     assert truth.dtype == torch.float64, f"{name}: the truth is in {truth.dtype}"
@@ -53,7 +60,9 @@ def assert_close(actual: Tensor, truth: Tensor, naive: Tensor | float, *, name: 
     naive_error = relative_error(naive, truth) if isinstance(naive, Tensor) else naive
     assert math.isfinite(naive_error), f"{name}: the naive computation is not finite"
     error, allowed = relative_error(actual, truth), allowed_error(naive_error, actual.dtype)
-    assert error <= allowed, f"{name}: relative error {error:.2e} > {allowed:.2e} = 2 * {naive_error:.2e} (naive) + 8 eps"
+    assert error <= allowed, (
+        f"{name}: relative error {error:.2e} > {allowed:.2e} = 2 * {naive_error:.2e} (naive) + 8 eps"
+    )
 
 
 def assert_metrics_close(actual: dict[str, Tensor], truth: dict[str, Tensor], tolerance: float) -> None:
@@ -65,7 +74,8 @@ def assert_metrics_close(actual: dict[str, Tensor], truth: dict[str, Tensor], to
 
 @dataclass
 class Outcome:
-    """What a loss gave: its value, the gradients of the operands that asked for one, and its unprocessed return value."""
+    """What a loss gave: its value, the gradients of the operands that asked for one, and its unprocessed
+    return value."""
 
     value: Tensor
     grads: dict[str, Tensor | None]
@@ -81,13 +91,20 @@ def run(
     upstream: Tensor | float | None = None,  # gradient of the value, ones by default
     requires: Iterable[str] = ("hidden", "weight", "bias"),
 ) -> Outcome:
-    """Calls a loss on fresh leaves and takes it back: the value and the gradients of the operands named in `requires`."""
+    """Calls a loss on fresh leaves and takes it back: the value and the gradients of the operands named in
+    `requires`."""
     given = {"hidden": hidden, "weight": weight, "bias": bias}
-    leaves = {name: tensor.detach().clone().requires_grad_(name in requires) for name, tensor in given.items() if tensor is not None}
+    leaves = {
+        name: tensor.detach().clone().requires_grad_(name in requires)
+        for name, tensor in given.items()
+        if tensor is not None
+    }
     output = loss_fn(leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"))
     value = output if isinstance(output, Tensor) else output.loss
     trainable = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    assert value.requires_grad == bool(trainable), f"requires_grad is {value.requires_grad} with {trainable} trainable"
+    assert value.requires_grad == bool(trainable), (
+        f"requires_grad is {value.requires_grad} with {trainable} trainable"
+    )
     if trainable:
         ones = torch.ones_like(value)
         value.backward(ones if upstream is None else ones * torch.as_tensor(upstream, dtype=value.dtype))
@@ -95,19 +112,21 @@ def run(
 
 
 def uncompiled() -> AbstractContextManager:
-    """A LogitsLoss evaluates its function as it is: compiling takes seconds for each, and the numbers are the same.
+    """A LogitsLoss evaluates its function as it is: compiling takes seconds for each, and the numbers are the
+    same.
 
-    Nothing else is compiled either. Tests of an outer `torch.compile` put it into `set_stance("default")`, or have the function
-    alone left as it is by `EngineCalls(uncompiled=True)`.
+    Nothing else is compiled either. Tests of an outer `torch.compile` put it into `set_stance("default")`, or
+    have the function alone left as it is by `EngineCalls(uncompiled=True)`.
     """
     return torch.compiler.set_stance("force_eager")
 
 
 class EngineCalls(TorchDispatchMode):
-    """Notes our operators (namespace `logitless`) that compiled graphs run while this is on: `operators`, their names in order.
+    """Notes our operators (namespace `logitless`) that compiled graphs run while this is on: `operators`,
+    their names in order.
 
-    A pass through the engine is one operator in a graph, whatever the number of chunks. In eager mode none is called: see
-    `eager_calls`.
+    A pass through the engine is one operator in a graph, whatever the number of chunks. In eager mode none is
+    called: see `eager_calls`.
 
     Args:
         uncompiled: the function of a LogitsLoss is not compiled for itself inside of the operators.
@@ -156,8 +175,9 @@ def tensors_in(values: Iterable) -> Iterator[Tensor]:
 class BodyMode(TorchDispatchMode):
     """A dispatch mode that also sees what happens inside custom operators.
 
-    PyTorch switches a mode off while an operator runs under it, so a plain mode sees a custom operator as one call. Here its CPU
-    kernel runs with the mode back on, and so do the decompositions of composite operators such as matmul.
+    PyTorch switches a mode off while an operator runs under it, so a plain mode sees a custom operator as one
+    call. Here its CPU kernel runs with the mode back on, and so do the decompositions of composite operators
+    such as matmul.
     """
 
     def __init__(self) -> None:
@@ -186,8 +206,9 @@ class BodyMode(TorchDispatchMode):
 class AllocationWatcher(BodyMode):
     """Counts the bytes of the storages that are born while it is on, views and in-place results once.
 
-    `live` is what is alive now, `peak` the most that was alive at once, `largest` the biggest single allocation. Storages that
-    existed before (an operator's arguments that were never its results) do not count.
+    `live` is what is alive now, `peak` the most that was alive at once, `largest` the biggest single
+    allocation. Storages that existed before (an operator's arguments that were never its results) do not
+    count.
     """
 
     def __init__(self) -> None:
@@ -226,10 +247,21 @@ class AllocationWatcher(BodyMode):
 
 
 class GemmCounter(BodyMode):
-    """Counts the flops of every matrix product, in GEMM-equivalents: one is `2 * N * V * H`, the cost of `hidden @ weight.T`."""
+    """Counts the flops of every matrix product, in GEMM-equivalents: one is `2 * N * V * H`, the cost of
+    `hidden @ weight.T`."""
 
     # Position of the left factor among the arguments; the right one follows it.
-    LEFT_FACTOR = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "addmm_": 1, "addmv": 1, "addmv_": 1, "baddbmm": 1, "baddbmm_": 1}
+    LEFT_FACTOR = {
+        "mm": 0,
+        "bmm": 0,
+        "mv": 0,
+        "addmm": 1,
+        "addmm_": 1,
+        "addmv": 1,
+        "addmv_": 1,
+        "baddbmm": 1,
+        "baddbmm_": 1,
+    }
 
     def __init__(self, tokens: int, vocab: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The benchmark harness on a CPU: that it refuses wrong results, keeps its files whole, and runs the real library."""
+"""The benchmark harness on a CPU: that it refuses wrong results, keeps its files whole, and runs the real
+library."""
 
 import json
 import math
@@ -72,21 +73,36 @@ def rows_of(what: objective.Objective, shape: objective.Shape, losses: dict) -> 
 
 def document(benchmark: str = "ce", *, date: str = "2026-01-01", **changes) -> dict:
     """A result as a GPU would leave it, with numbers that tests can recognise."""
-    row = {"verdict": "ok", "ms": 12.5, "ratio": 1.25, "peak_bytes": 3 * 2**30, "beyond_gradients_bytes": 2**30}
+    row = {
+        "verdict": "ok",
+        "ms": 12.5,
+        "ratio": 1.25,
+        "peak_bytes": 3 * 2**30,
+        "beyond_gradients_bytes": 2**30,
+    }
     errors = {"loss_error": 1e-6, "d_hidden_error": 2e-3, "d_weight_error": 4e-3}
     rows = [
         {"name": "logitless"} | row | errors,
         {"name": "eager, fp32 upcast", "verdict": "out of memory"},
         {"name": "Liger", "verdict": "wrong"} | errors | {"d_weight_error": 0.25},
     ]
-    section = {"shape": asdict(SHAPE), "yardstick": {"ms": 10.0, "tflops": 700.0, "chunk": 2048}, "rows": rows}
-    head = report.new_document(benchmark, CPU, quick=False) | {"date": date, "absent": {"QuACK": "quack-kernels is not installed"}}
+    section = {
+        "shape": asdict(SHAPE),
+        "yardstick": {"ms": 10.0, "tflops": 700.0, "chunk": 2048},
+        "rows": rows,
+    }
+    head = report.new_document(benchmark, CPU, quick=False) | {
+        "date": date,
+        "absent": {"QuACK": "quack-kernels is not installed"},
+    }
     return head | {"sections": [section], "complete": True} | changes
 
 
 def test_ce_measures_the_library_and_its_peers(tmp_path):
     out = tmp_path / "ce.json"
-    result = invoke("ce", "--quick", "--device", "cpu", "--out", str(out), "--skip", "TRL", "--skip", "torch F.")
+    result = invoke(
+        "ce", "--quick", "--device", "cpu", "--out", str(out), "--skip", "TRL", "--skip", "torch F."
+    )
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
     assert written["complete"] and written["quick"] and written["command"].startswith("python -m benchmarks")
@@ -141,7 +157,9 @@ def no_softmax_term(hidden, weight, targets):
 WRONG = {
     "no softmax term": no_softmax_term,
     "loss off by 2%": lambda hidden, weight, targets: 1.02 * eager_loss(hidden, weight, targets),
-    "mean over all rows": lambda hidden, weight, targets: F.cross_entropy(hidden @ weight.t(), targets, reduction="sum") / SHAPE.N,
+    "mean over all rows": lambda hidden, weight, targets: (
+        F.cross_entropy(hidden @ weight.t(), targets, reduction="sum") / SHAPE.N
+    ),
     "d_weight off by 10%": wrong_weight_gradient,
     "no d_weight": lambda hidden, weight, targets: eager_loss(hidden, weight.detach(), targets),
     "NaN": lambda hidden, weight, targets: eager_loss(hidden, weight, targets) * math.nan,
@@ -164,7 +182,10 @@ def test_a_peer_that_fails_or_exhausts_memory_does_not_stop_the_others():
         raise torch.OutOfMemoryError("40 GiB")
 
     rows = measured(fails=fails, exhausts=exhausts, eager=eager_loss)
-    assert (rows["fails"]["verdict"], rows["fails"]["reason"]) == ("failed", "AssertionError: chunk of the wrong size")
+    assert (rows["fails"]["verdict"], rows["fails"]["reason"]) == (
+        "failed",
+        "AssertionError: chunk of the wrong size",
+    )
     assert rows["exhausts"]["verdict"] == "out of memory"
     assert rows["eager"]["verdict"] == "ok"
 
@@ -179,7 +200,10 @@ def test_a_peer_that_fails_while_it_is_timed_does_not_stop_the_others():
         return eager_loss(hidden, weight, targets)
 
     rows = measured(fails=fails_late, eager=eager_loss)
-    assert (rows["fails"]["verdict"], rows["fails"]["reason"]) == ("failed", "RuntimeError: Triton Error [CUDA]: out of memory")
+    assert (rows["fails"]["verdict"], rows["fails"]["reason"]) == (
+        "failed",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+    )
     assert "ms" not in rows["fails"] and len(calls) == 3
     assert rows["eager"]["verdict"] == "ok" and rows["eager"]["ms"] > 0
 
@@ -233,14 +257,18 @@ def test_after_running_out_of_memory_longer_inputs_are_not_tried():
 )
 def test_more_tokens_of_the_same_problem_need_more_memory(shape, larger, other):
     more = replace(shape, **larger)
-    assert objective.covers(shape, shape) and objective.covers(shape, more) and not objective.covers(more, shape)
+    assert (
+        objective.covers(shape, shape) and objective.covers(shape, more) and not objective.covers(more, shape)
+    )
     assert not objective.covers(shape, replace(more, **other))
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 @pytest.mark.parametrize("taught", [False, True], ids=["alone", "taught"])
 def test_the_yardstick_is_the_products(taught, frozen):
-    hidden, weight, teacher_hidden, teacher_weight = distillation.inputs(distillation.Shape(5, 4, 6, 11), CPU, seed=0)
+    hidden, weight, teacher_hidden, teacher_weight = distillation.inputs(
+        distillation.Shape(5, 4, 6, 11), CPU, seed=0
+    )
     constant = ((teacher_hidden, teacher_weight),) if taught else ()
     products = []
     original = torch.mm
@@ -270,7 +298,12 @@ def test_the_yardstick_is_the_products(taught, frozen):
 
 @pytest.mark.parametrize(
     ("N", "V", "chunks"),
-    [(512, 128, [512]), (4096, 128, [2048, 4096]), (8192, 128, [2048, 4096, 8192]), (8192, 2**20, [2048, 4096])],
+    [
+        (512, 128, [512]),
+        (4096, 128, [2048, 4096]),
+        (8192, 128, [2048, 4096, 8192]),
+        (8192, 2**20, [2048, 4096]),
+    ],
 )
 def test_yardstick_chunks(N, V, chunks):
     # Meta tensors: only the sizes matter, and the last case would be 16 GiB of logits.
@@ -280,7 +313,11 @@ def test_yardstick_chunks(N, V, chunks):
 
 def test_a_teachers_logits_count_as_buffer():
     shape = {"device": "meta", "dtype": torch.bfloat16}
-    hidden, weight, other = torch.empty(8192, 1, **shape), torch.empty(2**18, 1, **shape), torch.empty(2**19, 1, **shape)
+    hidden, weight, other = (
+        torch.empty(8192, 1, **shape),
+        torch.empty(2**18, 1, **shape),
+        torch.empty(2**19, 1, **shape),
+    )
     assert list(yardstick.yardstick(hidden, weight, constant=((hidden, weight),)).cases) == [2048, 4096, 8192]
     assert list(yardstick.yardstick(hidden, weight, constant=((hidden, other),)).cases) == [2048, 4096]
 
@@ -315,7 +352,11 @@ def test_peers_say_why_they_are_absent():
 
 @pytest.mark.parametrize(
     ("only", "names"),
-    [(["logitless"], ["logitless"]), (["d_weight"], ["logitless, bf16 d_weight"]), (["ger"], ["eager, fp32 upcast"])],
+    [
+        (["logitless"], ["logitless"]),
+        (["d_weight"], ["logitless, bf16 d_weight"]),
+        (["ger"], ["eager, fp32 upcast"]),
+    ],
 )
 def test_only_takes_a_name_or_a_part_of_several(only, names):
     present, absent = PEERS.load(CPU, only=only)
@@ -328,18 +369,24 @@ def test_malformed_shapes_are_refused(text):
         ce.Shape.parse(text)
 
 
-@pytest.mark.parametrize("shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES, *medusa.SHAPES], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES, *medusa.SHAPES], ids=str
+)
 def test_shapes_read_what_they_print(shape):
     assert type(shape).parse(str(shape)) == shape
 
 
-@pytest.mark.parametrize("text", ["1x2x3", "1x2x3x4@", "1x2x3x4@thawed", "1x2x3x4@frozen@", "0x2x3x4", "1x2x3xV", ""])
+@pytest.mark.parametrize(
+    "text", ["1x2x3", "1x2x3x4@", "1x2x3x4@thawed", "1x2x3x4@frozen@", "0x2x3x4", "1x2x3xV", ""]
+)
 def test_malformed_distillation_shapes_are_refused(text):
     with pytest.raises(ValueError, match="expected NxHxTxV"):
         distillation.Shape.parse(text)
 
 
-@pytest.mark.parametrize("text", ["1x2x3x4", "kto:1x2x3x4", "orpo:1x2x3", "dpo:1x2x3x4@", "dpo:1x0x3x4", "orpo:1x2x3x4@thawed", ""])
+@pytest.mark.parametrize(
+    "text", ["1x2x3x4", "kto:1x2x3x4", "orpo:1x2x3", "dpo:1x2x3x4@", "dpo:1x0x3x4", "orpo:1x2x3x4@thawed", ""]
+)
 def test_malformed_preference_shapes_are_refused(text):
     with pytest.raises(ValueError, match="expected orpo:PAIRSxTxHxV"):
         preference.Shape.parse(text)
@@ -351,7 +398,9 @@ def test_malformed_policy_shapes_are_refused(text):
         policy.Shape.parse(text)
 
 
-@pytest.mark.parametrize("text", ["3x8x4x11", "3x8x4x11@3", "3x8x4x11@", "3x4x4x11@1", "0x8x4x11@1", "3x8x4@1", ""])
+@pytest.mark.parametrize(
+    "text", ["3x8x4x11", "3x8x4x11@3", "3x8x4x11@", "3x4x4x11@1", "0x8x4x11@1", "3x8x4@1", ""]
+)
 def test_malformed_medusa_shapes_are_refused(text):
     with pytest.raises(ValueError, match="expected HEADSxTxHxV@STAGE"):
         medusa.Shape.parse(text)
@@ -389,7 +438,10 @@ def test_sizes_in_words():
     assert report.sizes(asdict(ce.Shape(8192, 4096, 128256))) == "N 8,192, H 4,096, V 128,256"
     assert report.sizes(asdict(SHAPE)) == "N 48, H 16, V 131, 50% ignored"
     assert report.sizes(asdict(FROZEN[1])) == "N 48, H 16, teacher H 24, V 131, frozen head"
-    assert report.sizes(asdict(preference.SHAPES[-1])) == "DPO, pairs 4, T 2,048, H 4,096, V 128,256, frozen head"
+    assert (
+        report.sizes(asdict(preference.SHAPES[-1]))
+        == "DPO, pairs 4, T 2,048, H 4,096, V 128,256, frozen head"
+    )
 
 
 @pytest.mark.parametrize(
@@ -440,12 +492,18 @@ def test_targets_are_judged():
 
 
 def test_targets_of_distillation():
-    trainable, frozen = (judged(DISTILLATION, s, ratio=1.2, budget_bytes=2**30, beyond_gradients_bytes=2**31) for s in distillation.SHAPES)
+    trainable, frozen = (
+        judged(DISTILLATION, s, ratio=1.2, budget_bytes=2**30, beyond_gradients_bytes=2**31)
+        for s in distillation.SHAPES
+    )
     assert (trainable["logitless"]["target"], trainable["logitless"]["meets_target"]) == (1.22, True)
     assert "target" not in frozen["logitless"]
     assert [rows["logitless"]["meets_memory_limit"] for rows in (trainable, frozen)] == [True, False]
     d_hidden, fp32_d_weight = 2 * 8192 * 2048, 4 * 151936 * 2048
-    assert [rows["logitless"]["memory_limit_bytes"] - 2**30 for rows in (trainable, frozen)] == [d_hidden + fp32_d_weight, d_hidden]
+    assert [rows["logitless"]["memory_limit_bytes"] - 2**30 for rows in (trainable, frozen)] == [
+        d_hidden + fp32_d_weight,
+        d_hidden,
+    ]
 
 
 def test_a_result_without_a_time_is_not_judged():
@@ -465,14 +523,18 @@ def test_only_our_own_rows_are_judged():
 
 def test_sweep_and_gemm_run(tmp_path):
     out = tmp_path / "sweep.json"
-    assert invoke("sweep", "--quick", "--device", "cpu", "--only", "logitless", "--out", str(out)).exit_code == 0
+    assert (
+        invoke("sweep", "--quick", "--device", "cpu", "--only", "logitless", "--out", str(out)).exit_code == 0
+    )
     assert [row["name"] for row in json.loads(out.read_text())["sections"][0]["rows"]] == ["logitless"]
 
     out = tmp_path / "gemm.json"
     assert invoke("gemm", "--quick", "--device", "cpu", "--out", str(out)).exit_code == 0
     (section,) = json.loads(out.read_text())["sections"]
     assert [row["chunk"] for row in section["rows"]] == list(gemm.QUICK_CHUNKS)
-    assert all(row["us_per_token"] == pytest.approx(1e3 * row["ms"] / row["tokens"]) for row in section["rows"])
+    assert all(
+        row["us_per_token"] == pytest.approx(1e3 * row["ms"] / row["tokens"]) for row in section["rows"]
+    )
 
 
 def test_distillation_measures_the_library_and_its_peers(tmp_path):
@@ -538,8 +600,12 @@ WRONG_JSD = {
     "forward KL": by_reference(divergence="forward_kl"),
     "beta 0.4": by_reference(beta=0.4),
     "temperature 1.1": by_reference(temperature=1.1),
-    "half the tokens": lambda hidden, weight, *teacher: eager_jsd(hidden[::2], weight, teacher[0][::2], teacher[1]),
-    "teacher misaligned": lambda hidden, weight, *teacher: eager_jsd(hidden, weight, teacher[0].roll(1, 0), teacher[1]),
+    "half the tokens": lambda hidden, weight, *teacher: eager_jsd(
+        hidden[::2], weight, teacher[0][::2], teacher[1]
+    ),
+    "teacher misaligned": lambda hidden, weight, *teacher: eager_jsd(
+        hidden, weight, teacher[0].roll(1, 0), teacher[1]
+    ),
     "no term of the row": no_mean_ratio,
 }
 
@@ -557,7 +623,13 @@ def test_the_yardstick_of_preference_and_policy_is_one_product():
     bare = preference.one_gemm(hidden, weight)
     with pytest.MonkeyPatch.context() as patch:
         products, original = [], torch.mm
-        patch.setattr(torch, "mm", lambda a, b, **options: products.append((tuple(a.shape), tuple(b.shape))) or original(a, b, **options))
+        patch.setattr(
+            torch,
+            "mm",
+            lambda a, b, **options: (
+                products.append((tuple(a.shape), tuple(b.shape))) or original(a, b, **options)
+            ),
+        )
         bare.cases[5]()()
     assert products == [((5, 4), (4, 11))]
     assert (bare.name, bare.flops) == ("one bare GEMM", 2 * 5 * 4 * 11)
@@ -588,7 +660,9 @@ def test_preference_and_policy_measure_the_library_and_its_peers(command, shapes
         rows = {row["name"]: row for row in section["rows"]}
         assert rows.keys() == ours | {"eager, fp32 upcast"}
         for row in rows.values():
-            assert row["verdict"] == "ok" and row["ratio"] == pytest.approx(row["ms"] / section["yardstick"]["ms"])
+            assert row["verdict"] == "ok" and row["ratio"] == pytest.approx(
+                row["ms"] / section["yardstick"]["ms"]
+            )
             assert ("d_weight_error" in row) == (not section["shape"]["frozen_head"])
         assert all(rows[name]["plan"].startswith(plan) and rows[name]["budget_bytes"] > 0 for name in ours)
         assert rows["logitless"]["plan"] in result.output
@@ -602,15 +676,22 @@ def test_preference_and_policy_measure_the_library_and_its_peers(command, shapes
 )
 def test_orpo_batch_and_dpo_length_end_in_one_table(command, shapes, largest, tmp_path):
     out = tmp_path / "result.json"
-    result = invoke(command, "--quick", "--device", "cpu", "--out", str(out), "--only", "logitless", "--only", "eager")
+    result = invoke(
+        command, "--quick", "--device", "cpu", "--out", str(out), "--only", "logitless", "--only", "eager"
+    )
     assert result.exit_code == 0, result.output
     table = result.output[result.output.index("pairs x T") :]
     rows = [row for section in json.loads(out.read_text())["sections"] for row in section["rows"]]
-    lines = [line for line in table.splitlines() if any(line.strip().startswith(f"{shape}  ") for shape in shapes)]
+    lines = [
+        line for line in table.splitlines() if any(line.strip().startswith(f"{shape}  ") for shape in shapes)
+    ]
     assert len(lines) == len(rows) == 4
     for line, row, shape in zip(lines, rows, [shape for shape in shapes for _ in range(2)], strict=True):
         N = 2 * math.prod(int(size) for size in shape.split(" x "))
-        assert all(part in line for part in (shape, row["name"], f"{1e3 * row['ms'] / N:.2f}", f"{1e3 * N / row['ms']:,.0f}"))
+        assert all(
+            part in line
+            for part in (shape, row["name"], f"{1e3 * row['ms'] / N:.2f}", f"{1e3 * N / row['ms']:,.0f}")
+        )
         assert row.get("plan", "") in line
     full = preference.BATCH_SHAPES if command == "orpo-batch" else preference.length_shapes(65536)
     assert largest in str(full[-1])
@@ -630,9 +711,15 @@ def test_the_table_by_token_says_who_kept_the_limit_and_who_ran_out():
 def test_preference_truth_is_the_reference(shape):
     problem = preference.problem(shape, CPU, seed=3)
     wide = [leaf.detach().double().requires_grad_() for leaf in problem.leaves.values()]
-    head = {"hidden": wide[0], "weight": wide[1] if len(wide) == 2 else problem.arguments[1].double(), "targets": problem.arguments[2]}
+    head = {
+        "hidden": wide[0],
+        "weight": wide[1] if len(wide) == 2 else problem.arguments[1].double(),
+        "targets": problem.arguments[2],
+    }
     if shape.loss == "DPO":
-        names = dict(zip(("ref_hidden", "ref_weight"), (x.double() for x in problem.arguments[3:]), strict=True))
+        names = dict(
+            zip(("ref_hidden", "ref_weight"), (x.double() for x in problem.arguments[3:]), strict=True)
+        )
         loss, metrics = reference.dpo(**head, **names, beta=BETA)
     else:
         loss, metrics = reference.orpo(**head, beta=BETA)
@@ -648,29 +735,45 @@ def test_policy_truth_is_the_reference(shape):
     numbers = {"advantages": advantages.double(), "old_logps": old_logps.double()}
     loss, metrics, *_ = reference.grpo(*operands, **numbers, loss_type="dapo", beta=0.0, epsilon=0.2)
     assert_truth(problem, shape, loss, wide)
-    assert 0.05 < metrics["clip_ratio/region_mean"] < 0.2 and min(metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]) > 0
+    assert (
+        0.05 < metrics["clip_ratio/region_mean"] < 0.2
+        and min(metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]) > 0
+    )
 
 
 def assert_truth(problem, shape, loss, wide):
     assert problem.truth.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert list(problem.truth.gradients) == ["hidden"] + ["weight"] * (not shape.frozen_head) == list(problem.leaves)
-    for found, gradient in zip(problem.truth.gradients.values(), torch.autograd.grad(loss, wide), strict=True):
+    assert (
+        list(problem.truth.gradients)
+        == ["hidden"] + ["weight"] * (not shape.frozen_head)
+        == list(problem.leaves)
+    )
+    for found, gradient in zip(
+        problem.truth.gradients.values(), torch.autograd.grad(loss, wide), strict=True
+    ):
         assert found.shape == gradient.shape and measure.relative_l2(gradient, found) < 1e-5
 
 
 def test_the_truth_does_not_depend_on_its_chunks():
     hidden, weight, targets = preference.inputs(PAIRED[0], CPU, seed=5)
     numbers = [preference.token_numbers(hidden, weight, targets, chunk=chunk) for chunk in (7, 1024)]
-    truths = [preference.truth(orpo, *numbers[0], hidden, weight, targets, chunk=chunk) for chunk in (7, 1024)]
+    truths = [
+        preference.truth(orpo, *numbers[0], hidden, weight, targets, chunk=chunk) for chunk in (7, 1024)
+    ]
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*numbers, strict=True))
-    assert all(measure.relative_l2(truths[0].gradients[leaf], truths[1].gradients[leaf]) < 1e-5 for leaf in ("hidden", "weight"))
+    assert all(
+        measure.relative_l2(truths[0].gradients[leaf], truths[1].gradients[leaf]) < 1e-5
+        for leaf in ("hidden", "weight")
+    )
 
 
 def test_preference_inputs_have_lost_pairs_and_open_ones():
     shape = preference.Shape("DPO", 4, 64, 256, 5_000)
     hidden, weight, targets, *ref = preference.inputs(shape, CPU, seed=1)
     logps, ref_logps = full_logps(hidden, weight, targets), full_logps(*ref, targets)
-    assert logps[:4].mean() < -1.5 < -0.5 < logps[4:].mean(), "the policy does not prefer the rejected sequences"
+    assert logps[:4].mean() < -1.5 < -0.5 < logps[4:].mean(), (
+        "the policy does not prefer the rejected sequences"
+    )
     chosen, rejected = (logps - ref_logps).sum(1).chunk(2)
     margins = BETA * (chosen - rejected)
     assert (margins[::2] < -6).all() and (margins[1::2].abs() < 5).all()
@@ -716,12 +819,16 @@ def nll(logps):
 
 WRONG_ORPO = {
     "no odds ratio": of_logps(lambda logps, _: nll(logps)),
-    "no gradient of the odds ratio": of_logps(lambda logps, _: nll(logps) + (orpo(logps) - nll(logps)).detach()),
+    "no gradient of the odds ratio": of_logps(
+        lambda logps, _: nll(logps) + (orpo(logps) - nll(logps)).detach()
+    ),
     "no gradient of the rejected": of_logps(lambda logps, _: orpo(half_detached(logps))),
     "beta 0.2": of_logps(lambda logps, _: 2 * orpo(logps) - nll(logps)),
     "chosen and rejected swapped": of_logps(lambda logps, _: orpo(swapped(logps))),
     "NLL of all tokens": of_logps(lambda logps, _: orpo(logps) - nll(logps) - logps.mean()),
-    "no 1 - p in the odds": of_logps(lambda logps, _: nll(logps) - BETA * F.logsigmoid(torch.sub(*logps.mean(1).chunk(2))).mean()),
+    "no 1 - p in the odds": of_logps(
+        lambda logps, _: nll(logps) - BETA * F.logsigmoid(torch.sub(*logps.mean(1).chunk(2))).mean()
+    ),
 }
 WRONG_DPO = {
     "no reference": of_logps(lambda logps, ref: dpo(logps, torch.zeros_like(ref))),
@@ -732,7 +839,9 @@ WRONG_DPO = {
     "chosen and rejected swapped": of_logps(lambda logps, ref: dpo(swapped(logps), swapped(ref))),
     "hinge": of_logps(lambda logps, ref: F.relu(1 - BETA * torch.sub(*(logps - ref).sum(1).chunk(2))).mean()),
     "last pair left out": of_logps(
-        lambda logps, ref: dpo(logps.view(2, 3, -1)[:, :2].flatten(0, 1), ref.view(2, 3, -1)[:, :2].flatten(0, 1))
+        lambda logps, ref: dpo(
+            logps.view(2, 3, -1)[:, :2].flatten(0, 1), ref.view(2, 3, -1)[:, :2].flatten(0, 1)
+        )
     ),
 }
 
@@ -741,7 +850,9 @@ WRONG_DPO = {
 def test_a_wrong_preference_loss_gets_no_time(shape):
     wrong = WRONG_DPO if shape.loss == "DPO" else WRONG_ORPO
     rows = rows_of(PREFERENCE, shape, wrong | {"eager": eager_preference})
-    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {"eager": "ok"}
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {
+        "eager": "ok"
+    }
     assert not any("ms" in rows[name] for name in wrong)
 
 
@@ -760,7 +871,9 @@ WRONG_GRPO = {
     "clipped above alone": of_ratio(lambda r, A: torch.minimum(r, r.clamp(max=1.2)) * A),
     "on policy": of_ratio(lambda r, A: r / r.detach() * A),
     "advantages without sign": of_ratio(lambda r, A: torch.minimum(r * A.abs(), r.clamp(0.8, 1.2) * A.abs())),
-    "one sequence left out": lambda hidden, *others: eager_grpo(hidden[1:], others[0], *(x[1:] for x in others[1:])),
+    "one sequence left out": lambda hidden, *others: eager_grpo(
+        hidden[1:], others[0], *(x[1:] for x in others[1:])
+    ),
     "sequences misaligned": lambda *head: eager_grpo(*head[:3], head[3].roll(1), head[4]),
     "sum of a sequence": of_ratio(lambda r, A: torch.minimum(r * A, r.clamp(0.8, 1.2) * A).sum(1)),
 }
@@ -769,7 +882,9 @@ WRONG_GRPO = {
 @pytest.mark.parametrize("shape", SAMPLED, ids=str)
 def test_a_wrong_policy_loss_gets_no_time(shape):
     rows = rows_of(POLICY, shape, WRONG_GRPO | {"eager": eager_grpo})
-    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(WRONG_GRPO, "wrong") | {"eager": "ok"}
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(WRONG_GRPO, "wrong") | {
+        "eager": "ok"
+    }
     assert not any("ms" in rows[name] for name in WRONG_GRPO)
 
 
@@ -801,7 +916,12 @@ def test_their_tables_count_in_one_product(benchmark, tmp_path):
     report.write_json(tmp_path / "result.json", run)
     page = tmp_path / "README.md"
     page.write_text(f"<!-- benchmarks:{benchmark} -->\n<!-- /benchmarks:{benchmark} -->\n")
-    assert invoke("plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")).exit_code == 0
+    assert (
+        invoke(
+            "plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")
+        ).exit_code
+        == 0
+    )
     text = page.read_text()
     assert report.sizes(asdict(shape)) in text and "**1.25x, 3.0 GiB**" in text and "one bare GEMM" in text
     assert "one bare matrix product, hidden @ weight.T" in text and "of the bare matrix products" not in text
@@ -812,20 +932,34 @@ def test_medusa_measures_the_library_and_its_peers(tmp_path):
     result = invoke("medusa", "--quick", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
-    assert written["complete"] and written["absent"] == {"loop over Liger's fused CE": "needs CUDA, the device is cpu"}
-    assert [section["shape"] for section in written["sections"]] == [asdict(shape) for shape in medusa.QUICK_SHAPES]
+    assert written["complete"] and written["absent"] == {
+        "loop over Liger's fused CE": "needs CUDA, the device is cpu"
+    }
+    assert [section["shape"] for section in written["sections"]] == [
+        asdict(shape) for shape in medusa.QUICK_SHAPES
+    ]
     table = result.output[result.output.index("  K  ") :].splitlines()[2:]
     for section in written["sections"]:
         shape = medusa.Shape(**section["shape"])
-        errors = {"loss_error", "d_weight_0_error", "d_block_0_error"} | ({"d_hidden_error"} if shape.stage == 2 else set())
+        errors = {"loss_error", "d_weight_0_error", "d_block_0_error"} | (
+            {"d_hidden_error"} if shape.stage == 2 else set()
+        )
         assert [row["name"] for row in section["rows"]] == ["logitless", "eager, fp32 upcast"]
         for row in section["rows"]:
             assert row["verdict"] == "ok" and row["rounds"] == medusa.ROUNDS == 3
-            assert {key for key in row if key.endswith("_error")} == ({"loss_error"} if shape == LONG else errors)
+            assert {key for key in row if key.endswith("_error")} == (
+                {"loss_error"} if shape == LONG else errors
+            )
             assert row["ratio"] == pytest.approx(row["ms"] / section["yardstick"]["ms"])
             assert row["peak_bytes"] is row["beyond_gradients_bytes"] is None
             numbers = f"{row['ms']:.1f}", f"{1e3 * row['ms'] / shape.T:.2f}", f"{row['ratio']:.2f}"
-            assert table.pop(0).split() == [str(shape.heads), str(shape.stage), f"{shape.T:,}", *row["name"].split(), *numbers]
+            assert table.pop(0).split() == [
+                str(shape.heads),
+                str(shape.stage),
+                f"{shape.T:,}",
+                *row["name"].split(),
+                *numbers,
+            ]
         assert section["rows"][0]["plan"].startswith("fused") and section["rows"][0]["budget_bytes"] > 0
     assert not table
 
@@ -842,7 +976,10 @@ def test_medusa_truth_is_the_fp64_autograd_result(shape):
     hidden, heads, targets, base = medusa.inputs(shape, CPU, seed=3)
     arguments = hidden, heads, targets, base
     found = medusa.truth(*arguments, gradients=True, chunk=7)
-    wide = {name: x.detach().double().requires_grad_() for name, x in medusa.problem(shape, CPU, seed=3).leaves.items()}
+    wide = {
+        name: x.detach().double().requires_grad_()
+        for name, x in medusa.problem(shape, CPU, seed=3).leaves.items()
+    }
     x, y = wide.get("hidden", hidden.double())[0], targets[0]
     losses = [] if base is None else [F.cross_entropy(x[:-1] @ wide["base"].T, y[1:])]
     for k in range(shape.heads):
@@ -852,8 +989,13 @@ def test_medusa_truth_is_the_fp64_autograd_result(shape):
     assert (base is None) == (shape.stage == 1) == (not hidden.requires_grad)
     assert found.loss == pytest.approx(loss.item(), rel=1e-5)
     assert found.gradients.keys() == {"weight_0", "block_0"} | ({"hidden"} if shape.stage == 2 else set())
-    for name, gradient in zip(found.gradients, torch.autograd.grad(loss, [wide[name] for name in found.gradients]), strict=True):
-        assert found.gradients[name].shape == gradient.shape and measure.relative_l2(gradient, found.gradients[name]) < 1e-5
+    for name, gradient in zip(
+        found.gradients, torch.autograd.grad(loss, [wide[name] for name in found.gradients]), strict=True
+    ):
+        assert (
+            found.gradients[name].shape == gradient.shape
+            and measure.relative_l2(gradient, found.gradients[name]) < 1e-5
+        )
     alone = medusa.truth(*arguments, gradients=False)
     assert alone.gradients == {} and alone.loss == pytest.approx(loss.item(), rel=1e-5)
     assert all(x.grad is None for x in heads.parameters())
@@ -863,7 +1005,10 @@ def test_two_bf16_products_make_an_fp32_one():
     x, weight = torch.randn(32, 256), torch.randn(300, 256).bfloat16()
     true = (x.double() @ weight.double().T).float()
     assert (
-        measure.relative_l2(medusa.logits(x, weight), true) < 1e-5 < 1e-3 < measure.relative_l2(medusa.product(x.bfloat16(), weight), true)
+        measure.relative_l2(medusa.logits(x, weight), true)
+        < 1e-5
+        < 1e-3
+        < measure.relative_l2(medusa.product(x.bfloat16(), weight), true)
     )
 
 
@@ -872,13 +1017,20 @@ def test_medusa_inputs_are_those_of_trained_heads():
     hidden, heads, targets, base = medusa.inputs(medusa.Shape(3, 2, 128, 512, 20_000), CPU, seed=1)
     for term in terms(heads, base):
         x, y = hidden[0, : -term.offset], targets[0, term.offset :]
-        losses = [F.cross_entropy((states @ term.weight.T).float(), y).item() for states in (x, x if term.block is None else term.block(x))]
+        losses = [
+            F.cross_entropy((states @ term.weight.T).float(), y).item()
+            for states in (x, x if term.block is None else term.block(x))
+        ]
         assert all(1.0 < loss < 6.0 for loss in losses)
         assert term.block is None or abs(losses[0] / losses[1] - 1) > 0.02
 
 
 def of_heads(
-    *, weigh=lambda term: term.coefficient, offset=0, states=lambda term, x: x if term.block is None else term.block(x), rows=None
+    *,
+    weigh=lambda term: term.coefficient,
+    offset=0,
+    states=lambda term, x: x if term.block is None else term.block(x),
+    rows=None,
 ):
     """A sum of cross-entropies of full logits with something bent."""
 
@@ -887,7 +1039,9 @@ def of_heads(
         for term in terms(heads, base):
             ahead = term.offset + offset * (term.block is not None)
             logits = states(term, hidden[0, :-ahead]) @ term.weight.t()
-            ce = F.cross_entropy(logits.float(), targets[0, ahead:], reduction="mean" if rows is None else "sum")
+            ce = F.cross_entropy(
+                logits.float(), targets[0, ahead:], reduction="mean" if rows is None else "sum"
+            )
             total = total + weigh(term) * (ce if rows is None else ce / rows)
         return total
 
@@ -908,11 +1062,15 @@ WRONG_MEDUSA = {
     "no blocks": of_heads(states=lambda term, x: x),
     "no residual": of_heads(states=lambda term, x: x if term.block is None else term.block(x) - x),
     "no SiLU": of_heads(states=lambda term, x: x if term.block is None else x + term.block.linear(x)),
-    "no gradient of the blocks": of_heads(states=lambda term, x: x if term.block is None else x + (term.block(x) - x).detach()),
+    "no gradient of the blocks": of_heads(
+        states=lambda term, x: x if term.block is None else x + (term.block(x) - x).detach()
+    ),
 }
 WRONG_STAGE_2 = {
     "no base head": of_heads(weigh=lambda term: term.coefficient * (term.offset > 1)),
-    "no gradient of hidden from the heads": of_heads(states=lambda term, x: x if term.block is None else term.block(x.detach())),
+    "no gradient of hidden from the heads": of_heads(
+        states=lambda term, x: x if term.block is None else term.block(x.detach())
+    ),
     "no gradient of hidden through the blocks": of_heads(states=block_bypassed),
 }
 
@@ -921,7 +1079,10 @@ WRONG_STAGE_2 = {
 def test_a_wrong_medusa_loss_gets_no_time(shape):
     wrong = WRONG_MEDUSA | (WRONG_STAGE_2 if shape.stage == 2 else {})
     rows = rows_of(MEDUSA, shape, wrong | {"eager": eager_medusa, "by hand": of_heads()})
-    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {"eager": "ok", "by hand": "ok"}
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(wrong, "wrong") | {
+        "eager": "ok",
+        "by hand": "ok",
+    }
     assert not any("ms" in rows[name] for name in wrong)
 
 
@@ -936,7 +1097,13 @@ def test_medusa_rows_of_what_is_wrong_or_fails(shape):
     def off(*arguments):
         return 1.02 * eager_medusa(*arguments)
 
-    losses = {"fails": fails, "exhausts": exhausts, "off": off, "NaN": lambda *x: math.nan * eager_medusa(*x), "eager": eager_medusa}
+    losses = {
+        "fails": fails,
+        "exhausts": exhausts,
+        "off": off,
+        "NaN": lambda *x: math.nan * eager_medusa(*x),
+        "eager": eager_medusa,
+    }
     rows = rows_of(MEDUSA, shape, losses)
     assert [rows[name]["verdict"] for name in losses] == ["failed", "out of memory", "wrong", "wrong", "ok"]
     assert rows["fails"]["reason"] == "AssertionError: chunk of the wrong size"
@@ -987,7 +1154,13 @@ def medusa_document(*rows):
 
 
 def test_memory_that_grows_with_the_heads_is_found():
-    flat = [(3, 1, 1024, 2**30), (3, 2, 1024, 2**32), (5, 1, 1024, int(1.04 * 2**30)), (5, 2, 1024, 2**31), (5, 2, 2048, 2**34)]
+    flat = [
+        (3, 1, 1024, 2**30),
+        (3, 2, 1024, 2**32),
+        (5, 1, 1024, int(1.04 * 2**30)),
+        (5, 2, 1024, 2**31),
+        (5, 2, 2048, 2**34),
+    ]
     assert medusa.grown(medusa_document(*flat)) == []
     grows = medusa_document(*flat, (3, 2, 4096, 2**30), (5, 2, 4096, int(1.06 * 2**30)))
     assert medusa.grown(grows) == ["stage 2, T 4,096: 1.00 GiB with 3 heads, 1.06 GiB with 5 heads"]
@@ -999,7 +1172,18 @@ def test_memory_that_grows_with_the_heads_is_found():
 def test_a_medusa_run_whose_memory_grows_fails(monkeypatch, tmp_path):
     monkeypatch.setattr(medusa, "grown", lambda document: ["stage 1, T 96: much"])
     out = tmp_path / "medusa.json"
-    result = invoke("medusa", "--quick", "--device", "cpu", "--only", "eager", "--shapes", str(STAGES[0]), "--out", str(out))
+    result = invoke(
+        "medusa",
+        "--quick",
+        "--device",
+        "cpu",
+        "--only",
+        "eager",
+        "--shapes",
+        str(STAGES[0]),
+        "--out",
+        str(out),
+    )
     assert result.exit_code == 1 and "memory grows with the heads: stage 1, T 96: much" in result.output
     assert "us/token" in result.output and json.loads(out.read_text())["complete"]
 
@@ -1013,7 +1197,9 @@ def test_the_medusa_table_says_who_kept_the_limit_and_who_ran_out():
 
 
 def test_the_readme_has_medusa_by_length():
-    *header, caption = medusa.by_length(medusa_document((5, 2, 2048, 2**29), (5, 2, 1024, 2**30)), "here.json").splitlines()
+    *header, caption = medusa.by_length(
+        medusa_document((5, 2, 2048, 2**29), (5, 2, 1024, 2**30)), "here.json"
+    ).splitlines()
     titles, _, ours, eager = ([cell.strip() for cell in line.strip("|").split("|")] for line in header[:4])
     assert titles == ["heads", "stage", "", "T 1,024", "T 2,048"]
     assert ours == ["**5**", "**2**", "**logitless**", "**12 ms, 1.0 GiB**", "**12 ms, 0.5 GiB**"]
@@ -1027,7 +1213,9 @@ def test_distillation_length_measures_ours_up_to_the_length_asked_for(tmp_path):
     result = invoke("distillation-length", "--quick", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
-    assert written["benchmark"] == "distillation-length" and [row["name"] for row in written["sections"][0]["rows"]] == ["logitless"]
+    assert written["benchmark"] == "distillation-length" and [
+        row["name"] for row in written["sections"][0]["rows"]
+    ] == ["logitless"]
 
 
 def test_tensor_parallel_compares_every_rank_with_one_gpu(tmp_path):
@@ -1066,12 +1254,28 @@ def test_plot_rewrites_the_readme_and_draws(tmp_path):
     report.write_json(tmp_path / "sweep.json", document("sweep"))
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- benchmarks:ce -->\nold\n<!-- /benchmarks:ce -->\nafter\n")
-    arguments = ["plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "docs" / "ce.png")]
+    arguments = [
+        "plot",
+        "--results",
+        str(tmp_path),
+        "--readme",
+        str(page),
+        "--picture",
+        str(tmp_path / "docs" / "ce.png"),
+    ]
     assert invoke(*arguments).exit_code == 0
     text = page.read_text()
-    assert text.startswith("before\n<!-- benchmarks:ce -->\n|") and text.endswith("\n<!-- /benchmarks:ce -->\nafter\n")
+    assert text.startswith("before\n<!-- benchmarks:ce -->\n|") and text.endswith(
+        "\n<!-- /benchmarks:ce -->\nafter\n"
+    )
     assert "old" not in text and "**1.25x, 3.0 GiB**" in text and "10.0 ms" in text
-    for part in ("out of memory", "wrong", "2e-01", "QuACK: quack-kernels is not installed", "benchmarks/results/ce.json"):
+    for part in (
+        "out of memory",
+        "wrong",
+        "2e-01",
+        "QuACK: quack-kernels is not installed",
+        "benchmarks/results/ce.json",
+    ):
         assert part in text
     assert (tmp_path / "docs" / "ce.png").read_bytes().startswith(b"\x89PNG")
 
@@ -1087,7 +1291,12 @@ def test_plot_writes_a_table_for_each_objective_with_a_result(tmp_path):
     page = tmp_path / "README.md"
     empty = "<!-- benchmarks:{0} -->\n<!-- /benchmarks:{0} -->\n"
     page.write_text(empty.format("ce") + empty.format("distillation"))
-    assert invoke("plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")).exit_code == 0
+    assert (
+        invoke(
+            "plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")
+        ).exit_code
+        == 0
+    )
     text = page.read_text()
     assert text.startswith(empty.format("ce") + "<!-- benchmarks:distillation -->\n|") and "7.0 ms" in text
     assert "N 48, H 16, teacher H 24, V 131, frozen head" in text and "ignored" not in text
@@ -1096,7 +1305,9 @@ def test_plot_writes_a_table_for_each_objective_with_a_result(tmp_path):
 
 def test_plot_asks_for_a_result(tmp_path):
     result = invoke("plot", "--results", str(tmp_path))
-    assert result.exit_code == 2 and "expected a complete result" in " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "expected a complete result" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def test_plot_asks_for_the_markers(tmp_path):
@@ -1173,7 +1384,9 @@ def test_host_time_ends_with_the_first_product(row, tmp_path, monkeypatch):
 
 def sabotaged(folder: Path) -> Path:
     """A checkout whose cross-entropy is a tenth too large."""
-    shutil.copytree(compare_trees.ROOT / "logitless", folder / "logitless", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        compare_trees.ROOT / "logitless", folder / "logitless", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (folder / "logitless" / "__init__.py").open("a") as file:
         file.write("\nright = CrossEntropyLoss.__call__\n")
         file.write("def wrong(*args, **options):\n    out = right(*args, **options)\n")
@@ -1183,8 +1396,22 @@ def sabotaged(folder: Path) -> Path:
 
 def test_compare_measures_each_tree_by_itself_and_sees_a_wrong_one(tmp_path):
     out, tree = tmp_path / "compare.json", sabotaged(tmp_path / "tree")
-    options = ("--rounds", "1", "--rows", "CE N=512", "--rows", "CE 8192x4096", "--rows", "host CE", "--quick", "--device", "cpu")
-    result = invoke("compare", "--before", str(compare_trees.ROOT), "--after", str(tree), "--out", str(out), *options)
+    options = (
+        "--rounds",
+        "1",
+        "--rows",
+        "CE N=512",
+        "--rows",
+        "CE 8192x4096",
+        "--rows",
+        "host CE",
+        "--quick",
+        "--device",
+        "cpu",
+    )
+    result = invoke(
+        "compare", "--before", str(compare_trees.ROOT), "--after", str(tree), "--out", str(out), *options
+    )
     written = json.loads(out.read_text())
     assert result.exit_code == 1, result.output
     assert written["complete"] and str(tmp_path) not in out.read_text()
@@ -1207,7 +1434,16 @@ def test_compare_measures_shards_on_every_rank():
 
 
 def settings(**changes) -> compare_trees.Settings:
-    known = {"device": "cpu", "seed": 0, "quick": True, "repeats": 1, "host_calls": 1, "words": (), "ranks": 1, "limit": 60.0}
+    known = {
+        "device": "cpu",
+        "seed": 0,
+        "quick": True,
+        "repeats": 1,
+        "host_calls": 1,
+        "words": (),
+        "ranks": 1,
+        "limit": 60.0,
+    }
     return compare_trees.Settings(**known | changes)
 
 
@@ -1223,19 +1459,28 @@ def test_a_process_that_fails_or_hangs_is_ended_and_told(tmp_path, code, limit, 
     (tmp_path / "logitless" / "__init__.py").write_text(code)
     document, start = {"device": "CPU"}, time.perf_counter()
     trees = dict.fromkeys(compare_trees.TREES, tmp_path)
-    compare_trees.run(document, trees, settings(limit=limit), 1, minutes=1.0, out=tmp_path / "x.json", say=print)
+    compare_trees.run(
+        document, trees, settings(limit=limit), 1, minutes=1.0, out=tmp_path / "x.json", say=print
+    )
     assert time.perf_counter() - start < 30
     assert [run["failed"] for run in document["runs"]] == [said, said]
     assert f"NOT RIGHT: round 1, before: {said}" in compare_trees.table(document)
 
 
 def fake_runs(**rows: tuple) -> list[dict]:
-    """Three rounds of rows that take (before ms, after ms) with (before, after) bytes; in round 2 everything takes twice as long."""
+    """Three rounds of rows that take (before ms, after ms) with (before, after) bytes; in round 2 everything
+    takes twice as long."""
     runs = []
     for turn in range(3):
         for index, tree in enumerate(compare_trees.TREES):
             found = [
-                {"name": name, "ms": [ms[index] * (1 + turn % 2)] * 3, "peak_bytes": peaks[index], "loss": 1.0, "norms": [2.0]}
+                {
+                    "name": name,
+                    "ms": [ms[index] * (1 + turn % 2)] * 3,
+                    "peak_bytes": peaks[index],
+                    "loss": 1.0,
+                    "norms": [2.0],
+                }
                 for name, (ms, peaks) in rows.items()
             ]
             runs.append({"tree": tree, "round": turn, "ranks": [{"rows": found}]})
@@ -1251,7 +1496,9 @@ def test_the_verdict_of_a_comparison():
     assert "peak memory larger: faster by 32.0 MiB" in said and "NOT RIGHT" not in said
 
 
-@pytest.mark.parametrize("change, limit", [({"loss": 1.002}, "loss"), ({"norms": [2.03]}, "norms"), ({"norms": []}, "norms")])
+@pytest.mark.parametrize(
+    "change, limit", [({"loss": 1.002}, "loss"), ({"norms": [2.03]}, "norms"), ({"norms": []}, "norms")]
+)
 def test_a_comparison_of_different_results_is_not_right(change, limit):
     runs = fake_runs(row=((10.0, 10.0), (1, 1)))
     runs[1]["ranks"][0]["rows"][0] |= change

@@ -1,4 +1,5 @@
-"""The default device is the GPU for the tests of losses alone, and no module of theirs counts on it before the tests begin."""
+"""The default device is the GPU for the tests of losses alone, and no module of theirs counts on it before
+the tests begin."""
 
 import runpy
 import traceback
@@ -27,7 +28,9 @@ class Undecided(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _device_constructors() and kwargs.get("device") is None:
             # Without this method and what lies below the tests, in torch or in the library.
-            lines = [line for line in traceback.extract_stack()[:-1] if Path(line.filename).is_relative_to(TESTS)]
+            lines = [
+                line for line in traceback.extract_stack()[:-1] if Path(line.filename).is_relative_to(TESTS)
+            ]
             self.found.append(f"{Path(lines[-1].filename).name}:{lines[-1].lineno}: {func.__name__}")
         return func(*args, **kwargs)
 
@@ -50,7 +53,9 @@ def test_the_check_sees_a_tensor_without_a_device(tmp_path):
     assert len(undecided.found) == 3 and all(line.startswith("test_conftest.py:") for line in undecided.found)
 
 
-@pytest.mark.parametrize(("folder", "device"), [("losses", "meta"), ("kernels", "cpu"), ("trl_integration", "cpu")])
+@pytest.mark.parametrize(
+    ("folder", "device"), [("losses", "meta"), ("kernels", "cpu"), ("trl_integration", "cpu")]
+)
 def test_default_device(folder, device, monkeypatch):
     monkeypatch.setattr(support, "DEVICE", torch.device("meta"))
     request = SimpleNamespace(path=TESTS / folder / "test_it.py")

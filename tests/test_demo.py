@@ -56,7 +56,15 @@ def test_default_on_a_cpu_is_large_enough_to_show_something():
 def run_demo(folder: Path, *options: str) -> subprocess.CompletedProcess:
     # one thread: on a busy machine two wait for each other longer than they work
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--device", "cpu", "--output", str(folder), *options]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "demo.py"),
+        "--device",
+        "cpu",
+        "--output",
+        str(folder),
+        *options,
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 

@@ -1,4 +1,5 @@
-"""What is shipped: a wheel holds the library alone; a source distribution also what is needed to test and measure it."""
+"""What is shipped: a wheel holds the library alone; a source distribution also what is needed to test and
+measure it."""
 
 import shutil
 import subprocess
@@ -11,13 +12,23 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs")
-FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt")
+FILES = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "Makefile",
+    "constraints.txt",
+)
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 
 def files_below(root: Path) -> set[str]:
     """Of the folders that are shipped, without what Python and the tools leave behind."""
-    found = (path.relative_to(root) for folder in SHIPPED for path in (root / folder).rglob("*") if path.is_file())
+    found = (
+        path.relative_to(root) for folder in SHIPPED for path in (root / folder).rglob("*") if path.is_file()
+    )
     return {str(path) for path in found if "__pycache__" not in path.parts}
 
 

@@ -1,4 +1,5 @@
-"""The measuring instruments themselves: a tolerance that lets everything pass, or a blind watcher, would prove nothing."""
+"""The measuring instruments themselves: a tolerance that lets everything pass, or a blind watcher, would
+prove nothing."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""`python -m benchmarks trl` on a CPU: both trainers learn the same, running out of memory is a result, and the table says so."""
+"""`python -m benchmarks trl` on a CPU: both trainers learn the same, running out of memory is a result, and
+the table says so."""
 
 import gc
 import json
@@ -30,7 +31,9 @@ def faked(monkeypatch, measure) -> None:
     """`measure(size, ours)` in place of training, at three sizes."""
     monkeypatch.setattr(trainers, "QUICK", trainers.Scale(trainers.TINY, 32, (64, 128, 256), (4, 12), (8,)))
     monkeypatch.setattr(trainer_steps, "save_model", lambda *given: None)
-    monkeypatch.setattr(trainer_steps, "measure", lambda case, scale, size, *given, ours: dict(measure(size, ours)))
+    monkeypatch.setattr(
+        trainer_steps, "measure", lambda case, scale, size, *given, ours: dict(measure(size, ours))
+    )
 
 
 def test_both_trainers_learn_the_same(tmp_path):
@@ -38,14 +41,28 @@ def test_both_trainers_learn_the_same(tmp_path):
     result = invoke("--out", str(out))
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())
-    assert written["complete"] and written["benchmark"] == "trl" and written["versions"]["trl"] == trl.__version__
+    assert (
+        written["complete"]
+        and written["benchmark"] == "trl"
+        and written["versions"]["trl"] == trl.__version__
+    )
     # What is absent is said so; peft is in the tests' environment.
-    assert [section["trainer"] for section in written["sections"]] == list(trainers.CASES) and not written["absent"]
+    assert [section["trainer"] for section in written["sections"]] == list(trainers.CASES) and not written[
+        "absent"
+    ]
     strategies = {}
     for section in written["sections"]:
         stock, ours = section["rows"]
-        assert (stock["name"], stock["verdict"], ours["name"], ours["verdict"]) == ("TRL", "ok", "logitless", "ok")
-        assert len(stock["losses"]) == len(ours["losses"]) == trainer_steps.STEPS and stock["rounds"] == trainer_steps.TIMED
+        assert (stock["name"], stock["verdict"], ours["name"], ours["verdict"]) == (
+            "TRL",
+            "ok",
+            "logitless",
+            "ok",
+        )
+        assert (
+            len(stock["losses"]) == len(ours["losses"]) == trainer_steps.STEPS
+            and stock["rounds"] == trainer_steps.TIMED
+        )
         # The data make a loss and a gradient, and ours come from another code.
         assert min(stock["grad_norms"]) > 1e-3 and stock["grad_norms"] != ours["grad_norms"]
         assert section["loss_difference"] < 1e-5 and section["grad_norm_difference"] < 1e-5
@@ -77,7 +94,10 @@ def test_running_out_of_memory_is_recorded_and_larger_sizes_are_skipped(monkeypa
     assert [("loss_difference" in section) for section in written["sections"]] == [True, False, False]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")])
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")],
+)
 def test_a_run_that_exhausts_memory_frees_its_model(monkeypatch, tmp_path, error):
     trainer_steps.save_model(trainers.TINY, tmp_path, CPU, 0)
     case, models = trainers.CASES["SFT"], []
@@ -125,7 +145,10 @@ def test_a_run_of_ours_that_learns_something_else_fails(monkeypatch, ours, said)
 
 
 def test_a_little_rounding_is_not_wrong(monkeypatch):
-    faked(monkeypatch, lambda size, mine: OURS | {"losses": [2.0, 1.02], "grad_norms": [4.0, 3.1]} if mine else OK)
+    faked(
+        monkeypatch,
+        lambda size, mine: OURS | {"losses": [2.0, 1.02], "grad_norms": [4.0, 3.1]} if mine else OK,
+    )
     result = invoke("--only", "SFT")
     assert result.exit_code == 0 and "2e-02, 3e-02" in result.output
 
@@ -149,7 +172,9 @@ def test_absent_trl_or_unknown_names_end_in_one_message(monkeypatch):
     assert result.exit_code == 2 and "nobody" in result.output
     monkeypatch.setitem(versions.SUPPORTED, "no-such-distribution", ">=1")
     result = invoke()
-    assert result.exit_code == 2 and "no-such-distribution: expected >=1, got no installation" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "no-such-distribution: expected >=1, got no installation" in " ".join(
+        result.output.split()
+    )
 
 
 def test_without_peft_the_other_trainers_are_measured(monkeypatch, tmp_path):
@@ -186,20 +211,43 @@ def test_the_pairs_are_as_long_as_they_should_be():
 
 def test_the_readme_has_a_table_for_each_trainer(tmp_path):
     sections = [
-        {"trainer": "SFT", "unit": "tokens", "size": 4096, "rows": [OK, OURS | {"ms": 10.6}], "loss_difference": 1e-4}
+        {
+            "trainer": "SFT",
+            "unit": "tokens",
+            "size": 4096,
+            "rows": [OK, OURS | {"ms": 10.6}],
+            "loss_difference": 1e-4,
+        }
         | {"grad_norm_difference": 2e-3},
         {"trainer": "SFT", "unit": "tokens", "size": 8192, "rows": [EXHAUSTED, OURS]},
-        {"trainer": "GRPO", "unit": "batch size", "size": 8, "rows": [OK, OURS | {"peak_bytes": None, "verdict": "wrong"}]},
+        {
+            "trainer": "GRPO",
+            "unit": "batch size",
+            "size": 8,
+            "rows": [OK, OURS | {"peak_bytes": None, "verdict": "wrong"}],
+        },
     ]
-    head = report.new_document("trl", CPU, quick=False) | {"model": trainers.QWEN3, "steps": 8, "timed_steps": 5}
-    written = head | {"absent": {"GRPO, LoRA": "peft is not installed"}, "sections": sections, "complete": True}
+    head = report.new_document("trl", CPU, quick=False) | {
+        "model": trainers.QWEN3,
+        "steps": 8,
+        "timed_steps": 5,
+    }
+    written = head | {
+        "absent": {"GRPO, LoRA": "peft is not installed"},
+        "sections": sections,
+        "complete": True,
+    }
     report.write_json(tmp_path / "trl.json", written)
     page = tmp_path / "README.md"
     page.write_text("<!-- benchmarks:trl -->\n<!-- /benchmarks:trl -->\n")
     arguments = ["--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")]
     assert CliRunner().invoke(app, ["plot", *arguments]).exit_code == 0
     text = page.read_text()
-    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    tables = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
     assert tables == [
         ["tokens", "TRL", "logitless", "strategy", "loss, gradient norm differ by"],
         ["4,096", "12 ms, 3.0 GiB", "11 ms, 3.0 GiB", "fused", "1e-04, 2e-03"],
@@ -207,5 +255,11 @@ def test_the_readme_has_a_table_for_each_trainer(tmp_path):
         ["batch size", "TRL", "logitless", "strategy", "loss, gradient norm differ by"],
         ["8", "12 ms, 3.0 GiB", "wrong", "fused", ""],
     ]
-    for part in ("\nSFT:\n\n|", "\nGRPO:\n\n|", "GRPO, LoRA: peft is not installed", "H 1,024, V 151,936", "benchmarks/results/trl.json"):
+    for part in (
+        "\nSFT:\n\n|",
+        "\nGRPO:\n\n|",
+        "GRPO, LoRA: peft is not installed",
+        "H 1,024, V 151,936",
+        "benchmarks/results/trl.json",
+    ):
         assert part in text

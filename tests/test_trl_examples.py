@@ -1,4 +1,5 @@
-"""The TRL examples, in fewer steps than by default: the tiny run, and a model and data that are given by name."""
+"""The TRL examples, in fewer steps than by default: the tiny run, and a model and data that are given by
+name."""
 
 import json
 import re
@@ -60,7 +61,16 @@ def test_named_model_and_data(tmp_path, name):
     rows = tiny_start.data("", columns).select(range(8)).to_list()
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = ["--model", path, "--dataset", str(tmp_path / "rows"), "--output", str(tmp_path / "out"), "--steps", "2"]
+    given = [
+        "--model",
+        path,
+        "--dataset",
+        str(tmp_path / "rows"),
+        "--output",
+        str(tmp_path / "out"),
+        "--steps",
+        "2",
+    ]
     given += ["--teacher", path] if name == "distill" else []
     assert "; TRL's own loss" in run(name, *given, "--no-use-chunked-loss")
     assert (tmp_path / "out" / "model.safetensors").exists()

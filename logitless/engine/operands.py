@@ -1,4 +1,5 @@
-"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and what must be true of them."""
+"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and what must be true of
+them."""
 
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class SplitHead(NamedTuple):
     """A head whose last columns train and whose others do not, in the place of `weight`.
 
-    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient of
+    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient
+    of
     `trained` is computed: r columns of a product in the place of H + r. It costs a copy of the head,
     V * (H + r) numbers, for as long as a pass lasts: one product with both parts side by side is faster than
     two that meet in a chunk's logits.
@@ -59,7 +61,9 @@ class Operands(NamedTuple):
                 _check_floats(name, x)
         if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
             _check_ids(targets)
-        head, rows = (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
+        head, rows = (
+            (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
+        )
         if hidden.dim() < 2:
             remedy = "add a token dimension"
             expect(False, "hidden", "shape (..., H) with at least 2 dimensions", tuple(hidden.shape), remedy)
@@ -69,12 +73,16 @@ class Operands(NamedTuple):
             expected, remedy = "as many rows in both parts of a SplitHead", "both are of the same vocabulary"
             expect(False, "weight", expected, tuple(weight.shape), remedy)
         if rows[-1] != head.shape[1]:
-            # The trained columns' own hidden states are the caller's business; the frozen ones must be the head's.
+            # The trained columns' own hidden states are the caller's business; the frozen ones must be the
+            # head's.
             expected = f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}"
             remedy = "pass the hidden states that enter this LM head, and weight as (V, H)"
             expect(False, "hidden", expected, tuple(rows), remedy)
         if bias is not None and bias.shape != weight.shape[:1]:
-            expected, remedy = f"shape ({weight.shape[0]},), one per row of weight", "pass the bias of the same head"
+            expected, remedy = (
+                f"shape ({weight.shape[0]},), one per row of weight",
+                "pass the bias of the same head",
+            )
             expect(False, "bias", expected, tuple(bias.shape), remedy)
         if targets.shape != hidden.shape[:-1]:
             expected = f"shape {tuple(hidden.shape[:-1])}, one per row of hidden"
@@ -111,7 +119,9 @@ def _check_ids(targets: object) -> None:
     kind = type(targets).__name__
     expect(isinstance(targets, Tensor), "targets", "an int64 tensor", kind, "pass token ids", TypeError)
     remedy = "pass token ids, not probabilities or a mask"
-    expect(targets.dtype in INTEGERS, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError)
+    expect(
+        targets.dtype in INTEGERS, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError
+    )
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -1,20 +1,25 @@
 """The operators over one chunk of logits `[C, V]` that every loss of log-probabilities is made of.
 
-    token_statistics   logits -> log p(target), log-sum-exp and, on request, entropy, weighted sum of logits, log sum p^2, arg-max hit
-    logprob_gradient   the same, and in the same pass d log p(target) / d logits, in place: the fused cross-entropy primitive
+    token_statistics   logits -> log p(target), log-sum-exp and, on request, entropy, weighted sum of logits,
+    log sum p^2, arg-max hit
+    logprob_gradient   the same, and in the same pass d log p(target) / d logits, in place: the fused
+        cross-entropy primitive
     logits_gradient    logits -> d loss / d logits, in place, from the gradients of those per-token numbers
 
 With z the logits after the head transform (`kernels/head.py`), p = softmax(z) and y the target:
 
-    d logp = onehot(y) - p      d lse = p      d entropy = -p (log p + entropy)      d sum_logits = class_weights
+    d logp = onehot(y) - p      d lse = p      d entropy = -p (log p + entropy)      d sum_logits =
+    class_weights
 
-Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch twin below, which
-takes a few rows at a time so that its temporaries stay small beside the chunk. "In place" means into `gradient`, which is
-`logits` itself or a narrower tensor overlaid on it.
+Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch
+    twin below, which
+takes a few rows at a time so that its temporaries stay small beside the chunk. "In place" means into
+`gradient`, which is `logits` itself or a narrower tensor overlaid on it.
 
-Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 ones, which have the twin alone on every
-device. A bias or class weights of any other dtype are converted to that one, so that fp64 vectors beside fp32 logits count as fp32 and
-beside fp64 logits keep their digits. Vectors may have any stride; a row of logits, or of their gradient, is in one piece.
+Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 ones, which have
+the twin alone on every device. A bias or class weights of any other dtype are converted to that one, so that
+fp64 vectors beside fp32 logits count as fp32 and beside fp64 logits keep their digits. Vectors may have any
+stride; a row of logits, or of their gradient, is in one piece.
 """
 
 import functools
@@ -33,7 +38,8 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass
 class TokenBuffers:
-    """Per-token numbers `[n]` of the logits, fp32 (fp64 for fp64 logits); those that nobody asked for are None."""
+    """Per-token numbers `[n]` of the logits, fp32 (fp64 for fp64 logits); those that nobody asked for are
+    None."""
 
     logps: Tensor | None = None
     lse: Tensor | None = None
@@ -84,7 +90,9 @@ def _triton_runs(device_type: str) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     # Triton's own switch for running kernels in its interpreter, which is how they are tested without a GPU.
-    return device_type in ("cuda", "xpu") or (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return device_type in ("cuda", "xpu") or (
+        device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )
 
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
@@ -92,7 +100,8 @@ def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def single_pass(gradient_dtype: torch.dtype) -> bool:
-    """Whether `logprob_gradient` may store unnormalized exponentials: not in fp16, whose largest number is exp(11)."""
+    """Whether `logprob_gradient` may store unnormalized exponentials: not in fp16, whose largest number is
+    exp(11)."""
     return gradient_dtype != torch.float16
 
 
@@ -106,26 +115,49 @@ def token_statistics(
     class_weights: Tensor | None = None,  # (V,) of sum_logits; None means ones
     ignore_index: int = -100,
 ) -> None:
-    """Fill `out`; ignored rows get zeros. Where the target is beyond V, logps is -inf and is_top1 the largest logit."""
+    """Fill `out`; ignored rows get zeros. Where the target is beyond V, logps is -inf and is_top1 the largest
+    logit."""
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels import cross_entropy_triton
 
         cross_entropy_triton.row_pass(
-            logits, targets, out, bias=bias, class_weights=class_weights, head=head, ignore_index=ignore_index, gradient=None
+            logits,
+            targets,
+            out,
+            bias=bias,
+            class_weights=class_weights,
+            head=head,
+            ignore_index=ignore_index,
+            gradient=None,
         )
         return
     _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index)
 
 
 def logprob_gradient(
-    logits: Tensor, targets: Tensor, out: TokenBuffers, *, gradient: Tensor, head: Head, bias: Tensor | None = None, ignore_index: int = -100
+    logits: Tensor,
+    targets: Tensor,
+    out: TokenBuffers,
+    *,
+    gradient: Tensor,
+    head: Head,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
 ) -> Tensor:
-    """Fill `out` and `gradient`, and return `row_scale` [C]: d logp / d logits = row_scale[:, None] * gradient."""
+    """Fill `out` and `gradient`, and return `row_scale` [C]: d logp / d logits = row_scale[:, None] *
+    gradient."""
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels import cross_entropy_triton
 
         return cross_entropy_triton.row_pass(
-            logits, targets, out, bias=bias, class_weights=None, head=head, ignore_index=ignore_index, gradient=gradient
+            logits,
+            targets,
+            out,
+            bias=bias,
+            class_weights=None,
+            head=head,
+            ignore_index=ignore_index,
+            gradient=gradient,
         )
     _token_statistics_twin(logits, targets, out, head, bias, None, ignore_index, gradient)
     return torch.ones_like(out.lse)
@@ -148,14 +180,22 @@ def logits_gradient(
         from logitless.kernels import cross_entropy_triton
 
         cross_entropy_triton.logits_gradient(
-            logits, targets, stats, grads, bias=bias, class_weights=class_weights, head=head, ignore_index=ignore_index, gradient=gradient
+            logits,
+            targets,
+            stats,
+            grads,
+            bias=bias,
+            class_weights=class_weights,
+            head=head,
+            ignore_index=ignore_index,
+            gradient=gradient,
         )
         return
     _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient)
 
 
-# The twins take a few rows at a time: few enough that their temporaries stay in a CPU's cache and small beside the chunk, enough that
-# PyTorch's per-call cost does not show.
+# The twins take a few rows at a time: few enough that their temporaries stay in a CPU's cache and small
+# beside the chunk, enough that PyTorch's per-call cost does not show.
 TWIN_BYTES = 2 * 2**20
 TWIN_TEMPORARIES = 6
 SMALL_CHUNK = 8 * 2**10
@@ -176,13 +216,20 @@ def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) ->
 def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
     C, V = logits.shape
     # Within `twin_bytes` for every budget: a chunk fills at most 3/4 of it, twice that when upcast.
-    step = max(1, min(TWIN_BYTES // _wide_row(V, logits.dtype), max(C // 36, SMALL_CHUNK // _wide_row(V, logits.dtype))))
+    step = max(
+        1,
+        min(
+            TWIN_BYTES // _wide_row(V, logits.dtype), max(C // 36, SMALL_CHUNK // _wide_row(V, logits.dtype))
+        ),
+    )
     for start in range(0, C, step):
         rows = slice(start, start + step)
         yield rows, *head.logits(logits[rows], bias)
 
 
-def _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index, gradient=None) -> None:
+def _token_statistics_twin(
+    logits, targets, out, head, bias, class_weights, ignore_index, gradient=None
+) -> None:
     """Fills `out`, and `gradient` with d logp / d logits where it is given."""
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
@@ -210,7 +257,9 @@ def _token_statistics_twin(logits, targets, out, head, bias, class_weights, igno
             _store(gradient[rows], p.neg_(), slope, supervised)
 
 
-def _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient) -> None:
+def _logits_gradient_twin(
+    logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient
+) -> None:
     g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
     g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
     g_softmax = g_lse - g_logp

@@ -1,14 +1,18 @@
-"""Triton kernels over one chunk of logits `[C, V]`; `cross_entropy.py` says what they compute and holds their twins.
+"""Triton kernels over one chunk of logits `[C, V]`; `cross_entropy.py` says what they compute and holds their
+twins.
 
-One program walks one row, block by block. Both kernels are bound by memory traffic (an H200 needs 0.5 ms to read and write a
-chunk of 4,096 x 128,256 bf16 logits, its exponentials a quarter of that), so what counts is how often a logit is touched:
+One program walks one row, block by block. Both kernels are bound by memory traffic (an H200 needs 0.5 ms to
+read and write a chunk of 4,096 x 128,256 bf16 logits, its exponentials a quarter of that), so what counts is
+how often a logit is touched:
 
-* `row_kernel` reads each logit once. For the softmax it needs no maximum beforehand: exponentials are taken relative to a
-  provisional shift k, the maximum of the first block. Only a row that drifts more than DRIFT above k has its sums (and what was
-  already stored of it) scaled down. With WRITE it also leaves exp(z - k), with the target's entry set so that the row is
-  d log p(target) / d logits up to the factor -1/sum, which is returned per row and applied by the engine on the narrow
-  [C, H] side of the gradient products: one read and one write per logit, where normalizing in place would take two reads.
-* `logits_gradient_kernel` reads and writes each logit once; it serves the gradients that do not have that shape.
+* `row_kernel` reads each logit once. For the softmax it needs no maximum beforehand: exponentials are taken
+  relative to a provisional shift k, the maximum of the first block. Only a row that drifts more than DRIFT
+  above k has its sums (and what was already stored of it) scaled down. With WRITE it also leaves exp(z - k),
+  with the target's entry set so that the row is d log p(target) / d logits up to the factor -1/sum, which is
+  returned per row and applied by the engine on the narrow [C, H] side of the gradient products: one read and
+  one write per logit, where normalizing in place would take two reads.
+* `logits_gradient_kernel` reads and writes each logit once; it serves the gradients that do not have that
+  shape.
 
 Rows of 0.25-0.5 MB do not survive in L2 for a second read. Sums are kept per lane and reduced once a row.
 """
@@ -20,18 +24,24 @@ from torch import Tensor
 
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside fp32, and bf16 and fp32
-# store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16 gradients away from WRITE.
+# Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside
+# fp32, and bf16 and fp32 store them without loss. fp16 cannot, which is why the launcher's caller keeps fp16
+# gradients away from WRITE.
 DRIFT = tl.constexpr(30.0)
-# On an H200, 4,096 x 128,256 bf16 logits in place: 0.61 ms with blocks of 1,024, 0.56 with 2,048; with EXTRA's sums 0.64 and 0.65.
+# On an H200, 4,096 x 128,256 bf16 logits in place: 0.61 ms with blocks of 1,024, 0.56 with 2,048; with
+# EXTRA's sums 0.64 and 0.65.
 BLOCK, LONG_BLOCK, WARPS = 1024, 2048, 4
 
 
 @triton.jit
-def head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` = scale/softcap, `cap` = softcap/T.
+def head_logits(
+    x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` =
+    scale/softcap, `cap` = softcap/T.
 
-    What lies beyond the mask is arbitrary: tanh(-inf) would be finite, a negative scale would turn -inf around.
+    What lies beyond the mask is arbitrary: tanh(-inf) would be finite, a negative scale would turn -inf
+        around.
     """
     x = x.to(tl.float32)
     if HAS_BIAS:
@@ -55,9 +65,11 @@ def log1p(u):
 
 @triton.jit
 def left_out_of_log(x, log_x):
-    """log(x) - log_x, what rounding left out of log_x = tl.log(x): half a unit in the last place of 8 to 16 is 5e-7.
+    """log(x) - log_x, what rounding left out of log_x = tl.log(x): half a unit in the last place of 8 to 16
+    is 5e-7.
 
-    With x = m 2^k and m near 1, log(m) is small and exact to 3e-8, and so is k ln(2) in two parts, the first of few digits.
+    With x = m 2^k and m near 1, log(m) is small and exact to 3e-8, and so is k ln(2) in two parts, the first
+    of few digits.
     """
     bits = x.to(tl.int32, bitcast=True)
     k = (bits - 0x3F3504F3) >> 23  # m from sqrt(1/2) to sqrt(2)
@@ -71,18 +83,43 @@ def left_out_of_log(x, log_x):
 def complement(logp):
     """1 - exp(logp), by the exponential's series where the difference would cancel."""
     x = -logp
-    series = x * (1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7 * (1 - x / 8)))))))
+    series = x * (
+        1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7 * (1 - x / 8))))))
+    )
     return tl.where(tl.abs(x) < 0.5, series, 1.0 - tl.exp(logp))
 
 
 @triton.jit
 def row_kernel(
-    logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
-    logps_ptr, lse_ptr, lse_residual_ptr, entropy_ptr, sum_logits_ptr, log_sum_sq_ptr, is_top1_ptr, row_scale_ptr,
-    logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, SUM: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, WRITE: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    grad_ptr,
+    targets_ptr,
+    bias_ptr,
+    class_weights_ptr,
+    logps_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    entropy_ptr,
+    sum_logits_ptr,
+    log_sum_sq_ptr,
+    is_top1_ptr,
+    row_scale_ptr,
+    logits_stride,
+    grad_stride,
+    V,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    WRITE: tl.constexpr,
+    ALIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
@@ -106,7 +143,17 @@ def row_kernel(
         return
 
     known = (y >= 0) & (y < V)
-    z_y, slope_y = head_logits(tl.load(logits_ptr + y, mask=known, other=0.0), bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    z_y, slope_y = head_logits(
+        tl.load(logits_ptr + y, mask=known, other=0.0),
+        bias_ptr,
+        y,
+        known,
+        gain,
+        squash,
+        cap,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+    )
     z_y = tl.where(known, z_y, -float("inf"))
     # Nobody may store over the target's logit before everybody has read it.
     tl.debug_barrier()
@@ -131,7 +178,8 @@ def row_kernel(
         z = tl.where(mask, z, -float("inf"))
         top = tl.max(z, 0)
         if EXTRA:
-            # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target, later ones not above.
+            # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target,
+            # later ones not above.
             if (y >= start) & (y < start + BLOCK):
                 beaten = (best >= z_y) | (tl.max(((z == z_y) & (cols < y)).to(tl.int32), 0) > 0)
             best = tl.maximum(best, top)
@@ -174,12 +222,15 @@ def row_kernel(
     lse = shift + log_total
     log_part = lse - shift  # of the rounded lse: what is missing from shift and log_total is exact in fp32
     confident = others < e_y
-    logp = tl.where(confident, -log1p(others / tl.where(confident, e_y, 1.0)), ((z_y - shift) - log_total) - log_rest)
+    logp = tl.where(
+        confident, -log1p(others / tl.where(confident, e_y, 1.0)), ((z_y - shift) - log_total) - log_rest
+    )
     tl.store(logps_ptr + row, logp)
     tl.store(lse_ptr + row, lse)
     tl.store(lse_residual_ptr + row, (shift - (lse - log_part)) + (log_total - log_part) + log_rest)
     if EXTRA:
-        # The target's own -p log p apart, so that a certain token's small entropy is not the difference of large numbers.
+        # The target's own -p log p apart, so that a certain token's small entropy is not the difference of
+        # large numbers.
         own = tl.where(e_y > 0.0, e_y * logp, 0.0)
         tl.store(entropy_ptr + row, ((others * log_total - tl.sum(rest_z, 0)) - own) / total)
         tl.store(is_top1_ptr + row, tl.where(known, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
@@ -194,15 +245,38 @@ def row_kernel(
 
 @triton.jit
 def logits_gradient_kernel(
-    logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
-    logps_ptr, lse_ptr, lse_residual_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
-    logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ALIAS: tl.constexpr,
+    logits_ptr,
+    grad_ptr,
+    targets_ptr,
+    bias_ptr,
+    class_weights_ptr,
+    logps_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    entropy_ptr,
+    g_logp_ptr,
+    g_lse_ptr,
+    g_entropy_ptr,
+    g_sum_ptr,
+    logits_stride,
+    grad_stride,
+    V,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
-    """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the target.
+):
+    """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the
+    target.
 
-    At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel: of a certain token it would be noise.
+    At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel: of a certain
+    token it would be noise.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -214,7 +288,8 @@ def logits_gradient_kernel(
     g_lse = tl.load(g_lse_ptr + row)
     logp = tl.load(logps_ptr + row)
     p_y = tl.exp(logp)
-    # p = exp(z - lse) exp(-residual): subtracted from z - lse, most of the residual would be rounded away again, alike in a whole row.
+    # p = exp(z - lse) exp(-residual): subtracted from z - lse, most of the residual would be rounded away
+    # again, alike in a whole row.
     correction = 1.0 - complement(-residual)
     g_y = g_lse * p_y + g_logp * complement(logp)
     if EXTRA:
@@ -254,7 +329,11 @@ def _vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | Non
         # In one dtype, so that a kernel has no variants for the others; a cast reads V numbers.
         [unused if x is None else dense(x, torch.float32) for x in (bias, class_weights)],
         (gain, head.logit_scale / softcap, softcap / head.temperature),
-        {"HAS_BIAS": bias is not None, "HAS_SOFTCAP": head.softcap is not None, "HAS_WEIGHTS": class_weights is not None},
+        {
+            "HAS_BIAS": bias is not None,
+            "HAS_SOFTCAP": head.softcap is not None,
+            "HAS_WEIGHTS": class_weights is not None,
+        },
     )
 
 
@@ -267,23 +346,58 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
     grad = gradient if write else logits
     optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
     row_kernel[(logits.shape[0],)](
-        logits, grad, dense(targets), *pointers, out.logps, out.lse, out.lse_residual,
-        *(out.lse if x is None else x for x in optional), row_scale,
-        logits.stride(0), grad.stride(0), logits.shape[1], ignore_index, *scalars,
-        **flags, EXTRA=out.entropy is not None, SUM=total, WRITE=write,
-        ALIAS=grad.dtype != logits.dtype, BLOCK=BLOCK if out.entropy is not None else LONG_BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        logits,
+        grad,
+        dense(targets),
+        *pointers,
+        out.logps,
+        out.lse,
+        out.lse_residual,
+        *(out.lse if x is None else x for x in optional),
+        row_scale,
+        logits.stride(0),
+        grad.stride(0),
+        logits.shape[1],
+        ignore_index,
+        *scalars,
+        **flags,
+        EXTRA=out.entropy is not None,
+        SUM=total,
+        WRITE=write,
+        ALIAS=grad.dtype != logits.dtype,
+        BLOCK=BLOCK if out.entropy is not None else LONG_BLOCK,
+        num_warps=WARPS,
+    )
     return row_scale if write else None
 
 
-def logits_gradient(logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, head, ignore_index, gradient):
+def logits_gradient(
+    logits: Tensor, targets: Tensor, stats, grads, *, bias, class_weights, head, ignore_index, gradient
+):
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
     zeros = stats.lse.new_zeros(stats.lse.shape)
     pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
     logits_gradient_kernel[(logits.shape[0],)](
-        logits, gradient, dense(targets), *pointers, dense(stats.logps), dense(stats.lse), dense(stats.lse_residual),
-        *(zeros if x is None else dense(x) for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
-        logits.stride(0), gradient.stride(0), logits.shape[1], ignore_index, *scalars,
-        **flags, EXTRA=extra, ALIAS=gradient.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        logits,
+        gradient,
+        dense(targets),
+        *pointers,
+        dense(stats.logps),
+        dense(stats.lse),
+        dense(stats.lse_residual),
+        *(
+            zeros if x is None else dense(x)
+            for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)
+        ),
+        logits.stride(0),
+        gradient.stride(0),
+        logits.shape[1],
+        ignore_index,
+        *scalars,
+        **flags,
+        EXTRA=extra,
+        ALIAS=gradient.dtype != logits.dtype,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )

@@ -1,16 +1,19 @@
-"""Divergences between the rows of two chunks of logits, student `[C, V]` and teacher `[C, V']`, and the student's gradient in place.
+"""Divergences between the rows of two chunks of logits, student `[C, V]` and teacher `[C, V']`, and the
+student's gradient in place.
 
 With s and t the two distributions, d = log t - log s, and m = beta t + (1 - beta) s:
 
-    jsd           beta KL(t||m) + (1 - beta) KL(s||m)       d z = s (score - sum s score),  score = (1 - beta) log(s / m)
-    reverse_kl    KL(s||t)                                  d z = s (score - sum s score),  score = -d
-    forward_kl    KL(t||s)                                  d z = s - t
+    jsd           beta KL(t||m) + (1 - beta) KL(s||m)       d z = s (score - sum s score),  score = (1 - beta)
+    log(s / m) reverse_kl    KL(s||t)                                  d z = s (score - sum s score),  score =
+    -d forward_kl    KL(t||s)                                  d z = s - t
 
-Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r: no term is negative, so that nothing cancels where the two
-are nearly equal, and equal ones give exactly 0 (a plain sum of p log p/q loses all digits there).
+Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r: no term is negative, so that
+nothing cancels where the two are nearly equal, and equal ones give exactly 0 (a plain sum of p log p/q loses
+all digits there).
 
-`fused_divergence` is the Triton kernel (`divergence_triton.py`): statistics, loss and gradient of a chunk in one launch. Its PyTorch twin
-are the functions of log-probabilities here, which `torch.func.grad_and_value` differentiates wherever Triton does not run.
+`fused_divergence` is the Triton kernel (`divergence_triton.py`): statistics, loss and gradient of a chunk in
+one launch. Its PyTorch twin are the functions of log-probabilities here, which `torch.func.grad_and_value`
+differentiates wherever Triton does not run.
 """
 
 from typing import NamedTuple, Protocol
@@ -51,12 +54,15 @@ def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tens
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Generalized Jensen-Shannon divergence of rows of log-probabilities; at 0 and 1 the forward and the reverse KL."""
+    """Generalized Jensen-Shannon divergence of rows of log-probabilities; at 0 and 1 the forward and the
+    reverse KL."""
     if beta in (0.0, 1.0):
         return kl(student, teacher) if beta else kl(teacher, student)
     student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
     log_m, to_student, to_teacher = mixture(student, teacher, beta)
-    return ((1 - beta) * kl_terms(student, log_m, to_student) + beta * kl_terms(teacher, log_m, to_teacher)).sum(-1)
+    return (
+        (1 - beta) * kl_terms(student, log_m, to_student) + beta * kl_terms(teacher, log_m, to_teacher)
+    ).sum(-1)
 
 
 def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
@@ -84,7 +90,8 @@ def fused_divergence(
     student: Tensor,  # (C, V) products with the head
     teacher: Tensor,  # (C, V')
     labels: Tensor | None,  # (C,) int64; outside [0, V) for none
-    factors: Tensor | None,  # (C,) d loss / d (loss of the token), 0 for a token that does not count; None for no gradient
+    factors: Tensor
+    | None,  # (C,) d loss / d (loss of the token), 0 for a token that does not count; None for no gradient
     *,
     gradient: Tensor | None,  # (C, V), written; may overlay `student`
     divergence: str,
@@ -95,22 +102,35 @@ def fused_divergence(
     bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V',)
 ) -> DivergenceStats:
-    """Numbers of a chunk and, given factors, the gradient of `factors * (hard_weight hard + (1 - hard_weight) soft)`.
+    """Numbers of a chunk and, given factors, the gradient of `factors * (hard_weight hard + (1 - hard_weight)
+    soft)`.
 
-    Both distributions are over the ids that both vocabularies have, the cross-entropy over all of the student's.
+    Both distributions are over the ids that both vocabularies have, the cross-entropy over all of the
+    student's.
     """
     from logitless.kernels import divergence_triton
 
     return DivergenceStats(
         *divergence_triton.divergence_pass(
-            student, teacher, labels, factors, gradient=gradient, divergence=divergence, beta=beta, hard_weight=hard_weight, head=head,
-            teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
+            student,
+            teacher,
+            labels,
+            factors,
+            gradient=gradient,
+            divergence=divergence,
+            beta=beta,
+            hard_weight=hard_weight,
+            head=head,
+            teacher_head=teacher_head,
+            bias=bias,
+            teacher_bias=teacher_bias,
         )
-    )  # fmt: skip
+    )
 
 
 class Ranks(Protocol):
-    """The ranks that hold a shard of the vocabulary each, and where this one's lies (`parallel/vocabulary.py`)."""
+    """The ranks that hold a shard of the vocabulary each, and where this one's lies
+    (`parallel/vocabulary.py`)."""
 
     width: int
 
@@ -141,13 +161,16 @@ def sharded_divergence(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
 ) -> DivergenceStats:
-    """`fused_divergence` of a shard: three passes as there, and what each of them sums crosses the ranks after it."""
+    """`fused_divergence` of a shard: three passes as there, and what each of them sums crosses the ranks
+    after it."""
     from logitless.kernels import divergence_triton
 
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
 
-    def numbers(logits: Tensor, ids: Tensor, names: tuple[str, ...], head: Head, bias: Tensor | None) -> TokenBuffers:
+    def numbers(
+        logits: Tensor, ids: Tensor, names: tuple[str, ...], head: Head, bias: Tensor | None
+    ) -> TokenBuffers:
         found = allocate_stats(names, len(ids), torch.float32, logits.device)
         token_statistics(logits, ids, found, head=head, bias=bias, ignore_index=-1)
         ranks.combine(found, ids)
@@ -155,7 +178,11 @@ def sharded_divergence(
 
     cold = numbers(student, targets, ("entropy",), head, bias)
     taught = numbers(teacher, nowhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias)
-    plain = cold if head.temperature == 1.0 else numbers(student, targets, (), head._replace(temperature=1.0), bias)
+    plain = (
+        cold
+        if head.temperature == 1.0
+        else numbers(student, targets, (), head._replace(temperature=1.0), bias)
+    )
     known = torch.stack([x for found in (cold, taught, plain) for x in (found.lse, found.lse_residual)])
 
     def arg_max(logits: Tensor, head: Head, bias: Tensor | None) -> Tensor:
@@ -164,13 +191,22 @@ def sharded_divergence(
 
     best, favourite = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
     options = {
-        "divergence": divergence, "beta": beta, "hard_weight": hard_weight, "head": head, "teacher_head": teacher_head, "bias": bias,
+        "divergence": divergence,
+        "beta": beta,
+        "hard_weight": hard_weight,
+        "head": head,
+        "teacher_head": teacher_head,
+        "bias": bias,
         "teacher_bias": teacher_bias,
-    }  # fmt: skip
+    }
     sums = torch.empty(2, len(labels), device=student.device)
     divergence_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
     if factors is not None:
-        divergence_triton.shard_pass(student, teacher, labels, factors, known, sums, gradient=gradient, **options)
+        divergence_triton.shard_pass(
+            student, teacher, labels, factors, known, sums, gradient=gradient, **options
+        )
     hard = torch.where(labels < 0, 0.0, -plain.logps)
-    return DivergenceStats(sums[0], hard, cold.entropy, torch.where(labels < 0, 0.0, cold.is_top1), (best == favourite).float())
+    return DivergenceStats(
+        sums[0], hard, cold.entropy, torch.where(labels < 0, 0.0, cold.is_top1), (best == favourite).float()
+    )

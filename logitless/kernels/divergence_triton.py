@@ -1,11 +1,12 @@
 """Triton kernel of `divergence.py`. One program walks one row of both chunks, three times:
 
-1. Exponentials of both rows are summed, each relative to a provisional shift as in `cross_entropy_triton.py`; both arg-maxes.
-2. With the normalizers known, the divergence, the entropy, and the mean of the score.
-3. With that mean known, the gradient is written over the student's logits. The forward KL needs no mean and does 2 and 3 at once.
+1. Exponentials of both rows are summed, each relative to a provisional shift as in `cross_entropy_triton.py`;
+both arg-maxes. 2. With the normalizers known, the divergence, the entropy, and the mean of the score.
+3. With that mean known, the gradient is written over the student's logits. The forward KL needs no mean and
+does 2 and 3 at once.
 
-Per pair of logits that is 7 accesses for the JSD (5 for the forward KL) and 9 evaluations of exp or log; on an H200 the arithmetic
-takes longer than the memory, so that nothing is computed twice but what a pass needs.
+Per pair of logits that is 7 accesses for the JSD (5 for the forward KL) and 9 evaluations of exp or log; on
+an H200 the arithmetic takes longer than the memory, so that nothing is computed twice but what a pass needs.
 """
 
 import torch
@@ -41,7 +42,8 @@ def head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN: tl.constexpr):
 
 @triton.jit
 def grow(z, start, shift, total, best, best_start):
-    """Adds exp(z - shift) to the lanes of `total`; the shift rises where z drifts too far above it. Keeps the maximum's first block."""
+    """Adds exp(z - shift) to the lanes of `total`; the shift rises where z drifts too far above it. Keeps the
+    maximum's first block."""
     top = tl.max(z, 0)
     if top > shift + DRIFT:
         total *= tl.exp(shift - top)
@@ -52,9 +54,11 @@ def grow(z, start, shift, total, best, best_start):
 
 @triton.jit
 def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
-    """(s, the divergence's terms, score, terms of the score's mean under s). Where log_s = log_t, all but s are exactly 0.
+    """(s, the divergence's terms, score, terms of the score's mean under s). Where log_s = log_t, all but s
+    are exactly 0.
 
-    Differences of logarithms are formed before any logarithm of m, so that they keep their digits where s and t are close.
+    Differences of logarithms are formed before any logarithm of m, so that they keep their digits where s and
+    t are close.
     """
     s, d = tl.exp(log_s), log_t - log_s
     if MODE == JSD:
@@ -71,12 +75,39 @@ def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    student_ptr, teacher_ptr, grad_ptr, labels_ptr, factors_ptr, bias_ptr, teacher_bias_ptr,
-    soft_ptr, hard_ptr, entropy_ptr, is_top1_ptr, agreement_ptr,
-    student_stride, teacher_stride, grad_stride, V, common, scale, softcap, teacher_scale, teacher_softcap, cold, beta, hard_weight, write,
-    MODE: tl.constexpr, PLAIN: tl.constexpr, SPLIT: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`cold` is 1 / temperature. SPLIT: the cross-entropy has a gradient, or a softmax of its own (another temperature, more ids)."""
+    student_ptr,
+    teacher_ptr,
+    grad_ptr,
+    labels_ptr,
+    factors_ptr,
+    bias_ptr,
+    teacher_bias_ptr,
+    soft_ptr,
+    hard_ptr,
+    entropy_ptr,
+    is_top1_ptr,
+    agreement_ptr,
+    student_stride,
+    teacher_stride,
+    grad_stride,
+    V,
+    common,
+    scale,
+    softcap,
+    teacher_scale,
+    teacher_softcap,
+    cold,
+    beta,
+    hard_weight,
+    write,
+    MODE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ALIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`cold` is 1 / temperature. SPLIT: the cross-entropy has a gradient, or a softmax of its own (another
+    temperature, more ids)."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
@@ -84,7 +115,9 @@ def divergence_kernel(
     lane = tl.arange(0, BLOCK)
     y = tl.load(labels_ptr + row)
     known = (y >= 0) & (y < V)
-    z_y, slope_y = head_at_one(tl.load(student_ptr + y, mask=known, other=0.0), bias_ptr, y, known, scale, softcap, PLAIN)
+    z_y, slope_y = head_at_one(
+        tl.load(student_ptr + y, mask=known, other=0.0), bias_ptr, y, known, scale, softcap, PLAIN
+    )
     factor = tl.load(factors_ptr + row)
 
     shift_s, shift_t, shift_1 = -1e30, -1e30, -1e30
@@ -96,9 +129,17 @@ def divergence_kernel(
     for start in range(0, V, BLOCK):
         cols = start + lane
         mask, shared = cols < V, cols < common
-        z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
+        z, slope = head_at_one(
+            tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
+        )
         t, slope_t = head_at_one(
-            tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
+            tl.load(teacher_ptr + cols, mask=shared, other=0.0),
+            teacher_bias_ptr,
+            cols,
+            shared,
+            teacher_scale,
+            teacher_softcap,
+            PLAIN,
         )
         if SPLIT:
             whole = tl.where(mask, z, -float("inf"))
@@ -112,12 +153,20 @@ def divergence_kernel(
     # The arg-maxes, each from the one block that holds it.
     cols, far = start_s + lane, 2147483647
     shared = cols < common
-    z, slope = head_at_one(tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN)
+    z, slope = head_at_one(
+        tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN
+    )
     favourite = tl.min(tl.where(shared & (z * cold == best_s), cols, far), 0)
     cols = start_t + lane
     shared = cols < common
     t, slope_t = head_at_one(
-        tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
+        tl.load(teacher_ptr + cols, mask=shared, other=0.0),
+        teacher_bias_ptr,
+        cols,
+        shared,
+        teacher_scale,
+        teacher_softcap,
+        PLAIN,
     )
     agrees = favourite == tl.min(tl.where(shared & (t * cold == best_t), cols, far), 0)
     tl.store(agreement_ptr + row, agrees.to(tl.float32))
@@ -125,7 +174,9 @@ def divergence_kernel(
         log_sum_1 = tl.log(tl.sum(sum_1, 0))
         cols = start_1 + lane
         mask = cols < V
-        z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
+        z, slope = head_at_one(
+            tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
+        )
         favourite = tl.min(tl.where(mask & (z == best_1), cols, far), 0)
     else:
         shift_1, log_sum_1 = shift_s, log_sum_s
@@ -139,9 +190,23 @@ def divergence_kernel(
         for start in range(0, common, BLOCK):
             cols = start + lane
             shared = cols < common
-            z, slope = head_at_one(tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN)
+            z, slope = head_at_one(
+                tl.load(student_ptr + cols, mask=shared, other=0.0),
+                bias_ptr,
+                cols,
+                shared,
+                scale,
+                softcap,
+                PLAIN,
+            )
             t, slope_t = head_at_one(
-                tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
+                tl.load(teacher_ptr + cols, mask=shared, other=0.0),
+                teacher_bias_ptr,
+                cols,
+                shared,
+                teacher_scale,
+                teacher_softcap,
+                PLAIN,
             )
             log_s = tl.maximum((z * cold - shift_s) - log_sum_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
             log_t = tl.maximum((t * cold - shift_t) - log_sum_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
@@ -160,9 +225,17 @@ def divergence_kernel(
         for start in range(0, V, BLOCK):
             cols = start + lane
             mask, shared = cols < V, cols < common
-            z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
+            z, slope = head_at_one(
+                tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
+            )
             t, slope_t = head_at_one(
-                tl.load(teacher_ptr + cols, mask=shared, other=0.0), teacher_bias_ptr, cols, shared, teacher_scale, teacher_softcap, PLAIN
+                tl.load(teacher_ptr + cols, mask=shared, other=0.0),
+                teacher_bias_ptr,
+                cols,
+                shared,
+                teacher_scale,
+                teacher_softcap,
+                PLAIN,
             )
             log_s = tl.maximum((z * cold - shift_s) - log_sum_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
             log_t = tl.maximum((t * cold - shift_t) - log_sum_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
@@ -190,14 +263,41 @@ def divergence_kernel(
 
 @triton.jit
 def shard_kernel(
-    student_ptr, teacher_ptr, grad_ptr, labels_ptr, factors_ptr, bias_ptr, teacher_bias_ptr, known_ptr, sums_ptr,
-    student_stride, teacher_stride, grad_stride, V, rows, scale, softcap, teacher_scale, teacher_softcap, cold, beta, hard_weight,
-    MODE: tl.constexpr, PLAIN: tl.constexpr, HARD: tl.constexpr, WRITE: tl.constexpr, ALIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Passes 2 and 3 of a shard of the vocabulary, a launch each, as what they sum crosses the ranks between them.
+    student_ptr,
+    teacher_ptr,
+    grad_ptr,
+    labels_ptr,
+    factors_ptr,
+    bias_ptr,
+    teacher_bias_ptr,
+    known_ptr,
+    sums_ptr,
+    student_stride,
+    teacher_stride,
+    grad_stride,
+    V,
+    rows,
+    scale,
+    softcap,
+    teacher_scale,
+    teacher_softcap,
+    cold,
+    beta,
+    hard_weight,
+    MODE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    HARD: tl.constexpr,
+    WRITE: tl.constexpr,
+    ALIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Passes 2 and 3 of a shard of the vocabulary, a launch each, as what they sum crosses the ranks between
+    them.
 
-    `known` holds what the first pass found in the whole vocabulary: log-sum-exp and its residual of the student, of the teacher, and of
-    the student at temperature 1. `sums`: the divergence and the mean of the score; this shard's are written, those of all are read.
+    `known` holds what the first pass found in the whole vocabulary: log-sum-exp and its residual of the
+        student, of the teacher, and of
+    the student at temperature 1. `sums`: the divergence and the mean of the score; this shard's are written,
+    those of all are read.
     """
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
@@ -217,9 +317,17 @@ def shard_kernel(
     for start in range(0, V, BLOCK):
         cols = start + lane
         mask = cols < V
-        z, slope = head_at_one(tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN)
+        z, slope = head_at_one(
+            tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
+        )
         t, slope_t = head_at_one(
-            tl.load(teacher_ptr + cols, mask=mask, other=0.0), teacher_bias_ptr, cols, mask, teacher_scale, teacher_softcap, PLAIN
+            tl.load(teacher_ptr + cols, mask=mask, other=0.0),
+            teacher_bias_ptr,
+            cols,
+            mask,
+            teacher_scale,
+            teacher_softcap,
+            PLAIN,
         )
         log_s = tl.maximum((z * cold - lse_s) - rest_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
         log_t = tl.maximum((t * cold - lse_t) - rest_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
@@ -245,21 +353,56 @@ def shard_kernel(
 
 
 def shard_pass(
-    student: Tensor, teacher: Tensor, labels: Tensor, factors: Tensor | None, known: Tensor, sums: Tensor, *, gradient: Tensor | None,
-    divergence: str, beta: float, hard_weight: float, head, teacher_head, bias: Tensor | None, teacher_bias: Tensor | None,
-) -> None:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    factors: Tensor | None,
+    known: Tensor,
+    sums: Tensor,
+    *,
+    gradient: Tensor | None,
+    divergence: str,
+    beta: float,
+    hard_weight: float,
+    head,
+    teacher_head,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+) -> None:
     (C, V), write = student.shape, gradient is not None
     plain, biases = _biases(student, V, head, teacher_head, bias, teacher_bias)
     grad = gradient if write else student
     check_rows(student=student, teacher=teacher, gradient=grad)
     check_written(sums=sums)
     shard_kernel[(C,)](
-        student, teacher, grad, dense(labels), dense(factors) if write else sums, *biases, dense(known), sums,
-        student.stride(0), teacher.stride(0), grad.stride(0), V, C, head.logit_scale, head.softcap or 0.0,
-        teacher_head.logit_scale, teacher_head.softcap or 0.0, 1.0 / head.temperature, beta, hard_weight,
-        MODE=mode_of(divergence, beta), PLAIN=plain, HARD=write and hard_weight > 0.0, WRITE=write,
-        ALIAS=grad.dtype != student.dtype, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        student,
+        teacher,
+        grad,
+        dense(labels),
+        dense(factors) if write else sums,
+        *biases,
+        dense(known),
+        sums,
+        student.stride(0),
+        teacher.stride(0),
+        grad.stride(0),
+        V,
+        C,
+        head.logit_scale,
+        head.softcap or 0.0,
+        teacher_head.logit_scale,
+        teacher_head.softcap or 0.0,
+        1.0 / head.temperature,
+        beta,
+        hard_weight,
+        MODE=mode_of(divergence, beta),
+        PLAIN=plain,
+        HARD=write and hard_weight > 0.0,
+        WRITE=write,
+        ALIAS=grad.dtype != student.dtype,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
 
 
 def mode_of(divergence: str, beta: float) -> int:
@@ -280,21 +423,51 @@ def _biases(
 
 
 def divergence_pass(
-    student: Tensor, teacher: Tensor, labels: Tensor | None, factors: Tensor | None, *, gradient: Tensor | None, divergence: str,
-    beta: float, hard_weight: float, head, teacher_head, bias: Tensor | None, teacher_bias: Tensor | None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor | None,
+    factors: Tensor | None,
+    *,
+    gradient: Tensor | None,
+    divergence: str,
+    beta: float,
+    hard_weight: float,
+    head,
+    teacher_head,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+) -> tuple[Tensor, ...]:
     (C, V), common = student.shape, min(student.shape[1], teacher.shape[1])
     found = [torch.empty(C, device=student.device) for _ in range(5)]
     plain, biases = _biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
     divergence_kernel[(C,)](
-        student, teacher, grad, torch.full((C,), -1, device=student.device) if labels is None else dense(labels),
-        found[0] if factors is None else dense(factors), *biases, *found,
-        student.stride(0), teacher.stride(0), grad.stride(0), V, common, head.logit_scale, head.softcap or 0.0,
-        teacher_head.logit_scale, teacher_head.softcap or 0.0, 1.0 / head.temperature, beta, hard_weight,
+        student,
+        teacher,
+        grad,
+        torch.full((C,), -1, device=student.device) if labels is None else dense(labels),
+        found[0] if factors is None else dense(factors),
+        *biases,
+        *found,
+        student.stride(0),
+        teacher.stride(0),
+        grad.stride(0),
+        V,
+        common,
+        head.logit_scale,
+        head.softcap or 0.0,
+        teacher_head.logit_scale,
+        teacher_head.softcap or 0.0,
+        1.0 / head.temperature,
+        beta,
+        hard_weight,
         int(gradient is not None),
-        MODE=mode_of(divergence, beta), PLAIN=plain, SPLIT=head.temperature != 1.0 or common != V or hard_weight > 0.0,
-        ALIAS=grad.dtype != student.dtype, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+        MODE=mode_of(divergence, beta),
+        PLAIN=plain,
+        SPLIT=head.temperature != 1.0 or common != V or hard_weight > 0.0,
+        ALIAS=grad.dtype != student.dtype,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
     return tuple(found)

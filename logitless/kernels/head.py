@@ -3,7 +3,8 @@
     z = softcap * tanh(logit_scale * (x + bias) / softcap) / temperature        (with a softcap)
     z = logit_scale * (x + bias) / temperature                                  (without)
 
-`Head` holds the three numbers; `Head.logits` is the PyTorch form, `kernels/cross_entropy_triton.py` holds the Triton one.
+`Head` holds the three numbers; `Head.logits` is the PyTorch form, `kernels/cross_entropy_triton.py` holds the
+Triton one.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,8 @@ class Head(NamedTuple):
     temperature: float = 1.0
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
-        """Logits and their derivative d z / d x, both in promote(x.dtype, fp32), for a block of raw products `x`.
+        """Logits and their derivative d z / d x, both in promote(x.dtype, fp32), for a block of raw products
+        `x`.
 
         A wider bias is rounded to that dtype, as in the Triton kernels.
         """

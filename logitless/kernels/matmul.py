@@ -4,8 +4,9 @@
     d_hidden  = d_logits @ weight     [C, H], returned in fp32
     d_weight += d_logits.T @ hidden   [V, H], accumulated in place
 
-On CUDA, `out_dtype` makes cuBLAS read half precision and write fp32. Elsewhere the same is done from fp32-upcast pieces of the
-vocabulary, a block at a time, so that no upcast copy of a chunk or of the head ever exists.
+On CUDA, `out_dtype` makes cuBLAS read half precision and write fp32. Elsewhere the same is done from
+fp32-upcast pieces of the vocabulary, a block at a time, so that no upcast copy of a chunk or of the head ever
+exists.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`out = x * scale` row by row (or with one scale for all), computed in fp32 and rounded once, in one pass.
 
-PyTorch's own mixed-dtype multiplication reaches a quarter of an H200's memory bandwidth (2.5 ms for a [128,256, 4,096] fp32 d_weight
-that is cast to bf16, 0.8 ms here).
+PyTorch's own mixed-dtype multiplication reaches a quarter of an H200's memory bandwidth (2.5 ms for a
+[128,256, 4,096] fp32 d_weight that is cast to bf16, 0.8 ms here).
 """
 
 import torch

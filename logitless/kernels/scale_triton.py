@@ -8,7 +8,9 @@ BLOCK = 2048
 
 
 @triton.jit
-def scale_kernel(x_ptr, factor_ptr, out_ptr, x_stride, out_stride, factor_stride, columns, BLOCK: tl.constexpr):
+def scale_kernel(
+    x_ptr, factor_ptr, out_ptr, x_stride, out_stride, factor_stride, columns, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < columns
@@ -20,11 +22,20 @@ def scale_kernel(x_ptr, factor_ptr, out_ptr, x_stride, out_stride, factor_stride
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     rows, columns = x.shape
     if factor.dim() == 0 and x.is_contiguous() and out.is_contiguous():
-        # One factor: any shape will do, so take one that fills the blocks, and puts them all along the grid's long dimension.
+        # One factor: any shape will do, so take one that fills the blocks, and puts them all along the grid's
+        # long dimension.
         width = next((w for w in (BLOCK, BLOCK // 2, BLOCK // 4) if x.numel() % w == 0), columns)
         if width != columns:
             return scale(x.view(-1, width), factor, out.view(-1, width)).view(rows, columns)
     scale_kernel[(rows, triton.cdiv(columns, BLOCK))](
-        x, factor, out, x.stride(0), out.stride(0), factor.stride(0) if factor.dim() else 0, columns, BLOCK=BLOCK, num_warps=4
+        x,
+        factor,
+        out,
+        x.stride(0),
+        out.stride(0),
+        factor.stride(0) if factor.dim() else 0,
+        columns,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return out

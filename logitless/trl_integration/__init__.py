@@ -4,10 +4,11 @@
 
     SFTTrainer(model, args=SFTConfig(use_chunked_loss=True), train_dataset=dataset).train()
 
-Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off it *is* TRL's
-pair. They cover TRL's trainers for language models and, from `trl.experimental`, A2PO, AsyncDistillation, AsyncGRPO, CPO, GKD, GMPO,
-GOLD, IW-OPD, OnlineDPO, ORPO, SDFT, SDPO, ServerDistillation and TPO. For trainers and models that exist already there are `apply_to`
-and `patch_model`. This is the only folder of the library that imports trl or transformers.
+Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off
+it *is* TRL's pair. They cover TRL's trainers for language models and, from `trl.experimental`, A2PO,
+AsyncDistillation, AsyncGRPO, CPO, GKD, GMPO, GOLD, IW-OPD, OnlineDPO, ORPO, SDFT, SDPO, ServerDistillation
+and TPO. For trainers and models that exist already there are `apply_to` and `patch_model`. This is the only
+folder of the library that imports trl or transformers.
 """
 
 from .versions import SUPPORTED, require_supported

@@ -1,10 +1,11 @@
 """TRL's command line with our trainers:
 
-    python -m logitless.trl_integration sft --model_name_or_path MODEL --dataset_name DATASET --use_chunked_loss true
-    python -m logitless.trl_integration dpo --config dpo.yaml
+    python -m logitless.trl_integration sft --model_name_or_path MODEL --dataset_name DATASET
+    --use_chunked_loss true python -m logitless.trl_integration dpo --config dpo.yaml
 
-The commands are TRL's own scripts, with TRL's arguments and YAML files, in which the names of Config and Trainer mean ours; trainers for
-which TRL has no script are started by that of their kin. Datasets and models are on the hub or on disk: `datasets: [{path: json,
+The commands are TRL's own scripts, with TRL's arguments and YAML files, in which the names of Config and
+Trainer mean ours; trainers for which TRL has no script are started by that of their kin. Datasets and models
+are on the hub or on disk: `datasets: [{path: json,
 data_files: rows.jsonl}]` in the YAML file reads a local one.
 """
 
@@ -22,7 +23,14 @@ import logitless.trl_integration as ours
 from .mixins import swapped
 
 # TRL's scripts -> the pair that each trains with.
-SCRIPTS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO", "distillation": "Distillation"}
+SCRIPTS = {
+    "sft": "SFT",
+    "dpo": "DPO",
+    "kto": "KTO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "distillation": "Distillation",
+}
 # Command -> the pair, and the script that starts it: "grpo" is the one that takes reward functions.
 COMMANDS = {command: (kind, command) for command, kind in SCRIPTS.items()} | {
     "orpo": ("ORPO", "dpo"),
@@ -69,11 +77,16 @@ def from_script(trainer: type) -> Callable[..., Any]:
             return trainer(model=model, args=args, **given)
         refused = [name for name, value in given.items() if name not in takes and value]
         if refused:
-            raise SystemExit(f"{refused[0]}: expected None for {stock.__name__}, which takes none; leave its options out.")
+            raise SystemExit(
+                f"{refused[0]}: expected None for {stock.__name__}, which takes none; leave its options out."
+            )
         given = {name: value for name, value in given.items() if name in takes}
         if "teacher_model" in takes:
             given["teacher_model"] = args.teacher_model_name_or_path or model
-        options = {"revision": args.model_init_kwargs["revision"], "trust_remote_code": args.trust_remote_code}
+        options = {
+            "revision": args.model_init_kwargs["revision"],
+            "trust_remote_code": args.trust_remote_code,
+        }
         tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", **options)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return trainer(model=model, args=args, processing_class=tokenizer, **given)

@@ -1,6 +1,8 @@
-"""TRL's AsyncDistillation: a teacher behind a server names its best tokens, and the student's head answers for those alone.
+"""TRL's AsyncDistillation: a teacher behind a server names its best tokens, and the student's head answers
+for those alone.
 
-TRL projects 256 rows at a time in fp32, each twice; here it is `DistillationLoss` under the budget, which projects each row once.
+TRL projects 256 rows at a time in fp32, each twice; here it is `DistillationLoss` under the budget, which
+projects each row once.
 """
 
 from dataclasses import dataclass
@@ -19,13 +21,14 @@ from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin, swapped
 
 @dataclass
 class AsyncDistillationConfig(ChunkedLossConfigMixin, StockAsyncDistillationConfig):
-    """`trl.experimental.async_distillation.AsyncDistillationConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
-    default the library's)."""
+    """`trl.experimental.async_distillation.AsyncDistillationConfig` with `use_chunked_loss` (default False)
+    and `logits_budget` (bytes, default the library's)."""
 
 
 class AsyncDistillationTrainer(ChunkedLossTrainerMixin, StockAsyncDistillationTrainer):
-    """`trl.experimental.async_distillation.AsyncDistillationTrainer`; with `AsyncDistillationConfig(use_chunked_loss=True)` its divergence
-    is `DistillationLoss`. What TRL asks for beside it (vLLM servers, an attention that packs) it asks for here too."""
+    """`trl.experimental.async_distillation.AsyncDistillationTrainer`; with
+    `AsyncDistillationConfig(use_chunked_loss=True)` its divergence is `DistillationLoss`. What TRL asks for
+    beside it (vLLM servers, an attention that packs) it asks for here too."""
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         if not self.uses_chunked_loss:
@@ -34,19 +37,37 @@ class AsyncDistillationTrainer(ChunkedLossTrainerMixin, StockAsyncDistillationTr
             return super()._compute_loss(*args, **kwargs)
 
     def _divergence(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float, softcap: float | None, ids: Tensor,
-        teacher_logps: Tensor, candidates: Tensor, beta: float, temperature: float, add_tail_bucket: bool,
-        teacher_index: Tensor | None, num_teachers: int, chunk_size: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the student's entropies and of the
-        teachers', and for each teacher how many tokens it scored and its share of the divergence and of the entropy."""
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        logit_scale: float,
+        softcap: float | None,
+        ids: Tensor,
+        teacher_logps: Tensor,
+        candidates: Tensor,
+        beta: float,
+        temperature: float,
+        add_tail_bucket: bool,
+        teacher_index: Tensor | None,
+        num_teachers: int,
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the
+        student's entropies and of the teachers', and for each teacher how many tokens it scored and its share
+        of the divergence and of the entropy."""
         several = teacher_index is not None
         loss = DistillationLoss(
-            beta=beta, temperature=temperature, topk_mode="tail" if add_tail_bucket else "renormalize", softcap=softcap,
+            beta=beta,
+            temperature=temperature,
+            topk_mode="tail" if add_tail_bucket else "renormalize",
+            softcap=softcap,
             # Each token's own value, which several teachers are logged by, costs a second walk.
-            logit_scale=logit_scale, reduction="none" if several else "sum", logits_dtype=torch.float32,
+            logit_scale=logit_scale,
+            reduction="none" if several else "sum",
+            logits_dtype=torch.float32,
             logits_budget=self.args.logits_budget,
-        )  # fmt: skip
+        )
         teacher = teacher_logps.masked_fill(~candidates, -torch.inf)
         out = loss(hidden.to(weight.dtype), weight, bias=bias, teacher_logprobs_topk=(teacher, ids))
         self.last_plan = out.plan
@@ -62,7 +83,8 @@ class AsyncDistillationTrainer(ChunkedLossTrainerMixin, StockAsyncDistillationTr
 
 
 def _entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -> Tensor:
-    """Of a teacher's distribution over its candidates (n, k), as TRL completes it: one bucket more, or a sum of 1."""
+    """Of a teacher's distribution over its candidates (n, k), as TRL completes it: one bucket more, or a sum
+    of 1."""
     if add_tail_bucket:
         logps, candidates = stock_module._add_tail_bucket(logps, candidates)
     else:

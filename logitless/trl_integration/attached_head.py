@@ -1,4 +1,5 @@
-"""For trainers that know no fused head: they call models for logits, ours asks the same models for log-probabilities."""
+"""For trainers that know no fused head: they call models for logits, ours asks the same models for
+log-probabilities."""
 
 from typing import Any
 
@@ -21,7 +22,10 @@ class AttachedHeadTrainerMixin(ChunkedLossTrainerMixin):
         if not self.uses_chunked_loss:
             return
         if self.model.config.is_encoder_decoder:
-            raise ValueError("model: expected a decoder with use_chunked_loss=True, got an encoder-decoder; set use_chunked_loss=False.")
+            raise ValueError(
+                "model: expected a decoder with use_chunked_loss=True, got an encoder-decoder; set "
+                "use_chunked_loss=False."
+            )
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 model = _base(self.accelerator.unwrap_model(model))
@@ -29,7 +33,8 @@ class AttachedHeadTrainerMixin(ChunkedLossTrainerMixin):
 
 
 def attach_late(trainer: Any, model: PreTrainedModel, score: Score) -> None:
-    """`attach_chunked_head` for a model that may have been prepared by Accelerate, whose autocast is around the forward that was there."""
+    """`attach_chunked_head` for a model that may have been prepared by Accelerate, whose autocast is around
+    the forward that was there."""
     prepared = hasattr(model, "_original_forward")
     attach_chunked_head(model, score)
     if prepared:

@@ -1,8 +1,10 @@
-"""Logits that a trainer of TRL is handed and that nobody computes, for trainers that take `model(...).logits` apart themselves.
+"""Logits that a trainer of TRL is handed and that nobody computes, for trainers that take `model(...).logits`
+apart themselves.
 
-While such a trainer computes its loss, its models answer with `DeferredLogits`: hidden states and the head. TRL's code slices them,
-divides them by a temperature and picks the log-probabilities of tokens as it always did; a divergence of the whole vocabulary goes to
-one of our losses. Anything else that needs the logits themselves raises.
+While such a trainer computes its loss, its models answer with `DeferredLogits`: hidden states and the head.
+    TRL's code slices them,
+divides them by a temperature and picks the log-probabilities of tokens as it always did; a divergence of the
+whole vocabulary goes to one of our losses. Anything else that needs the logits themselves raises.
 """
 
 import functools
@@ -49,29 +51,40 @@ class DeferredLogits:
     def logps(self, targets: Tensor) -> Tensor:
         """Log-probabilities of `targets` (B, T), fp32 and differentiable."""
         numbers = TokenNumbers(**self.head)
-        found, self.trainer.last_plan = numbers.numbers(self.hidden, self.weight, targets.to(self.hidden.device), bias=self.bias)
+        found, self.trainer.last_plan = numbers.numbers(
+            self.hidden, self.weight, targets.to(self.hidden.device), bias=self.bias
+        )
         return found["logps"]
 
     # The operations that TRL applies to logits
 
     def __getitem__(self, index: tuple[Any, ...]) -> "DeferredLogits":
         if not isinstance(index, tuple) or len(index) != 3 or index[2] != slice(None):
-            raise TypeError(f"logits: expected an index [rows, positions, :] of deferred logits, got {index}; {REMEDY}")
+            raise TypeError(
+                f"logits: expected an index [rows, positions, :] of deferred logits, got {index}; {REMEDY}"
+            )
         return replace(self, hidden=self.hidden[index[:2]])
 
     def __truediv__(self, temperature: float) -> "DeferredLogits":
         if self.normalized:
-            raise TypeError(f"logits: expected to be divided before they are normalized, got log-probabilities; {REMEDY}")
+            raise TypeError(
+                f"logits: expected to be divided before they are normalized, got log-probabilities; {REMEDY}"
+            )
         return replace(self, temperature=self.temperature * temperature)
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if not self.normalized or dim != -1 or index.shape[-1] != 1:
             shape = tuple(index.shape)
-            raise TypeError(f"logits: expected one token's log-probability per position, got an index {shape} of dim {dim}; {REMEDY}")
+            raise TypeError(
+                f"logits: expected one token's log-probability per position, got an index {shape} of dim "
+                f"{dim}; {REMEDY}"
+            )
         return self.logps(index[..., 0])[..., None]
 
     @classmethod
-    def __torch_function__(cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function in (F.log_softmax, torch.log_softmax) and kwargs.get("dim") == -1:
             return replace(args[0], normalized=True)
         raise TypeError(f"logits: expected a use without the full logits, got {function.__name__}; {REMEDY}")
@@ -86,10 +99,12 @@ def picked_logps(logits: DeferredLogits, index: Tensor) -> Tensor:
 
 
 class DeferredLogitsTrainerMixin(ChunkedLossTrainerMixin):
-    """For the trainers that compute a loss of `model(...).logits`: with the flag on these are deferred while they do.
+    """For the trainers that compute a loss of `model(...).logits`: with the flag on these are deferred while
+    they do.
 
     Raises:
-        ValueError: the flag is on with `compute_metrics` or `compute_loss_func`, which ask for logits, or for a sharded model.
+        ValueError: the flag is on with `compute_metrics` or `compute_loss_func`, which ask for logits, or for
+            a sharded model.
     """
 
     # The TRL module whose `selective_log_softmax` the stock loss calls; None if it calls none
@@ -116,11 +131,15 @@ class DeferredLogitsTrainerMixin(ChunkedLossTrainerMixin):
         self.check_options(self.args)
         for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
             if getattr(self, name, None) is not None:
-                raise ValueError(f"{name}: expected None with use_chunked_loss=True, got a function of the full logits; leave it out.")
+                raise ValueError(
+                    f"{name}: expected None with use_chunked_loss=True, got a function of the full logits; "
+                    f"leave it out."
+                )
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
             raise ValueError(
-                f"use_chunked_loss: expected whole models in {type(self).__name__}, got sharded ones, whose heads are gone once their "
+                f"use_chunked_loss: expected whole models in {type(self).__name__}, got sharded ones, whose "
+                f"heads are gone once their "
                 "forward has run; train it with DDP or ZeRO up to stage 2, or set use_chunked_loss=False."
             )
         for model in self.deferred_models:
@@ -145,7 +164,8 @@ class DeferredLogitsTrainerMixin(ChunkedLossTrainerMixin):
 
 
 def attach_deferred_head(trainer: Any, model: PreTrainedModel) -> None:
-    """Makes `model(...)` return deferred logits while `trainer.deferring`; every other call runs as before."""
+    """Makes `model(...)` return deferred logits while `trainer.deferring`; every other call runs as
+    before."""
     original_forward = model.forward
 
     # `generate` checks its arguments against the signature, and trainers read from it what the model accepts
@@ -158,12 +178,17 @@ def attach_deferred_head(trainer: Any, model: PreTrainedModel) -> None:
     replace_forward(model, forward)
 
 
-def _deferred_forward(trainer: Any, model: PreTrainedModel, *args: Any, logits_to_keep: int = 0, **kwargs: Any) -> CausalLMOutputWithPast:
+def _deferred_forward(
+    trainer: Any, model: PreTrainedModel, *args: Any, logits_to_keep: int = 0, **kwargs: Any
+) -> CausalLMOutputWithPast:
     kwargs["use_cache"] = False
     # `base_model`, not `get_decoder()`, which leaves the images of a vision-language model out
     hidden = model.base_model(*args, **kwargs).last_hidden_state
-    # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads the logits.
-    # A view, not the parameter: DDP looks for the parameters in use behind the outputs of the forward, and a leaf has nothing behind it.
+    # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads
+    # the logits. A view, not the parameter: DDP looks for the parameters in use behind the outputs of the
+    # forward, and a leaf has nothing behind it.
     weight, bias = (None if x is None else x.view_as(x) for x in head_parameters(model))
     hidden = hidden[:, -logits_to_keep:].to(weight.device)
-    return CausalLMOutputWithPast(logits=DeferredLogits(trainer, hidden, weight, bias, **head_options(model.config)))
+    return CausalLMOutputWithPast(
+        logits=DeferredLogits(trainer, hidden, weight, bias, **head_options(model.config))
+    )

@@ -68,27 +68,32 @@ TRAINERS = {
 WITHOUT_HEAD = (AsyncDistillationTrainer, DistillationTrainer)
 
 # What they ask of the head beside log-probabilities and entropy.
-OUTPUTS = {DPOTrainer: ("log_probs", "entropy", "mean_logits", "is_top1"), KTOTrainer: ("log_probs", "entropy", "mean_logits")}
+OUTPUTS = {
+    DPOTrainer: ("log_probs", "entropy", "mean_logits", "is_top1"),
+    KTOTrainer: ("log_probs", "entropy", "mean_logits"),
+}
 
 
 def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> Callable[[], None]:
     """Make `model(..., labels=labels)` compute its loss without logits; returns a function that undoes it.
 
-    The answer's `loss` is the model's own: labels are shifted, `num_items_in_batch` divides the sum where it is given, the soft cap and
-    the scale of the model's head apply, and a mixture of experts adds its router loss. Its `logits` are None. Calls without labels,
-    generation among them, run as before.
+    The answer's `loss` is the model's own: labels are shifted, `num_items_in_batch` divides the sum where it
+    is given, the soft cap and the scale of the model's head apply, and a mixture of experts adds its router
+    loss. Its `logits` are None. Calls without labels, generation among them, run as before.
 
     Args:
         model: any causal language model of transformers, under PEFT or not; LoRA may be on the head too.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
 
     Raises:
-        ValueError: the model has no LM head, or PEFT adapts it with something else than plain LoRA (when called).
+        ValueError: the model has no LM head, or PEFT adapts it with something else than plain LoRA (when
+            called).
     """
     base = _base(model)
     if base.get_output_embeddings() is None:
         raise ValueError(
-            f"model: expected a causal language model with an LM head, got {type(base).__name__}; pass AutoModelForCausalLM's."
+            f"model: expected a causal language model with an LM head, got {type(base).__name__}; pass "
+            f"AutoModelForCausalLM's."
         )
     loss = CrossEntropyLoss(logits_budget=logits_budget, **head_options(base.config))
     original = base.forward
@@ -103,9 +108,14 @@ def patch_model(model: PreTrainedModel, *, logits_budget: int | None = None) -> 
 
 
 def _loss_forward(
-    model: PreTrainedModel, loss: CrossEntropyLoss, *args: Any, labels: Tensor | None, shift_labels: Tensor | None = None,
-    num_items_in_batch: Tensor | int | None = None, **kwargs: Any,
-) -> CausalLMOutputWithPast:  # fmt: skip
+    model: PreTrainedModel,
+    loss: CrossEntropyLoss,
+    *args: Any,
+    labels: Tensor | None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> CausalLMOutputWithPast:
     config = model.config.get_text_config()
     kwargs |= {"use_cache": False, "return_dict": True}
     if getattr(config, "output_router_logits", False):
@@ -114,32 +124,50 @@ def _loss_forward(
     hidden, weight, bias = head_projection(model, backbone.last_hidden_state)
     targets = labels if shift_labels is None else shift_labels
     with maybe_gather_lm_head_ctx(weight, bias):
-        value = loss(hidden, weight, targets.to(weight.device), bias=bias, shift=shift_labels is None, num_items=num_items_in_batch).loss
+        value = loss(
+            hidden,
+            weight,
+            targets.to(weight.device),
+            bias=bias,
+            shift=shift_labels is None,
+            num_items=num_items_in_batch,
+        ).loss
     if kwargs.get("output_router_logits"):
         aux_loss = _load_balancing_loss(config, backbone.router_logits, kwargs.get("attention_mask"))
         value = value + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
     return CausalLMOutputWithPast(
-        loss=value, hidden_states=getattr(backbone, "hidden_states", None), attentions=getattr(backbone, "attentions", None)
+        loss=value,
+        hidden_states=getattr(backbone, "hidden_states", None),
+        attentions=getattr(backbone, "attentions", None),
     )
 
 
 def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None) -> Callable[[], None]:
-    """Switch the chunked loss on in a trainer that exists already; returns a function that switches it off again.
+    """Switch the chunked loss on in a trainer that exists already; returns a function that switches it off
+    again.
 
-    A trainer of TRL becomes the one of ours that it would have been; any other `transformers.Trainer` gets `patch_model`.
+    A trainer of TRL becomes the one of ours that it would have been; any other `transformers.Trainer` gets
+    `patch_model`.
 
     Args:
         trainer: TRL's (or a subclass of it), or transformers'.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
 
     Raises:
-        ValueError: the trainer has the flag already, or something that needs logits: `compute_metrics`, `compute_loss_func`.
+        ValueError: the trainer has the flag already, or something that needs logits: `compute_metrics`,
+            `compute_loss_func`.
     """
     if isinstance(trainer, ChunkedLossTrainerMixin):
-        raise ValueError("trainer: expected one without the chunked loss, got ours; set use_chunked_loss=True in its config.")
+        raise ValueError(
+            "trainer: expected one without the chunked loss, got ours; set use_chunked_loss=True in its "
+            "config."
+        )
     for name in ("compute_metrics", "compute_loss_func"):
         if getattr(trainer, name, None) is not None:
-            raise ValueError(f"{name}: expected None with the chunked loss, got a function that takes logits; leave it out.")
+            raise ValueError(
+                f"{name}: expected None with the chunked loss, got a function that takes logits; leave it "
+                f"out."
+            )
     ours = next((ours for stock, ours in TRAINERS.items() if isinstance(trainer, stock)), None)
     if ours is None:
         return patch_model(trainer.accelerator.unwrap_model(trainer.model), logits_budget=logits_budget)

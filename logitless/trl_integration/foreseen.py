@@ -1,9 +1,11 @@
 """Per-token numbers whose gradient was foreseen: DPO and GRPO in 3 products where their numbers alone take 4.
 
-TRL's own code makes the loss from log-probabilities, so the gradient that it will ask for is known only after the walk that could have
-used it. But our loss class computes the same loss. So the forward pass solves that one, with its gradients, and hands out the
-log-probabilities of the same walk; TRL's code runs on them as it is, with its metrics and its scaling. When its gradient comes back, it
-is compared with the one foreseen: where they agree up to a factor, everything is done; where not, the difference is walked once more.
+TRL's own code makes the loss from log-probabilities, so the gradient that it will ask for is known only after
+the walk that could have used it. But our loss class computes the same loss. So the forward pass solves that
+one, with its gradients, and hands out the log-probabilities of the same walk; TRL's code runs on them as it
+is, with its metrics and its scaling. When its gradient comes back, it
+is compared with the one foreseen: where they agree up to a factor, everything is done; where not, the
+    difference is walked once more.
 What is trained on is always TRL's gradient.
 """
 
@@ -21,8 +23,8 @@ from logitless.losses.base import TokenLoss
 
 from .per_token import PerTokenScore
 
-# Of the largest gradient. The log-probability of a sequence is a sum of thousands of tokens, whose order of summation alone puts 1e-3 on
-# DPO's gradient; another formula differs by more.
+# Of the largest gradient. The log-probability of a sequence is a sum of thousands of tokens, whose order of
+# summation alone puts 1e-3 on DPO's gradient; another formula differs by more.
 TOLERANCE = 5e-3
 
 
@@ -35,12 +37,20 @@ class Foresight(NamedTuple):
 
 
 class ForeseenScore(PerTokenScore):
-    """A `PerTokenScore` that solves `trainer.foresight` together with its numbers; None for the numbers alone."""
+    """A `PerTokenScore` that solves `trainer.foresight` together with its numbers; None for the numbers
+    alone."""
 
-    def numbers(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool) -> tuple[dict, Plan | None]:
+    def numbers(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+    ) -> tuple[dict, Plan | None]:
         foresight, alone = self.trainer.foresight, super().numbers
         # A frozen head takes 2 products for any loss, and a compiled graph cannot look at a gradient.
-        trains = torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad and not torch.compiler.is_compiling()
+        trains = (
+            torch.is_grad_enabled()
+            and isinstance(weight, Tensor)
+            and weight.requires_grad
+            and not torch.compiler.is_compiling()
+        )
         if foresight is None or not trains:
             return alone(hidden, weight, bias, labels, shift)
         loss = foresight.loss(return_logps=True, **self.head, **foresight.options)
@@ -51,7 +61,9 @@ class ForeseenScore(PerTokenScore):
 
         # What TRL sums over includes the positions that have no log-probability, and hands them a gradient.
         scored = (shifted(labels, -100) if shift else labels) != -100
-        logps = Foreseen.apply(again, out.loss, out.logps, out.tokens["d_logps"], scored, hidden, weight, bias)
+        logps = Foreseen.apply(
+            again, out.loss, out.logps, out.tokens["d_logps"], scored, hidden, weight, bias
+        )
         return out.tokens | {"logps": logps}, out.plan
 
 
@@ -59,9 +71,20 @@ class Foreseen(torch.autograd.Function):
     """logps, with the gradient of a loss that was solved together with them."""
 
     @staticmethod
-    def forward(ctx, again: Callable, loss: Tensor, logps: Tensor, d_logps: Tensor, scored: Tensor, *operands: Tensor | None) -> Tensor:
+    def forward(
+        ctx,
+        again: Callable,
+        loss: Tensor,
+        logps: Tensor,
+        d_logps: Tensor,
+        scored: Tensor,
+        *operands: Tensor | None,
+    ) -> Tensor:
         ctx.again = again
-        ctx.autocast = torch.is_autocast_enabled(logps.device.type), torch.get_autocast_dtype(logps.device.type)
+        ctx.autocast = (
+            torch.is_autocast_enabled(logps.device.type),
+            torch.get_autocast_dtype(logps.device.type),
+        )
         ctx.save_for_backward(d_logps, scored, *operands)
         return logps.view_as(logps)
 
@@ -75,7 +98,8 @@ class Foreseen(torch.autograd.Function):
         if bool(rest.abs().amax() <= TOLERANCE * gradient.abs().amax()):
             return None, factor, *[None] * 6
         _warn_once(
-            "the trainer's gradient is not the one foreseen, so its tokens are walked again: slower (5 products for 3), and as exact. "
+            "the trainer's gradient is not the one foreseen, so its tokens are walked again: slower (5 "
+            "products for 3), and as exact. "
             "Please report the configuration."
         )
         enabled, dtype = ctx.autocast
@@ -84,7 +108,14 @@ class Foreseen(torch.autograd.Function):
             logps = ctx.again(*leaves)
         wanted = [x for x in leaves if x is not None and x.requires_grad]
         found = iter(torch.autograd.grad(logps, wanted, rest))
-        return None, factor, None, None, None, *(next(found) if x is not None and x.requires_grad else None for x in leaves)
+        return (
+            None,
+            factor,
+            None,
+            None,
+            None,
+            *(next(found) if x is not None and x.requires_grad else None for x in leaves),
+        )
 
 
 @functools.cache

@@ -1,7 +1,9 @@
-"""Reaching the LM head: where a model keeps its backbone and head, and a forward pass that scores tokens in place of logits.
+"""Reaching the LM head: where a model keeps its backbone and head, and a forward pass that scores tokens in
+place of logits.
 
-TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`. `attach_chunked_head` answers
-that call with our losses. It all happens inside the model's own `forward`, where the hooks of DDP, FSDP and DeepSpeed fire.
+TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
+`attach_chunked_head` answers that call with our losses. It all happens inside the model's own `forward`,
+where the hooks of DDP, FSDP and DeepSpeed fire.
 """
 
 import functools
@@ -18,7 +20,8 @@ from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
 
 from logitless.engine.operands import SplitHead
 
-# What model families call the factor on their logits. Granite, MiniCPM3 and HyperCLOVA X are in `head_options` below.
+# What model families call the factor on their logits. Granite, MiniCPM3 and HyperCLOVA X are in
+# `head_options` below.
 SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
@@ -36,7 +39,8 @@ class Score(Protocol):
 
 
 def head_options(config: Any) -> dict[str, float | None]:
-    """The `softcap` and `logit_scale` that a model of this configuration applies to its logits, for any of our losses."""
+    """The `softcap` and `logit_scale` that a model of this configuration applies to its logits, for any of
+    our losses."""
     config = config.get_text_config()
     scales = (getattr(config, name, None) for name in SCALE_NAMES)
     scale = next((scale for scale in scales if scale is not None), None)
@@ -50,23 +54,29 @@ def head_options(config: Any) -> dict[str, float | None]:
 
 
 def head_parameters(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight `(V, H)` and bias `(V,)` of the model's head as they are now: FSDP and PEFT replace them after construction."""
+    """Weight `(V, H)` and bias `(V,)` of the model's head as they are now: FSDP and PEFT replace them after
+    construction."""
     head = model.get_output_embeddings()
     if is_peft_available():
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if isinstance(head, BaseTunerLayer):
             raise ValueError(
-                f"model: expected an LM head without an adapter, got {type(head).__name__} on it, which the loss would "
-                "leave out; remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']."
+                f"model: expected an LM head without an adapter, got {type(head).__name__} on it, which the "
+                f"loss would "
+                "leave out; remove 'lm_head' from target_modules, or train the whole head with "
+                "modules_to_save=['lm_head']."
             )
     return _gathered(head.weight), _gathered(getattr(head, "bias", None))
 
 
-def head_projection(model: PreTrainedModel, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
+def head_projection(
+    model: PreTrainedModel, hidden: Tensor
+) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
     """Hidden states, weight and bias whose product is what the model's head makes of `hidden` at the moment.
 
-    LoRA on the head, where it is switched on, makes the first two wider, [h, s·h·Aᵀ] · [W, B]ᵀ; a frozen W gets no gradient (`SplitHead`).
+    LoRA on the head, where it is switched on, makes the first two wider, [h, s·h·Aᵀ] · [W, B]ᵀ; a frozen W
+    gets no gradient (`SplitHead`).
     """
     head = model.get_output_embeddings()
     if is_peft_available():
@@ -95,10 +105,14 @@ def _lora_names(head: Any) -> list[str]:
     found += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
     if found:
         raise ValueError(
-            f"model: expected no adapter but plain LoRA on the LM head, got {', '.join(found)}, which the loss would leave out; {remedy}."
+            f"model: expected no adapter but plain LoRA on the LM head, got {', '.join(found)}, which the "
+            f"loss would leave out; {remedy}."
         )
     if names and is_deepspeed_zero3_enabled():
-        raise ValueError(f"model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA, untested there; {remedy}.")
+        raise ValueError(
+            f"model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA, untested "
+            f"there; {remedy}."
+        )
     return names
 
 
@@ -116,7 +130,11 @@ def _with_lora(
             extra = (_gathered(up.bias) * scale).to(weight.dtype)
             bias = extra if bias is None else bias + extra
     hidden, trained = torch.cat(wide, dim=-1), torch.cat(columns, dim=1)
-    return hidden, torch.cat((weight, trained), dim=1) if weight.requires_grad else SplitHead(weight, trained), bias
+    return (
+        hidden,
+        torch.cat((weight, trained), dim=1) if weight.requires_grad else SplitHead(weight, trained),
+        bias,
+    )
 
 
 def _placed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -127,13 +145,14 @@ def _placed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
 def _gathered(parameter: Tensor | None) -> Tensor | None:
     if not isinstance(parameter, DTensor):
         return parameter
-    # Every rank computes a gradient from its own tokens: average them, as DDP does. Plain `full_tensor()` takes them to be
-    # equal already and gives each rank's shard the gradient of that rank's tokens alone.
+    # Every rank computes a gradient from its own tokens: average them, as DDP does. Plain `full_tensor()`
+    # takes them to be equal already and gives each rank's shard the gradient of that rank's tokens alone.
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def attach_chunked_head(model: PreTrainedModel, score: Score) -> Callable[[], None]:
-    """Makes `model(..., labels=..., fused_lm_head=True)` return `score`'s answer; every other call runs as before. Returns its undoing."""
+    """Makes `model(..., labels=..., fused_lm_head=True)` return `score`'s answer; every other call runs as
+    before. Returns its undoing."""
     original_forward = model.forward
 
     # `generate` checks its arguments against the signature, and Trainer reads from it what the model accepts
@@ -171,7 +190,8 @@ def remembered(*models: PreTrainedModel) -> Callable[[], None]:
 
 def _refuse_replicas() -> None:
     raise ValueError(
-        "model: expected one process per GPU, got nn.DataParallel around the chunked loss; start it with torchrun or accelerate launch, "
+        "model: expected one process per GPU, got nn.DataParallel around the chunked loss; start it with "
+        "torchrun or accelerate launch, "
         "or make a single GPU visible with CUDA_VISIBLE_DEVICES."
     )
 
@@ -197,7 +217,8 @@ def _scored_forward(
     with maybe_gather_lm_head_ctx(weight, bias):
         fields = score(hidden, weight, bias, targets, shift=shift_labels is None)
 
-    # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its own count
+    # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
+    # own count
     count = fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss = -fields["log_probs"].sum() / count
     aux_loss = None
@@ -207,8 +228,12 @@ def _scored_forward(
     return FusedCausalLMOutput(loss=loss, aux_loss=aux_loss, **fields)
 
 
-def _load_balancing_loss(config: Any, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
+def _load_balancing_loss(
+    config: Any, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None
+) -> Tensor:
     # Mixtral's is the one that every mixture-of-experts model of transformers uses
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, attention_mask)
+    return load_balancing_loss_func(
+        router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+    )

@@ -8,8 +8,9 @@ A pair is two short classes:
     class DPOTrainer(ChunkedLossTrainerMixin, trl.DPOTrainer):
         stock_module = trl.trainer.dpo_trainer
 
-The constructors of TRL's trainers (SFT, DPO, KTO, GRPO, RLOO) call `add_fused_lm_head` for the policy, and DPO uses the patched
-reference model before its constructor ends. So the name is exchanged in that trainer's module, and only while it constructs.
+The constructors of TRL's trainers (SFT, DPO, KTO, GRPO, RLOO) call `add_fused_lm_head` for the policy, and
+DPO uses the patched reference model before its constructor ends. So the name is exchanged in that trainer's
+module, and only while it constructs.
 """
 
 from collections.abc import Iterator
@@ -42,13 +43,17 @@ class ChunkedLossConfigMixin:
     """Adds `use_chunked_loss` and `logits_budget` to a TRL config.
 
     Raises:
-        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with the flag off.
+        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with the flag
+            off.
         ValueError: the config, with the flag on, is given to a trainer that would ignore it.
     """
 
     use_chunked_loss: bool = field(
         default=False,
-        metadata={"help": "Compute the loss from the hidden states and the LM head, chunk by chunk, without full logits."},
+        metadata={
+            "help": "Compute the loss from the hidden states and the LM head, chunk by chunk, without full "
+            "logits."
+        },
     )
     logits_budget: int | None = field(
         default=None,
@@ -63,21 +68,29 @@ class ChunkedLossConfigMixin:
         if self.logits_budget is None:
             return
         if not isinstance(self.logits_budget, int) or isinstance(self.logits_budget, bool):
-            raise TypeError(f"logits_budget: expected a whole number of bytes, got {self.logits_budget!r}; 256 MiB is 256 * 2**20.")
+            raise TypeError(
+                f"logits_budget: expected a whole number of bytes, got {self.logits_budget!r}; 256 MiB is "
+                f"256 * 2**20."
+            )
         if self.logits_budget <= 0:
-            raise ValueError(f"logits_budget: expected at least 1 byte, got {self.logits_budget}; leave it out for the default.")
+            raise ValueError(
+                f"logits_budget: expected at least 1 byte, got {self.logits_budget}; leave it out for the "
+                f"default."
+            )
         if not self.use_chunked_loss:
             raise ValueError(
-                f"logits_budget: expected None with use_chunked_loss=False, got {self.logits_budget}; set use_chunked_loss=True."
+                f"logits_budget: expected None with use_chunked_loss=False, got {self.logits_budget}; set "
+                f"use_chunked_loss=True."
             )
 
     @property
     def place_model_on_device(self) -> bool | None:
-        # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one moment at which a
-        # config can see that it came to a trainer that does not know the flag.
+        # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
+        # moment at which a config can see that it came to a trainer that does not know the flag.
         if self.use_chunked_loss and not self._claimed:
             raise ValueError(
-                "use_chunked_loss: expected a trainer that honours it, got one that would ignore it; import the trainer "
+                "use_chunked_loss: expected a trainer that honours it, got one that would ignore it; import "
+                "the trainer "
                 "from logitless.trl_integration too."
             )
         return super().place_model_on_device
@@ -86,8 +99,8 @@ class ChunkedLossConfigMixin:
 class ChunkedLossTrainerMixin:
     """Puts our head on the models of a TRL trainer, if its config says so.
 
-    `last_plan` is the `plan` of the most recent loss call; None if there was none, or in a compiled model, which is traced before
-    anything runs.
+    `last_plan` is the `plan` of the most recent loss call; None if there was none, or in a compiled model,
+    which is traced before anything runs.
     """
 
     # The TRL module whose `add_fused_lm_head` the stock constructor calls; None if it calls none
@@ -102,7 +115,11 @@ class ChunkedLossTrainerMixin:
             return
         # AsyncGRPO puts the head on before it keeps its arguments.
         self.args = config
-        head = nullcontext() if self.stock_module is None else swapped(self.stock_module, add_fused_lm_head=self._add_chunked_head)
+        head = (
+            nullcontext()
+            if self.stock_module is None
+            else swapped(self.stock_module, add_fused_lm_head=self._add_chunked_head)
+        )
         with head, swapped(config, _claimed=True):
             super().__init__(*args, **kwargs)
 
@@ -111,7 +128,8 @@ class ChunkedLossTrainerMixin:
         return getattr(self.args, "use_chunked_loss", False)
 
     def chunked_score(self, model: PreTrainedModel, **stock_options: Any) -> Score:
-        """The scorer for `model`; `stock_options` are what TRL passes to `add_fused_lm_head` (`temperature`, `outputs`, …).
+        """The scorer for `model`; `stock_options` are what TRL passes to `add_fused_lm_head` (`temperature`,
+        `outputs`, …).
 
         By default per-token numbers, from which TRL's own code makes any of its losses and metrics.
         """

@@ -1,7 +1,9 @@
-"""TRL's ORPO and CPO (SimPO, AlphaPO): the trainers that build the full logits of both sequences of every pair.
+"""TRL's ORPO and CPO (SimPO, AlphaPO): the trainers that build the full logits of both sequences of every
+pair.
 
-Their `concatenated_forward` turns logits into a mean or a sum of log-probabilities, an NLL, and logits that are only ever averaged for
-the log. Ours answers the same call from per-token numbers; what TRL makes of it stays TRL's.
+Their `concatenated_forward` turns logits into a mean or a sum of log-probabilities, an NLL, and logits that
+are only ever averaged for the log. Ours answers the same call from per-token numbers; what TRL makes of it
+stays TRL's.
 """
 
 from dataclasses import dataclass
@@ -21,18 +23,26 @@ from .per_token import PerTokenScore
 
 
 class AllPositionsScore(PerTokenScore):
-    """Adds the mean logit of every position, prompts and padding too, as these trainers log it. Without a softcap it is the hidden
-    state's product with the mean row of the head; with one, every position is projected once more, without gradient."""
+    """Adds the mean logit of every position, prompts and padding too, as these trainers log it. Without a
+    softcap it is the hidden state's product with the mean row of the head; with one, every position is
+    projected once more, without gradient."""
 
-    def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+    ) -> dict[str, Tensor]:
         fields = super().__call__(hidden, weight, bias, labels, shift)
         with torch.no_grad():
             if self.loss.softcap is None:
-                mean = (hidden.to(weight.dtype) @ weight.mean(0)).float() + (0.0 if bias is None else bias.float().mean())
+                mean = (hidden.to(weight.dtype) @ weight.mean(0)).float() + (
+                    0.0 if bias is None else bias.float().mean()
+                )
                 mean = mean * self.loss.logit_scale / self.loss.temperature
             else:
                 every = torch.zeros_like(labels)
-                mean = self.every_position.numbers(hidden, weight, every, bias=bias)[0]["sum_logits"] / weight.shape[0]
+                mean = (
+                    self.every_position.numbers(hidden, weight, every, bias=bias)[0]["sum_logits"]
+                    / weight.shape[0]
+                )
         return fields | {"mean_logits": mean}
 
 
@@ -47,7 +57,10 @@ class FullLogitsTrainerMixin(ChunkedLossTrainerMixin):
         if not self.uses_chunked_loss:
             return
         if self.is_encoder_decoder:
-            raise ValueError("model: expected a decoder with use_chunked_loss=True, got an encoder-decoder; set use_chunked_loss=False.")
+            raise ValueError(
+                "model: expected a decoder with use_chunked_loss=True, got an encoder-decoder; set "
+                "use_chunked_loss=False."
+            )
         model = self.accelerator.unwrap_model(self.model)
         if is_peft_available():
             from peft import PeftModel
@@ -58,12 +71,17 @@ class FullLogitsTrainerMixin(ChunkedLossTrainerMixin):
     def chunked_score(self, model: PreTrainedModel, **stock_options: Any) -> AllPositionsScore:
         return AllPositionsScore(self, model, **stock_options)
 
-    def scored(self, model: Any, batch: dict[str, Any], padding_value: int, *, prompts: bool) -> tuple[Any, Tensor, int]:
-        """The model's answer for chosen and rejected sequences, which of its tokens are completions, and how many pairs there are.
+    def scored(
+        self, model: Any, batch: dict[str, Any], padding_value: int, *, prompts: bool
+    ) -> tuple[Any, Tensor, int]:
+        """The model's answer for chosen and rejected sequences, which of its tokens are completions, and how
+        many pairs there are.
 
         `prompts`: score the tokens of the prompts too.
         """
-        joined = self.concatenated_inputs(batch, is_encoder_decoder=False, padding_value=padding_value, device=self.accelerator.device)
+        joined = self.concatenated_inputs(
+            batch, is_encoder_decoder=False, padding_value=padding_value, device=self.accelerator.device
+        )
         ids, attention = joined["concatenated_input_ids"], joined["concatenated_attention_mask"]
         completions = joined["concatenated_labels"]
         labels = torch.where(attention == 1, ids, -100) if prompts else completions
@@ -84,11 +102,13 @@ def mean_nll(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass
 class ORPOConfig(ChunkedLossConfigMixin, StockORPOConfig):
-    """`trl.experimental.orpo.ORPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."""
+    """`trl.experimental.orpo.ORPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
+    default the library's)."""
 
 
 class ORPOTrainer(FullLogitsTrainerMixin, StockORPOTrainer):
-    """`trl.experimental.orpo.ORPOTrainer`; with `ORPOConfig(use_chunked_loss=True)` the full logits disappear."""
+    """`trl.experimental.orpo.ORPOTrainer`; with `ORPOConfig(use_chunked_loss=True)` the full logits
+    disappear."""
 
     logged_positions = slice(None, -1)
 
@@ -103,11 +123,13 @@ class ORPOTrainer(FullLogitsTrainerMixin, StockORPOTrainer):
 
 @dataclass
 class CPOConfig(ChunkedLossConfigMixin, StockCPOConfig):
-    """`trl.experimental.cpo.CPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."""
+    """`trl.experimental.cpo.CPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
+    default the library's)."""
 
 
 class CPOTrainer(FullLogitsTrainerMixin, StockCPOTrainer):
-    """`trl.experimental.cpo.CPOTrainer`, SimPO and AlphaPO with it; with `CPOConfig(use_chunked_loss=True)` the full logits disappear."""
+    """`trl.experimental.cpo.CPOTrainer`, SimPO and AlphaPO with it; with `CPOConfig(use_chunked_loss=True)`
+    the full logits disappear."""
 
     logged_positions = slice(None)
 

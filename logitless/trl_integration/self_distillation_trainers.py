@@ -1,7 +1,9 @@
-"""TRL's SDFT and SDPO, whose teacher is the student with more to read: nobody builds logits, student or teacher.
+"""TRL's SDFT and SDPO, whose teacher is the student with more to read: nobody builds logits, student or
+teacher.
 
-TRL's code makes the rollouts, the policy loss, the metrics and the sampled-token loss of a served teacher from deferred logits; the
-divergences, whose weight per token is known beforehand, are one walk over the heads (4 products, 3 with a frozen head).
+TRL's code makes the rollouts, the policy loss, the metrics and the sampled-token loss of a served teacher
+from deferred logits; the divergences, whose weight per token is known beforehand, are one walk over the heads
+(4 products, 3 with a frozen head).
 """
 
 import sys
@@ -25,9 +27,15 @@ MODES = ("full_logits", "topk_logits", "sampled_token")
 def check_options(args: Any) -> None:
     """What TRL refuses in its first step, refused before."""
     if args.distillation_mode not in MODES:
-        raise ValueError(f"distillation_mode: expected one of {', '.join(MODES)}, got {args.distillation_mode!r}; choose one.")
+        raise ValueError(
+            f"distillation_mode: expected one of {', '.join(MODES)}, got {args.distillation_mode!r}; choose "
+            f"one."
+        )
     if args.distillation_mode == "topk_logits" and args.distillation_topk is None:
-        raise ValueError("distillation_topk: expected a number of tokens with distillation_mode='topk_logits', got None; set it.")
+        raise ValueError(
+            "distillation_topk: expected a number of tokens with distillation_mode='topk_logits', got None; "
+            "set it."
+        )
 
 
 @dataclass
@@ -53,14 +61,19 @@ class SelfDistillationTrainerMixin(DeferredLogitsTrainerMixin):
         # A served teacher has no model here.
         return None if model is None else super()._forward_logits(model, *args, **kwargs)
 
-    def _compute_self_distillation_loss(self, model: Any, inputs: dict[str, Any], distillation_logits: Any) -> Tensor:
+    def _compute_self_distillation_loss(
+        self, model: Any, inputs: dict[str, Any], distillation_logits: Any
+    ) -> Tensor:
         if not self.uses_chunked_loss:
             return super()._compute_self_distillation_loss(model, inputs, distillation_logits)
         found = distillation_logits
         return self._chunked_loss(model, inputs, found.student_logits, found.teacher_logits, found.loss_mask)
 
-    def _chunked_loss(self, model: Any, inputs: dict[str, Any], student: DeferredLogits, teacher: Any, mask: Tensor) -> Tensor:
-        """The mean over sequences of each one's mean over tokens, and TRL's log of the mean over all tokens."""
+    def _chunked_loss(
+        self, model: Any, inputs: dict[str, Any], student: DeferredLogits, teacher: Any, mask: Tensor
+    ) -> Tensor:
+        """The mean over sequences of each one's mean over tokens, and TRL's log of the mean over all
+        tokens."""
         ids, args = inputs["completion_ids"], self.args
         weights = mask / mask.sum(-1, keepdim=True).clamp(min=1) / mask.shape[0]
         given = {"token_weights": weights}
@@ -70,9 +83,13 @@ class SelfDistillationTrainerMixin(DeferredLogitsTrainerMixin):
         if args.distillation_mode == "sampled_token":
             loss = SampledTokenDistillation(reduction="sum", clip=clip, **student.head)
             out = loss(
-                student.hidden, student.weight, torch.where(mask.bool(), ids, -100), bias=student.bias,
-                teacher_logps=teacher.logps(ids).to(student.hidden.device), **given,
-            )  # fmt: skip
+                student.hidden,
+                student.weight,
+                torch.where(mask.bool(), ids, -100),
+                bias=student.bias,
+                teacher_logps=teacher.logps(ids).to(student.hidden.device),
+                **given,
+            )
             self.last_plan = out.plan
         else:
             options = {"reduction": "sum", "beta": float(args.distillation_alpha), "clip": clip}
@@ -82,7 +99,9 @@ class SelfDistillationTrainerMixin(DeferredLogitsTrainerMixin):
                     options |= {"support": ("student",), "top_k": args.distillation_topk}
             out = divergence(student, teacher, ids, mask, **given, **options)
         mode = "train" if model.training else "eval"
-        self._log_self_distillation_metric(mode, self.accelerator.gather(out.metrics["soft_loss"]).mean().item())
+        self._log_self_distillation_metric(
+            mode, self.accelerator.gather(out.metrics["soft_loss"]).mean().item()
+        )
         return out.loss
 
     def _compute_server_distillation_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -100,30 +119,38 @@ class SelfDistillationTrainerMixin(DeferredLogitsTrainerMixin):
         if not served["actual_logprobs"][mask].isfinite().all():
             raise ValueError("Teacher server returned no logprob for a required completion token.")
         with torch.no_grad():
-            apart = (found.student_logits.logps(ids) - served["actual_logprobs"]).abs()[mask].sum() / mask.sum().clamp(min=1)
+            apart = (found.student_logits.logps(ids) - served["actual_logprobs"]).abs()[
+                mask
+            ].sum() / mask.sum().clamp(min=1)
         mode = "train" if model.training else "eval"
-        self._metrics[mode]["self_distillation/server_logprob_abs_diff"].append(self.accelerator.gather(apart).mean().item())
+        self._metrics[mode]["self_distillation/server_logprob_abs_diff"].append(
+            self.accelerator.gather(apart).mean().item()
+        )
         teacher = (served["topk_logprobs"], served["topk_token_ids"])
         return self._chunked_loss(model, inputs, found.student_logits, teacher, found.loss_mask)
 
 
 @dataclass
 class SDFTConfig(SelfDistillationConfigMixin, StockSDFTConfig):
-    """`trl.experimental.sdft.SDFTConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."""
+    """`trl.experimental.sdft.SDFTConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
+    default the library's)."""
 
 
 class SDFTTrainer(SelfDistillationTrainerMixin, StockSDFTTrainer):
-    """`trl.experimental.sdft.SDFTTrainer`; with `SDFTConfig(use_chunked_loss=True)` neither student nor teacher build logits."""
+    """`trl.experimental.sdft.SDFTTrainer`; with `SDFTConfig(use_chunked_loss=True)` neither student nor
+    teacher build logits."""
 
     loss_module = sys.modules[StockSDFTTrainer.__module__]
 
 
 @dataclass
 class SDPOConfig(SelfDistillationConfigMixin, StockSDPOConfig):
-    """`trl.experimental.sdpo.SDPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."""
+    """`trl.experimental.sdpo.SDPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
+    default the library's)."""
 
 
 class SDPOTrainer(SelfDistillationTrainerMixin, StockSDPOTrainer):
-    """`trl.experimental.sdpo.SDPOTrainer`; with `SDPOConfig(use_chunked_loss=True)` neither student nor teacher build logits."""
+    """`trl.experimental.sdpo.SDPOTrainer`; with `SDPOConfig(use_chunked_loss=True)` neither student nor
+    teacher build logits."""
 
     loss_module = sys.modules[StockSDPOTrainer.__module__]

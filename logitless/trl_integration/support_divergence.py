@@ -1,4 +1,5 @@
-"""The divergence of TRL's self- and server-distillation: over the tokens that student or teacher rate best, weighted token by token."""
+"""The divergence of TRL's self- and server-distillation: over the tokens that student or teacher rate best,
+weighted token by token."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ def importance_ratio(logps: Tensor, old_logps: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class SupportDivergence(DistillationLoss):
-    """`DistillationLoss` over the `top_k` best ids of everyone named in `support` (nobody: over the whole vocabulary), each id once.
+    """`DistillationLoss` over the `top_k` best ids of everyone named in `support` (nobody: over the whole
+    vocabulary), each id once.
 
-    The call also takes `token_weights` (...), which multiply the loss and not the metrics, and `old_logps` (...) of the targets: then
-    each token counts by its ratio to them, at most `clip`.
+    The call also takes `token_weights` (...), which multiply the loss and not the metrics, and `old_logps`
+    (...) of the targets: then each token counts by its ratio to them, at most `clip`.
     """
 
     support: tuple[str, ...] = ()
@@ -47,7 +49,9 @@ class SupportDivergence(DistillationLoss):
         if self.support:
             ids = torch.cat([SUPPORTS[name](self, logits, batch) for name in self.support], -1)
             repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
-            batch.topk_logprobs = batch.teacher_logits.log_softmax(-1).gather(-1, ids).masked_fill(repeated, -torch.inf)
+            batch.topk_logprobs = (
+                batch.teacher_logits.log_softmax(-1).gather(-1, ids).masked_fill(repeated, -torch.inf)
+            )
             batch.topk_ids = ids
         terms, metrics = super().terms(logits, batch)
         value = terms["distillation"].values
@@ -57,18 +61,25 @@ class SupportDivergence(DistillationLoss):
             metrics["soft_loss"] = Term(value)
         return _weighted(value, batch), metrics
 
-    def has_kernel(self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]) -> bool:
+    def has_kernel(
+        self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]
+    ) -> bool:
         return not self.support and inputs["old_logps"] is None and super().has_kernel(device, dtype, inputs)
 
-    def kernel(self, logits: Tensor, bias: Any, batch: Batch, factors: Tensor | None, gradient: Tensor | None) -> Any:
+    def kernel(
+        self, logits: Tensor, bias: Any, batch: Batch, factors: Tensor | None, gradient: Tensor | None
+    ) -> Any:
         weighted = batch.token_weights is not None and factors is not None
-        terms, metrics = super().kernel(logits, bias, batch, factors * batch.token_weights if weighted else factors, gradient)
+        terms, metrics = super().kernel(
+            logits, bias, batch, factors * batch.token_weights if weighted else factors, gradient
+        )
         return _weighted(terms["distillation"].values, batch), metrics
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokenDistillation(TokenLoss):
-    """(log s - log t) log s of the sampled token, the first factor without gradient: the score-function estimate of KL(s||t).
+    """(log s - log t) log s of the sampled token, the first factor without gradient: the score-function
+    estimate of KL(s||t).
 
     The call takes `teacher_logps` (...), and `token_weights` and `old_logps` as `SupportDivergence` does.
     """
@@ -91,7 +102,8 @@ def _weighted(value: Tensor, batch: Batch) -> dict[str, Term]:
 
 def divergence(
     student: DeferredLogits,
-    teacher: DeferredLogits | tuple[Tensor, Tensor],  # or log-probabilities (B, T, k) and ids (B, T, k) that a server gave
+    teacher: DeferredLogits
+    | tuple[Tensor, Tensor],  # or log-probabilities (B, T, k) and ids (B, T, k) that a server gave
     targets: Tensor,  # (B, T)
     mask: Tensor,  # (B, T)
     *,
@@ -104,14 +116,25 @@ def divergence(
     device = student.hidden.device
     if isinstance(teacher, DeferredLogits):
         options |= {"teacher_softcap": teacher.softcap, "teacher_logit_scale": teacher.logit_scale}
-        given = {"teacher_hidden": teacher.hidden.to(device), "teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
+        given = {
+            "teacher_hidden": teacher.hidden.to(device),
+            "teacher_weight": teacher.weight,
+            "teacher_bias": teacher.bias,
+        }
     else:
         given = {"teacher_logprobs_topk": teacher}
     # The loss takes the temperature of both from the student.
     loss = SupportDivergence(**student.head, **options)
     out = loss(
-        student.hidden, student.weight, targets, bias=student.bias, mask=mask.bool(), num_items=num_items, token_weights=token_weights,
-        old_logps=old_logps, **given,
-    )  # fmt: skip
+        student.hidden,
+        student.weight,
+        targets,
+        bias=student.bias,
+        mask=mask.bool(),
+        num_items=num_items,
+        token_weights=token_weights,
+        old_logps=old_logps,
+        **given,
+    )
     student.trainer.last_plan = out.plan
     return out

@@ -1,4 +1,5 @@
-"""TRL's TPO, which builds the full logits of three sequences for each prompt: the better, the worse and the gold answer."""
+"""TRL's TPO, which builds the full logits of three sequences for each prompt: the better, the worse and the
+gold answer."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from .per_token import FIELDS, PerTokenScore
 
 
 class LogitsOf:
-    """Per-token numbers that answer what TRL's loss asks of the logits, so that the loss and its metrics stay TRL's code.
+    """Per-token numbers that answer what TRL's loss asks of the logits, so that the loss and its metrics stay
+    TRL's code.
 
-    The fields have the shape (B, T - 1) of labels that are shifted already. Anything else that is asked of it raises.
+    The fields have the shape (B, T - 1) of labels that are shifted already. Anything else that is asked of it
+    raises.
     """
 
     def __init__(self, **fields: Tensor):
@@ -41,7 +44,8 @@ class LogitsOf:
             return self._each(lambda x: x[index])
         if index != (..., slice(None, -1), slice(None)):
             raise TypeError(
-                f"index: expected a mask, or the shift that was made before, got {index}; this TRL wants the logits themselves."
+                f"index: expected a mask, or the shift that was made before, got {index}; this TRL wants "
+                f"the logits themselves."
             )
         return self
 
@@ -63,7 +67,8 @@ class LogitsOf:
 
 @dataclass
 class TPOConfig(ChunkedLossConfigMixin, StockTPOConfig):
-    """`trl.experimental.tpo.TPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."""
+    """`trl.experimental.tpo.TPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
+    default the library's)."""
 
 
 class TPOTrainer(AttachedHeadTrainerMixin, StockTPOTrainer):
@@ -73,7 +78,9 @@ class TPOTrainer(AttachedHeadTrainerMixin, StockTPOTrainer):
     """
 
     def chunked_score(self, model: PreTrainedModel, **stock_options: Any) -> PerTokenScore:
-        return PerTokenScore(self, model, outputs=("log_probs", *(name for name in FIELDS if name != "log_sum_sq_probs")))
+        return PerTokenScore(
+            self, model, outputs=("log_probs", *(name for name in FIELDS if name != "log_sum_sq_probs"))
+        )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         if not self.uses_chunked_loss or return_outputs:

@@ -8,7 +8,8 @@ SUPPORTED = {"transformers": ">=5.17,<6", "trl": "~=1.16.0"}
 def require_supported() -> None:
     """Raises `ImportError` unless every package of `SUPPORTED` is installed in a supported version.
 
-    The integration replaces names inside TRL's trainers, so another version could train with another loss and not say so.
+    The integration replaces names inside TRL's trainers, so another version could train with another loss and
+    not say so.
     """
     for package, wanted in SUPPORTED.items():
         remedy = f"pip install '{package}{wanted}'"

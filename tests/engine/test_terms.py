@@ -1,6 +1,5 @@
 """What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
 
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -48,7 +47,9 @@ def own(values: Callable, kind: type = TokenLoss, **attributes) -> type:
 
 def head(*shape: int):
     generator = torch.Generator("cpu").manual_seed(0)
-    hidden, weight = (torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,)))
+    hidden, weight = (
+        torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,))
+    )
     targets = torch.randint(0, V, shape, generator=generator, device="cpu").to(DEVICE)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
@@ -56,18 +57,58 @@ def head(*shape: int):
 # -- what is refused
 
 BAD = {
-    "a mean": (lambda x: {"nll": Term(-x.mean())}, ValueError, r"Own\.terms\['nll'\]: expected values of shape \(6,\), one per row"),
-    "a sum": (lambda x: {"nll": Term(-x.sum())}, ValueError, r"Own\.terms\['nll'\]: expected values of shape .* got \(\); "),
-    "one number": (lambda x: {"nll": Term(-x.mean()[None])}, ValueError, r"Own\.terms\['nll'\]: .* got \(1,\); "),
+    "a mean": (
+        lambda x: {"nll": Term(-x.mean())},
+        ValueError,
+        r"Own\.terms\['nll'\]: expected values of shape \(6,\), one per row",
+    ),
+    "a sum": (
+        lambda x: {"nll": Term(-x.sum())},
+        ValueError,
+        r"Own\.terms\['nll'\]: expected values of shape .* got \(\); ",
+    ),
+    "one number": (
+        lambda x: {"nll": Term(-x.mean()[None])},
+        ValueError,
+        r"Own\.terms\['nll'\]: .* got \(1,\); ",
+    ),
     "a row too few": (lambda x: {"nll": Term(-x[1:])}, ValueError, r"Own\.terms\['nll'\]: .* got \(5,\); "),
-    "a row too many": (lambda x: {"nll": Term(torch.cat((x, x[:1])))}, ValueError, r"Own\.terms\['nll'\]: .* got \(7,\); "),
-    "two columns": (lambda x: {"nll": Term(torch.stack((x, x), 1))}, ValueError, r"Own\.terms\['nll'\]: .* got \(6, 2\); "),
-    "the second term": (lambda x: {"nll": Term(-x), "reg": Term(x.mean())}, ValueError, r"Own\.terms\['reg'\]: expected values"),
+    "a row too many": (
+        lambda x: {"nll": Term(torch.cat((x, x[:1])))},
+        ValueError,
+        r"Own\.terms\['nll'\]: .* got \(7,\); ",
+    ),
+    "two columns": (
+        lambda x: {"nll": Term(torch.stack((x, x), 1))},
+        ValueError,
+        r"Own\.terms\['nll'\]: .* got \(6, 2\); ",
+    ),
+    "the second term": (
+        lambda x: {"nll": Term(-x), "reg": Term(x.mean())},
+        ValueError,
+        r"Own\.terms\['reg'\]: expected values",
+    ),
     "no Term": (lambda x: {"nll": -x}, TypeError, r"Own\.terms\['nll'\]: expected a Term, got Tensor; "),
-    "a pair for a Term": (lambda x: {"nll": (-x, "tokens")}, TypeError, r"Own\.terms\['nll'\]: expected a Term, got tuple; "),
-    "no tensor": (lambda x: {"nll": Term(1.0, over=None)}, TypeError, r"Own\.terms\['nll'\]: expected a tensor of values, got float; "),
-    "no unit": (lambda x: {"nll": Term(-x, over="token")}, ValueError, r"Own\.terms\['nll'\]: expected over= one of tokens, .* got 'token'"),
-    "a mask in the loss": (lambda x: {"nll": Term(-x, over=x.exp())}, ValueError, r"Own\.terms\['nll'\]: expected over="),
+    "a pair for a Term": (
+        lambda x: {"nll": (-x, "tokens")},
+        TypeError,
+        r"Own\.terms\['nll'\]: expected a Term, got tuple; ",
+    ),
+    "no tensor": (
+        lambda x: {"nll": Term(1.0, over=None)},
+        TypeError,
+        r"Own\.terms\['nll'\]: expected a tensor of values, got float; ",
+    ),
+    "no unit": (
+        lambda x: {"nll": Term(-x, over="token")},
+        ValueError,
+        r"Own\.terms\['nll'\]: expected over= one of tokens, .* got 'token'",
+    ),
+    "a mask in the loss": (
+        lambda x: {"nll": Term(-x, over=x.exp())},
+        ValueError,
+        r"Own\.terms\['nll'\]: expected over=",
+    ),
 }
 
 
@@ -95,13 +136,17 @@ WHOLE = {
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
 def test_what_is_no_pair_of_dicts(kind, values, reduction):
     loss = own(lambda x, batch: values(x), kind)(reduction=reduction)
-    with pytest.raises(TypeError, match=r"^Own\.terms: expected \(\{name: Term\}, \{metric name: Term\}\), got \w+; "):
+    with pytest.raises(
+        TypeError, match=r"^Own\.terms: expected \(\{name: Term\}, \{metric name: Term\}\), got \w+; "
+    ):
         loss(*head(6))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-@pytest.mark.parametrize(("declared", "returned"), [((), ("a",)), (("a",), ()), (("a",), ("b",)), (("a",), ("a", "b"))], ids=str)
+@pytest.mark.parametrize(
+    ("declared", "returned"), [((), ("a",)), (("a",), ()), (("a",), ("b",)), (("a",), ("a", "b"))], ids=str
+)
 def test_metrics_are_the_declared_ones(kind, declared, returned, reduction):
     values = lambda x, batch: ({"nll": Term(-x)}, {name: Term(x) for name in returned})  # noqa: E731
     with pytest.raises(ValueError, match="^metric_names: expected "):
@@ -115,7 +160,9 @@ def test_a_metric_is_checked_like_a_term(kind, reduction):
     with pytest.raises(ValueError, match=r"^Own\.terms\['a'\]: expected values of shape \(6,\)"):
         loss(reduction=reduction)(*head(6))
     loss = own(lambda x, batch: ({"nll": Term(-x)}, {"a": Term(x, over=x[1:])}), kind, metric_names=("a",))
-    with pytest.raises(ValueError, match=r"^Own\.terms\['a'\]: expected weights like the values, \(6,\), got \(5,\); "):
+    with pytest.raises(
+        ValueError, match=r"^Own\.terms\['a'\]: expected weights like the values, \(6,\), got \(5,\); "
+    ):
         loss(reduction=reduction)(*head(6))
 
 
@@ -159,12 +206,17 @@ OF_PAIRS = {
 @pytest.mark.parametrize(("values", "right"), OF_PAIRS.values(), ids=OF_PAIRS)
 def test_values_of_a_loss_of_pairs(values, right, over, reduction):
     """One per row, sequence or pair; `over` is the divisor alone."""
-    loss = own(lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES)(reduction=reduction)
+    loss = own(
+        lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES
+    )(reduction=reduction)
     arguments = head(4, 5)
     if right:
         loss(*arguments).loss.sum().backward()
         return
-    with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape .*per row.*per sequence.*per pair.*, got "):
+    with pytest.raises(
+        ValueError,
+        match=r"^Own\.terms\['own'\]: expected values of shape .*per row.*per sequence.*per pair.*, got ",
+    ):
         loss(*arguments)
 
 
@@ -172,7 +224,9 @@ def test_values_of_a_loss_of_pairs(values, right, over, reduction):
 def test_a_loss_of_tokens_has_no_values_per_sequence(length):
     """Its slices are of rows, wherever their sequences end."""
     loss = own(lambda x, batch: ({"own": Term(x[:length])}, {}))()
-    with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape \(20,\), one per row, got"):
+    with pytest.raises(
+        ValueError, match=r"^Own\.terms\['own'\]: expected values of shape \(20,\), one per row, got"
+    ):
         loss(*head(4, 5))
 
 
@@ -222,16 +276,26 @@ def test_a_statistic_that_is_declared(name, by, reduction):
         return {"own": Term(-stats.logps)}, {"seen": Term(getattr(stats, name))}
 
     names = (name,) if by == "observes" else ("logps", name)
-    loss = type("Own", (TokenLoss,), {"terms": terms, by: names, "metric_names": ("seen",)})(reduction=reduction)
+    loss = type("Own", (TokenLoss,), {"terms": terms, by: names, "metric_names": ("seen",)})(
+        reduction=reduction
+    )
     assert loss(*head(6)).metrics["seen"].isfinite()
 
 
 def test_only_one_of_two_neighbours_is_declared():
     """Kernels compute some numbers together: that one is there does not make the other one declared."""
-    neighbours = {"entropy": "is_top1", "is_top1": "entropy", "sum_logits": "log_sum_sq_probs", "log_sum_sq_probs": "sum_logits"}
+    neighbours = {
+        "entropy": "is_top1",
+        "is_top1": "entropy",
+        "sum_logits": "log_sum_sq_probs",
+        "log_sum_sq_probs": "sum_logits",
+    }
     passed = []
     for declared, other in neighbours.items():
-        terms = lambda self, stats, batch, other=other: ({"own": Term(getattr(stats, other) + stats.logps)}, {})  # noqa: E731
+        terms = lambda self, stats, batch, other=other: (
+            {"own": Term(getattr(stats, other) + stats.logps)},
+            {},
+        )  # noqa: E731
         loss = type("Own", (TokenLoss,), {"terms": terms, "observes": (declared,)})()
         try:
             loss(*head(6))
@@ -242,7 +306,9 @@ def test_only_one_of_two_neighbours_is_declared():
 
 
 def test_a_name_that_is_no_statistic():
-    loss = type("Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({"own": Term(stats.entropies)}, {})})()
+    loss = type(
+        "Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({"own": Term(stats.entropies)}, {})}
+    )()
     with pytest.raises(AttributeError, match="^stats: expected one of logps, lse.*, got entropies; "):
         loss(*head(6))
 
@@ -254,12 +320,20 @@ def test_a_name_that_is_no_statistic():
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
 def test_an_error_is_noted_with_the_inputs_that_are_none(kind, reduction):
     values = lambda x, batch: ({"own": Term(batch.weights * x)}, {})  # noqa: E731
-    loss = own(values, kind, token_inputs=("weights", "others"), shared_inputs=("table",))(reduction=reduction)
+    loss = own(values, kind, token_inputs=("weights", "others"), shared_inputs=("table",))(
+        reduction=reduction
+    )
     arguments = head(6)
     with pytest.raises(TypeError) as caught:
         loss(*arguments, others=torch.ones(6, device=DEVICE))
     (note,) = caught.value.__notes__
-    assert "None" in note and "weights" in note and "table" in note and "others" not in note and "Own.terms" in note
+    assert (
+        "None" in note
+        and "weights" in note
+        and "table" in note
+        and "others" not in note
+        and "Own.terms" in note
+    )
     assert loss(*arguments, weights=torch.ones(6, device=DEVICE)).loss.isfinite().all()
 
 
@@ -319,7 +393,9 @@ def test_one_row_shows_nothing(kind, reduction):
             loss(*head(1))
             loss(*head(2))
         return
-    with pytest.raises(ValueError, match=r"^Own\.terms\['nll'\]: expected values of shape \(2,\), one per row, got \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"^Own\.terms\['nll'\]: expected values of shape \(2,\), one per row, got \(1,\)"
+    ):
         loss(*head(2))
 
 
@@ -346,7 +422,9 @@ def test_one_pair_shows_nothing(wrong):
 
 def test_one_sequence_shows_nothing():
     loss = own(
-        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x).mean()[None], over="sequences")}, {}), scope="group", unit="sequences"
+        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x).mean()[None], over="sequences")}, {}),
+        scope="group",
+        unit="sequences",
     )()
     loss(*head(1, 5))
     with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape"):
@@ -414,7 +492,9 @@ def test_right_terms_pass_under_compile_and_no_state_is_touched(compiling):
     loss = own(lambda x, batch: ({"nll": Term(-x)}, {}), LogitsLoss)(reduction="none")
     own_loss = own(lambda x, batch: ({"nll": Term(-x)}, {}))(reduction="none")
     for made in (own_loss, loss):
-        compiled = torch.compile(lambda h, w, t, made=made: made(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(
+            lambda h, w, t, made=made: made(h * 2, w, t).loss, backend="aot_eager", fullgraph=True
+        )
         hidden, weight, targets = head(6)
         before = set(module._CHECKED)
         with EngineCalls(uncompiled=True):
@@ -441,14 +521,24 @@ def test_terms_that_are_refused_on_fake_tensors(how, reduction):
 def test_reduced():
     values = torch.tensor([1.0, 2.0, 4.0])
     factors = {None: 1.0, "tokens": 0.5, "sequences": torch.tensor(2.0)}
-    terms = {"a": Term(values), "b": Term(values, over="sequences"), "c": Term(values, over=None), "d": Term(values.sum(), over=None)}
-    assert {name: float(x) for name, x in reduced(terms, factors).items()} == {"a": 3.5, "b": 14.0, "c": 7.0, "d": 7.0}
+    terms = {
+        "a": Term(values),
+        "b": Term(values, over="sequences"),
+        "c": Term(values, over=None),
+        "d": Term(values.sum(), over=None),
+    }
+    assert {name: float(x) for name, x in reduced(terms, factors).items()} == {
+        "a": 3.5,
+        "b": 14.0,
+        "c": 7.0,
+        "d": 7.0,
+    }
 
 
 def test_unreduced():
     values = torch.tensor([1.0, 2.0, 4.0])
     assert unreduced({"a": Term(values), "b": Term(2 * values)}).tolist() == [3.0, 6.0, 12.0]
-    with pytest.raises(ValueError, match="^reduction: expected 'mean' or 'sum' for a loss of several units, got 'none' with "):
+    with pytest.raises(
+        ValueError, match="^reduction: expected 'mean' or 'sum' for a loss of several units, got 'none' with "
+    ):
         unreduced({"a": Term(values), "b": Term(values, over="pairs")})
-
-

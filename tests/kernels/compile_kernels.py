@@ -1,4 +1,5 @@
-"""Every specialization of the kernels that their launchers can ask for, and a script that compiles them for one target.
+"""Every specialization of the kernels that their launchers can ask for, and a script that compiles them for
+one target.
 
     python -m tests.kernels.compile_kernels cuda 90        # or: hip gfx942
 
@@ -36,20 +37,36 @@ def heads() -> Iterator[dict]:
 
 
 def row_combinations() -> Iterator[Combination]:
-    statistics = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))  # EXTRA, SUM, HAS_WEIGHTS
-    for (logits, product), (extra, total, weights), write in itertools.product(PAIRS, statistics, (False, True)):
-        # fp16 holds no unnormalized exponentials; a loss of the weighted sum of logits has a gradient of another shape.
+    statistics = (
+        (False, False, False),
+        (True, False, False),
+        (True, True, False),
+        (True, True, True),
+    )  # EXTRA, SUM, HAS_WEIGHTS
+    for (logits, product), (extra, total, weights), write in itertools.product(
+        PAIRS, statistics, (False, True)
+    ):
+        # fp16 holds no unnormalized exponentials; a loss of the weighted sum of logits has a gradient of
+        # another shape.
         if write and (product == "fp16" or weights):
             continue
         gradient = product if write else logits
-        flags = {"EXTRA": extra, "SUM": total, "HAS_WEIGHTS": weights, "WRITE": write, "ALIAS": gradient != logits}
+        flags = {
+            "EXTRA": extra,
+            "SUM": total,
+            "HAS_WEIGHTS": weights,
+            "WRITE": write,
+            "ALIAS": gradient != logits,
+        }
         flags["BLOCK"] = BLOCK if extra else LONG_BLOCK
         for head in heads():
             yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | head)
 
 
 def gradient_combinations() -> Iterator[Combination]:
-    for (logits, product), (extra, weights) in itertools.product(PAIRS, ((False, False), (True, False), (True, True))):
+    for (logits, product), (extra, weights) in itertools.product(
+        PAIRS, ((False, False), (True, False), (True, True))
+    ):
         for head in heads():
             flags = {"EXTRA": extra, "HAS_WEIGHTS": weights, "ALIAS": logits != product, "BLOCK": BLOCK}
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
@@ -66,7 +83,14 @@ def shard_combinations() -> Iterator[Combination]:
         PAIRS, range(3), (False, True), ((False, False), (True, False), (True, True))
     ):
         gradient = product if write else logits
-        flags = {"MODE": mode, "PLAIN": plain, "HARD": hard, "WRITE": write, "ALIAS": gradient != logits, "BLOCK": BLOCK}
+        flags = {
+            "MODE": mode,
+            "PLAIN": plain,
+            "HARD": hard,
+            "WRITE": write,
+            "ALIAS": gradient != logits,
+            "BLOCK": BLOCK,
+        }
         yield combination("shard_kernel", {"student": logits, "teacher": logits, "grad": gradient}, flags)
 
 
@@ -77,7 +101,13 @@ def scale_combinations() -> Iterator[Combination]:
 
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
-    return [*row_combinations(), *gradient_combinations(), *divergence_combinations(), *shard_combinations(), *scale_combinations()]
+    return [
+        *row_combinations(),
+        *gradient_combinations(),
+        *divergence_combinations(),
+        *shard_combinations(),
+        *scale_combinations(),
+    ]
 
 
 def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
@@ -104,18 +134,31 @@ def compile_all(backend: str, architecture: str) -> int:
 
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
-    target = GPUTarget("cuda", int(architecture), 32) if backend == "cuda" else GPUTarget(backend, architecture, 64)
+    target = (
+        GPUTarget("cuda", int(architecture), 32)
+        if backend == "cuda"
+        else GPUTarget(backend, architecture, 64)
+    )
     binary = "cubin" if backend == "cuda" else "hsaco"
     wanted = combinations()
     for number, c in enumerate(wanted):
         modules = cross_entropy_triton, divergence_triton, scale_triton
         kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
         types = signature(kernel.arg_names, c)
-        # Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized, and one as a launch without.
-        aligned = [i for i, name in enumerate(types) if name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")]
+        # Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized,
+        # and one as a launch without.
+        aligned = [
+            i
+            for i, name in enumerate(types)
+            if name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")
+        ]
         attributes = {(i,): [["tt.divisibility", 16]] for i in aligned} if number % 2 else {}
         warps = getattr(cross_entropy_triton, "WARPS", 4)
-        result = triton.compile(ASTSource(kernel, types, dict(c.constants), attributes), target=target, options={"num_warps": warps})
+        result = triton.compile(
+            ASTSource(kernel, types, dict(c.constants), attributes),
+            target=target,
+            options={"num_warps": warps},
+        )
         assert result.asm[binary], c
     print(f"triton {triton.__version__}: compiled {len(wanted)} kernels for {backend} {architecture}")
     return len(wanted)

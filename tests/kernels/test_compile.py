@@ -1,5 +1,5 @@
-"""Every kernel compiles offline for every supported GPU, under the oldest and the newest supported Triton, and the launchers ask for
-nothing that was not compiled."""
+"""Every kernel compiles offline for every supported GPU, under the oldest and the newest supported Triton,
+and the launchers ask for nothing that was not compiled."""
 
 import hashlib
 import itertools
@@ -24,7 +24,8 @@ interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_folder(version: str) -> Path | None:
-    """Where `make test` puts that Triton. A GPU machine that was not set up by make has its torch's own, which then does for both."""
+    """Where `make test` puts that Triton. A GPU machine that was not set up by make has its torch's own,
+    which then does for both."""
     folder = ROOT / ".venv" / f"triton-{version}"
     if (folder / "triton").is_dir():
         return folder
@@ -35,13 +36,21 @@ def triton_folder(version: str) -> Path | None:
 
 def fingerprint(folder: Path) -> str:
     """Of everything that decides what is compiled, and by what."""
-    sources = [*sorted((ROOT / "logitless" / "kernels").glob("*.py")), Path(__file__).with_name("compile_kernels.py")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, folder / "triton" / "__init__.py"])).hexdigest()
+    sources = [
+        *sorted((ROOT / "logitless" / "kernels").glob("*.py")),
+        Path(__file__).with_name("compile_kernels.py"),
+    ]
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in [*sources, folder / "triton" / "__init__.py"])
+    ).hexdigest()
 
 
 @pytest.mark.offline
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(interpreted, reason="compiled in the run without TRITON_INTERPRET; the interpreter changes nothing about it")
+@pytest.mark.skipif(
+    interpreted,
+    reason="compiled in the run without TRITON_INTERPRET; the interpreter changes nothing about it",
+)
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, target, tmp_path):
@@ -93,8 +102,12 @@ class Recorder:
         assert {*named, *constants} == set(self.arg_names)
         for name, value in named.items():
             if name.endswith("_ptr") and name.removesuffix("_ptr") not in STREAMED:
-                assert value.is_contiguous() or name == "factor_ptr", f"{name} has strides {value.stride()}, which no kernel sees"
-                assert value.dtype == (torch.int64 if name in ("targets_ptr", "labels_ptr") else torch.float32), name
+                assert value.is_contiguous() or name == "factor_ptr", (
+                    f"{name} has strides {value.stride()}, which no kernel sees"
+                )
+                assert value.dtype == (
+                    torch.int64 if name in ("targets_ptr", "labels_ptr") else torch.float32
+                ), name
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -103,7 +116,14 @@ class Recorder:
 def launches(monkeypatch):
     """What the launchers ask for, while nothing is computed."""
     pytest.importorskip("triton")
-    from logitless.kernels import cross_entropy, cross_entropy_triton, divergence, divergence_triton, scale, scale_triton
+    from logitless.kernels import (
+        cross_entropy,
+        cross_entropy_triton,
+        divergence,
+        divergence_triton,
+        scale,
+        scale_triton,
+    )
 
     found = set()
     for module in (cross_entropy, divergence, scale):
@@ -121,7 +141,9 @@ def launches(monkeypatch):
 
 def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
     """Every way into the kernels for one choice of dtypes and head."""
-    for trainable, (smoothing, entropy) in itertools.product(("all", "hidden"), ((0.0, False), (0.1, "metric"), (0.1, True))):
+    for trainable, (smoothing, entropy) in itertools.product(
+        ("all", "hidden"), ((0.0, False), (0.1, "metric"), (0.1, True))
+    ):
         h, w, targets, b = (x.cpu() for x in operands((6,), 40, 30, torch.float32 if autocast else dtype))
         h.requires_grad_(trainable != "nothing")
         w.requires_grad_(trainable == "all")
@@ -151,11 +173,14 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_launchers_ask_for_nothing_else(launches, dtype):
     widths = {None, torch.float32}
-    for logits_dtype, bias, softcap, autocast in itertools.product(widths, (False, True), (None, 5.0), (False, True)):
+    for logits_dtype, bias, softcap, autocast in itertools.product(
+        widths, (False, True), (None, 5.0), (False, True)
+    ):
         if not (autocast and dtype == torch.float32):
             run_everything(dtype, logits_dtype, bias, softcap, autocast)
     assert launches <= set(combinations())
-    # Nor is anything listed that they never ask for; `scale` is called with other shapes than these, a shard needs ranks.
+    # Nor is anything listed that they never ask for; `scale` is called with other shapes than these, a shard
+    # needs ranks.
     name = NAMES[dtype]
     for c in set(combinations()) - launches:
         product = dict(c.pointers).get("grad")

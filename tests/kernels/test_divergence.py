@@ -17,10 +17,17 @@ from tests.reference.distillation import generalized_jsd, kl
 from tests.support import relative_error
 
 needs_triton = pytest.mark.skipif(
-    not uses_triton(torch.device(DEVICE), torch.float32), reason="no Triton; the twin is tested with the losses"
+    not uses_triton(torch.device(DEVICE), torch.float32),
+    reason="no Triton; the twin is tested with the losses",
 )
 
-MODES = {"jsd": ("jsd", 0.3), "jsd 0": ("jsd", 0.0), "jsd 1": ("jsd", 1.0), "forward": ("forward_kl", 0.5), "reverse": ("reverse_kl", 0.5)}
+MODES = {
+    "jsd": ("jsd", 0.3),
+    "jsd 0": ("jsd", 0.0),
+    "jsd 1": ("jsd", 1.0),
+    "forward": ("forward_kl", 0.5),
+    "reverse": ("reverse_kl", 0.5),
+}
 FACTORS = {
     "mode": list(MODES),
     "dtypes": [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("fp16", "fp16")],
@@ -64,14 +71,27 @@ def test_options(case):
     divergence, beta = MODES[case["mode"]]
 
     z = student.double().requires_grad_()
-    maths = {"divergence": divergence, "beta": beta, "hard_loss_weight": case["hard"], "temperature": case["temperature"]}
+    maths = {
+        "divergence": divergence,
+        "beta": beta,
+        "hard_loss_weight": case["hard"],
+        "temperature": case["temperature"],
+    }
     values, _ = reference.distillation(
-        z, torch.eye(V, dtype=torch.float64, device=DEVICE), torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
-        teacher_hidden=teacher.double(), teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
-        bias=None if bias is None else bias.double(), teacher_bias=None if teacher_bias is None else teacher_bias.double(),
-        softcap=head.softcap, logit_scale=head.logit_scale, teacher_softcap=teacher_head.softcap, teacher_logit_scale=1.2,
-        reduction="none", **maths,
-    )  # fmt: skip
+        z,
+        torch.eye(V, dtype=torch.float64, device=DEVICE),
+        torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
+        teacher_hidden=teacher.double(),
+        teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
+        bias=None if bias is None else bias.double(),
+        teacher_bias=None if teacher_bias is None else teacher_bias.double(),
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        teacher_softcap=teacher_head.softcap,
+        teacher_logit_scale=1.2,
+        reduction="none",
+        **maths,
+    )
     # The row without a label has no cross-entropy.
     rows = torch.ones(C, device=DEVICE, dtype=torch.bool)
     if labels is not None and case["hard"]:
@@ -82,9 +102,19 @@ def test_options(case):
     if case["write"]:
         gradient = student if grad_dtype == dtype else student.view(grad_dtype)[:, :V]
     found = kernels.fused_divergence(
-        student, teacher, labels, factors if case["write"] else None, gradient=gradient, divergence=divergence, beta=beta,
-        hard_weight=case["hard"], head=head, teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
-    )  # fmt: skip
+        student,
+        teacher,
+        labels,
+        factors if case["write"] else None,
+        gradient=gradient,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=case["hard"],
+        head=head,
+        teacher_head=teacher_head,
+        bias=bias,
+        teacher_bias=teacher_bias,
+    )
     total = case["hard"] * found.hard + (1 - case["hard"]) * found.soft
     assert relative_error(total[rows], values.detach()[rows]) < 2e-5
     check_numbers(found, z.detach(), teacher.double(), labels, head, teacher_head, bias, teacher_bias)
@@ -118,9 +148,17 @@ def test_equal_rows_give_exactly_nothing(mode):
     student = (torch.randn(3, 2100) * 5).to(DEVICE)
     gradient = poisoned(3, 2100, dtype=torch.float32)
     found = kernels.fused_divergence(
-        student, student.clone(), None, torch.ones(3, device=DEVICE), gradient=gradient, divergence=divergence, beta=beta, hard_weight=0.0,
-        head=Head(), teacher_head=Head(),
-    )  # fmt: skip
+        student,
+        student.clone(),
+        None,
+        torch.ones(3, device=DEVICE),
+        gradient=gradient,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
     assert not found.soft.any() and not gradient.any() and found.agreement.all()
 
 
@@ -138,15 +176,29 @@ def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
     def maths(dtype):
         z, eye = student.to(dtype).requires_grad_(), torch.eye(3000, dtype=dtype, device=DEVICE)
         values, _ = reference.distillation(
-            z, eye, teacher_hidden=teacher.to(dtype), teacher_weight=eye, divergence=divergence, beta=beta, reduction="none"
+            z,
+            eye,
+            teacher_hidden=teacher.to(dtype),
+            teacher_weight=eye,
+            divergence=divergence,
+            beta=beta,
+            reduction="none",
         )
         return values.detach(), torch.autograd.grad(values.sum(), z)[0]
 
     (values, truth), (_, naive) = maths(torch.float64), maths(torch.float32)
     found = kernels.fused_divergence(
-        student, teacher, None, torch.ones(4, device=DEVICE), gradient=student, divergence=divergence, beta=beta, hard_weight=0.0,
-        head=Head(), teacher_head=Head(),
-    )  # fmt: skip
+        student,
+        teacher,
+        None,
+        torch.ones(4, device=DEVICE),
+        gradient=student,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
     assert relative_error(found.soft, values) < 1e-5
     # A certain row's own gradient is the difference of two ones.
     assert relative_error(student, truth) < 2 * relative_error(naive, truth) + 3e-4
@@ -163,7 +215,9 @@ def test_twin_of_any_gap(gap):
     ):
         assert relative_error(ours, theirs) < 1e-6
     assert not kernels.jsd(student, student, 0.3).any()
-    assert kernels.jsd(torch.tensor([[0.0, -math.inf]]), torch.tensor([[-math.inf, 0.0]]), 0.5).item() == pytest.approx(math.log(2))
+    assert kernels.jsd(
+        torch.tensor([[0.0, -math.inf]]), torch.tensor([[-math.inf, 0.0]]), 0.5
+    ).item() == pytest.approx(math.log(2))
 
 
 @needs_triton
@@ -173,9 +227,17 @@ def test_the_first_of_equal_maxima_counts():
     student[:, [5, 9, 1500]] = 3.0
     teacher[0, [5, 9, 1500]], teacher[1, [9, 1500]], teacher[2, 1500], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
     found = kernels.fused_divergence(
-        student, teacher, torch.tensor([5, 9, 1500, 5], device=DEVICE), None, gradient=None, divergence="jsd", beta=0.5, hard_weight=0.0,
-        head=Head(), teacher_head=Head(),
-    )  # fmt: skip
+        student,
+        teacher,
+        torch.tensor([5, 9, 1500, 5], device=DEVICE),
+        None,
+        gradient=None,
+        divergence="jsd",
+        beta=0.5,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
     assert found.agreement.tolist() == [1, 0, 0, 1]
     assert found.is_top1.tolist() == [1, 0, 0, 1]
 
@@ -222,17 +284,29 @@ def test_shards_are_the_whole(case):
     random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     student, teacher = ((random(C, V) * 3).to(dtype).to(DEVICE) for _ in range(2))
     bias, teacher_bias = (random(V).to(DEVICE) if case["bias"] else None for _ in range(2))
-    labels = torch.tensor([3, 1310, -100, V - 1, 900], device=DEVICE) if case["labels"] else torch.full((C,), -100, device=DEVICE)
+    labels = (
+        torch.tensor([3, 1310, -100, V - 1, 900], device=DEVICE)
+        if case["labels"]
+        else torch.full((C,), -100, device=DEVICE)
+    )
     factors = (random(C) * 2).to(DEVICE) if case["write"] else None
     head = Head(case["softcap"] or None, 1.0, case["temperature"])
     divergence, beta = MODES[case["mode"]]
-    options = {"divergence": divergence, "beta": beta, "hard_weight": case["hard"], "head": head, "teacher_head": Head(None, 0.8, 1.0)}
+    options = {
+        "divergence": divergence,
+        "beta": beta,
+        "hard_weight": case["hard"],
+        "head": head,
+        "teacher_head": Head(None, 0.8, 1.0),
+    }
 
     def gradient_like(x):
         return poisoned(*x.shape, dtype=grad_dtype) if case["write"] else None
 
     whole = gradient_like(student)
-    truth = kernels.fused_divergence(student, teacher, labels, factors, gradient=whole, bias=bias, teacher_bias=teacher_bias, **options)
+    truth = kernels.fused_divergence(
+        student, teacher, labels, factors, gradient=whole, bias=bias, teacher_bias=teacher_bias, **options
+    )
     said: dict = {}
     # As many rounds as collectives depend on one another.
     for _ in range(8):
@@ -242,9 +316,16 @@ def test_shards_are_the_whole(case):
             cut = slice(shard.start, shard.start + shard.width)
             pieces.append(gradient_like(student[:, cut]))
             columns = torch.where(labels < 0, -1, shard.columns(labels, -100)[0])
-            own = {"bias": None if bias is None else bias[cut], "teacher_bias": None if teacher_bias is None else teacher_bias[cut]}
+            own = {
+                "bias": None if bias is None else bias[cut],
+                "teacher_bias": None if teacher_bias is None else teacher_bias[cut],
+            }
             logits = student[:, cut].contiguous(), teacher[:, cut].contiguous()
-            numbers.append(kernels.sharded_divergence(*logits, columns, factors, ranks=shard, gradient=pieces[-1], **own, **options))
+            numbers.append(
+                kernels.sharded_divergence(
+                    *logits, columns, factors, ranks=shard, gradient=pieces[-1], **own, **options
+                )
+            )
     for found in numbers:
         for name, x, expected in zip(truth._fields, found, truth, strict=True):
             assert torch.allclose(x, expected, rtol=1e-4, atol=1e-5), name

@@ -1,6 +1,7 @@
 """The engine end to end on the kernels: every strategy's launches, ragged chunks and gathered rows included.
 
-On a CPU the twins are covered by `tests/losses`; this file is what runs the engine in Triton's interpreter and on a GPU.
+On a CPU the twins are covered by `tests/losses`; this file is what runs the engine in Triton's interpreter
+and on a GPU.
 """
 
 import pytest
@@ -12,9 +13,15 @@ from tests.cases import DTYPES, TRAINABLE, operands
 from tests.kernels.support import DEVICE, INTERPRETED
 from tests.support import assert_close, relative_error, run
 
-LOSSES = {"plain": {}, "z_loss": {"z_loss": 0.1}, "smoothing": {"label_smoothing": 0.2}, "softcap": {"softcap": 5.0, "temperature": 0.7}}
+LOSSES = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.1},
+    "smoothing": {"label_smoothing": 0.2},
+    "softcap": {"softcap": 5.0, "temperature": 0.7},
+}
 trainable = pytest.mark.parametrize("trainable", ["all", "hidden", "head"])
-# Dtype of the operands, and logits_dtype. The interpreter is slow: it runs the second, which has every feature.
+# Dtype of the operands, and logits_dtype. The interpreter is slow: it runs the second, which has every
+# feature.
 PAIRS = {
     "bf16": (torch.bfloat16, None),
     "bf16, fp32 logits": (torch.bfloat16, torch.float32),
@@ -22,7 +29,8 @@ PAIRS = {
 }
 PAIRS = {name: pair for name, pair in PAIRS.items() if not INTERPRETED or name == "bf16, fp32 logits"}
 pairs = pytest.mark.parametrize(("dtype", "logits_dtype"), PAIRS.values(), ids=PAIRS)
-# The vocabulary has a ragged second block, and a d_weight that fills whole blocks of `scale`: the interpreter takes its time for each.
+# The vocabulary has a ragged second block, and a d_weight that fills whole blocks of `scale`: the interpreter
+# takes its time for each.
 SHAPE = ((11,), 16, 1056)
 BUDGET = 6_000
 
@@ -64,7 +72,9 @@ def test_cross_entropy(options, trainable, logits_dtype, dtype):
     h, w, targets, b = (x.to(DEVICE) for x in operands(*SHAPE, dtype, ignored=0.3))
     exact = [x.double() for x in (h, w)]
     truth = run(
-        lambda *a, **k: per_token(*a, **k) @ weights.to(a[0].dtype).to(torch.promote_types(a[0].dtype, torch.float32)),
+        lambda *a, **k: (
+            per_token(*a, **k) @ weights.to(a[0].dtype).to(torch.promote_types(a[0].dtype, torch.float32))
+        ),
         *exact,
         targets,
         b.double(),
@@ -85,6 +95,10 @@ def test_logprobs(trainable, logits_dtype, dtype):
         return (logps / 8).exp() * 4 - 0.5 * entropy + 0.05 * lse**2
 
     def ours(*tensors, **kwargs):
-        return loss(*linear_logprobs(*tensors, **kwargs, entropy=True, logits_dtype=logits_dtype, logits_budget=BUDGET))
+        return loss(
+            *linear_logprobs(
+                *tensors, **kwargs, entropy=True, logits_dtype=logits_dtype, logits_budget=BUDGET
+            )
+        )
 
     compare(ours, lambda *a, **k: loss(*reference.token_logprobs(*a, **k)), dtype, TRAINABLE[trainable])

@@ -1,4 +1,5 @@
-"""The three products of a chunk against fp64, for the dtypes that meet in them and vocabularies of several pieces."""
+"""The three products of a chunk against fp64, for the dtypes that meet in them and vocabularies of several
+pieces."""
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ C, H = 13, 24
 vocabularies = pytest.mark.parametrize("vocab", [17, 1000, 9001])
 # Of the operands and of the result; a sum is as wide as its terms, or wider.
 PAIRS = {f"{x} to {out}": (DTYPES[x], DTYPES[out]) for x in DTYPES for out in DTYPES if out in (x, "fp32")}
-pairs = pytest.mark.parametrize(("dtype", "out_dtype"), [*PAIRS.values(), (torch.float64, torch.float64)], ids=[*PAIRS, "fp64"])
+pairs = pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [*PAIRS.values(), (torch.float64, torch.float64)], ids=[*PAIRS, "fp64"]
+)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -54,5 +57,12 @@ def test_accumulate(dtype, out_dtype, vocab):
         hidden = random(C, H, dtype=dtype, seed=chunk + 10)
         accumulate(total, d_logits, hidden, first=chunk == 0)
         truth = truth + d_logits.double().t() @ hidden.double()
-        naive = (truth if chunk == 0 else naive + d_logits.double().t() @ hidden.double()).to(out_dtype).double()
-        assert_close(total, truth, max(relative_error(naive, truth), rounding(truth, out_dtype)), name=f"d_weight after {chunk + 1}")
+        naive = (
+            (truth if chunk == 0 else naive + d_logits.double().t() @ hidden.double()).to(out_dtype).double()
+        )
+        assert_close(
+            total,
+            truth,
+            max(relative_error(naive, truth), rounding(truth, out_dtype)),
+            name=f"d_weight after {chunk + 1}",
+        )

@@ -1,4 +1,5 @@
-"""Every pointer that a launcher hands over, one at a time, as indexing leaves it: `x[:, 0]`, `x[1:-1]`, one number expanded.
+"""Every pointer that a launcher hands over, one at a time, as indexing leaves it: `x[:, 0]`, `x[1:-1]`, one
+number expanded.
 
 No layout changes a result, with every option switched on and with none, as twins and as kernels.
 """
@@ -52,7 +53,9 @@ def operands(dtype: torch.dtype) -> dict[str, Tensor]:
 def laid_out(x: dict[str, Tensor], name: str, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The operands with one of them in a layout, and the same numbers without gaps."""
     changed = x | {name: LAYOUTS[layout](x[name])}
-    return changed, {key: value.clone(memory_format=torch.contiguous_format) for key, value in changed.items()}
+    return changed, {
+        key: value.clone(memory_format=torch.contiguous_format) for key, value in changed.items()
+    }
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -66,7 +69,9 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def statistics(x: dict[str, Tensor], *names: str) -> TokenBuffers:
     stats = allocate_stats(names, C, torch.float32, torch.device(DEVICE))
     options = {"class_weights": x["class_weights"]} if "sum_logits" in names else {}
-    token_statistics(x["logits"], x["targets"], stats, head=HEAD, bias=x["bias"], ignore_index=IGNORED, **options)
+    token_statistics(
+        x["logits"], x["targets"], stats, head=HEAD, bias=x["bias"], ignore_index=IGNORED, **options
+    )
     return stats
 
 
@@ -163,7 +168,9 @@ class Alone:
         return columns
 
 
-def divergence_of(x: dict[str, Tensor], divergence: str, *, write: bool, ranks: Alone | None = None) -> dict[str, Tensor]:
+def divergence_of(
+    x: dict[str, Tensor], divergence: str, *, write: bool, ranks: Alone | None = None
+) -> dict[str, Tensor]:
     gradient = poisoned(C, V, dtype=torch.float32) if write else None
     call = fused_divergence if ranks is None else functools.partial(sharded_divergence, ranks=ranks)
     found = call(
@@ -195,7 +202,8 @@ def test_divergence(ranks, operand, divergence, write, layout):
     same(found, expected)
 
 
-# Matrices of which a kernel knows the distance of rows: each row a part of a longer one, all rows the same one.
+# Matrices of which a kernel knows the distance of rows: each row a part of a longer one, all rows the same
+# one.
 ROWS = {
     "wide": lambda x: torch.cat((x, x * torch.nan), dim=1)[:, : x.shape[1]],
     "one": lambda x: x[:1].expand(x.shape),
@@ -248,7 +256,9 @@ def test_rows_with_gaps_are_refused(operand):
         else:
             matrices = {name: gaps if name == operand else x["logits"] for name in ("logits", "gradient")}
             grads = TokenBuffers(logps=x["factors"])
-            logits_gradient(matrices["logits"], x["targets"], stats, grads, gradient=matrices["gradient"], head=HEAD)
+            logits_gradient(
+                matrices["logits"], x["targets"], stats, grads, gradient=matrices["gradient"], head=HEAD
+            )
 
 
 @needs_triton
@@ -275,7 +285,9 @@ def test_products(operand, dtype, layout):
     x = {"hidden": random(C, H), "weight": random(V, H, seed=1), "d_logits": random(C, V, seed=2)}
     changed, plain = laid_out({name: value.to(dtype) for name, value in x.items()}, operand, layout)
     # A matrix product may add up in another order.
-    torch.testing.assert_close(call(changed), call(plain), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    torch.testing.assert_close(
+        call(changed), call(plain), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5
+    )
 
 
 @layouts
@@ -314,7 +326,10 @@ def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype, grad
 
 
 def test_fp64_logits_keep_the_digits_of_fp64_vectors():
-    x = {name: value.double() if value.is_floating_point() else value for name, value in operands(torch.float32).items()}
+    x = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in operands(torch.float32).items()
+    }
     exact = {"bias": x["bias"] + 1e-12, "class_weights": x["class_weights"] * (1 + 1e-12)}
 
     def sums(vectors: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,5 @@
-"""Every loss of the library and two of a user's own, called on the same inputs: what must hold for all is parametrized over `LOSSES`."""
+"""Every loss of the library and two of a user's own, called on the same inputs: what must hold for all is
+parametrized over `LOSSES`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -96,13 +97,20 @@ def given(T: int, *, seed: int = 0, dtype: torch.dtype = torch.float32, ignored:
     mask = torch.rand(B, T, generator=generator, device=DEVICE) < ignored
     mask[:, :2] = False
     made = Given(
-        hidden=random(B, T, H), hidden_2=random(B, T, H), weight=random(V, H) / 2, bias=random(V),
-        targets=targets.masked_fill(mask, -100), ref_logps=random(B, T) - 4, old_logps=random(B, T) / 4 - 4,
-        advantages=random(B), labels=torch.arange(B, device=DEVICE) % 2 == 0,
-        teacher_hidden=random(B, T, TEACHER_H), teacher_weight=random(V, TEACHER_H),
+        hidden=random(B, T, H),
+        hidden_2=random(B, T, H),
+        weight=random(V, H) / 2,
+        bias=random(V),
+        targets=targets.masked_fill(mask, -100),
+        ref_logps=random(B, T) - 4,
+        old_logps=random(B, T) / 4 - 4,
+        advantages=random(B),
+        labels=torch.arange(B, device=DEVICE) % 2 == 0,
+        teacher_hidden=random(B, T, TEACHER_H),
+        teacher_weight=random(V, TEACHER_H),
         topk_logprobs=random(B, T, K).log_softmax(-1) - 0.5,
         topk_ids=torch.rand(B, T, V, generator=generator, device=DEVICE).argsort(-1)[..., :K],
-    )  # fmt: skip
+    )
     cast = ("teacher_hidden", "teacher_weight", *TRAINED)
     made = Given(**{name: x.to(dtype) if name in cast else x for name, x in made.items()})
     for name in TRAINED:
@@ -187,7 +195,9 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "SimPO": on(SimPOLoss),
     "KTO": on(KTOLoss, "ref_logps", "labels", loss_type="apo_zero_unpaired"),
     "GRPO": on(GRPOLoss, "advantages", "old_logps", "ref_logps", beta=0.1, entropy_coef=0.01),
-    "GRPO, whole sequences": on(GRPOLoss, "advantages", "old_logps", importance_sampling_level="sequence", loss_type="grpo"),
+    "GRPO, whole sequences": on(
+        GRPOLoss, "advantages", "old_logps", importance_sampling_level="sequence", loss_type="grpo"
+    ),
     "GRPO, top entropy": on(GRPOLoss, "advantages", "old_logps", top_entropy_quantile=0.5),
     "PPO": on(PPOLoss, "advantages", "old_logps"),
     "RLOO": on(RLOOLoss, "advantages"),
@@ -203,12 +213,24 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 
 # Those that look at sequences, and take `cu_seqlens`.
-SEQUENCES = ("DPO", "DPO, sorted", "ORPO", "CPO", "SimPO", "KTO", "GRPO, whole sequences", "GRPO, top entropy", "RLOO")
+SEQUENCES = (
+    "DPO",
+    "DPO, sorted",
+    "ORPO",
+    "CPO",
+    "SimPO",
+    "KTO",
+    "GRPO, whole sequences",
+    "GRPO, top entropy",
+    "RLOO",
+)
 
 
 def gradients(value: Tensor, x: Given, heads: MedusaHeads, **options) -> dict[str, Tensor]:
     """By name, of everything that is trained and was reached."""
-    named = {name: getattr(x, name) for name in TRAINED} | {f"heads.{name}": p for name, p in heads.named_parameters()}
+    named = {name: getattr(x, name) for name in TRAINED} | {
+        f"heads.{name}": p for name, p in heads.named_parameters()
+    }
     named = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
     found = torch.autograd.grad(value, list(named.values()), allow_unused=True, **options)
     return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}

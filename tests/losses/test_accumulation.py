@@ -1,4 +1,5 @@
-"""accumulate_into: the head's gradient goes straight into a main gradient, in the backward pass, and nowhere else."""
+"""accumulate_into: the head's gradient goes straight into a main gradient, in the backward pass, and nowhere
+else."""
 
 import re
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 def buffer(dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.Tensor:
-    return torch.randn(every_loss.V, every_loss.H, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=dtype)
+    return torch.randn(
+        every_loss.V, every_loss.H, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=dtype
+    )
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
@@ -27,7 +30,11 @@ def buffer(dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.Tensor:
 @BUDGETS
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
 def test_adds_what_weight_grad_would_be(name, budget, compact):
-    x, main, options = every_loss.given(9, dtype=torch.float64), buffer(), {"logits_budget": budget, "compact": compact}
+    x, main, options = (
+        every_loss.given(9, dtype=torch.float64),
+        buffer(),
+        {"logits_budget": budget, "compact": compact},
+    )
     plain, *numbers = LOSSES[name](x, None, **options)
     expected = torch.autograd.grad(plain, (x.hidden, x.weight, x.bias))
     start = main.clone()
@@ -36,16 +43,25 @@ def test_adds_what_weight_grad_would_be(name, budget, compact):
     assert torch.equal(main, start), "added to before the backward pass"
     ours.backward(retain_graph=True)
     assert x.weight.grad is None
-    for found, truth in ((x.hidden.grad, expected[0]), (main - start, expected[1]), (x.bias.grad, expected[2])):
+    for found, truth in (
+        (x.hidden.grad, expected[0]),
+        (main - start, expected[1]),
+        (x.bias.grad, expected[2]),
+    ):
         assert truth.norm() > 0 and relative_error(found, 0.3 * truth) < 1e-12
     ours.backward()
     assert relative_error(main - start, 0.6 * expected[1]) < 1e-12
 
 
-@pytest.mark.parametrize("trainable", [("weight",), ("hidden", "weight"), ("weight", "bias")], ids=" and ".join)
+@pytest.mark.parametrize(
+    "trainable", [("weight",), ("hidden", "weight"), ("weight", "bias")], ids=" and ".join
+)
 @pytest.mark.parametrize("name", ["cross-entropy", "DPO", "JSD"])
 def test_frozen_operands(name, trainable):
-    x, main = every_loss.given(9, dtype=torch.float64), torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64)
+    x, main = (
+        every_loss.given(9, dtype=torch.float64),
+        torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64),
+    )
     for operand in ("hidden", "weight", "bias"):
         getattr(x, operand).requires_grad_(operand in trainable)
     LOSSES[name](x, None)[0].backward()
@@ -58,19 +74,41 @@ def test_frozen_operands(name, trainable):
 def halves(x: Given) -> list[Given]:
     """Two micro-batches of two sequences each; tensors that are no sequences' stay whole."""
     whole = ("weight", "bias", "teacher_weight")
-    return [Given(**{name: tensor if name in whole else tensor[part] for name, tensor in x.items()}) for part in ([0, 2], [1, 3])]
+    return [
+        Given(**{name: tensor if name in whole else tensor[part] for name, tensor in x.items()})
+        for part in ([0, 2], [1, 3])
+    ]
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "cross-entropy, smoothed", "DPO", "SimPO", "GRPO", "REINFORCE", "JSD", "own LogitsLoss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cross-entropy",
+        "cross-entropy, smoothed",
+        "DPO",
+        "SimPO",
+        "GRPO",
+        "REINFORCE",
+        "JSD",
+        "own LogitsLoss",
+    ],
+)
 @pytest.mark.parametrize("scaled", [False, True], ids=["num_items", "grad_scale"])
 def test_micro_batches_equal_one_batch(name, scaled):
     # Without ignored targets both halves have the same number of each unit.
-    x, main = every_loss.given(9, dtype=torch.float64, ignored=0.0), torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64)
+    x, main = (
+        every_loss.given(9, dtype=torch.float64, ignored=0.0),
+        torch.zeros(every_loss.V, every_loss.H, dtype=torch.float64),
+    )
     LOSSES[name](x, None)[0].backward()
     items = 2 if name in ("DPO", "SimPO") else x.targets.numel()
-    options = {"grad_scale": 0.5} if scaled or name == "GRPO" else {"num_items": items}  # GRPO's bonus is a mean of the call's own
+    options = (
+        {"grad_scale": 0.5} if scaled or name == "GRPO" else {"num_items": items}
+    )  # GRPO's bonus is a mean of the call's own
     values = [LOSSES[name](half, None, accumulate_into=main, **options)[0] for half in halves(x)]
-    for value in values:  # both forward passes are over: the buffer may change between a forward pass and its backward
+    for value in (
+        values
+    ):  # both forward passes are over: the buffer may change between a forward pass and its backward
         value.backward()
     assert relative_error(main, x.weight.grad) < 1e-12
 
@@ -83,17 +121,23 @@ def test_half_precision_loses_nothing(dtype, autocast):
     operand_dtype = torch.float32 if autocast else dtype
     h, w, b = (x.to(dtype).to(operand_dtype).requires_grad_() for x in (h, w, b))
     exact = [x.detach().double().requires_grad_() for x in (h, w, b)]
-    truth = torch.autograd.grad(CrossEntropyLoss()(*exact[:2], targets, bias=exact[2], num_items=1e9).loss, exact[1])[0]
+    truth = torch.autograd.grad(
+        CrossEntropyLoss()(*exact[:2], targets, bias=exact[2], num_items=1e9).loss, exact[1]
+    )[0]
     start = torch.randn(200, 16) * truth.std()
     main = start.clone()
     with torch.autocast(DEVICE.type, dtype=dtype, enabled=autocast):
-        loss = CrossEntropyLoss(logits_budget=80_000)(h, w, targets, bias=b, num_items=1e9, accumulate_into=main).loss
+        loss = CrossEntropyLoss(logits_budget=80_000)(
+            h, w, targets, bias=b, num_items=1e9, accumulate_into=main
+        ).loss
     loss.backward()
     assert relative_error(main.double() - start, truth) < 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "products"), [(CrossEntropyLoss, {}, 4), (DPOLoss, {"reference_free": True}, 4)], ids=["token", "group"]
+    ("kind", "settings", "products"),
+    [(CrossEntropyLoss, {}, 4), (DPOLoss, {"reference_free": True}, 4)],
+    ids=["token", "group"],
 )
 def test_one_product_more_and_no_buffer(kind, settings, products):
     B, T, H, V, budget = 4, 32, 512, 3000, 2**21
@@ -139,13 +183,33 @@ def test_without_gradients_it_stays_as_it_is():
 MAIN = torch.zeros(every_loss.V, every_loss.H, device=DEVICE)
 BAD = {
     "no tensor": ({"accumulate_into": 3}, "accumulate_into: expected a tensor, got int; ", TypeError),
-    "dtype": ({"accumulate_into": MAIN.bfloat16()}, "accumulate_into: expected a torch.float32 tensor", TypeError),
-    "shape": ({"accumulate_into": MAIN[1:]}, "accumulate_into: expected weight's shape (50, 8), got (49, 8)", ValueError),
+    "dtype": (
+        {"accumulate_into": MAIN.bfloat16()},
+        "accumulate_into: expected a torch.float32 tensor",
+        TypeError,
+    ),
+    "shape": (
+        {"accumulate_into": MAIN[1:]},
+        "accumulate_into: expected weight's shape (50, 8), got (49, 8)",
+        ValueError,
+    ),
     "device": ({"accumulate_into": MAIN.to("meta")}, "accumulate_into: expected weight's device", ValueError),
-    "leaf": ({"accumulate_into": MAIN.clone().requires_grad_()}, "accumulate_into: expected a tensor that requires no", ValueError),
+    "leaf": (
+        {"accumulate_into": MAIN.clone().requires_grad_()},
+        "accumulate_into: expected a tensor that requires no",
+        ValueError,
+    ),
     "nothing to scale": ({"grad_scale": 0.5}, "grad_scale: expected 1.0 without accumulate_into", ValueError),
-    "infinite": ({"accumulate_into": MAIN, "grad_scale": float("inf")}, "grad_scale: expected a finite number", ValueError),
-    "unreduced": ({"accumulate_into": MAIN, "reduction": "none"}, "reduction: expected 'mean' or 'sum' with", ValueError),
+    "infinite": (
+        {"accumulate_into": MAIN, "grad_scale": float("inf")},
+        "grad_scale: expected a finite number",
+        ValueError,
+    ),
+    "unreduced": (
+        {"accumulate_into": MAIN, "reduction": "none"},
+        "reduction: expected 'mean' or 'sum' with",
+        ValueError,
+    ),
 }
 
 
@@ -159,17 +223,23 @@ def test_bad_input(what):
 def test_a_frozen_weight_is_refused():
     x = every_loss.given(6)
     x.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="accumulate_into: expected a trainable weight, got a frozen one; .+"):
+    with pytest.raises(
+        ValueError, match="accumulate_into: expected a trainable weight, got a frozen one; .+"
+    ):
         LOSSES["cross-entropy"](x, None, accumulate_into=MAIN)
 
 
-@pytest.mark.parametrize(("compact", "error"), [(True, ValueError), (False, RuntimeError)], ids=["compact", "all-rows"])
+@pytest.mark.parametrize(
+    ("compact", "error"), [(True, ValueError), (False, RuntimeError)], ids=["compact", "all-rows"]
+)
 def test_another_upstream_gradient_is_refused(compact, error):
     if DEVICE.type != "cpu" and not compact:
         pytest.skip("an assertion on the device ends the process")
     main = torch.zeros(every_loss.V, every_loss.H)
     value = LOSSES["cross-entropy"](every_loss.given(6), None, accumulate_into=main, compact=compact)[0]
-    with pytest.raises(error, match="loss: expected an upstream gradient of 1 with accumulate_into, got .*; .*grad_scale"):
+    with pytest.raises(
+        error, match="loss: expected an upstream gradient of 1 with accumulate_into, got .*; .*grad_scale"
+    ):
         (0.5 * value).backward()
     assert not main.any()
 

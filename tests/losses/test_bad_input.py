@@ -3,9 +3,9 @@
 import re
 import subprocess
 import sys
-from functools import partial
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -36,7 +36,11 @@ def with_loss_object(hidden, weight, targets, **options):
     return CrossEntropyLoss(**options)(hidden, weight, targets, **call)
 
 
-ENTRIES = {"CrossEntropyLoss": with_loss_object, "linear_cross_entropy": linear_cross_entropy, "linear_logprobs": linear_logprobs}
+ENTRIES = {
+    "CrossEntropyLoss": with_loss_object,
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_logprobs": linear_logprobs,
+}
 
 
 def changed_target(value: int) -> torch.Tensor:
@@ -67,7 +71,10 @@ OPERANDS = {
     "target too large": ("targets", {"targets": changed_target(20)}),
     "target much too large": ("targets", {"targets": changed_target(2**40)}),
     "target negative": ("targets", {"targets": changed_target(-1)}),
-    "target -100 that is not ignore_index": ("targets", {"targets": changed_target(-100), "ignore_index": -1}),
+    "target -100 that is not ignore_index": (
+        "targets",
+        {"targets": changed_target(-100), "ignore_index": -1},
+    ),
     "bias of another size": ("bias", {"bias": randn(21)}),
     "bias 2-d": ("bias", {"bias": randn(20, 1)}),
     "bias on another device": ("bias", {"bias": torch.empty(20, device="meta")}),
@@ -108,7 +115,9 @@ def test_refused_by_every_entry(entry, argument, changes):
 
 
 @pytest.mark.parametrize(("argument", "changes"), CROSS_ENTROPY.values(), ids=CROSS_ENTROPY)
-@pytest.mark.parametrize("entry", [with_loss_object, linear_cross_entropy], ids=["CrossEntropyLoss", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "entry", [with_loss_object, linear_cross_entropy], ids=["CrossEntropyLoss", "linear_cross_entropy"]
+)
 def test_refused_by_cross_entropy(entry, argument, changes):
     check_refusal(entry, argument, changes)
 
@@ -117,7 +126,10 @@ def test_logprobs_refuses_an_unknown_entropy():
     check_refusal(linear_logprobs, "entropy", {"entropy": "yes"})
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device-side assertion ends the process's use of the GPU, and all later tests")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda",
+    reason="a device-side assertion ends the process's use of the GPU, and all later tests",
+)
 @pytest.mark.parametrize("value", [20, -1, 2**40])
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_bad_targets_never_reach_the_loss_without_compaction(entry, value):
@@ -135,7 +147,9 @@ def test_ignored_targets_may_be_out_of_range():
 def test_choices_of_reduction_are_listed():
     with pytest.raises(ValueError) as caught:
         linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, reduction="average")
-    assert all(repr(choice) in str(caught.value) for choice in ("none", "mean", "sum", "average")), str(caught.value)
+    assert all(repr(choice) in str(caught.value) for choice in ("none", "mean", "sum", "average")), str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
@@ -176,7 +190,6 @@ def test_budget_below_one_row_works_and_warns_once():
 
 
 # -- a user's own loss. What is wrong with the class may be said when it is defined, made or called.
-
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""The engine's contracts: autograd, memory, GEMMs, strides, determinism and the edges, for every strategy a loss may run under."""
+"""The engine's contracts: autograd, memory, GEMMs, strides, determinism and the edges, for every strategy a
+loss may run under."""
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from tests.support import DEVICE, AllocationWatcher, GemmCounter, run
 
 
 def fused(hidden, weight, targets, *, bias=None, **options):
-    return linear_cross_entropy(hidden, weight, targets, bias=bias, label_smoothing=0.1, z_loss=0.1, **options)
+    return linear_cross_entropy(
+        hidden, weight, targets, bias=bias, label_smoothing=0.1, z_loss=0.1, **options
+    )
 
 
 def per_token(hidden, weight, targets, *, bias=None, **options):
@@ -82,7 +85,9 @@ def test_a_constant_added_to_the_logits_changes_nothing(loss, trainable):
         return linear_cross_entropy(*tensors, bias=bias, reduction="none" if loss is per_token else "mean")
 
     h, w, targets, b = small()
-    outcomes = [run(unshifted, h, w, targets, b + constant, requires=TRAINABLE[trainable]) for constant in (0, 30)]
+    outcomes = [
+        run(unshifted, h, w, targets, b + constant, requires=TRAINABLE[trainable]) for constant in (0, 30)
+    ]
     assert_same(*outcomes)
 
 
@@ -163,7 +168,10 @@ def test_inputs_are_never_modified(loss, trainable):
         extras = {"class_weights": torch.rand(40), "token_weights": torch.rand(20)}
     trained(trainable, h, w, b)
     tensors = [h, w, targets, b, *extras.values()]
-    copies, versions = [tensor.detach().clone() for tensor in tensors], [tensor._version for tensor in tensors]
+    copies, versions = (
+        [tensor.detach().clone() for tensor in tensors],
+        [tensor._version for tensor in tensors],
+    )
     loss(h, w, targets, bias=b, **extras).sum().backward()
     assert [tensor._version for tensor in tensors] == versions
     for tensor, copy in zip(tensors, copies):
@@ -179,7 +187,8 @@ def test_non_contiguous_inputs(loss, trainable):
     assert not any(tensor.is_contiguous() for tensor in (*strided, strided_targets, strided_bias))
     expected = run(loss, h, w, targets, b, requires=TRAINABLE[trainable])
 
-    # `run` clones its operands, which would make the strided bias contiguous: so it enters as a view of a leaf.
+    # `run` clones its operands, which would make the strided bias contiguous: so it enters as a view of a
+    # leaf.
     def through_views(hidden, weight, targets, *, bias):
         return loss(hidden, weight, targets, bias=bias.repeat_interleave(3)[::3])
 
@@ -198,7 +207,9 @@ def test_expanded_upstream_gradient_and_hidden(loss, trainable):
     def repeated(hidden, weight, targets, *, bias):
         return loss(hidden.repeat(4, 1, 1), weight, targets.contiguous(), bias=bias)
 
-    outcomes = [run(function, h, w, targets, b, requires=TRAINABLE[trainable]) for function in (expanded, repeated)]
+    outcomes = [
+        run(function, h, w, targets, b, requires=TRAINABLE[trainable]) for function in (expanded, repeated)
+    ]
     assert_same(*outcomes)
 
 
@@ -206,7 +217,17 @@ def test_expanded_upstream_gradient_and_hidden(loss, trainable):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_call_same_bits(loss, trainable, dtype):
     h, w, targets, b = operands((200,), 16, 300, dtype, ignored=0.2)
-    one, two = (run(lambda *a, **k: loss(*a, **k, logits_budget=50_000), h, w, targets, b, requires=TRAINABLE[trainable]) for _ in "12")
+    one, two = (
+        run(
+            lambda *a, **k: loss(*a, **k, logits_budget=50_000),
+            h,
+            w,
+            targets,
+            b,
+            requires=TRAINABLE[trainable],
+        )
+        for _ in "12"
+    )
     assert torch.equal(one.value, two.value)
     for name in one.grads:
         assert torch.equal(one.grads[name], two.grads[name])
@@ -220,8 +241,9 @@ def test_metrics_and_metric_entropy_carry_no_gradient():
     assert not linear_logprobs(h, w, targets, entropy="metric").entropy.requires_grad
 
 
-# Loss, what is trainable, share of ignored tokens, and the GEMMs of forward and backward together. The tolerance of the tests
-# leaves room for the gradient of the bias, one product with a vector of ones: 1 / H = 0.03 GEMMs.
+# Loss, what is trainable, share of ignored tokens, and the GEMMs of forward and backward together. The
+# tolerance of the tests leaves room for the gradient of the bias, one product with a vector of ones: 1 / H =
+# 0.03 GEMMs.
 GEMMS = {
     "fused": (fused, "all", 0, 3),
     "fused, frozen head": (fused, "hidden", 0, 2),
@@ -245,7 +267,14 @@ def test_gemms(loss, trainable, ignored, gemms, budget):
     tokens, hidden, vocab = 64, 32, 501
     h, w, targets, b = operands((tokens,), hidden, vocab, torch.float32, ignored=ignored)
     with GemmCounter(tokens, vocab, hidden) as counter:
-        run(lambda *a, **k: loss(*a, **k, logits_budget=budget), h, w, targets, b, requires=TRAINABLE[trainable])
+        run(
+            lambda *a, **k: loss(*a, **k, logits_budget=budget),
+            h,
+            w,
+            targets,
+            b,
+            requires=TRAINABLE[trainable],
+        )
     assert counter.gemms == pytest.approx(gemms, abs=0.05)
 
 
@@ -281,7 +310,9 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"compact": False}], ids=["defaults", "softcap", "not compact"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 30.0}, {"compact": False}], ids=["defaults", "softcap", "not compact"]
+)
 @pytest.mark.parametrize(("loss", "trainable", "tokens", "dtype", "ignored"), MEMORY.values(), ids=MEMORY)
 def test_memory_stays_within_the_budget(loss, trainable, tokens, dtype, ignored, options):
     if options and tokens > 1000:
@@ -296,11 +327,14 @@ def test_memory_stays_within_the_budget(loss, trainable, tokens, dtype, ignored,
             value.backward(torch.ones_like(value))
 
     returned = sum(tensor.nbytes for tensor in wanted)
-    # What a strategy may save for the backward pass: one or two [N, H] in the operands' dtype, and d_weight and d_bias in fp32.
+    # What a strategy may save for the backward pass: one or two [N, H] in the operands' dtype, and d_weight
+    # and d_bias in fp32.
     saved = 2 * h.nbytes * h.requires_grad + 4 * w.numel() * w.requires_grad + 4 * b.numel() * b.requires_grad
     # Rows gathered for one chunk and their gradient, a few [C, H].
     rows = 4 * hidden * 4 * min(tokens, budget // (vocab * dtype.itemsize))
     per_token_vectors = 150 * tokens
     assert watcher.peak <= 1.02 * budget + returned + saved + rows + per_token_vectors
     assert watcher.largest <= max(1.02 * budget, 4 * h.numel(), 4 * w.numel())
-    assert watcher.peak >= min(budget // 4, tokens * vocab * dtype.itemsize), "the watcher did not see the logits"
+    assert watcher.peak >= min(budget // 4, tokens * vocab * dtype.itemsize), (
+        "the watcher did not see the logits"
+    )

@@ -1,4 +1,5 @@
-"""A model that ends in our loss compiles as one graph, and two graphs serve every length (three with a length of one)."""
+"""A model that ends in our loss compiles as one graph, and two graphs serve every length (three with a length
+of one)."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +29,8 @@ def fresh_dynamo():
 
 
 class Model(nn.Module):
-    """Embedding, one layer, head and loss: `forward` returns a tuple whose first member is the scalar to take back."""
+    """Embedding, one layer, head and loss: `forward` returns a tuple whose first member is the scalar to take
+    back."""
 
     def __init__(self, loss: Callable, frozen: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -46,7 +48,9 @@ class Model(nn.Module):
 
 
 def ce_object(hidden, weight, targets, *, bias):
-    output = CrossEntropyLoss(label_smoothing=0.1, z_loss=0.1, logits_budget=BUDGET)(hidden, weight, targets, bias=bias)
+    output = CrossEntropyLoss(label_smoothing=0.1, z_loss=0.1, logits_budget=BUDGET)(
+        hidden, weight, targets, bias=bias
+    )
     return output.loss, *output.metrics.values()
 
 
@@ -60,20 +64,31 @@ def ce_none(hidden, weight, targets, *, bias):
 
 
 def ce_shifted(hidden, weight, targets, *, bias):
-    return (linear_cross_entropy(hidden, weight, targets, bias=bias, shift=True, compact=False, logits_budget=BUDGET),)
+    return (
+        linear_cross_entropy(
+            hidden, weight, targets, bias=bias, shift=True, compact=False, logits_budget=BUDGET
+        ),
+    )
 
 
 def logprobs(hidden, weight, targets, *, bias):
-    logps, entropy, lse = linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, logits_budget=BUDGET)
+    logps, entropy, lse = linear_logprobs(
+        hidden, weight, targets, bias=bias, entropy=True, logits_budget=BUDGET
+    )
     return (logps.exp() - 0.1 * entropy + 0.01 * lse.square()).sum(), logps
 
 
 def logprobs_metric(hidden, weight, targets, *, bias):
-    logps, entropy, _ = linear_logprobs(hidden, weight, targets, bias=bias, entropy="metric", logits_budget=BUDGET)
+    logps, entropy, _ = linear_logprobs(
+        hidden, weight, targets, bias=bias, entropy="metric", logits_budget=BUDGET
+    )
     return logps.exp().sum(), entropy
 
 
-FORMS = {function.__name__: function for function in (ce_object, ce_function, ce_none, ce_shifted, logprobs, logprobs_metric)}
+FORMS = {
+    function.__name__: function
+    for function in (ce_object, ce_function, ce_none, ce_shifted, logprobs, logprobs_metric)
+}
 
 
 def batch(*shape: int, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
@@ -105,7 +120,9 @@ def compile_counted(model: Model) -> tuple[Callable, CompileCounterWithBackend]:
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
-@pytest.mark.parametrize("frozen", [(), ("head",), ("embed", "body")], ids=["trainable", "frozen head", "frozen body"])
+@pytest.mark.parametrize(
+    "frozen", [(), ("head",), ("embed", "body")], ids=["trainable", "frozen head", "frozen body"]
+)
 @pytest.mark.parametrize("loss", FORMS.values(), ids=FORMS)
 def test_two_graphs_serve_every_length(loss, frozen):
     model = Model(loss, frozen)
@@ -124,9 +141,10 @@ FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(
-    ("name", "frozen"), [(name, False) for name in every_loss.LOSSES] + [(name, True) for name in FROZEN],
+    ("name", "frozen"),
+    [(name, False) for name in every_loss.LOSSES] + [(name, True) for name in FROZEN],
     ids=[*every_loss.LOSSES, *(f"{name}, frozen head" for name in FROZEN)],
-)  # fmt: skip
+)
 def test_every_loss(name, frozen):
     """Value, metrics and every gradient, of one to ten chunks; a pass in the graph is one operator."""
     heads = every_loss.heads()
@@ -157,7 +175,8 @@ def test_every_loss(name, frozen):
 
 
 def test_heads_under_autocast():
-    """An operator's body runs outside of the autocast that its call was in. With inductor, which believes the operator's dtypes."""
+    """An operator's body runs outside of the autocast that its call was in. With inductor, which believes the
+    operator's dtypes."""
     loss, heads = every_loss.LOSSES["Medusa"], every_loss.heads()
 
     def step(x, heads):
@@ -168,7 +187,9 @@ def test_heads_under_autocast():
     (ours, *_), (eager, *_) = torch.compile(step, fullgraph=True)(x, heads), step(x, heads)
     torch.testing.assert_close(ours, eager)
     found, expected = (every_loss.gradients(value, x, heads) for value in (ours, eager))
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-5)  # inductor leaves out the cast to bf16 and back
+    torch.testing.assert_close(
+        found, expected, rtol=1e-2, atol=1e-5
+    )  # inductor leaves out the cast to bf16 and back
 
 
 class SquashedHeads(MedusaHeads):
@@ -177,7 +198,8 @@ class SquashedHeads(MedusaHeads):
 
 
 def test_heads_of_another_kind_are_compiled_anew():
-    """A graph finds the blocks by a name: not those of the first module that was compiled, nor those of a copy that is gone."""
+    """A graph finds the blocks by a name: not those of the first module that was compiled, nor those of a
+    copy that is gone."""
     x, loss = every_loss.given(6), every_loss.LOSSES["Medusa"]
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for kind in (MedusaHeads, SquashedHeads, MedusaHeads):
@@ -192,7 +214,10 @@ def test_heads_of_another_kind_are_compiled_anew():
 def test_the_lengths_give_one_to_twenty_chunks():
     loss = CrossEntropyLoss(logits_budget=BUDGET)
     weight = torch.randn(VOCAB, WIDTH)
-    chunks = [loss(torch.randn(length, WIDTH), weight, torch.zeros(length, dtype=torch.int64)).plan.chunks for length in LENGTHS]
+    chunks = [
+        loss(torch.randn(length, WIDTH), weight, torch.zeros(length, dtype=torch.int64)).plan.chunks
+        for length in LENGTHS
+    ]
     assert min(chunks) == 1 and max(chunks) >= 16 and len(set(chunks)) >= 5, chunks
 
 
@@ -218,7 +243,11 @@ def test_a_model_without_gradients_compiles(trainable):
 @pytest.mark.parametrize("kind", [torch.tensor, int], ids=["tensor", "int"])
 def test_num_items_does_not_recompile(kind):
     def loss(hidden, weight, targets, num_items, *, bias):
-        return (linear_cross_entropy(hidden, weight, targets, bias=bias, num_items=num_items, logits_budget=BUDGET),)
+        return (
+            linear_cross_entropy(
+                hidden, weight, targets, bias=bias, num_items=num_items, logits_budget=BUDGET
+            ),
+        )
 
     model = Model(loss)
     compiled, counter = compile_counted(model)
@@ -229,7 +258,12 @@ def test_num_items_does_not_recompile(kind):
 
 def test_token_and_class_weights_compile():
     def loss(hidden, weight, targets, class_weights, token_weights, *, bias):
-        options = {"class_weights": class_weights, "token_weights": token_weights, "dft": True, "logits_budget": BUDGET}
+        options = {
+            "class_weights": class_weights,
+            "token_weights": token_weights,
+            "dft": True,
+            "logits_budget": BUDGET,
+        }
         return (linear_cross_entropy(hidden, weight, targets, bias=bias, **options),)
 
     model = Model(loss)

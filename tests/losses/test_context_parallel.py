@@ -1,4 +1,5 @@
-"""Sequences in slices: every rank of two or four has the loss of the whole sequences, and its own tokens' part of the gradient."""
+"""Sequences in slices: every rank of two or four has the loss of the whole sequences, and its own tokens'
+part of the gradient."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -33,13 +34,27 @@ if DEVICE.type != "cpu":
 
 B, T, H, V, REFERENCE_H = 4, 7, 6, 23, 5
 # Tokens of every sequence on each rank.
-SLICES = {2: {"uneven": (3, 4), "none here": (0, 7), "none there": (7, 0)}, 4: {"uneven": (2, 1, 3, 1), "gaps": (3, 0, 4, 0)}}
+SLICES = {
+    2: {"uneven": (3, 4), "none here": (0, 7), "none there": (7, 0)},
+    4: {"uneven": (2, 1, 3, 1), "gaps": (3, 0, 4, 0)},
+}
 LARGE, SMALL = 2**24, 9_000
-SLICED = ("hidden", "targets", "ref_hidden", "nll_targets", "token_ref_logps", "kl_hidden", "kl_targets", "teacher_hidden")
+SLICED = (
+    "hidden",
+    "targets",
+    "ref_hidden",
+    "nll_targets",
+    "token_ref_logps",
+    "kl_hidden",
+    "kl_targets",
+    "teacher_hidden",
+)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu")
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu"
+    )
 
 
 def labels(seed: int = 3) -> Tensor:
@@ -61,7 +76,11 @@ class Own(TokenLoss):
         sums = batch.sum_by_sequence(stats.logps)
         weighed = batch.spread((sums / batch.lengths).exp()) * stats.logps
         positions = batch.positions.to(sums.dtype)
-        metrics = {"position": Term(positions), "share": Term(stats.logps, over=stats.logps < -3), "sum": Term(weighed, over=None)}
+        metrics = {
+            "position": Term(positions),
+            "share": Term(stats.logps, over=stats.logps < -3),
+            "sum": Term(weighed, over=None),
+        }
         return {"tokens": Term(weighed), "sequences": Term(sums.square(), over="sequences")}, metrics
 
 
@@ -92,12 +111,18 @@ CASES = {
     "simpo": (SimPOLoss(), {}),
     "kto": (KTOLoss(), TASTES | TOKENS | {"kl": 0.3}),
     "kto, kl": (KTOLoss(), TASTES | SCORED | {"kl": KL | UNALIKE}),
-    "kto, kl, reference": (KTOLoss(), TASTES | REFERENCE | {"kl": KL | {"ref_hidden": REFERENCE["ref_hidden"]}}),
+    "kto, kl, reference": (
+        KTOLoss(),
+        TASTES | REFERENCE | {"kl": KL | {"ref_hidden": REFERENCE["ref_hidden"]}},
+    ),
     "own": (Own(), {}),
-}  # fmt: skip
+}
 SEPARABLE = {
     "ce": (CrossEntropyLoss(z_loss=0.1), {}),
-    "jsd": (JSDLoss(), {"teacher_hidden": REFERENCE["ref_hidden"], "teacher_weight": REFERENCE["ref_weight"]}),
+    "jsd": (
+        JSDLoss(),
+        {"teacher_hidden": REFERENCE["ref_hidden"], "teacher_weight": REFERENCE["ref_weight"]},
+    ),
 }
 TRAINED = {"all": ("hidden", "weight", "bias"), "frozen head": ("hidden",), "nothing": ()}
 CALLS = [
@@ -106,7 +131,10 @@ CALLS = [
     for turn, trained in enumerate(TRAINED)
     if trained != "nothing" or name in ("dpo", "orpo", "own")
 ]
-TARGETS = {"some": labels(), "none of the first": torch.where(torch.arange(T, device="cpu") < 3, -100, labels())}
+TARGETS = {
+    "some": labels(),
+    "none of the first": torch.where(torch.arange(T, device="cpu") < 3, -100, labels()),
+}
 
 
 def sliced(inputs: dict, sizes: tuple[int, ...] | None, rank: int) -> dict:
@@ -135,7 +163,9 @@ def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, 
     found |= {f"token {name}": x for name, x in out.tokens.items()}
     if TRAINED[trained]:
         weights = random(*out.loss.shape, seed=20) if out.loss.dim() else 1.7
-        gradients = torch.autograd.grad((weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]])
+        gradients = torch.autograd.grad(
+            (weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]]
+        )
         found |= {f"d_{name}": x for name, x in zip(TRAINED[trained], gradients, strict=True)}
     return found
 
@@ -148,7 +178,9 @@ def attempts():
         yield (name, "all", SMALL), "none of the first"
 
 
-def call_of(name: str, which: str, sizes: tuple[int, ...] | None = None, rank: int = 0) -> tuple[object, dict]:
+def call_of(
+    name: str, which: str, sizes: tuple[int, ...] | None = None, rank: int = 0
+) -> tuple[object, dict]:
     loss, inputs = CASES.get(name) or SEPARABLE[name]
     return loss, sliced(HEAD | {"targets": TARGETS[which]} | inputs, sizes, rank)
 
@@ -166,22 +198,31 @@ def everything() -> dict:
             found[layout, name, trained, which] = run(loss, inputs, trained, packed="packed" in name)
         for name in SEPARABLE:
             loss, inputs = call_of(name, "some", sizes, rank)
-            found[layout, name] = run(loss, inputs | {"num_items": global_num_items(inputs["targets"])}, "all")
+            found[layout, name] = run(
+                loss, inputs | {"num_items": global_num_items(inputs["targets"])}, "all"
+            )
 
     # Other names of the group; a head whose gradient is averaged.
     loss, inputs = call_of("dpo", "some", SLICES[ranks]["uneven"], rank)
     found["mesh"] = run(replace(loss, cp_group=mesh), inputs, "all")
     inputs["weight"] = distribute_tensor(inputs["weight"], mesh, [Shard(0)])
     weight = inputs["weight"].requires_grad_()
-    out = replace(loss, cp_group="cp")(inputs.pop("hidden"), inputs.pop("weight"), inputs.pop("targets"), **inputs)
+    out = replace(loss, cp_group="cp")(
+        inputs.pop("hidden"), inputs.pop("weight"), inputs.pop("targets"), **inputs
+    )
     (1.7 * ranks * out.loss).backward()
     found["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
 
     if ranks == 4:  # with a head in two shards
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
         loss, inputs = call_of("dpo", "some", (2, 5), grid.get_local_rank("cp"))
-        rows = {name: inputs[name].split((13, 10))[grid.get_local_rank("tp")] for name in ("weight", "bias", "ref_weight")}
-        found["grid"] = run(replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all")
+        rows = {
+            name: inputs[name].split((13, 10))[grid.get_local_rank("tp")]
+            for name in ("weight", "bias", "ref_weight")
+        }
+        found["grid"] = run(
+            replace(loss, cp_group=grid["cp"], tp_group=grid["tp"], logits_budget=SMALL), inputs | rows, "all"
+        )
     return found
 
 
@@ -199,16 +240,22 @@ def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], what:
         elif name in ("d_weight", "d_bias"):
             parts = [sum(parts)]
         assert all(torch.equal(parts[0], part) for part in parts), f"{what}: {name}"
-        torch.testing.assert_close(parts[0], x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{what}: {name}: {m}")
+        torch.testing.assert_close(
+            parts[0], x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{what}: {name}: {m}"
+        )
         assert not name.startswith("d_") or x.norm() > 0
 
 
 def flat(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Packed tokens in rows again."""
-    return {name: x.view(B, -1, *x.shape[1:]) if name.startswith("token ") else x for name, x in found.items()}
+    return {
+        name: x.view(B, -1, *x.shape[1:]) if name.startswith("token ") else x for name, x in found.items()
+    }
 
 
-@pytest.mark.parametrize(("call", "which"), list(attempts()), ids=lambda x: ", ".join(map(str, x)) if isinstance(x, tuple) else x)
+@pytest.mark.parametrize(
+    ("call", "which"), list(attempts()), ids=lambda x: ", ".join(map(str, x)) if isinstance(x, tuple) else x
+)
 def test_equals_whole_sequences(ranks, call, which):
     name, trained, _ = call
     truth = run(*call_of(name, which), trained)
@@ -224,7 +271,9 @@ def test_tokens_that_stand_alone_need_the_normalizer_only(ranks, name):
         found = [rank[layout, name] for rank in ranks]
         loss = torch.stack([rank["loss"] for rank in found]).mean()
         torch.testing.assert_close(loss, truth["loss"])
-        averaged = [{key: x / len(ranks) for key, x in rank.items() if key.startswith("d_")} for rank in found]
+        averaged = [
+            {key: x / len(ranks) for key, x in rank.items() if key.startswith("d_")} for rank in found
+        ]
         assert_equal(averaged, {key: x for key, x in truth.items() if key.startswith("d_")}, layout)
 
 
@@ -247,18 +296,27 @@ def test_beside_a_sharded_head(ranks):
         elif name in ("d_weight", "d_bias"):
             found = [torch.cat((found[0] + found[2], found[1] + found[3]))]
         for ours in found:
-            torch.testing.assert_close(ours, x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                ours, x, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
-@pytest.mark.parametrize("make", [CrossEntropyLoss, JSDLoss, GRPOLoss, MultiTokenLoss], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [CrossEntropyLoss, JSDLoss, GRPOLoss, MultiTokenLoss], ids=lambda make: make.__name__
+)
 def test_other_losses_refuse(make):
-    with pytest.raises(ValueError, match=f"cp_group: expected None for {make.__name__}, got .*; pass num_items=global_num_items"):
+    with pytest.raises(
+        ValueError,
+        match=f"cp_group: expected None for {make.__name__}, got .*; pass num_items=global_num_items",
+    ):
         make(cp_group="cp")
 
 
 def test_bad_input():
     inputs = [torch.zeros(2, 3, H), torch.zeros(V, H), torch.zeros(2, 3, dtype=torch.long)]
-    with pytest.raises(ValueError, match="shift: expected False with cp_group, got True; shift whole sequences"):
+    with pytest.raises(
+        ValueError, match="shift: expected False with cp_group, got True; shift whole sequences"
+    ):
         ORPOLoss(cp_group="cp")(*inputs, shift=True)
     with pytest.raises(ValueError, match="cp_group: expected a dimension of weight's device mesh"):
         ORPOLoss(cp_group="cp")(*inputs)

@@ -1,4 +1,5 @@
-"""Cross-entropy against the fp64 reference: every pair of options meets in one case, then the regimes that break a fused loss."""
+"""Cross-entropy against the fp64 reference: every pair of options meets in one case, then the regimes that
+break a fused loss."""
 
 from dataclasses import FrozenInstanceError, fields
 
@@ -33,7 +34,8 @@ FACTORS = {
     "dft": [False, True],
     "compact": [True, False],
 }
-# Options of the loss object (the others are arguments of its call), and those of them that leave the equation alone.
+# Options of the loss object (the others are arguments of its call), and those of them that leave the equation
+# alone.
 FIELDS = {field.name for field in fields(CrossEntropyLoss)}
 ENGINE = {"logits_budget", "compact", "logits_dtype", "accum_dtype"}
 
@@ -44,8 +46,18 @@ def has_effect(case: dict) -> bool:
     return not case.get("num_items") or case.get("reduction", "mean") == "mean"
 
 
-def compare(options: dict, h: Tensor, w: Tensor, targets: Tensor, b: Tensor | None = None, *, requires=TRAINABLE["all"], seed=0):
-    """Value and gradients of CrossEntropyLoss against the reference, with an upstream gradient other than one."""
+def compare(
+    options: dict,
+    h: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    b: Tensor | None = None,
+    *,
+    requires=TRAINABLE["all"],
+    seed=0,
+):
+    """Value and gradients of CrossEntropyLoss against the reference, with an upstream gradient other than
+    one."""
     settings = {name: value for name, value in options.items() if name in FIELDS}
     arguments = {name: value for name, value in options.items() if name not in FIELDS}
     maths = {name: value for name, value in options.items() if name not in ENGINE}
@@ -78,7 +90,13 @@ def compare(options: dict, h: Tensor, w: Tensor, targets: Tensor, b: Tensor | No
     assert_close(actual.value, truth.value, naive_error, name="loss", allow_zero=nothing_counts)
     assert actual.grads.keys() == truth.grads.keys()
     for name in truth.grads:
-        assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}", allow_zero=nothing_counts)
+        assert_close(
+            actual.grads[name],
+            truth.grads[name],
+            naive.grads[name],
+            name=f"d_{name}",
+            allow_zero=nothing_counts,
+        )
     return actual.output
 
 
@@ -97,7 +115,17 @@ def check_case(case: dict, dtype: torch.dtype) -> None:
     h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=seed, ignored=case["ignored"])
     generator = torch.Generator(DEVICE).manual_seed(seed)
     budget = BUDGETS[case["budget"]]
-    plain = ("label_smoothing", "z_loss", "softcap", "logit_scale", "temperature", "shift", "dft", "compact", "reduction")
+    plain = (
+        "label_smoothing",
+        "z_loss",
+        "softcap",
+        "logit_scale",
+        "temperature",
+        "shift",
+        "dft",
+        "compact",
+        "reduction",
+    )
     options = {name: case[name] for name in plain}
     options["num_items"] = NUM_ITEMS[case["num_items"]]
     options["logits_budget"] = budget and budget(targets.numel(), vocab * dtype.itemsize)
@@ -134,7 +162,8 @@ def test_nothing_trainable(case):
     check_case(case, torch.float32)
 
 
-# The logits of a row are the column of the head that its one-hot hidden state selects, so that a case can state them.
+# The logits of a row are the column of the head that its one-hot hidden state selects, so that a case can
+# state them.
 EXTREME_VOCAB = 5003
 
 
@@ -148,13 +177,30 @@ EXTREME = {
     # p = 1 / (1 + 5002 exp(-14)) = 0.996
     "target certain": ([one_peak(i * 700, 14.0) for i in range(7)], [i * 700 for i in range(7)]),
     "certainly wrong": ([one_peak(i * 700, 14.0) for i in range(7)], [i * 700 + 1 for i in range(7)]),
-    "maximum last": ([one_peak(-1, height) for height in (1.0, 5.0, 12.0, 25.0)], [0, EXTREME_VOCAB - 1, 2500, EXTREME_VOCAB - 1]),
-    "drift of 11": ([torch.linspace(-6, 6, EXTREME_VOCAB), torch.linspace(6, -6, EXTREME_VOCAB)] * 2, [0, 0, 5002, 5002]),
-    "drift of 200": ([torch.linspace(-100, 100, EXTREME_VOCAB), torch.linspace(100, -100, EXTREME_VOCAB)] * 2, [0, 0, 5002, 5002]),
-    "jump up at the end": ([torch.cat([torch.full((5000,), -50.0), torch.full((3,), 50.0)])] * 3, [0, 5000, 5002]),
-    # d_hidden is a sum of 5,003 numbers up to 1,000 that leaves one of order 1: 16 rows, as the naive error of a few may be small by luck.
+    "maximum last": (
+        [one_peak(-1, height) for height in (1.0, 5.0, 12.0, 25.0)],
+        [0, EXTREME_VOCAB - 1, 2500, EXTREME_VOCAB - 1],
+    ),
+    "drift of 11": (
+        [torch.linspace(-6, 6, EXTREME_VOCAB), torch.linspace(6, -6, EXTREME_VOCAB)] * 2,
+        [0, 0, 5002, 5002],
+    ),
+    "drift of 200": (
+        [torch.linspace(-100, 100, EXTREME_VOCAB), torch.linspace(100, -100, EXTREME_VOCAB)] * 2,
+        [0, 0, 5002, 5002],
+    ),
+    "jump up at the end": (
+        [torch.cat([torch.full((5000,), -50.0), torch.full((3,), 50.0)])] * 3,
+        [0, 5000, 5002],
+    ),
+    # d_hidden is a sum of 5,003 numbers up to 1,000 that leaves one of order 1: 16 rows, as the naive error
+    # of a few may be small by luck.
     "far from zero": (
-        [sign * torch.linspace(999 + i / 7, 1001 + i / 5, EXTREME_VOCAB) for i in range(8) for sign in (1, -1)],
+        [
+            sign * torch.linspace(999 + i / 7, 1001 + i / 5, EXTREME_VOCAB)
+            for i in range(8)
+            for sign in (1, -1)
+        ],
         [77 + 300 * i for i in range(16)],
     ),
 }
@@ -172,7 +218,8 @@ def test_extreme_rows(name, reduction, dtype):
 def test_fp16_survives_probabilities_below_its_smallest_number():
     tokens, hidden, vocab, num_items = 64, 16, 4099, 20_000
     h, w, targets, _ = operands((tokens,), hidden, vocab, torch.float16)
-    # With a mean, the head's rows matter through Σ p w even where every single p / num_items is flushed to zero.
+    # With a mean, the head's rows matter through Σ p w even where every single p / num_items is flushed to
+    # zero.
     h, w = h / 8, w + 1
     assert 1 / vocab / num_items < 6e-8
 
@@ -183,8 +230,11 @@ def test_fp16_survives_probabilities_below_its_smallest_number():
 
     assert relative_error(naive.grads["hidden"], truth.grads["hidden"]) > 0.05, "the case does not underflow"
     assert_close(actual.grads["hidden"], truth.grads["hidden"], 0.0, name="d_hidden")
-    # d_weight itself is mostly below fp16's smallest normal number, so half a step of its grid is added to the rule.
-    assert (actual.grads["weight"].double() - truth.grads["weight"]).abs().max() < 6e-8 + 8e-3 * truth.grads["weight"].abs().max()
+    # d_weight itself is mostly below fp16's smallest normal number, so half a step of its grid is added to
+    # the rule.
+    assert (actual.grads["weight"].double() - truth.grads["weight"]).abs().max() < 6e-8 + 8e-3 * truth.grads[
+        "weight"
+    ].abs().max()
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
@@ -252,7 +302,9 @@ def test_function_is_the_object():
 def test_function_takes_each_engine_option(name):
     h, w, targets, _ = operands((40,), 16, 300, torch.float32)
     plain = linear_cross_entropy(h, w, targets)
-    assert linear_cross_entropy(h, w, targets, **{name: ALL_OPTIONS[name]}).item() == pytest.approx(plain.item(), rel=1e-5)
+    assert linear_cross_entropy(h, w, targets, **{name: ALL_OPTIONS[name]}).item() == pytest.approx(
+        plain.item(), rel=1e-5
+    )
 
 
 def test_loss_object_is_frozen_and_keyword_only():
@@ -357,7 +409,9 @@ def test_the_mean_divides_by_the_class_weights_of_the_supervised_targets(label_s
     h, w, targets, b = operands((31,), 8, 50, torch.float64, ignored=0.4)
     weights = torch.linspace(7.0, 0.0, 50, dtype=torch.float64)
     ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, label_smoothing=label_smoothing)
-    theirs = torch.nn.functional.cross_entropy(h @ w.T + b, targets, weight=weights, label_smoothing=label_smoothing)
+    theirs = torch.nn.functional.cross_entropy(
+        h @ w.T + b, targets, weight=weights, label_smoothing=label_smoothing
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
 
 

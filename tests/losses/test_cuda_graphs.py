@@ -1,4 +1,5 @@
-"""compact=False: nothing is read back from the device, so that forward and backward can be captured into a CUDA graph and replayed."""
+"""compact=False: nothing is read back from the device, so that forward and backward can be captured into a
+CUDA graph and replayed."""
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from tests.support import DEVICE
 needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs CUDA")
 # One to a dozen chunks for the 4 x 6 tokens; a row of a LogitsLoss may take more.
 BUDGETS = pytest.mark.parametrize("budget", [None, 20 * 4 * every_loss.V], ids=["one chunk", "chunks"])
-CAPTURED = ("cross-entropy", "DPO", "GRPO", "GRPO, whole sequences", "JSD", "multi-token", "Medusa", "own LogitsLoss")
+CAPTURED = (
+    "cross-entropy",
+    "DPO",
+    "GRPO",
+    "GRPO, whole sequences",
+    "JSD",
+    "multi-token",
+    "Medusa",
+    "own LogitsLoss",
+)
 
 
 def refill(x: Given, seed: int) -> None:
@@ -24,7 +34,9 @@ def refill(x: Given, seed: int) -> None:
 PACKED = [(name, True) for name in every_loss.SEQUENCES]
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the twins' path; the kernels take no fake tensors, see test_no_host_sync")
+@pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="the twins' path; the kernels take no fake tensors, see test_no_host_sync"
+)
 @pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in LOSSES), *PACKED])
 @pytest.mark.usefixtures("uncompiled")
 def test_nothing_is_read_back(name, packed):
@@ -86,7 +98,8 @@ def test_capture(name, budget):
 @BUDGETS
 @pytest.mark.parametrize("name", CAPTURED)
 def test_reduce_overhead(name, budget):
-    """torch.compile's own CUDA graphs, of a model that ends in the loss: the same as without them, at every replay."""
+    """torch.compile's own CUDA graphs, of a model that ends in the loss: the same as without them, at every
+    replay."""
     heads, x = every_loss.heads(), every_loss.given(6)
 
     def model(x, heads):

@@ -1,4 +1,5 @@
-"""Distillation losses against the fp64 reference: every divergence, teacher and option, on the twin and through the kernel."""
+"""Distillation losses against the fp64 reference: every divergence, teacher and option, on the twin and
+through the kernel."""
 
 import math
 
@@ -10,7 +11,15 @@ from logitless import DistillationLoss, JSDLoss
 from logitless.losses.distillation import NAMES
 from tests import reference
 from tests.cases import DTYPES
-from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, assert_metrics_close, relative_error, run
+from tests.support import (
+    DEVICE,
+    AllocationWatcher,
+    GemmCounter,
+    assert_close,
+    assert_metrics_close,
+    relative_error,
+    run,
+)
 
 H, V, H_TEACHER = 16, 150, 12
 
@@ -21,7 +30,15 @@ DIVERGENCES = {
     "jsd 0.1": {"beta": 0.1},
     "skewed 0.4": {"divergence": "skewed_kl", "skew_alpha": 0.4},
 }
-TEACHERS = ("same vocabulary", "larger vocabulary", "smaller vocabulary", "tail", "renormalize", "all ids", "empty slots")
+TEACHERS = (
+    "same vocabulary",
+    "larger vocabulary",
+    "smaller vocabulary",
+    "tail",
+    "renormalize",
+    "all ids",
+    "empty slots",
+)
 HEADS = {
     "": {},
     "capped": {"softcap": 9.0, "teacher_softcap": 5.0, "logit_scale": 0.7, "teacher_logit_scale": 1.4},
@@ -34,16 +51,27 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 class Problem:
-    def __init__(self, teacher: str = "same vocabulary", *, seed: int = 0, dtype=torch.float64, shape=(5, 11), vocab=V):
+    def __init__(
+        self, teacher: str = "same vocabulary", *, seed: int = 0, dtype=torch.float64, shape=(5, 11), vocab=V
+    ):
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            DEVICE, dtype
+        )
         self.shape = shape
-        self.hidden, self.weight, self.bias = self.random(*shape, H), self.random(vocab, H) / 2, self.random(vocab)
+        self.hidden, self.weight, self.bias = (
+            self.random(*shape, H),
+            self.random(vocab, H) / 2,
+            self.random(vocab),
+        )
         self.targets = torch.randint(0, vocab, shape, generator=generator).to(DEVICE)
         self.targets[:, ::4] = -100
         self.mask = (torch.rand(shape, generator=generator) < 0.8).to(DEVICE)
         width = {"larger vocabulary": vocab + 23, "smaller vocabulary": vocab - 23}.get(teacher, vocab)
-        heads = {"teacher_hidden": self.random(*shape, H_TEACHER), "teacher_weight": self.random(width, H_TEACHER) / 2}
+        heads = {
+            "teacher_hidden": self.random(*shape, H_TEACHER),
+            "teacher_weight": self.random(width, H_TEACHER) / 2,
+        }
         self.teacher = heads | {"teacher_bias": self.random(width)}
         self.settings = {}
         if not teacher.endswith("vocabulary"):
@@ -63,7 +91,16 @@ def compare(ours, truth, metrics, tolerance) -> None:
     assert_metrics_close(ours.output.metrics, metrics, tolerance)
 
 
-def both(problem: Problem, settings: dict, *, targets=True, mask=True, num_items=None, requires=("hidden", "weight", "bias"), budget=None):
+def both(
+    problem: Problem,
+    settings: dict,
+    *,
+    targets=True,
+    mask=True,
+    num_items=None,
+    requires=("hidden", "weight", "bias"),
+    budget=None,
+):
     inputs = problem.teacher | ({"mask": problem.mask} if mask else {})
     found = {}
 
@@ -78,13 +115,21 @@ def both(problem: Problem, settings: dict, *, targets=True, mask=True, num_items
         return value
 
     def our_loss(h, w, t, *, bias):
-        return DistillationLoss(**settings, logits_budget=budget)(h, w, t if targets else None, bias=bias, num_items=num_items, **inputs)
+        return DistillationLoss(**settings, logits_budget=budget)(
+            h, w, t if targets else None, bias=bias, num_items=num_items, **inputs
+        )
 
     operands = problem.hidden, problem.weight, problem.targets, problem.bias
     upstream = 1.7
     if settings.get("reduction") == "none":
-        upstream = torch.randn(problem.shape, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(1))
-    return run(our_loss, *operands, upstream, requires), run(truth_loss, *operands, upstream, requires), found["metrics"]
+        upstream = torch.randn(
+            problem.shape, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(1)
+        )
+    return (
+        run(our_loss, *operands, upstream, requires),
+        run(truth_loss, *operands, upstream, requires),
+        found["metrics"],
+    )
 
 
 def cases():
@@ -96,7 +141,15 @@ def cases():
             for head in HEADS:
                 number += 1
                 reduction, hard = ("mean", "sum", "none")[number % 3], (0.0, 0.3, 1.0)[number // 3 % 3]
-                yield pytest.param(settings, teacher, head, reduction, hard, number, id=f"{name}-{teacher}-{head}-{reduction}-{hard}")
+                yield pytest.param(
+                    settings,
+                    teacher,
+                    head,
+                    reduction,
+                    hard,
+                    number,
+                    id=f"{name}-{teacher}-{head}-{reduction}-{hard}",
+                )
 
 
 @pytest.mark.parametrize("settings, teacher, head, reduction, hard, number", list(cases()))
@@ -109,7 +162,13 @@ def test_equals_the_reference(settings, teacher, head, reduction, hard, number):
     # A third of the tokens at a time, or all at once.
     budget = (17 * V * 8 * 40) if number % 3 else None
     ours, truth, metrics = both(
-        problem, settings, targets=targets, mask=number % 5 > 0, num_items=num_items, requires=requires, budget=budget
+        problem,
+        settings,
+        targets=targets,
+        mask=number % 5 > 0,
+        num_items=num_items,
+        requires=requires,
+        budget=budget,
     )
     compare(ours, truth, metrics, 1e-9)
     strategy = ours.output.plan.strategy
@@ -121,7 +180,10 @@ def test_nearly_equal_and_equal_distributions(divergence):
     """A JSD of 1e-3 is right to 1% in bf16, and of two equal models exactly 0, with gradients of 0."""
     problem = Problem(seed=3, shape=(4, 64), vocab=999)
     weight = problem.weight.bfloat16()
-    student, teacher = problem.hidden.bfloat16(), (problem.hidden + 0.03 * problem.random(*problem.shape, H)).bfloat16()
+    student, teacher = (
+        problem.hidden.bfloat16(),
+        (problem.hidden + 0.03 * problem.random(*problem.shape, H)).bfloat16(),
+    )
     loss = DistillationLoss(divergence=divergence)
 
     def call(h, w, t, *, bias, teacher=teacher):
@@ -131,24 +193,32 @@ def test_nearly_equal_and_equal_distributions(divergence):
     exact = {"teacher_hidden": teacher.double(), "teacher_weight": weight.double()}
     truth = run(
         lambda h, w, t, *, bias: reference.distillation(h, w, divergence=divergence, **exact)[0],
-        student.double(), weight.double(), problem.targets,
-    )  # fmt: skip
+        student.double(),
+        weight.double(),
+        problem.targets,
+    )
     # Logits rounded to bf16 are a few percent off by themselves; fp32 ones show the arithmetic.
     precise = DistillationLoss(divergence=divergence, logits_dtype=torch.float32)
     value = precise(student, weight, teacher_hidden=teacher, teacher_weight=weight).loss
     assert truth.value < 0.1
     assert relative_error(value, truth.value) < 0.01
     # The gradient of the total variation is a sign, which rounding may turn.
-    assert relative_error(ours.grads["hidden"], truth.grads["hidden"]) < (0.5 if divergence == "total_variation" else 0.2)
+    assert relative_error(ours.grads["hidden"], truth.grads["hidden"]) < (
+        0.5 if divergence == "total_variation" else 0.2
+    )
 
-    same = run(lambda h, w, t, *, bias: call(h, w, t, bias=bias, teacher=student), student, weight, problem.targets)
+    same = run(
+        lambda h, w, t, *, bias: call(h, w, t, bias=bias, teacher=student), student, weight, problem.targets
+    )
     limit = 1e-12 if divergence == "cosine" else 0.0
     assert same.value.abs() <= limit
     assert all(gradient.abs().max() <= 1e-6 * (divergence == "cosine") for gradient in same.grads.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"])
+@pytest.mark.parametrize(
+    "name", ["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"]
+)
 def test_within_twice_the_naive_error(name, dtype):
     problem = Problem(seed=4, dtype=dtype)
 
@@ -156,7 +226,9 @@ def test_within_twice_the_naive_error(name, dtype):
         teacher = {key: cast(x) for key, x in problem.teacher.items()}
 
         def loss(h, w, t, *, bias):
-            return reference.distillation(h, w, t, bias=bias, divergence=name, hard_loss_weight=0.2, **teacher)[0]
+            return reference.distillation(
+                h, w, t, bias=bias, divergence=name, hard_loss_weight=0.2, **teacher
+            )[0]
 
         return run(loss, cast(problem.hidden), cast(problem.weight), problem.targets, cast(problem.bias), 1.7)
 
@@ -164,9 +236,18 @@ def test_within_twice_the_naive_error(name, dtype):
     loss = DistillationLoss(divergence=name, hard_loss_weight=0.2)
     ours = run(
         lambda h, w, t, *, bias: loss(h, w, t, bias=bias, **problem.teacher),
-        problem.hidden, problem.weight, problem.targets, problem.bias, 1.7,
-    )  # fmt: skip
-    assert_close(ours.value, truth.value, max(relative_error(naive.value, truth.value), torch.finfo(dtype).eps), name="loss")
+        problem.hidden,
+        problem.weight,
+        problem.targets,
+        problem.bias,
+        1.7,
+    )
+    assert_close(
+        ours.value,
+        truth.value,
+        max(relative_error(naive.value, truth.value), torch.finfo(dtype).eps),
+        name="loss",
+    )
     for operand in truth.grads:
         assert_close(ours.grads[operand], truth.grads[operand], naive.grads[operand], name=f"d_{operand}")
 
@@ -182,9 +263,14 @@ def test_padded_entries_take_no_part():
 
 def test_top_k_of_everything_is_the_whole_teacher():
     problem = Problem(seed=6)
-    logits = problem.teacher["teacher_hidden"] @ problem.teacher["teacher_weight"].T + problem.teacher["teacher_bias"]
+    logits = (
+        problem.teacher["teacher_hidden"] @ problem.teacher["teacher_weight"].T
+        + problem.teacher["teacher_bias"]
+    )
     for mode in ("tail", "renormalize"):
-        topk = DistillationLoss(topk_mode=mode)(problem.hidden, problem.weight, teacher_logprobs_topk=logits.log_softmax(-1).topk(V))
+        topk = DistillationLoss(topk_mode=mode)(
+            problem.hidden, problem.weight, teacher_logprobs_topk=logits.log_softmax(-1).topk(V)
+        )
         whole = JSDLoss()(problem.hidden, problem.weight, **problem.teacher)
         assert relative_error(topk.loss, whole.loss) < 1e-10
         assert topk.metrics["agreement"] == whole.metrics["agreement"]
@@ -192,9 +278,13 @@ def test_top_k_of_everything_is_the_whole_teacher():
 
 @pytest.mark.parametrize("trainable, products", [(True, 3), (False, 2)], ids=["trainable", "frozen head"])
 def test_products(trainable, products):
-    """Three products of the student, two with a frozen head, and the teacher's one: no gradient reaches it."""
+    """Three products of the student, two with a frozen head, and the teacher's one: no gradient reaches
+    it."""
     N, hidden, vocab = 64, 16, 200
-    student, weight = torch.randn(N, hidden, requires_grad=True), torch.randn(vocab, hidden).requires_grad_(trainable)
+    student, weight = (
+        torch.randn(N, hidden, requires_grad=True),
+        torch.randn(vocab, hidden).requires_grad_(trainable),
+    )
     teacher = {
         "teacher_hidden": torch.randn(N, hidden, requires_grad=True),
         "teacher_weight": torch.randn(vocab, hidden, requires_grad=True),
@@ -209,7 +299,10 @@ def test_products(trainable, products):
 @pytest.mark.parametrize("N", [1, 100, 4000])
 def test_memory_is_flat_in_the_tokens(N):
     hidden, vocab, budget = 8, 500, 4 * 2**20
-    student, weight = torch.randn(N, hidden, requires_grad=True), torch.randn(vocab, hidden, requires_grad=True)
+    student, weight = (
+        torch.randn(N, hidden, requires_grad=True),
+        torch.randn(vocab, hidden, requires_grad=True),
+    )
     teacher = {"teacher_hidden": torch.randn(N, hidden), "teacher_weight": torch.randn(vocab, hidden)}
     loss = JSDLoss(logits_budget=budget)
     loss(student, weight, **teacher).loss.backward()
@@ -237,16 +330,24 @@ def test_nothing_counted_is_zero():
         ({"divergence": "total_variation"}, 0.25),
         (
             {},
-            0.25 * (math.log(0.5 / 0.625) + math.log(0.5 / 0.375)) + 0.5 * (0.75 * math.log(0.75 / 0.625) + 0.25 * math.log(0.25 / 0.375)),
+            0.25 * (math.log(0.5 / 0.625) + math.log(0.5 / 0.375))
+            + 0.5 * (0.75 * math.log(0.75 / 0.625) + 0.25 * math.log(0.25 / 0.375)),
         ),
-        ({"divergence": "skewed_kl", "skew_alpha": 0.5}, 0.5 * (math.log(0.5 / 0.625) + math.log(0.5 / 0.375))),
+        (
+            {"divergence": "skewed_kl", "skew_alpha": 0.5},
+            0.5 * (math.log(0.5 / 0.625) + math.log(0.5 / 0.375)),
+        ),
         ({"divergence": "total_variation", "hard_loss_weight": 0.5}, 0.5 * 0.25 - 0.5 * math.log(0.75)),
     ],
 )
 def test_by_hand(settings, expected):
     hidden, weight = torch.ones(2, 1), torch.tensor([[math.log(3)], [0.0]])
     value = DistillationLoss(**settings)(
-        hidden, weight, torch.tensor([0, 0]), teacher_hidden=torch.ones(2, 1), teacher_weight=torch.zeros(2, 1)
+        hidden,
+        weight,
+        torch.tensor([0, 0]),
+        teacher_hidden=torch.ones(2, 1),
+        teacher_weight=torch.zeros(2, 1),
     ).loss
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
@@ -273,7 +374,10 @@ BAD = {
     "two teachers": (lambda: call(teacher_logprobs_topk=(IDS * 1.0, IDS)), "teacher_hidden: expected one of"),
     "beta": (lambda: JSDLoss(beta=1.5), r"beta: expected a number in \[0, 1\]"),
     "temperature": (lambda: JSDLoss(temperature=0.0), "temperature: expected a positive"),
-    "divergence": (lambda: DistillationLoss(divergence="hellinger"), "divergence: expected one of 'jsd'.*'cosine'"),
+    "divergence": (
+        lambda: DistillationLoss(divergence="hellinger"),
+        "divergence: expected one of 'jsd'.*'cosine'",
+    ),
     "mode": (lambda: JSDLoss(topk_mode="drop"), "topk_mode: expected one of"),
     "hard loss": (lambda: call(JSDLoss(hard_loss_weight=0.1)), "targets: expected labels for the hard loss"),
     "ids": (lambda: topk(IDS * 1.0, IDS + 7), r"teacher_logprobs_topk: expected ids in \[0, 7\)"),

@@ -1,4 +1,5 @@
-"""Data parallel training: FSDP2 and DDP give the gradient of one process with everybody's batch, whatever a rank's own batch lacks."""
+"""Data parallel training: FSDP2 and DDP give the gradient of one process with everybody's batch, whatever a
+rank's own batch lacks."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -14,7 +15,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from logitless import BudgetWarning, CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, global_num_items, linear_logprobs
+from logitless import (
+    BudgetWarning,
+    CrossEntropyLoss,
+    DPOLoss,
+    GRPOLoss,
+    JSDLoss,
+    global_num_items,
+    linear_logprobs,
+)
 from tests.ranks import in_processes
 from tests.support import DEVICE, uncompiled
 
@@ -26,7 +35,8 @@ SMALL = 3 * V * 8  # bytes: a few rows of logits at a time
 
 
 class Scorer(nn.Module):
-    """Embedding, body and head; where the loss is called inside `forward`, its parameters are what the wrapper makes of them there."""
+    """Embedding, body and head; where the loss is called inside `forward`, its parameters are what the
+    wrapper makes of them there."""
 
     def __init__(self, seed: int, tied: bool = False):
         super().__init__()
@@ -68,7 +78,9 @@ class Likelihood:
 
     def __call__(self, *operands, num_items: Tensor | float | None = None, **options):
         found = linear_logprobs(*operands, logits_budget=self.logits_budget, **options)
-        return SimpleNamespace(loss=-found.logps.sum() / ((operands[2] != -100).sum() if num_items is None else num_items))
+        return SimpleNamespace(
+            loss=-found.logps.sum() / ((operands[2] != -100).sum() if num_items is None else num_items)
+        )
 
 
 # How a model is wrapped, whether the head is tied, and whether the loss is called inside of its forward.
@@ -94,7 +106,9 @@ LOSSES = {
 # What is the matter with a batch of rank r.
 FAULTS = ("none", "nothing supervised", "no tokens", "several lengths")
 CASES = [(wrapper, "ce", "none") for wrapper in WRAPPERS]
-CASES += [("own group", loss, fault) for loss in LOSSES for fault in FAULTS if (loss, fault) != ("ce", "none")]
+CASES += [
+    ("own group", loss, fault) for loss in LOSSES for fault in FAULTS if (loss, fault) != ("ce", "none")
+]
 CASES += [("root group", loss, "no tokens") for loss in LOSSES] + [("ddp", "dpo", "no tokens")]
 
 
@@ -107,7 +121,12 @@ def batch_of(rank: int, ranks: int, fault: str) -> dict[str, Tensor]:
     if fault == "nothing supervised" and rank == ranks - 1:
         targets[:] = -100
     logps = -3 + 0.1 * torch.randn(B, length, generator=make, dtype=torch.float64)
-    return {"ids": ids, "targets": targets, "old_logps": logps, "advantages": torch.randn(B, generator=make, dtype=torch.float64)}
+    return {
+        "ids": ids,
+        "targets": targets,
+        "old_logps": logps,
+        "advantages": torch.randn(B, generator=make, dtype=torch.float64),
+    }
 
 
 def everybodys(ranks: int, fault: str) -> dict[str, Tensor]:
@@ -116,7 +135,11 @@ def everybodys(ranks: int, fault: str) -> dict[str, Tensor]:
     length = max(batch["ids"].shape[1] for batch in batches)
 
     def padded(name: str, x: Tensor) -> Tensor:
-        return x if x.dim() == 1 else nn.functional.pad(x, (0, length - x.shape[1]), value=-100 if name == "targets" else 0)
+        return (
+            x
+            if x.dim() == 1
+            else nn.functional.pad(x, (0, length - x.shape[1]), value=-100 if name == "targets" else 0)
+        )
 
     halves = {name: [padded(name, batch[name]).chunk(2) for batch in batches] for name in batches[0]}
     return {name: torch.cat([x[side] for side in (0, 1) for x in found]) for name, found in halves.items()}
@@ -131,7 +154,11 @@ def call_of(name: str, batch: dict[str, Tensor], other: Scorer) -> dict:
     prefix = "ref" if name == "dpo" else "teacher"
     with torch.no_grad():
         hidden = other(batch["ids"])
-    return {f"{prefix}_hidden": hidden, f"{prefix}_weight": other.head.weight, f"{prefix}_bias": other.head.bias}
+    return {
+        f"{prefix}_hidden": hidden,
+        f"{prefix}_weight": other.head.weight,
+        f"{prefix}_bias": other.head.bias,
+    }
 
 
 def items_of(name: str, targets: Tensor) -> float | Tensor:
@@ -139,7 +166,10 @@ def items_of(name: str, targets: Tensor) -> float | Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad for name, x in model.named_parameters()}
+    found = {
+        name: x.grad.full_tensor() if isinstance(x.grad, DTensor) else x.grad
+        for name, x in model.named_parameters()
+    }
     return {name.removeprefix("module."): x for name, x in found.items()}
 
 
@@ -177,7 +207,11 @@ def everything() -> dict:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = {case: run(rank, ranks, *case) for case in CASES}
     pair = pairs()["pair"]
-    counts = {"a number": rank + 1.0, "a tensor": torch.tensor(rank + 1), "targets": torch.tensor([[rank, -100, 7], [7, -100, -100]])}
+    counts = {
+        "a number": rank + 1.0,
+        "a tensor": torch.tensor(rank + 1),
+        "targets": torch.tensor([[rank, -100, 7], [7, -100, -100]]),
+    }
     found["items"] = {name: global_num_items(x) for name, x in counts.items()}
     found["items"] |= {
         "other id": global_num_items(counts["targets"], ignore_index=7),
@@ -201,13 +235,22 @@ def test_equals_one_process(ranks, case):
         assert rank[case].keys() == expected.keys()
         for key, x in expected.items():
             assert x.norm() > 0
-            torch.testing.assert_close(rank[case][key], x, rtol=1e-9, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+            torch.testing.assert_close(
+                rank[case][key], x, rtol=1e-9, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+            )
 
 
 def test_global_num_items(ranks):
     for rank, found in enumerate(ranks):
         mean, of_pair = (len(ranks) + 1) / 2, rank // 2 * 2 + 0.5
-        expected = {"a number": mean, "a tensor": mean, "targets": 3, "other id": 4, "mesh": of_pair, "group": of_pair}
+        expected = {
+            "a number": mean,
+            "a tensor": mean,
+            "targets": 3,
+            "other id": 4,
+            "mesh": of_pair,
+            "group": of_pair,
+        }
         assert {name: float(x) for name, x in found["items"].items()} == expected
 
 

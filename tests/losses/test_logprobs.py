@@ -1,4 +1,5 @@
-"""`linear_logprobs`: values, and the gradients of any later loss of the log-probabilities, the entropy and the log-sum-exp."""
+"""`linear_logprobs`: values, and the gradients of any later loss of the log-probabilities, the entropy and
+the log-sum-exp."""
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tests.support import DEVICE, assert_close, run
 
 
 def policy(logps, entropy, lse):
-    """A loss that is not linear in any of the three, with coefficients that give each a share of the gradient."""
+    """A loss that is not linear in any of the three, with coefficients that give each a share of the
+    gradient."""
     return (logps / 8).exp() * 4 - 0.5 * entropy + 0.05 * lse**2
 
 
@@ -53,7 +55,10 @@ def test_any_loss_of_the_outputs(case, dtype):
     shape, hidden, vocab = SHAPES[case["shape"]]
     h, w, targets, b = operands(shape, hidden, vocab, dtype, seed=case["seed"], ignored=case["ignored"])
     head = {name: case[name] for name in ("softcap", "logit_scale", "temperature")}
-    engine = {"compact": case["compact"], "logits_budget": case["budget"] and case["budget"] * vocab * dtype.itemsize}
+    engine = {
+        "compact": case["compact"],
+        "logits_budget": case["budget"] and case["budget"] * vocab * dtype.itemsize,
+    }
     upstream = torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(case["seed"]))
     loss = LOSSES[case["loss"]]
 
@@ -90,13 +95,22 @@ def test_values(dtype, ignored, entropy):
         assert value is actual[index]
         assert value.requires_grad == (name != "entropy" or entropy is True)
         assert not value[targets == -100].any()
-        assert_close(value.detach(), truth[index].detach(), naive[index].detach(), name=name, allow_zero=ignored == 1)
+        assert_close(
+            value.detach(), truth[index].detach(), naive[index].detach(), name=name, allow_zero=ignored == 1
+        )
 
 
 @pytest.mark.parametrize("trainable", ["all", "hidden"])
 def test_all_ignored_has_zero_gradients(trainable):
     h, w, targets, b = operands((2, 5), 8, 30, torch.float32, ignored=1.0)
-    outcome = run(lambda *a, **k: policy(*linear_logprobs(*a, entropy=True, **k)), h, w, targets, b, requires=TRAINABLE[trainable])
+    outcome = run(
+        lambda *a, **k: policy(*linear_logprobs(*a, entropy=True, **k)),
+        h,
+        w,
+        targets,
+        b,
+        requires=TRAINABLE[trainable],
+    )
     for grad in outcome.grads.values():
         assert not grad.any()
 
@@ -106,8 +120,22 @@ def test_unused_outputs_cost_nothing_in_correctness(trainable):
     h, w, targets, b = operands((9,), 8, 30, torch.float64, ignored=0.3)
     for name in ("logps", "entropy", "lse"):
         index = ("logps", "entropy", "lse").index(name)
-        actual = run(lambda *a, **k: getattr(linear_logprobs(*a, entropy=True, **k), name), h, w, targets, b, requires=TRAINABLE[trainable])
-        truth = run(lambda *a, **k: reference.token_logprobs(*a, **k)[index], h, w, targets, b, requires=TRAINABLE[trainable])
+        actual = run(
+            lambda *a, **k: getattr(linear_logprobs(*a, entropy=True, **k), name),
+            h,
+            w,
+            targets,
+            b,
+            requires=TRAINABLE[trainable],
+        )
+        truth = run(
+            lambda *a, **k: reference.token_logprobs(*a, **k)[index],
+            h,
+            w,
+            targets,
+            b,
+            requires=TRAINABLE[trainable],
+        )
         for operand in truth.grads:
             torch.testing.assert_close(actual.grads[operand], truth.grads[operand])
 
@@ -134,13 +162,27 @@ def test_a_loss_of_the_whole_batch(trainable):
 
     def sequence_loss(logps):
         per_sequence = logps.sum(-1) / 5
-        return -torch.nn.functional.logsigmoid(per_sequence[:2] - per_sequence[2:]).mean() + per_sequence.exp().var()
+        return (
+            -torch.nn.functional.logsigmoid(per_sequence[:2] - per_sequence[2:]).mean()
+            + per_sequence.exp().var()
+        )
 
     actual = run(
         lambda *a, **k: sequence_loss(linear_logprobs(*a, **k, logits_budget=4_000).logps),
-        h, w, targets, b, requires=TRAINABLE[trainable],
-    )  # fmt: skip
-    truth = run(lambda *a, **k: sequence_loss(reference.token_logprobs(*a, **k)[0]), h, w, targets, b, requires=TRAINABLE[trainable])
+        h,
+        w,
+        targets,
+        b,
+        requires=TRAINABLE[trainable],
+    )
+    truth = run(
+        lambda *a, **k: sequence_loss(reference.token_logprobs(*a, **k)[0]),
+        h,
+        w,
+        targets,
+        b,
+        requires=TRAINABLE[trainable],
+    )
     torch.testing.assert_close(actual.value, truth.value)
     for name in truth.grads:
         assert truth.grads[name].any()
@@ -149,13 +191,17 @@ def test_a_loss_of_the_whole_batch(trainable):
 
 @one_row_warning
 @pytest.mark.parametrize("trainable", ["all", "hidden", "head", "all but weight"])
-@pytest.mark.parametrize("head", [{}, {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7}], ids=["plain", "head options"])
+@pytest.mark.parametrize(
+    "head", [{}, {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7}], ids=["plain", "head options"]
+)
 def test_gradcheck(trainable, head):
     h, w, _, b = operands((4,), 3, 5, torch.float64)
     targets = torch.tensor([1, -100, 4, 0])
 
     def outputs(hidden, weight, bias):
-        return tuple(linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, logits_budget=200, **head))
+        return tuple(
+            linear_logprobs(hidden, weight, targets, bias=bias, entropy=True, logits_budget=200, **head)
+        )
 
     trained(trainable, h, w, b)
     assert torch.autograd.gradcheck(outputs, (h, w, b))
@@ -187,7 +233,9 @@ def test_autocast_outside_of_backward(trainable):
 
         return call
 
-    truth = run(lambda *a, **k: reference.token_logprobs(*a, **k)[0], h.double(), w.double(), targets, b.double())
+    truth = run(
+        lambda *a, **k: reference.token_logprobs(*a, **k)[0], h.double(), w.double(), targets, b.double()
+    )
     naive = run(within(reference.token_logprobs), h, w, targets, b, requires=TRAINABLE[trainable])
     actual = run(within(linear_logprobs), h, w, targets, b, requires=TRAINABLE[trainable])
     assert_close(actual.value, truth.value, naive.value, name="logps")
@@ -195,7 +243,9 @@ def test_autocast_outside_of_backward(trainable):
         assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
 
 
-@pytest.mark.parametrize("head", [{}, {"softcap": 4.0, "logit_scale": 0.8, "temperature": 0.7}], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    "head", [{}, {"softcap": 4.0, "logit_scale": 0.8, "temperature": 0.7}], ids=["plain", "softcap"]
+)
 def test_every_loss_of_logps_and_lse_with_a_frozen_head(head):
     """The vectors that a frozen head keeps are those of log p; the gradient of lse is made from them."""
     h, w, targets, b = operands((29,), 8, 100, torch.float64, ignored=0.3)

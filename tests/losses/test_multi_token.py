@@ -1,4 +1,5 @@
-"""Medusa and multi-token prediction against plain PyTorch: every gradient of every head, block and hidden state."""
+"""Medusa and multi-token prediction against plain PyTorch: every gradient of every head, block and hidden
+state."""
 
 import pytest
 import torch
@@ -67,14 +68,21 @@ def every_start(targets, starts, packed):
 def test_medusa(packed, layers, shared, stage, rows):
     random, shape, targets, starts, options = problem(packed)
     heads = heads_of(3, layers, shared, random)
-    hidden, weight, bias = random(*shape, H).requires_grad_(stage == 2), random(V, H).requires_grad_(stage == 2), random(V)
+    hidden, weight, bias = (
+        random(*shape, H).requires_grad_(stage == 2),
+        random(V, H).requires_grad_(stage == 2),
+        random(V),
+    )
     bias.requires_grad_(stage == 2)
     trained = [x for x in (hidden, weight, bias, *heads.parameters()) if x.requires_grad]
     if not trained:
         pytest.skip("nothing is left to train")
     coefficients = (0.9, 0.5, 0.3) if layers else None
     loss = MedusaLoss(
-        coefficients=coefficients, base_coefficient=0.0 if stage == 1 else 0.7, label_smoothing=0.1, logits_budget=SCRATCH + rows * ROW
+        coefficients=coefficients,
+        base_coefficient=0.0 if stage == 1 else 0.7,
+        label_smoothing=0.1,
+        logits_budget=SCRATCH + rows * ROW,
     )
     num_items = 23 if layers == 1 else None
     out = loss(hidden, heads, targets, base_weight=weight, base_bias=bias, num_items=num_items, **options)
@@ -82,8 +90,12 @@ def test_medusa(packed, layers, shared, stage, rows):
     terms = [] if stage == 1 else [(0.7, hidden, weight, bias, 1)]
     for k in range(3):
         projection = weight if shared else heads.projection(k)
-        terms.append(((coefficients or (1.0, 0.8, 0.64))[k], heads.blocks(k)(hidden), projection, None, k + 2))
-    truth, losses, hits = plain_loss(terms, targets, every_start(targets, starts, packed), num_items, label_smoothing=0.1)
+        terms.append(
+            ((coefficients or (1.0, 0.8, 0.64))[k], heads.blocks(k)(hidden), projection, None, k + 2)
+        )
+    truth, losses, hits = plain_loss(
+        terms, targets, every_start(targets, starts, packed), num_items, label_smoothing=0.1
+    )
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
     ours = torch.autograd.grad(3.0 * out.loss, trained, retain_graph=True)
     theirs = torch.autograd.grad(3.0 * truth, trained)
@@ -115,13 +127,22 @@ def test_multi_token(packed, trainable):
         assert b.norm() > 0 and relative_error(a, b) < 1e-10
     assert relative_error(out.metrics["depth_2/loss"], losses[2].detach()) < 1e-12
     with torch.no_grad():
-        assert relative_error(MultiTokenLoss()(hiddens, weight, targets, bias=bias, **options).loss, out.loss.detach()) < 1
+        assert (
+            relative_error(
+                MultiTokenLoss()(hiddens, weight, targets, bias=bias, **options).loss, out.loss.detach()
+            )
+            < 1
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_within_twice_the_naive_error(dtype):
     random, shape, targets, starts, _ = problem(False, seed=2)
-    exact = [random(*shape, H), random(V, H) / 3, *(p.detach() for p in heads_of(2, 1, False, random).parameters())]
+    exact = [
+        random(*shape, H),
+        random(V, H) / 3,
+        *(p.detach() for p in heads_of(2, 1, False, random).parameters()),
+    ]
 
     def gradients(cast, ours):
         leaves = [cast(x).requires_grad_() for x in exact]
@@ -138,7 +159,9 @@ def test_within_twice_the_naive_error(dtype):
             for c, h, w, _, offset in wide:
                 logits = F.linear(h.reshape(-1, H), w)
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                value = value + c * F.cross_entropy(logits, plain_targets(targets, offset, every_start(targets, starts, False)))
+                value = value + c * F.cross_entropy(
+                    logits, plain_targets(targets, offset, every_start(targets, starts, False))
+                )
         return torch.autograd.grad(value, trained)
 
     truth, naive, ours = (
@@ -176,7 +199,11 @@ def test_heads_start_as_the_base_model_and_have_the_reference_layout():
     hidden = torch.randn(3, H)
     logits = heads(hidden)
     assert logits.shape == (2, 3, V) and torch.allclose(logits[1], hidden @ base.T, atol=1e-5)
-    expected = {f"medusa_head.{k}.{name}" for k in range(2) for name in ("0.linear.weight", "0.linear.bias", "1.weight")}
+    expected = {
+        f"medusa_head.{k}.{name}"
+        for k in range(2)
+        for name in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
     assert set(heads.state_dict()) == expected
     MedusaHeads(H, V, 2, 1).load_state_dict(heads.state_dict())
     shared = MedusaHeads(H, V, 2, 1, shared=True)
@@ -189,7 +216,9 @@ def test_memory_does_not_grow_with_the_heads(stage):
     """Beyond the gradients: the budget, one d_weight in fp32, the d_hidden of a head and the sum of all."""
     N, hidden_size, vocab, budget = 300, 64, 4000, 2**20
     for K in (1, 2, 5):
-        heads = MedusaHeads(hidden_size, vocab, K, dtype=torch.bfloat16).start_from(torch.randn(vocab, hidden_size))
+        heads = MedusaHeads(hidden_size, vocab, K, dtype=torch.bfloat16).start_from(
+            torch.randn(vocab, hidden_size)
+        )
         hidden = torch.randn(1, N, hidden_size, dtype=torch.bfloat16).requires_grad_(stage == 2)
         base = torch.randn(vocab, hidden_size, dtype=torch.bfloat16).requires_grad_(stage == 2)
         targets = torch.randint(0, vocab, (1, N))
@@ -208,7 +237,10 @@ def test_sequences_shorter_than_the_offset_contribute_nothing():
     targets = torch.randint(0, V, (2, 2))
     out = MedusaLoss()(hidden, heads, targets, base_weight=base)
     assert out.metrics["head_0/loss"] == 0 and out.metrics["base/loss"] > 0
-    assert relative_error(out.loss.detach(), F.cross_entropy(hidden[:, 0] @ base.T, targets[:, 1]).detach()) < 1e-5
+    assert (
+        relative_error(out.loss.detach(), F.cross_entropy(hidden[:, 0] @ base.T, targets[:, 1]).detach())
+        < 1e-5
+    )
     out.loss.backward()
     assert hidden.grad.isfinite().all() and not hidden.grad[:, 1].any()
 
@@ -216,10 +248,16 @@ def test_sequences_shorter_than_the_offset_contribute_nothing():
 BAD = {
     "zero heads": (lambda: MedusaHeads(H, V, 0), "num_heads: expected at least 1"),
     "layers": (lambda: MedusaHeads(H, V, 1, -1), "num_layers: expected 0 or more"),
-    "start": (lambda: MedusaHeads(H, V, 1).start_from(torch.zeros(V + 1, H)), "weight: expected the base head"),
+    "start": (
+        lambda: MedusaHeads(H, V, 1).start_from(torch.zeros(V + 1, H)),
+        "weight: expected the base head",
+    ),
     "coefficients": (
         lambda: MedusaLoss(coefficients=(1.0,))(
-            torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long(), base_weight=torch.zeros(V, H)
+            torch.zeros(1, 4, H),
+            MedusaHeads(H, V, 2),
+            torch.zeros(1, 4).long(),
+            base_weight=torch.zeros(V, H),
         ),
         "coefficients: expected 2 numbers",
     ),
@@ -228,14 +266,24 @@ BAD = {
         "base_weight: expected the base head",
     ),
     "vocabulary": (
-        lambda: MedusaLoss()(torch.zeros(1, 4, H), MedusaHeads(H, V, 2), torch.zeros(1, 4).long(), base_weight=torch.zeros(V + 1, H)),
+        lambda: MedusaLoss()(
+            torch.zeros(1, 4, H),
+            MedusaHeads(H, V, 2),
+            torch.zeros(1, 4).long(),
+            base_weight=torch.zeros(V + 1, H),
+        ),
         f"base_weight: expected {V} rows",
     ),
     "reduction": (lambda: MedusaLoss(reduction="none"), "reduction: expected 'mean' or 'sum'"),
     "log-probabilities": (lambda: MedusaLoss(return_logps=True), "return_logps: expected False"),
-    "no hidden states": (lambda: MultiTokenLoss()([], torch.zeros(V, H), torch.zeros(1, 4).long()), "hiddens: expected at least one"),
+    "no hidden states": (
+        lambda: MultiTokenLoss()([], torch.zeros(V, H), torch.zeros(1, 4).long()),
+        "hiddens: expected at least one",
+    ),
     "depths": (
-        lambda: MultiTokenLoss(coefficients=(1.0,))([torch.zeros(1, 4, H)] * 2, torch.zeros(V, H), torch.zeros(1, 4).long()),
+        lambda: MultiTokenLoss(coefficients=(1.0,))(
+            [torch.zeros(1, 4, H)] * 2, torch.zeros(V, H), torch.zeros(1, 4).long()
+        ),
         "coefficients: expected 2 numbers",
     ),
 }

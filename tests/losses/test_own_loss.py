@@ -38,7 +38,8 @@ class BrierLoss(LogitsLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class PairLoss(TokenLoss):
-    """A margin between chosen and rejected sums, with a weight per sequence, plus NLL on every token: two normalizers."""
+    """A margin between chosen and rejected sums, with a weight per sequence, plus NLL on every token: two
+    normalizers."""
 
     scope: ClassVar = "group"
     sequences_per_group: ClassVar = 2
@@ -49,7 +50,9 @@ class PairLoss(TokenLoss):
     def terms(self, stats, batch):
         chosen, rejected = (batch.sum_by_sequence(stats.logps * batch.weights) - batch.offsets).chunk(2)
         margin = chosen / batch.lengths.chunk(2)[0].clamp(min=1) - rejected
-        return {"nll": Term(-stats.logps), "pair": Term(-F.logsigmoid(0.1 * margin), over="pairs")}, {"margin": Term(margin, over="pairs")}
+        return {"nll": Term(-stats.logps), "pair": Term(-F.logsigmoid(0.1 * margin), over="pairs")}, {
+            "margin": Term(margin, over="pairs")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,10 @@ class EntropyPairLoss(PairLoss):
 
     def terms(self, stats, batch):
         terms, metrics = super().terms(stats, batch)
-        return terms | {"entropy": Term(stats.entropy.square()), "lse": Term(stats.lse.square(), over="sequences")}, metrics
+        return terms | {
+            "entropy": Term(stats.entropy.square()),
+            "lse": Term(stats.lse.square(), over="sequences"),
+        }, metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +165,10 @@ def test_groups_in_every_strategy(kind, trainable, rows, strategy, packed, compa
     assert out.plan.strategy == strategy, out.plan.describe()
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
     for name, ours, theirs in zip(
-        ("hidden", "weight", "bias"), torch.autograd.grad(3 * out.loss, inputs), torch.autograd.grad(3 * truth, inputs), strict=False
+        ("hidden", "weight", "bias"),
+        torch.autograd.grad(3 * out.loss, inputs),
+        torch.autograd.grad(3 * truth, inputs),
+        strict=False,
     ):
         assert theirs.norm() > 0
         assert relative_error(ours, theirs) < 1e-11, name
@@ -189,7 +198,9 @@ def check_token_loss(kind, reduction, compact):
     hidden, weight, bias = (random(*shape).requires_grad_() for shape in ((5, 11, H), (V, H), (V,)))
     targets = torch.randint(0, V, (5, 11), generator=generator).to(DEVICE)
     targets[:, ::3] = -100
-    teacher = {"teacher_hidden": random(5, 11, 6), "teacher_weight": random(V, 6)} if kind is TeacherLoss else {}
+    teacher = (
+        {"teacher_hidden": random(5, 11, 6), "teacher_weight": random(V, 6)} if kind is TeacherLoss else {}
+    )
     out = kind(reduction=reduction, compact=compact, softcap=20.0, logits_budget=30 * 6 * ROW)(
         hidden, weight, targets, bias=bias, **teacher
     )
@@ -226,10 +237,17 @@ class MedianLoss(TokenLoss):
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "all-rows"])
 def test_a_loss_of_the_whole_batch_takes_flat_tokens(compact):
-    hidden, weight, targets = torch.randn(12, H, requires_grad=True), torch.randn(V, H), torch.randint(0, V, (12,))
+    hidden, weight, targets = (
+        torch.randn(12, H, requires_grad=True),
+        torch.randn(V, H),
+        torch.randint(0, V, (12,)),
+    )
     truth = -(hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0].sort().values[3]
     loss = MedianLoss(compact=compact)(hidden, weight, targets).loss
-    for ours, theirs in ((loss, truth), *zip(torch.autograd.grad(loss, hidden), torch.autograd.grad(truth, hidden))):
+    for ours, theirs in (
+        (loss, truth),
+        *zip(torch.autograd.grad(loss, hidden), torch.autograd.grad(truth, hidden)),
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -245,7 +263,9 @@ def test_undeclared_metrics_and_unknown_inputs_say_so():
     with pytest.raises(TypeError, match="inputs: expected"):
         FocalLoss()(hidden, weight, targets, advantages=targets)
     with pytest.raises(ValueError, match="hidden: expected a multiple of 2 sequences"):
-        PairLoss()(torch.randn(3, 4, H), weight, torch.zeros(3, 4, dtype=torch.int64), offsets=None, weights=None)
+        PairLoss()(
+            torch.randn(3, 4, H), weight, torch.zeros(3, 4, dtype=torch.int64), offsets=None, weights=None
+        )
 
 
 @pytest.mark.parametrize("kind", [FocalLoss, BrierLoss])

@@ -1,4 +1,5 @@
-"""What the planner decides: the strategy, the chunks, and that neither the budget nor `compact` ever changes the result."""
+"""What the planner decides: the strategy, the chunks, and that neither the budget nor `compact` ever changes
+the result."""
 
 import pytest
 import torch
@@ -39,7 +40,9 @@ def test_no_grad_computes_only_the_loss(reduction):
         output = CrossEntropyLoss(reduction=reduction)(h, w, targets)
     assert output.plan.strategy == "loss_only"
     assert not output.loss.requires_grad
-    torch.testing.assert_close(output.loss, CrossEntropyLoss(reduction=reduction)(h, w, targets).loss.detach())
+    torch.testing.assert_close(
+        output.loss, CrossEntropyLoss(reduction=reduction)(h, w, targets).loss.detach()
+    )
 
 
 @pytest.mark.parametrize("budget", [2_000, 3_000, 7_777, 1 << 20])
@@ -88,7 +91,15 @@ def test_budget_never_changes_the_result(engine, trainable):
 def test_compact_never_changes_the_result(engine, trainable):
     h, w, targets, b = operands((53,), 8, 100, torch.float64, ignored=0.5)
     outcomes = [
-        run(lambda *a, **k: engine(*a, **k, head={"compact": compact}), h, w, targets, b, 0.3, TRAINABLE[trainable])
+        run(
+            lambda *a, **k: engine(*a, **k, head={"compact": compact}),
+            h,
+            w,
+            targets,
+            b,
+            0.3,
+            TRAINABLE[trainable],
+        )
         for compact in (True, False)
     ]
     same(*outcomes)

@@ -1,4 +1,5 @@
-"""Policy losses against the fp64 reference: every type, level and option, in every strategy, padded and packed."""
+"""Policy losses against the fp64 reference: every type, level and option, in every strategy, padded and
+packed."""
 
 import math
 
@@ -10,13 +11,26 @@ from logitless import GRPOLoss, PPOLoss, REINFORCELoss, RLOOLoss
 from logitless.losses.grpo_types import LEVELS, PER_SEQUENCE, SURROGATES, clipped
 from tests import reference
 from tests.cases import DTYPES
-from tests.support import DEVICE, GemmCounter, assert_close, assert_metrics_close, relative_error, run, sum_error
+from tests.support import (
+    DEVICE,
+    GemmCounter,
+    assert_close,
+    assert_metrics_close,
+    relative_error,
+    run,
+    sum_error,
+)
 
 H, V = 16, 300
 ROW = V * 8  # bytes of a row of fp64 logits
 SCRATCH = 6 * 8 * 2**10  # of the twins beside them
 
-MATHS = {GRPOLoss: reference.grpo, PPOLoss: reference.ppo, RLOOLoss: reference.rloo, REINFORCELoss: reference.reinforce}
+MATHS = {
+    GRPOLoss: reference.grpo,
+    PPOLoss: reference.ppo,
+    RLOOLoss: reference.rloo,
+    REINFORCELoss: reference.reinforce,
+}
 OPTIONS = {
     "": {},
     "kl": {"beta": 0.3},
@@ -29,10 +43,15 @@ OPTIONS = {
     "weights": {"epsilon_high": 0.35},
     "sequence weights": {"beta": 0.1},
     "everything": {
-        "beta": 0.3, "use_bias_correction_kl": True, "entropy_coef": 0.1, "top_entropy_quantile": 0.7, "off_policy_mask_threshold": 0.05,
-        "epsilon": 0.1, "epsilon_high": 0.25,
+        "beta": 0.3,
+        "use_bias_correction_kl": True,
+        "entropy_coef": 0.1,
+        "top_entropy_quantile": 0.7,
+        "off_policy_mask_threshold": 0.05,
+        "epsilon": 0.1,
+        "epsilon_high": 0.25,
     },
-}  # fmt: skip
+}
 
 
 def variants():
@@ -63,13 +82,29 @@ HEADS = ({}, {"softcap": 9.0, "logit_scale": 0.7}, {"temperature": 1.3}, {"softc
 class Problem:
     """Five sequences of unequal lengths, some tokens masked, one sequence with nothing counted."""
 
-    def __init__(self, name: str, kind, settings: dict, *, packed: bool, seed: int, dtype=torch.float64, spread: float = 0.3):
+    def __init__(
+        self,
+        name: str,
+        kind,
+        settings: dict,
+        *,
+        packed: bool,
+        seed: int,
+        dtype=torch.float64,
+        spread: float = 0.3,
+    ):
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            DEVICE, dtype
+        )
         lengths = [9, 14, 22, 7, 12] if packed else [12] * 5
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEVICE)
         self.shape = (sum(lengths),) if packed else (5, 12)
-        self.hidden, self.weight, self.bias = self.random(*self.shape, H), self.random(V, H) / 3, self.random(V)
+        self.hidden, self.weight, self.bias = (
+            self.random(*self.shape, H),
+            self.random(V, H) / 3,
+            self.random(V),
+        )
         ids = torch.randint(0, V, (sum(lengths),), generator=generator)
         ids[torch.rand(sum(lengths), generator=generator) < 0.2] = -100
         if "vespo" not in name:  # whose phi of an empty sequence is a matter of taste
@@ -110,7 +145,17 @@ def cases():
             packed = bool((number + turn) % 2)
             reduction = ("mean", "sum")[(number // 3) % 2]
             num_items = 17.5 if reduction == "mean" and turn == 1 else None
-            values = (name, kind, settings, strategy, packed, HEADS[(number + turn) % 4], reduction, num_items, bool((number + turn) % 3))
+            values = (
+                name,
+                kind,
+                settings,
+                strategy,
+                packed,
+                HEADS[(number + turn) % 4],
+                reduction,
+                num_items,
+                bool((number + turn) % 3),
+            )
             yield pytest.param(*values, id=f"{name}-{strategy}-{'packed' if packed else 'padded'}")
 
 
@@ -127,7 +172,9 @@ def expected_strategy(loss, strategy: str) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("name, kind, settings, strategy, packed, head, reduction, num_items, compact", list(cases()))
+@pytest.mark.parametrize(
+    "name, kind, settings, strategy, packed, head, reduction, num_items, compact", list(cases())
+)
 def test_equals_the_reference(name, kind, settings, strategy, packed, head, reduction, num_items, compact):
     problem = Problem(name, kind, settings | head, packed=packed, seed=len(name) + 7 * packed)
     trainable, rows = ROWS[strategy]
@@ -138,14 +185,27 @@ def test_equals_the_reference(name, kind, settings, strategy, packed, head, redu
 
     def truth_loss(hidden, weight, targets, *, bias):
         value, found["metrics"], found["logps"] = MATHS[kind](
-            hidden, weight, targets, bias=bias, reduction=reduction, num_items=num_items, **maths, **head, **problem.options
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            reduction=reduction,
+            num_items=num_items,
+            **maths,
+            **head,
+            **problem.options,
         )
         return value
 
     requires = ("hidden", "weight", "bias") if trainable else ("hidden",)
     operands = problem.hidden, problem.weight, problem.targets, problem.bias
     truth = run(truth_loss, *operands, 1.7, requires)
-    ours = run(lambda h, w, t, *, bias: loss(h, w, t, bias=bias, num_items=num_items, **problem.options), *operands, 1.7, requires)
+    ours = run(
+        lambda h, w, t, *, bias: loss(h, w, t, bias=bias, num_items=num_items, **problem.options),
+        *operands,
+        1.7,
+        requires,
+    )
     plan, d_logps = ours.output.plan, ours.output.tokens["d_logps"]
     # A sequence of one or two tokens fits in any budget.
     assert expected_strategy(loss, strategy) in (plan.strategy, *plan.parts), plan.describe()
@@ -158,7 +218,12 @@ def test_equals_the_reference(name, kind, settings, strategy, packed, head, redu
     assert relative_error(ours.output.logps, found["logps"]) < 1e-12
     if loss.differentiates == ("logps",):
         # By the chain rule they are all that is missing.
-        chained = run(lambda *a, bias: (reference.token_logprobs(*a, bias=bias, **head)[0] * d_logps).sum(), *operands, 1.7, ("hidden",))
+        chained = run(
+            lambda *a, bias: (reference.token_logprobs(*a, bias=bias, **head)[0] * d_logps).sum(),
+            *operands,
+            1.7,
+            ("hidden",),
+        )
         assert relative_error(chained.grads["hidden"], truth.grads["hidden"]) < 1e-9
     with torch.no_grad():
         only = loss(*operands[:3], bias=problem.bias, num_items=num_items, **problem.options)
@@ -169,7 +234,15 @@ def test_equals_the_reference(name, kind, settings, strategy, packed, head, redu
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
-    "name", ["dapo token entropy", "grpo token kl", "grpo sequence entropy", "vespo token", "luspo token top entropy", "rloo"]
+    "name",
+    [
+        "dapo token entropy",
+        "grpo token kl",
+        "grpo sequence entropy",
+        "vespo token",
+        "luspo token top entropy",
+        "rloo",
+    ],
 )
 def test_unreduced(name, packed):
     kind, settings = VARIANTS[name]
@@ -179,7 +252,13 @@ def test_unreduced(name, packed):
         hidden, problem.weight, problem.targets, bias=problem.bias, **problem.options
     )
     truth, metrics, logps = MATHS[kind](
-        hidden, problem.weight, problem.targets, bias=problem.bias, reduction="none", **settings, **problem.options
+        hidden,
+        problem.weight,
+        problem.targets,
+        bias=problem.bias,
+        reduction="none",
+        **settings,
+        **problem.options,
     )
     by_sequence = settings.get("loss_type") in PER_SEQUENCE or kind is RLOOLoss
     assert out.loss.shape == ((5,) if by_sequence else problem.targets.shape)
@@ -198,8 +277,9 @@ def test_shifted_labels():
     problem.options.pop("mask", None)
     labels = torch.cat((torch.full_like(problem.targets[:, :1], 7), problem.targets[:, :-1]), 1)
     moved = {
-        name: torch.cat((x[:, :1], x[:, :-1]), 1) if x.shape == labels.shape else x for name, x in problem.options.items()
-    }  # fmt: skip
+        name: torch.cat((x[:, :1], x[:, :-1]), 1) if x.shape == labels.shape else x
+        for name, x in problem.options.items()
+    }
     aligned = problem.targets.clone()
     aligned[:, -1] = -100
     ours = kind(**settings)(problem.hidden, problem.weight, labels, shift=True, **moved)
@@ -208,13 +288,16 @@ def test_shifted_labels():
 
 
 @pytest.mark.parametrize(
-    "name, per_token", [("dapo token kl", True), ("dapo token kl", False), ("grpo sequence", True), ("rloo", False)]
+    "name, per_token",
+    [("dapo token kl", True), ("dapo token kl", False), ("grpo sequence", True), ("rloo", False)],
 )
 def test_shifted_labels_of_packed_sequences(name, per_token):
     """The last token of a sequence predicts nothing, least of all the first of the next one."""
     kind, settings = VARIANTS[name]
     problem = Problem(name, kind, settings, packed=True, seed=18)
-    options = {key: x.nan_to_num(nan=-5.0) if x.is_floating_point() else x for key, x in problem.options.items()}
+    options = {
+        key: x.nan_to_num(nan=-5.0) if x.is_floating_point() else x for key, x in problem.options.items()
+    }
     options["advantages"] = problem.random(*problem.shape) if per_token else problem.random(5)
     starts, labels, loss = options["cu_seqlens"], problem.targets.clamp(min=0), kind(**settings)
     operands = problem.hidden, problem.weight, labels
@@ -239,7 +322,9 @@ def test_within_twice_the_naive_error(name, trainable, dtype):
     kind, settings = VARIANTS[name]
     problem = Problem(name, kind, settings, packed=False, seed=13, dtype=dtype, spread=1.0)
     requires = ("hidden", "weight", "bias") if trainable else ("hidden",)
-    inputs = {key: torch.nan_to_num(x.float()) if x.is_floating_point() else x for key, x in problem.options.items()}
+    inputs = {
+        key: torch.nan_to_num(x.float()) if x.is_floating_point() else x for key, x in problem.options.items()
+    }
 
     def maths(hidden, weight, targets, *, bias, **more):
         return MATHS[kind](hidden, weight, targets, bias=bias, **settings, **inputs, **more)[0]
@@ -247,7 +332,9 @@ def test_within_twice_the_naive_error(name, trainable, dtype):
     operands = problem.hidden, problem.weight, problem.targets, problem.bias
     naive = run(maths, *operands, 1.7, requires)
     naive_terms = maths(*operands[:3], bias=problem.bias, reduction="none")
-    ours = run(lambda h, w, t, *, bias: kind(**settings)(h, w, t, bias=bias, **inputs), *operands, 1.7, requires)
+    ours = run(
+        lambda h, w, t, *, bias: kind(**settings)(h, w, t, bias=bias, **inputs), *operands, 1.7, requires
+    )
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
     exact = [x.double() for x in (problem.hidden, problem.weight, problem.bias)]
     truth = run(maths, *exact[:2], problem.targets, exact[2], 1.7, requires)
@@ -255,7 +342,9 @@ def test_within_twice_the_naive_error(name, trainable, dtype):
     # exp of a sum has the rounding error of the sum, which the naive computation may escape by luck.
     floor = torch.finfo(torch.float32).eps * problem.hidden.shape[1] * 4 if kind is RLOOLoss else 0.0
     cancels = (truth_terms.abs().sum() / truth_terms.sum().abs()).item()
-    naive_error = max(relative_error(naive.value, truth.value), sum_error(naive_terms, truth_terms), floor * cancels)
+    naive_error = max(
+        relative_error(naive.value, truth.value), sum_error(naive_terms, truth_terms), floor * cancels
+    )
     assert_close(ours.value, truth.value, naive_error, name="loss")
     for operand in truth.grads:
         naive_error = max(relative_error(naive.grads[operand], truth.grads[operand]), floor)
@@ -279,8 +368,12 @@ def test_on_policy_has_the_gradient_of_reinforce():
 def test_clipped_tokens_have_no_gradient():
     problem = Problem("dapo", GRPOLoss, {}, packed=False, seed=15)
     problem.options["advantages"] = torch.ones(5, device=DEVICE, dtype=torch.float64)
-    problem.options["old_logps"] = torch.nan_to_num(problem.options["old_logps"]) - 2  # every ratio is far above 1 + epsilon
-    ours = run(lambda h, w, t, *, bias: GRPOLoss()(h, w, t, bias=bias, **problem.options), *operands_of(problem))
+    problem.options["old_logps"] = (
+        torch.nan_to_num(problem.options["old_logps"]) - 2
+    )  # every ratio is far above 1 + epsilon
+    ours = run(
+        lambda h, w, t, *, bias: GRPOLoss()(h, w, t, bias=bias, **problem.options), *operands_of(problem)
+    )
     assert ours.value != 0
     assert not any(gradient.any() for gradient in ours.grads.values())
     assert ours.output.metrics["clip_ratio/high_mean"].item() == pytest.approx(1)
@@ -291,15 +384,24 @@ def operands_of(problem: Problem) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("trainable, settings, products", [
-    (True, {}, 3), (False, {}, 2), (True, {"importance_sampling_level": "sequence"}, 3), (False, {"top_entropy_quantile": 0.5}, 2),
-    (True, {"entropy_coef": 0.1}, 3), (False, {"entropy_coef": 0.1}, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "trainable, settings, products",
+    [
+        (True, {}, 3),
+        (False, {}, 2),
+        (True, {"importance_sampling_level": "sequence"}, 3),
+        (False, {"top_entropy_quantile": 0.5}, 2),
+        (True, {"entropy_coef": 0.1}, 3),
+        (False, {"entropy_coef": 0.1}, 2),
+    ],
+)
 def test_products(trainable, settings, products):
     hidden, weight = torch.randn(4, 16, H, requires_grad=True), torch.randn(V, H).requires_grad_(trainable)
     targets = torch.randint(0, V, (4, 16))
     with GemmCounter(64, V, H) as counter:
-        GRPOLoss(**settings)(hidden, weight, targets, advantages=torch.randn(4), old_logps=torch.randn(4, 16)).loss.backward()
+        GRPOLoss(**settings)(
+            hidden, weight, targets, advantages=torch.randn(4), old_logps=torch.randn(4, 16)
+        ).loss.backward()
     assert counter.gemms == pytest.approx(products, abs=0.02)
 
 
@@ -325,7 +427,9 @@ def test_extremes_are_finite(name, what):
         inputs["old_logps"] = inputs["old_logps"] + (100 if what == "far below" else -100)
         if settings.get("beta") and not settings.get("use_bias_correction_kl"):
             inputs["ref_logps"] = inputs["old_logps"]
-    ours = run(lambda h, w, t, *, bias: kind(**settings)(h, w, t, bias=bias, **inputs), hidden, weight, targets)
+    ours = run(
+        lambda h, w, t, *, bias: kind(**settings)(h, w, t, bias=bias, **inputs), hidden, weight, targets
+    )
     assert all(x.isfinite().all() for x in (ours.value, *ours.grads.values(), *ours.output.metrics.values()))
     if what == "nothing counted":
         assert not ours.value.any() and not ours.grads["hidden"].any()
@@ -341,7 +445,10 @@ def test_extremes_are_finite(name, what):
         (GRPOLoss(loss_type="grpo"), ((-1.2 - 0.5) / 2 + 1.6) / 2),
         (GRPOLoss(loss_type="dr_grpo", max_completion_length=8), (-1.2 - 0.5 + 1.6) / 16),
         (GRPOLoss(loss_type="luspo"), (-1.2 - 0.5 + 1.6) / 2),
-        (GRPOLoss(entropy_coef=2.0), (-1.2 - 0.5 + 1.6) / 3 - 2 * (0.75 * math.log(4 / 3) + 0.25 * math.log(4))),
+        (
+            GRPOLoss(entropy_coef=2.0),
+            (-1.2 - 0.5 + 1.6) / 3 - 2 * (0.75 * math.log(4 / 3) + 0.25 * math.log(4)),
+        ),
         (RLOOLoss(), (-0.75 + 2 * 0.8) / 2),
     ],
 )
@@ -362,8 +469,14 @@ def call(loss, **inputs):
 
 BAD = {
     "type": (lambda: GRPOLoss(loss_type="gspo"), "loss_type: expected one of 'grpo'.*'vespo'"),
-    "level": (lambda: GRPOLoss(importance_sampling_level="batch"), "importance_sampling_level: expected one of 'token'"),
-    "advantages": (lambda: call(GRPOLoss(), advantages=torch.zeros(3)), r"advantages: expected targets' shape \(4, 3\) or \(4,\)"),
+    "level": (
+        lambda: GRPOLoss(importance_sampling_level="batch"),
+        "importance_sampling_level: expected one of 'token'",
+    ),
+    "advantages": (
+        lambda: call(GRPOLoss(), advantages=torch.zeros(3)),
+        r"advantages: expected targets' shape \(4, 3\) or \(4,\)",
+    ),
     "mask": (lambda: call(GRPOLoss(), mask=torch.zeros(4, 2)), r"mask: expected targets' shape \(4, 3\)"),
     "old": (lambda: call(GRPOLoss(), old_logps=torch.zeros(4)), "old_logps: expected targets' shape"),
     "no reference": (lambda: call(GRPOLoss(beta=0.1)), "ref_logps: expected log-probabilities"),
@@ -376,11 +489,19 @@ BAD = {
     "temperature": (lambda: GRPOLoss(temperature=0.0), "temperature: expected a positive"),
     "sapo": (lambda: GRPOLoss(sapo_temperature_neg=0.0), "sapo_temperature: expected"),
     "quantile": (lambda: GRPOLoss(top_entropy_quantile=1.5), "top_entropy_quantile: expected"),
-    "no sampler": (lambda: call(GRPOLoss(off_policy_mask_threshold=0.1)), "off_policy_mask_threshold: expected old_logps"),
-    "rloo advantages": (lambda: call(RLOOLoss(), advantages=torch.zeros(4, 3)), r"advantages: expected shape \(4,\)"),
+    "no sampler": (
+        lambda: call(GRPOLoss(off_policy_mask_threshold=0.1)),
+        "off_policy_mask_threshold: expected old_logps",
+    ),
+    "rloo advantages": (
+        lambda: call(RLOOLoss(), advantages=torch.zeros(4, 3)),
+        r"advantages: expected shape \(4,\)",
+    ),
     "rloo epsilon": (lambda: RLOOLoss(epsilon=-1.0), "epsilon: expected"),
     "flat": (
-        lambda: GRPOLoss()(torch.zeros(4, 4), torch.zeros(7, 4), torch.zeros(4, dtype=torch.int64), advantages=torch.zeros(4)),
+        lambda: GRPOLoss()(
+            torch.zeros(4, 4), torch.zeros(7, 4), torch.zeros(4, dtype=torch.int64), advantages=torch.zeros(4)
+        ),
         r"targets: expected shape \(B, T\)",
     ),
 }
@@ -405,7 +526,14 @@ def test_compiles_from_outside(name):
         return out.loss, torch.stack([out.logps, out.tokens["d_logps"]])
 
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    (ours, logps), (theirs, truth) = compiled(hidden, weight, problem.targets), model(hidden, weight, problem.targets)
+    (ours, logps), (theirs, truth) = (
+        compiled(hidden, weight, problem.targets),
+        model(hidden, weight, problem.targets),
+    )
     assert relative_error(logps, truth) < 1e-5
-    for a, b in zip(torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(theirs, (hidden, weight)), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, (hidden, weight)),
+        torch.autograd.grad(theirs, (hidden, weight)),
+        strict=True,
+    ):
         assert relative_error(a, b) < 1e-5

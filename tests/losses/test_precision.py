@@ -1,4 +1,5 @@
-"""Mixed precision and recomputation around a loss: autocast with fp32 master weights, GradScaler, checkpointing, saved-tensor hooks."""
+"""Mixed precision and recomputation around a loss: autocast with fp32 master weights, GradScaler,
+checkpointing, saved-tensor hooks."""
 
 from collections.abc import Callable
 
@@ -20,12 +21,16 @@ def naive_dpo(x: Given, heads, **options) -> Tensor:
 
 def naive_grpo(x: Given, heads, **options) -> Tensor:
     inputs = {"advantages": x.advantages, "old_logps": x.old_logps, "ref_logps": x.ref_logps}
-    return reference.grpo(x.hidden, x.weight, x.targets, bias=x.bias, **inputs, beta=0.1, entropy_coef=0.01, **options)[0]
+    return reference.grpo(
+        x.hidden, x.weight, x.targets, bias=x.bias, **inputs, beta=0.1, entropy_coef=0.01, **options
+    )[0]
 
 
 def naive_jsd(x: Given, heads, **options) -> Tensor:
     inputs = {"teacher_hidden": x.teacher_hidden, "teacher_weight": x.teacher_weight}
-    return reference.distillation(x.hidden, x.weight, x.targets, bias=x.bias, **inputs, hard_loss_weight=0.2, **options)[0]
+    return reference.distillation(
+        x.hidden, x.weight, x.targets, bias=x.bias, **inputs, hard_loss_weight=0.2, **options
+    )[0]
 
 
 def naive_medusa(x: Given, heads, **options) -> Tensor:
@@ -37,7 +42,9 @@ def naive_medusa(x: Given, heads, **options) -> Tensor:
 
 
 NAIVE: dict[str, Callable[..., Tensor]] = {
-    "cross-entropy": lambda x, heads, **options: reference.cross_entropy(x.hidden, x.weight, x.targets, bias=x.bias, **options),
+    "cross-entropy": lambda x, heads, **options: reference.cross_entropy(
+        x.hidden, x.weight, x.targets, bias=x.bias, **options
+    ),
     "DPO": naive_dpo,
     "GRPO": naive_grpo,
     "JSD": naive_jsd,
@@ -47,13 +54,17 @@ names = pytest.mark.parametrize("name", NAIVE)
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
-def outcome(loss: Callable, dtype: torch.dtype, autocast: torch.dtype | None = None, scale: float = 1.0, **options) -> dict[str, Tensor]:
+def outcome(
+    loss: Callable, dtype: torch.dtype, autocast: torch.dtype | None = None, scale: float = 1.0, **options
+) -> dict[str, Tensor]:
     """Gradients of `scale * loss` on fresh leaves, divided by the scale, as a GradScaler would."""
     x, heads = every_loss.given(40, dtype=dtype), every_loss.heads(dtype)
     with torch.autocast(DEVICE.type, dtype=autocast, enabled=autocast is not None):
         value = loss(x, heads, **options)
         value = value if isinstance(value, Tensor) else value[0]
-    return {name: gradient / scale for name, gradient in every_loss.gradients(value * scale, x, heads).items()}
+    return {
+        name: gradient / scale for name, gradient in every_loss.gradients(value * scale, x, heads).items()
+    }
 
 
 @names
@@ -64,7 +75,9 @@ def test_autocast_with_fp32_master_weights(name, autocast, budget):
     ours = outcome(LOSSES[name], torch.float32, autocast, logits_budget=budget)
     assert ours.keys() == truth.keys()
     for operand, gradient in ours.items():
-        assert_close(gradient, truth[operand], naive[operand], name=operand)  # in the dtype of the naive one, fp32
+        assert_close(
+            gradient, truth[operand], naive[operand], name=operand
+        )  # in the dtype of the naive one, fp32
 
 
 @names
@@ -73,7 +86,10 @@ def test_a_grad_scaler_keeps_what_fp16_flushes(name, master):
     """With p / N below 6e-8, fp16 holds no gradient of a logit, and none of the weights without the scale."""
     autocast = torch.float16 if master == torch.float32 else None
     options = {"num_items": 2.0**20, "scale": 65536.0}
-    truth, naive = (outcome(NAIVE[name], dtype, half, **options) for dtype, half in ((torch.float64, None), (master, autocast)))
+    truth, naive = (
+        outcome(NAIVE[name], dtype, half, **options)
+        for dtype, half in ((torch.float64, None), (master, autocast))
+    )
     for operand, gradient in outcome(LOSSES[name], master, autocast, **options).items():
         assert_close(gradient, truth[operand], naive[operand], name=operand)
 
@@ -88,7 +104,9 @@ AROUND: dict[str, Callable] = {
 }
 HOOKS: dict[str, Callable] = {
     "save_on_cpu": lambda: torch.autograd.graph.save_on_cpu(),
-    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: (x.dtype, x.double()), lambda kept: kept[1].to(kept[0])),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (x.dtype, x.double()), lambda kept: kept[1].to(kept[0])
+    ),
 }
 
 
@@ -123,4 +141,6 @@ def test_saved_tensor_hooks_and_a_second_backward(name, hooks):
             return function(*tensors)
 
     plain = accumulated(lambda function, *tensors: function(*tensors), name)
-    torch.testing.assert_close(accumulated(within, name, times=2), {name: 2 * gradient for name, gradient in plain.items()})
+    torch.testing.assert_close(
+        accumulated(within, name, times=2), {name: 2 * gradient for name, gradient in plain.items()}
+    )

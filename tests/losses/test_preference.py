@@ -1,4 +1,5 @@
-"""Preference losses against the fp64 reference: every type and option, in every strategy, padded and packed."""
+"""Preference losses against the fp64 reference: every type and option, in every strategy, padded and
+packed."""
 
 import math
 
@@ -13,20 +14,40 @@ from logitless.losses.kto import KTO_LOSSES
 from logitless.losses.reference_free import CPO_LOSSES
 from tests import reference
 from tests.cases import DTYPES
-from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, assert_metrics_close, relative_error, run
+from tests.support import (
+    DEVICE,
+    AllocationWatcher,
+    GemmCounter,
+    assert_close,
+    assert_metrics_close,
+    relative_error,
+    run,
+)
 
 H, V, H_REF = 16, 300, 12
 ROW = V * 8  # bytes of a row of fp64 logits
 SCRATCH = 6 * 8 * 2**10  # of the twins beside them
 
-MATHS = {DPOLoss: reference.dpo, ORPOLoss: reference.orpo, CPOLoss: reference.cpo, SimPOLoss: reference.simpo, KTOLoss: reference.kto}
+MATHS = {
+    DPOLoss: reference.dpo,
+    ORPOLoss: reference.orpo,
+    CPOLoss: reference.cpo,
+    SimPOLoss: reference.simpo,
+    KTOLoss: reference.kto,
+}
 SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")
 
 VARIANTS = {
-    **{f"dpo {name}": (DPOLoss, {"loss_type": name, "label_smoothing": 0.1 if name == "exo_pair" else 0.0}) for name in DPO_TYPES},
+    **{
+        f"dpo {name}": (DPOLoss, {"loss_type": name, "label_smoothing": 0.1 if name == "exo_pair" else 0.0})
+        for name in DPO_TYPES
+    },
     **{f"dpo {name} smoothed": (DPOLoss, {"loss_type": name, "label_smoothing": 0.2}) for name in SMOOTHED},
     **{f"dpo {name}": (DPOLoss, {"f_divergence_type": name}) for name in DIVERGENCES},
-    "dpo alpha near 1": (DPOLoss, {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1 + 1e-9}),
+    "dpo alpha near 1": (
+        DPOLoss,
+        {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1 + 1e-9},
+    ),
     "dpo ipo of scores": (DPOLoss, {"f_divergence_type": "js_divergence", "loss_type": "ipo", "beta": 0.3}),
     "dpo length-desensitized": (DPOLoss, {"ld_alpha": 0.3}),
     "dpo weighted": (DPOLoss, {"use_weighting": True, "beta": 0.5}),
@@ -43,7 +64,10 @@ VARIANTS = {
     "cpo without nll": (CPOLoss, {"cpo_alpha": 0.0}),
     "alphapo": (CPOLoss, {"loss_type": "simpo", "cpo_alpha": 0.0, "alpha": 0.25}),
     "simpo": (SimPOLoss, {"gamma": 0.9}),
-    **{f"kto {name}": (KTOLoss, {"loss_type": name, "desirable_weight": 1.3, "undesirable_weight": 0.6}) for name in KTO_LOSSES},
+    **{
+        f"kto {name}": (KTOLoss, {"loss_type": name, "desirable_weight": 1.3, "undesirable_weight": 0.6})
+        for name in KTO_LOSSES
+    },
 }
 # Rows that the budget holds; a pair has 20 to 45.
 STRATEGIES = {"resident": (True, 64), "recompute": (True, 3), "row_scaled": (False, 5)}
@@ -56,11 +80,17 @@ class Problem:
 
     def __init__(self, kind, variant: str, *, packed: bool, given: str, seed: int, dtype=torch.float64):
         generator = torch.Generator(DEVICE).manual_seed(seed)
-        self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+        self.random = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            DEVICE, dtype
+        )
         lengths = [9, 14, 31, 11, 12, 14] if packed else [15] * 6
         self.starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=DEVICE)
         self.shape = (sum(lengths),) if packed else (6, 15)
-        self.hidden, self.weight, self.bias = self.random(*self.shape, H), self.random(V, H) / 3, self.random(V)
+        self.hidden, self.weight, self.bias = (
+            self.random(*self.shape, H),
+            self.random(V, H) / 3,
+            self.random(V),
+        )
         ids = torch.randint(0, V, (sum(lengths),), generator=generator)
         prompt = torch.rand(sum(lengths), generator=generator) < 0.3
         prompt[self.starts[4] : self.starts[5]] = True
@@ -68,9 +98,9 @@ class Problem:
         self.options = {"cu_seqlens": self.starts} if packed else {}
         self.own_head = {}
         if kind is KTOLoss:
-            self.options |= {"labels": torch.tensor([True, False, True, True, False, False], device=DEVICE)} | (
-                {"kl": 0.4} if "apo" not in variant else {}
-            )
+            self.options |= {
+                "labels": torch.tensor([True, False, True, True, False, False], device=DEVICE)
+            } | ({"kl": 0.4} if "apo" not in variant else {})
         if "with prompts" in variant:
             padding = torch.rand(sum(lengths), generator=generator) < 0.1
             self.options["nll_targets"] = torch.where(padding & prompt, -100, ids).view(self.shape).to(DEVICE)
@@ -83,17 +113,26 @@ class Problem:
             self.options |= {"ref_hidden": hidden, "ref_weight": weight, "ref_bias": bias}
             self.own_head = {"ref_softcap": 7.0, "ref_logit_scale": 0.5} if "own" in given else {}
             return
-        per_token = torch.where(self.targets == -100, 7.0, -self.random(*self.shape).abs() * 3)  # what stands at a prompt is nobody's
-        sequences = [per_token.view(-1)[a:b][self.targets.view(-1)[a:b] != -100].sum() for a, b in zip(self.starts[:-1], self.starts[1:])]
+        per_token = torch.where(
+            self.targets == -100, 7.0, -self.random(*self.shape).abs() * 3
+        )  # what stands at a prompt is nobody's
+        sequences = [
+            per_token.view(-1)[a:b][self.targets.view(-1)[a:b] != -100].sum()
+            for a, b in zip(self.starts[:-1], self.starts[1:])
+        ]
         self.options["ref_logps"] = per_token if given == "token" else torch.stack(sequences)
 
 
 def truth_of(kind, settings: dict, problem: Problem, **maths):
-    """The reference as a function of the operands; what its arguments lack of ours are the engine's affairs."""
+    """The reference as a function of the operands; what its arguments lack of ours are the engine's
+    affairs."""
     head = {name: settings[name] for name in ("softcap", "logit_scale", "temperature") if name in settings}
     extra = {}
     if "ref_hidden" in problem.options:
-        extra = {f"ref_{name}": problem.own_head.get(f"ref_{name}", head.get(name)) for name in ("softcap", "logit_scale")}
+        extra = {
+            f"ref_{name}": problem.own_head.get(f"ref_{name}", head.get(name))
+            for name in ("softcap", "logit_scale")
+        }
         extra = {name: value for name, value in extra.items() if value is not None}
     options = dict(problem.options)
     if "ref_logps" in options and options["ref_logps"].shape == problem.targets.shape:
@@ -101,7 +140,9 @@ def truth_of(kind, settings: dict, problem: Problem, **maths):
     found = {}
 
     def loss(hidden, weight, targets, *, bias):
-        value, found["metrics"] = MATHS[kind](hidden, weight, targets, bias=bias, **options, **head, **extra, **maths)
+        value, found["metrics"] = MATHS[kind](
+            hidden, weight, targets, bias=bias, **options, **head, **extra, **maths
+        )
         return value
 
     return loss, found
@@ -112,28 +153,57 @@ def cases():
         for turn, strategy in enumerate(STRATEGIES):
             for packed in (False, True):
                 mixed = number + turn + 3 * packed
-                given, head, reduction = REFERENCES[mixed % 4], HEADS[(number + 2 * turn + packed) % 4], ("mean", "sum")[number % 2]
+                given, head, reduction = (
+                    REFERENCES[mixed % 4],
+                    HEADS[(number + 2 * turn + packed) % 4],
+                    ("mean", "sum")[number % 2],
+                )
                 num_items = 2.5 if reduction == "mean" and turn == 1 else None
-                values = name, kind, options, strategy, packed, given, head, reduction, num_items, bool(mixed % 3)
+                values = (
+                    name,
+                    kind,
+                    options,
+                    strategy,
+                    packed,
+                    given,
+                    head,
+                    reduction,
+                    num_items,
+                    bool(mixed % 3),
+                )
                 yield pytest.param(*values, id=f"{name}-{strategy}-{'packed' if packed else 'padded'}")
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("name, kind, options, strategy, packed, given, head, reduction, num_items, compact", list(cases()))
-def test_equals_the_reference(name, kind, options, strategy, packed, given, head, reduction, num_items, compact):
+@pytest.mark.parametrize(
+    "name, kind, options, strategy, packed, given, head, reduction, num_items, compact", list(cases())
+)
+def test_equals_the_reference(
+    name, kind, options, strategy, packed, given, head, reduction, num_items, compact
+):
     problem = Problem(kind, name, packed=packed, given=given, seed=len(name))
     trainable, rows = STRATEGIES[strategy]
     batch_scope = kind is DPOLoss and any(word in str(options.get("loss_type")) for word in ("aot",))
     # With compact=False the host does not know where packed groups end, and takes all of them for one.
     if strategy == "resident":
         rows = 200 if batch_scope or (packed and not compact) else 40 if kind is KTOLoss else rows
-    settings = options | head | problem.own_head | {"reduction": reduction, "compact": compact, "logits_budget": SCRATCH + rows * ROW}
+    settings = (
+        options
+        | head
+        | problem.own_head
+        | {"reduction": reduction, "compact": compact, "logits_budget": SCRATCH + rows * ROW}
+    )
     loss = kind(**settings)
     truth_loss, found = truth_of(kind, settings, problem, reduction=reduction, num_items=num_items, **options)
     requires = ("hidden", "weight", "bias") if trainable else ("hidden",)
     operands = problem.hidden, problem.weight, problem.targets, problem.bias
     truth = run(truth_loss, *operands, 1.7, requires)
-    ours = run(lambda h, w, t, *, bias: loss(h, w, t, bias=bias, num_items=num_items, **problem.options), *operands, 1.7, requires)
+    ours = run(
+        lambda h, w, t, *, bias: loss(h, w, t, bias=bias, num_items=num_items, **problem.options),
+        *operands,
+        1.7,
+        requires,
+    )
     assert ours.output.plan.strategy == strategy, ours.output.plan.describe()
     assert relative_error(ours.value, truth.value) < 1e-12
     for operand, gradient in truth.grads.items():
@@ -171,32 +241,60 @@ def test_within_twice_the_naive_error(name, trainable, dtype):
     naive = run(truth_loss, problem.hidden, problem.weight, problem.targets, problem.bias, 1.7, requires)
     ours = run(
         lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **problem.options),
-        problem.hidden, problem.weight, problem.targets, problem.bias, 1.7, requires,
-    )  # fmt: skip
-    problem.options = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in problem.options.items()}
+        problem.hidden,
+        problem.weight,
+        problem.targets,
+        problem.bias,
+        1.7,
+        requires,
+    )
+    problem.options = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in problem.options.items()
+    }
     truth_loss, _ = truth_of(kind, {}, problem, **options)
     exact = [x.double() for x in (problem.hidden, problem.weight, problem.bias)]
     truth = run(truth_loss, *exact[:2], problem.targets, exact[2], 1.7, requires)
     # One number may be right by luck, in the naive computation as in ours.
-    assert_close(ours.value, truth.value, max(relative_error(naive.value, truth.value), torch.finfo(dtype).eps), name="loss")
+    assert_close(
+        ours.value,
+        truth.value,
+        max(relative_error(naive.value, truth.value), torch.finfo(dtype).eps),
+        name="loss",
+    )
     for operand in truth.grads:
         assert_close(ours.grads[operand], truth.grads[operand], naive.grads[operand], name=f"d_{operand}")
 
 
 @pytest.mark.parametrize("name", ["dpo sigmoid", "dpo weighted", "kto kto", "simpo", "dpo aot smoothed"])
 def test_unreduced(name):
-    """reduction="none" gives one loss per pair (or sequence), whose gradients are right for any upstream vector."""
+    """reduction="none" gives one loss per pair (or sequence), whose gradients are right for any upstream
+    vector."""
     kind, options = VARIANTS[name]
     problem = Problem(kind, name, packed=False, given="hidden", seed=4)
     hidden = problem.hidden.requires_grad_()
-    out = kind(**options, reduction="none")(hidden, problem.weight, problem.targets, bias=problem.bias, **problem.options)
+    out = kind(**options, reduction="none")(
+        hidden, problem.weight, problem.targets, bias=problem.bias, **problem.options
+    )
     assert out.loss.shape == ((6,) if kind is KTOLoss else (3,))
     truth_loss, found = truth_of(kind, {}, problem, reduction="sum", **options)
-    assert relative_error(out.loss.sum().detach(), truth_loss(hidden, problem.weight, problem.targets, bias=problem.bias).detach()) < 1e-12
+    assert (
+        relative_error(
+            out.loss.sum().detach(),
+            truth_loss(hidden, problem.weight, problem.targets, bias=problem.bias).detach(),
+        )
+        < 1e-12
+    )
     assert_metrics_close(out.metrics, found["metrics"], 1e-10)
-    upstream = torch.randn(out.loss.shape, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(0))
+    upstream = torch.randn(
+        out.loss.shape, dtype=torch.float64, generator=torch.Generator(DEVICE).manual_seed(0)
+    )
     (ours,) = torch.autograd.grad(out.loss, hidden, upstream)
-    rows = [truth_rows(kind, options, problem, hidden, row) for row in range(len(upstream))] if "aot" not in name else None
+    rows = (
+        [truth_rows(kind, options, problem, hidden, row) for row in range(len(upstream))]
+        if "aot" not in name
+        else None
+    )
     if rows:
         theirs = sum(torch.autograd.grad(row, hidden)[0] * g for row, g in zip(rows, upstream, strict=True))
         assert relative_error(ours, theirs) < 1e-10
@@ -219,7 +317,10 @@ def test_shifted_labels_beside_reference_hidden_states(name, reduction):
 def truth_rows(kind, options, problem, hidden, row):
     """The reference's loss of one pair (or one sequence) of a padded problem."""
     keep = [row] if kind is KTOLoss else [row, row + 3]
-    smaller = {name: x[keep] if isinstance(x, Tensor) and x.shape[:1] == (6,) else x for name, x in problem.options.items()}
+    smaller = {
+        name: x[keep] if isinstance(x, Tensor) and x.shape[:1] == (6,) else x
+        for name, x in problem.options.items()
+    }
     part = type("Part", (), {"options": smaller, "own_head": {}, "targets": problem.targets[keep]})
     loss, _ = truth_of(kind, {}, part, reduction="sum", **options)
     return loss(hidden[keep], problem.weight, part.targets, bias=problem.bias)
@@ -231,7 +332,9 @@ def test_kl_from_a_second_set_of_hidden_states():
     kl_targets = torch.randint(0, V, (4, 7), generator=torch.Generator(DEVICE).manual_seed(1)).to(DEVICE)
     kl_targets[:, ::3] = -100
     policy, _, _ = reference.token_logprobs(kl_hidden, problem.weight, kl_targets, bias=problem.bias)
-    ref, _, _ = reference.token_logprobs(kl_ref, problem.options["ref_weight"], kl_targets, bias=problem.options["ref_bias"])
+    ref, _, _ = reference.token_logprobs(
+        kl_ref, problem.options["ref_weight"], kl_targets, bias=problem.options["ref_bias"]
+    )
     gap = (policy.sum() - ref.sum()) / 4
     operands = problem.hidden.requires_grad_(), problem.weight, problem.targets
 
@@ -272,14 +375,24 @@ def test_logits_over_positions():
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(
     "trainable, rows, given, products",
-    [(True, 200, None, 3), (True, 3, None, 4), (False, 3, None, 2), (True, 200, "hidden", 4), (False, 3, "hidden", 3)],
+    [
+        (True, 200, None, 3),
+        (True, 3, None, 4),
+        (False, 3, None, 2),
+        (True, 200, "hidden", 4),
+        (False, 3, "hidden", 3),
+    ],
 )
 def test_products(trainable, rows, given, products):
-    """3 products where pairs fit the budget, 2 with a frozen head; one more for a reference that is walked."""
+    """3 products where pairs fit the budget, 2 with a frozen head; one more for a reference that is
+    walked."""
     problem = Problem(DPOLoss, "", packed=False, given="sequence", seed=7)
     problem.targets = problem.targets.clamp(min=0)
     if given:
-        problem.options = {"ref_hidden": problem.random(*problem.shape, H), "ref_weight": problem.random(V, H)}
+        problem.options = {
+            "ref_hidden": problem.random(*problem.shape, H),
+            "ref_weight": problem.random(V, H),
+        }
     loss = DPOLoss(logits_budget=SCRATCH + rows * ROW)
     weight = problem.weight.requires_grad_(trainable)
     with GemmCounter(90, V, H) as counter:
@@ -291,13 +404,18 @@ def test_products(trainable, rows, given, products):
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen head"])
 @pytest.mark.parametrize("T", [16, 128, 1024])
 def test_one_pair_of_any_length_keeps_the_budget(T, trainable):
-    hidden, weight = torch.randn(2, T, H, device=DEVICE), torch.randn(V, H, device=DEVICE).requires_grad_(trainable)
+    hidden, weight = (
+        torch.randn(2, T, H, device=DEVICE),
+        torch.randn(V, H, device=DEVICE).requires_grad_(trainable),
+    )
     ref_hidden, ref_weight = torch.randn(2, T, H, device=DEVICE), torch.randn(V, H, device=DEVICE)
     targets = torch.randint(0, V, (2, T), device=DEVICE)
     budget, hidden = 160 * 2**10, hidden.requires_grad_()
     watch = AllocationWatcher()
     with watch:
-        out = DPOLoss(logits_budget=budget)(hidden, weight, targets, ref_hidden=ref_hidden, ref_weight=ref_weight)
+        out = DPOLoss(logits_budget=budget)(
+            hidden, weight, targets, ref_hidden=ref_hidden, ref_weight=ref_weight
+        )
         out.loss.backward()
     gradients = hidden.nbytes + 2 * V * H * 4
     per_token = 64 * 4 * 2 * T
@@ -336,7 +454,9 @@ def test_extremes_are_finite(name, what):
         inputs["kl"] = 0.1
     if issubclass(kind, (DPOLoss, KTOLoss)) and kind(**options).needs_reference:
         inputs["ref_logps"] = torch.full((4,), -3.0, device=DEVICE)
-    ours = run(lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **inputs), hidden, weight, targets)
+    ours = run(
+        lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **inputs), hidden, weight, targets
+    )
     values = [ours.value, *ours.grads.values(), *ours.output.metrics.values()]
     assert all(x.isfinite().all() for x in values)
     if what == "nothing supervised":
@@ -351,16 +471,25 @@ def test_huge_log_ratios_are_finite(name, gap):
     inputs = {"ref_logps": torch.tensor([gap, -gap], device=DEVICE)} if kind is DPOLoss else {}
     options = options | ({"beta": 5.0} if kind is DPOLoss else {"alpha": gap})
     targets = torch.randint(0, 30, (2, 5), device=DEVICE)
-    ours = run(lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **inputs), hidden, weight, targets)
+    ours = run(
+        lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **inputs), hidden, weight, targets
+    )
     assert all(x.isfinite().all() for x in (ours.value, *ours.grads.values()))
 
 
-@pytest.mark.parametrize("name, more", [
-    *((name, {}) for name in ("dpo sigmoid", "dpo list", "orpo with prompts", "cpo sigmoid", "simpo", "kto kto")),
-    *((name, {"logits_over": "position"}) for name in ("orpo with prompts", "cpo sigmoid", "simpo")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        *(
+            (name, {})
+            for name in ("dpo sigmoid", "dpo list", "orpo with prompts", "cpo sigmoid", "simpo", "kto kto")
+        ),
+        *((name, {"logits_over": "position"}) for name in ("orpo with prompts", "cpo sigmoid", "simpo")),
+    ],
+)
 def test_a_masked_vocabulary_gives_no_nan(name, more):
-    """A bias of -inf at ids that no target has: mean logits of -inf, as in TRL, and all else as without these ids."""
+    """A bias of -inf at ids that no target has: mean logits of -inf, as in TRL, and all else as without these
+    ids."""
     kind, options = VARIANTS[name]
     options = options | more
     problem = Problem(kind, name, packed=False, given="sequence", seed=2)
@@ -372,7 +501,13 @@ def test_a_masked_vocabulary_gives_no_nan(name, more):
     masked = problem.bias.clone()
     masked[kept:] = -math.inf
     outs = [
-        run(lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **problem.options), problem.hidden, w, targets, b)
+        run(
+            lambda h, w, t, *, bias: kind(**options)(h, w, t, bias=bias, **problem.options),
+            problem.hidden,
+            w,
+            targets,
+            b,
+        )
         for w, b in ((problem.weight, masked), (problem.weight[:kept], problem.bias[:kept]))
     ]
     ours, cut = outs
@@ -396,10 +531,20 @@ def test_an_impossible_token_stays_on_its_side():
         for loss in (ORPOLoss(), CPOLoss()):
             out = loss(problem.hidden, problem.weight, problem.targets, bias=problem.bias)
             assert out.loss.isfinite() and out.metrics["nll_loss"].isfinite(), type(loss)
-            assert out.metrics["logps/chosen"].isfinite() and out.metrics["logps/rejected"] == -math.inf, type(loss)
+            assert out.metrics["logps/chosen"].isfinite() and out.metrics["logps/rejected"] == -math.inf, (
+                type(loss)
+            )
         labels = torch.tensor([True] * 3 + [False] * 3, device=DEVICE)
         ref_logps = torch.zeros(6, dtype=torch.float64, device=DEVICE)
-        out = KTOLoss()(problem.hidden, problem.weight, problem.targets, bias=problem.bias, labels=labels, kl=0.1, ref_logps=ref_logps)
+        out = KTOLoss()(
+            problem.hidden,
+            problem.weight,
+            problem.targets,
+            bias=problem.bias,
+            labels=labels,
+            kl=0.1,
+            ref_logps=ref_logps,
+        )
         assert out.loss.isfinite() and out.metrics["rewards/chosen"].isfinite()
         assert out.metrics["logps/rejected"] == -math.inf and out.metrics["rewards/margins"] == math.inf
 
@@ -427,9 +572,18 @@ def test_by_hand(loss, expected):
 
 
 def test_kto_by_hand():
-    hidden, weight, targets = torch.ones(2, 1, 1), torch.tensor([[math.log(3)], [0.0]]), torch.tensor([[0], [1]])
+    hidden, weight, targets = (
+        torch.ones(2, 1, 1),
+        torch.tensor([[math.log(3)], [0.0]]),
+        torch.tensor([[0], [1]]),
+    )
     out = KTOLoss(beta=1.0, desirable_weight=2.0)(
-        hidden, weight, targets, labels=torch.tensor([True, False]), kl=math.log(2), ref_logps=torch.tensor([math.log(1 / 4)] * 2)
+        hidden,
+        weight,
+        targets,
+        labels=torch.tensor([True, False]),
+        kl=math.log(2),
+        ref_logps=torch.tensor([math.log(1 / 4)] * 2),
     )
     # Ratios log 3 and 0: 2 (1 - sigma(log 3/2)) and 1 - sigma(log 2), over two sequences.
     assert out.loss.item() == pytest.approx((2 * 2 / 5 + 1 / 3) / 2, abs=1e-6)
@@ -447,29 +601,52 @@ PACKED = torch.tensor([0, 2, 4, 6], device=DEVICE)
 BAD = {
     "odd": (lambda: call(SimPOLoss(), 3), "hidden: expected a multiple of 2"),
     "no reference": (lambda: call(DPOLoss()), "ref_logps: expected one of"),
-    "both references": (lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4), **REF), "ref_logps: expected one of"),
-    "needless reference": (lambda: call(DPOLoss(reference_free=True), **REF), "ref_logps: expected no reference"),
-    "no reference head": (lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4)), "ref_weight: expected the reference's head"),
+    "both references": (
+        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4), **REF),
+        "ref_logps: expected one of",
+    ),
+    "needless reference": (
+        lambda: call(DPOLoss(reference_free=True), **REF),
+        "ref_logps: expected no reference",
+    ),
+    "no reference head": (
+        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4)),
+        "ref_weight: expected the reference's head",
+    ),
     "reference head": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 5), ref_weight=torch.zeros(7, 4)), r"ref_weight: expected shape \(7, 5\)"
+        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 5), ref_weight=torch.zeros(7, 4)),
+        r"ref_weight: expected shape \(7, 5\)",
     ),
     "reference tokens": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 2, 4), ref_weight=torch.zeros(7, 4)), "ref_hidden: expected shape"
+        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 2, 4), ref_weight=torch.zeros(7, 4)),
+        "ref_hidden: expected shape",
     ),
     "reference bias": (
-        lambda: call(DPOLoss(), ref_hidden=torch.zeros(4, 3, 4), ref_weight=torch.zeros(7, 4), ref_bias=torch.zeros(3)),
+        lambda: call(
+            DPOLoss(), ref_hidden=torch.zeros(4, 3, 4), ref_weight=torch.zeros(7, 4), ref_bias=torch.zeros(3)
+        ),
         "ref_bias: expected",
     ),
-    "reference shape": (lambda: call(DPOLoss(), ref_logps=torch.zeros(3)), r"ref_sequence_logps: expected shape \(4,\)"),
+    "reference shape": (
+        lambda: call(DPOLoss(), ref_logps=torch.zeros(3)),
+        r"ref_sequence_logps: expected shape \(4,\)",
+    ),
     "loss type": (lambda: DPOLoss(loss_type="dpo"), "loss_type: expected one of .*'sigmoid'.*'sft'"),
     "no loss type": (lambda: DPOLoss(loss_type=()), "loss_type: expected at least one"),
-    "loss weights": (lambda: DPOLoss(loss_type=("ipo", "sft"), loss_weights=(1.0,)), "loss_weights: expected 2 numbers"),
+    "loss weights": (
+        lambda: DPOLoss(loss_type=("ipo", "sft"), loss_weights=(1.0,)),
+        "loss_weights: expected 2 numbers",
+    ),
     "exo": (lambda: DPOLoss(loss_type="exo_pair"), "label_smoothing: expected .* for exo_pair"),
-    "robust": (lambda: DPOLoss(loss_type="robust", label_smoothing=0.5), "label_smoothing: expected less than 0.5"),
+    "robust": (
+        lambda: DPOLoss(loss_type="robust", label_smoothing=0.5),
+        "label_smoothing: expected less than 0.5",
+    ),
     "smoothing": (lambda: DPOLoss(label_smoothing=1.1), "label_smoothing: expected a number in"),
     "divergence": (lambda: DPOLoss(f_divergence_type="kl"), "f_divergence_type: expected one of"),
     "divergence of a rating": (
-        lambda: DPOLoss(f_divergence_type="forward_kl", loss_type="nca_pair"), "f_divergence_type: expected 'reverse_kl' for"
+        lambda: DPOLoss(f_divergence_type="forward_kl", loss_type="nca_pair"),
+        "f_divergence_type: expected 'reverse_kl' for",
     ),
     "weighted sort": (lambda: DPOLoss(use_weighting=True, loss_type="aot"), "use_weighting: expected False"),
     "beta": (lambda: DPOLoss(beta=0.0), "beta: expected a positive"),
@@ -477,30 +654,63 @@ BAD = {
     "tau": (lambda: DPOLoss(discopop_tau=0.0), "discopop_tau: expected"),
     "cpo type": (lambda: CPOLoss(loss_type="dpo"), "loss_type: expected one of .*'simpo'"),
     "kto type": (lambda: KTOLoss(loss_type="dpo"), "loss_type: expected one of 'kto'"),
-    "labels": (lambda: call(KTOLoss(), labels=torch.zeros(3, dtype=torch.bool), kl=0.0, **REF), r"labels: expected shape \(4,\)"),
-    "label shape": (lambda: call(KTOLoss(), labels=torch.zeros(4, 1), kl=0.0, **REF), "labels: expected shape"),
+    "labels": (
+        lambda: call(KTOLoss(), labels=torch.zeros(3, dtype=torch.bool), kl=0.0, **REF),
+        r"labels: expected shape \(4,\)",
+    ),
+    "label shape": (
+        lambda: call(KTOLoss(), labels=torch.zeros(4, 1), kl=0.0, **REF),
+        "labels: expected shape",
+    ),
     "no kl": (lambda: call(KTOLoss(), labels=torch.zeros(4), **REF), "kl: expected a number"),
-    "kl parts": (lambda: call(KTOLoss(), labels=torch.zeros(4), kl={"kl_hidden": None}, **REF), "kl: expected kl_hidden, kl_targets"),
-    "nll targets": (lambda: call(ORPOLoss(), nll_targets=torch.zeros(4, 2)), "nll_targets: expected targets' shape"),
-    "positions": (lambda: ORPOLoss(logits_over="position", softcap=3.0), "logits_over: expected 'completion' with a softcap"),
+    "kl parts": (
+        lambda: call(KTOLoss(), labels=torch.zeros(4), kl={"kl_hidden": None}, **REF),
+        "kl: expected kl_hidden, kl_targets",
+    ),
+    "nll targets": (
+        lambda: call(ORPOLoss(), nll_targets=torch.zeros(4, 2)),
+        "nll_targets: expected targets' shape",
+    ),
+    "positions": (
+        lambda: ORPOLoss(logits_over="position", softcap=3.0),
+        "logits_over: expected 'completion' with a softcap",
+    ),
     "flat": (
         lambda: SimPOLoss()(torch.zeros(6, 4), torch.zeros(7, 4), torch.zeros(6, dtype=torch.int64)),
         r"hidden: expected shape \(B, T",
     ),
     "boundaries": (
-        lambda: SimPOLoss()(torch.zeros(9, 4), torch.zeros(7, 4), torch.zeros(9, dtype=torch.int64), cu_seqlens=torch.tensor([0, 2, 8])),
+        lambda: SimPOLoss()(
+            torch.zeros(9, 4),
+            torch.zeros(7, 4),
+            torch.zeros(9, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, 2, 8]),
+        ),
         "cu_seqlens: expected rising boundaries from 0 to 9",
     ),
     "falling boundaries": (
-        lambda: SimPOLoss()(torch.zeros(6, 4), torch.zeros(7, 4), torch.zeros(6, dtype=torch.int64), cu_seqlens=torch.tensor([0, 7, 6])),
+        lambda: SimPOLoss()(
+            torch.zeros(6, 4),
+            torch.zeros(7, 4),
+            torch.zeros(6, dtype=torch.int64),
+            cu_seqlens=torch.tensor([0, 7, 6]),
+        ),
         "cu_seqlens: expected rising",
     ),
     "boundary dtype": (
-        lambda: SimPOLoss()(torch.zeros(6, 4), torch.zeros(7, 4), torch.zeros(6, dtype=torch.int64), cu_seqlens=PACKED[:3] * 1.0),
+        lambda: SimPOLoss()(
+            torch.zeros(6, 4),
+            torch.zeros(7, 4),
+            torch.zeros(6, dtype=torch.int64),
+            cu_seqlens=PACKED[:3] * 1.0,
+        ),
         "cu_seqlens: expected .* int64",
     ),
-    "padded and packed": (lambda: call(SimPOLoss(), cu_seqlens=PACKED[:3]), r"hidden: expected shape \(N, H\) with cu_seqlens"),
-}  # fmt: skip
+    "padded and packed": (
+        lambda: call(SimPOLoss(), cu_seqlens=PACKED[:3]),
+        r"hidden: expected shape \(N, H\) with cu_seqlens",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -514,7 +724,9 @@ def test_a_budget_below_a_pair_warns_how_much_would_do():
     problem = Problem(SimPOLoss, "", packed=False, given="", seed=8)
     engine_budget.warn_once.cache_clear()
     with pytest.warns(BudgetWarning, match="set logits_budget="):
-        SimPOLoss(logits_budget=SCRATCH + 4 * ROW)(problem.hidden.requires_grad_(), problem.weight.requires_grad_(), problem.targets)
+        SimPOLoss(logits_budget=SCRATCH + 4 * ROW)(
+            problem.hidden.requires_grad_(), problem.weight.requires_grad_(), problem.targets
+        )
 
 
 @pytest.mark.parametrize("name", ["dpo sigmoid", "orpo with prompts", "kto kto"])

@@ -20,16 +20,19 @@ from logitless import (
     MultiTokenLoss,
     ORPOLoss,
     RLOOLoss,
-)  # fmt: skip
-from logitless.losses.base import LogitsLoss
+)
 from logitless.engine.terms import Term
+from logitless.losses.base import LogitsLoss
 from logitless.losses.logprobs import TokenNumbers
 from logitless.parallel.vocabulary import IGNORED, ShardedVocabulary
 from tests.ranks import in_processes
 from tests.support import DEVICE
 
 if DEVICE.type != "cpu":
-    pytest.skip("processes of gloo, on the CPU; `python -m benchmarks tensor-parallel` compares on GPUs", allow_module_level=True)
+    pytest.skip(
+        "processes of gloo, on the CPU; `python -m benchmarks tensor-parallel` compares on GPUs",
+        allow_module_level=True,
+    )
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
 # A sharded LogitsLoss is not compiled, so that the whole one need not be either.
@@ -46,8 +49,12 @@ class Numbers(TokenNumbers):
 
     def __call__(self, hidden, weight, targets, *, bias=None):
         found, plan = self.numbers(hidden, weight, targets, bias=bias)
-        values = found["logps"].cos() + 0.1 * found["lse"].square() + found.get("entropy", torch.zeros(())) ** 2
-        return Answer(values.sum(), {name: x.detach() for name, x in found.items() if x.shape == targets.shape}, plan)
+        values = (
+            found["logps"].cos() + 0.1 * found["lse"].square() + found.get("entropy", torch.zeros(())) ** 2
+        )
+        return Answer(
+            values.sum(), {name: x.detach() for name, x in found.items() if x.shape == targets.shape}, plan
+        )
 
 
 @dataclass
@@ -59,7 +66,9 @@ class Answer:
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu")
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64, device="cpu"
+    )
 
 
 def targets() -> Tensor:
@@ -97,21 +106,39 @@ CASES = {
     "logprobs": (Numbers(entropy="metric", also=("sum_logits", "log_sum_sq_probs", "is_top1")), {}),
     "logprobs entropy": (Numbers(entropy=True, softcap=4.0), {}),
     "dpo": (DPOLoss(), REFERENCE),
-    "dpo weighted": (DPOLoss(loss_type=["sigmoid", "sft"], use_weighting=True), REFERENCE | {"ref_bias": random(V, seed=12)}),
+    "dpo weighted": (
+        DPOLoss(loss_type=["sigmoid", "sft"], use_weighting=True),
+        REFERENCE | {"ref_bias": random(V, seed=12)},
+    ),
     "orpo": (ORPOLoss(), {}),
-    "kto": (KTOLoss(), {"labels": torch.tensor([True, False, True, True], device="cpu"), "kl": KL, "ref_logps": random(B, seed=3)}),
+    "kto": (
+        KTOLoss(),
+        {
+            "labels": torch.tensor([True, False, True, True], device="cpu"),
+            "kl": KL,
+            "ref_logps": random(B, seed=3),
+        },
+    ),
     "grpo": (GRPOLoss(return_logps=True), ROLLOUT),
     "grpo entropy": (GRPOLoss(entropy_coef=0.3, top_entropy_quantile=0.5), ROLLOUT),
     "rloo": (RLOOLoss(), ROLLOUT),
     "jsd": (JSDLoss(temperature=1.5, hard_loss_weight=0.3), TEACHER),
-    "jsd capped": (JSDLoss(beta=0.3, softcap=5.0, teacher_logit_scale=0.5), TEACHER | {"teacher_bias": random(V, seed=13)}),
+    "jsd capped": (
+        JSDLoss(beta=0.3, softcap=5.0, teacher_logit_scale=0.5),
+        TEACHER | {"teacher_bias": random(V, seed=13)},
+    ),
     **{
         name: (DistillationLoss(divergence=name), TEACHER)
         for name in ("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine")
     },
     "jsd unreduced": (JSDLoss(reduction="none"), TEACHER),
 }
-TRAINED = {"all": ("hidden", "weight", "bias"), "frozen head": ("hidden",), "frozen hidden": ("weight",), "nothing": ()}
+TRAINED = {
+    "all": ("hidden", "weight", "bias"),
+    "frozen head": ("hidden",),
+    "frozen hidden": ("weight",),
+    "nothing": (),
+}
 
 
 def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ...]) -> dict[str, Tensor]:
@@ -132,7 +159,12 @@ def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ..
 def cases():
     for number, (name, (loss, options)) in enumerate(CASES.items()):
         for turn, (frozen, trained) in enumerate(TRAINED.items()):
-            yield f"{name}, {frozen}", replace(loss, logits_budget=(LARGE, SMALL)[(number + turn) % 2]), options, trained
+            yield (
+                f"{name}, {frozen}",
+                replace(loss, logits_budget=(LARGE, SMALL)[(number + turn) % 2]),
+                options,
+                trained,
+            )
 
 
 def cut(x: Tensor, sizes: tuple[int, ...], rank: int) -> Tensor:
@@ -155,7 +187,8 @@ def everything() -> dict:
 
 
 def apart(rank: int, group, sizes, head) -> dict:
-    """What is no case of the table: ties, confident tokens, a tensor of other ways to name the group, errors."""
+    """What is no case of the table: ties, confident tokens, a tensor of other ways to name the group,
+    errors."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -181,7 +214,9 @@ def apart(rank: int, group, sizes, head) -> dict:
     ids = torch.tensor([40, 5, 33])
     out = CrossEntropyLoss(tp_group=group, reduction="none")(logits, cut(eye, sizes, rank), ids)
     found["confident"] = {"loss": out.loss, "metric token_accuracy": out.metrics["token_accuracy"]}
-    equal = CrossEntropyLoss(tp_group=group)(torch.zeros_like(logits[:1]), cut(eye, sizes, rank), torch.tensor([0]))
+    equal = CrossEntropyLoss(tp_group=group)(
+        torch.zeros_like(logits[:1]), cut(eye, sizes, rank), torch.tensor([0])
+    )
     # The shard of the target has no share of the probability that fp32 could tell from none.
     far = torch.full((V,), -100.0)
     far[: sizes[0]] = 0.0
@@ -193,18 +228,24 @@ def apart(rank: int, group, sizes, head) -> dict:
         (loss, options), weight = CASES[name], cut(head["weight"], sizes, rank).requires_grad_()
         options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
         main = torch.zeros_like(weight).detach()
-        replace(loss, tp_group=group)(head["hidden"], weight, targets(), accumulate_into=main, grad_scale=1.7, **options).loss.backward()
+        replace(loss, tp_group=group)(
+            head["hidden"], weight, targets(), accumulate_into=main, grad_scale=1.7, **options
+        ).loss.backward()
         found[f"main {name}"] = {"d_weight": main}
     errors = {}
     for name, attempt in {
         "own": lambda: Own(tp_group=group),
         "heads": lambda: MultiTokenLoss(tp_group=group),
         "name": lambda: CrossEntropyLoss(tp_group="tensor")(head["hidden"], sharded, targets()),
-        "teacher": lambda: JSDLoss(tp_group=group)(head["hidden"], cut(head["weight"], sizes, rank), **TEACHER),
+        "teacher": lambda: JSDLoss(tp_group=group)(
+            head["hidden"], cut(head["weight"], sizes, rank), **TEACHER
+        ),
         "class_weights": lambda: CrossEntropyLoss(tp_group=group)(
             head["hidden"], cut(head["weight"], sizes, rank), targets(), class_weights=torch.ones(V + 1)
         ),
-        "target": lambda: CrossEntropyLoss(tp_group=group)(head["hidden"], cut(head["weight"], sizes, rank), targets() + V),
+        "target": lambda: CrossEntropyLoss(tp_group=group)(
+            head["hidden"], cut(head["weight"], sizes, rank), targets() + V
+        ),
     }.items():
         try:
             attempt()
@@ -251,7 +292,9 @@ def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], toler
         assert not name.startswith("d_") or x.norm() > 0, name
 
 
-@pytest.mark.parametrize("name, loss, options, trained", [pytest.param(*case, id=case[0]) for case in cases()])
+@pytest.mark.parametrize(
+    "name, loss, options, trained", [pytest.param(*case, id=case[0]) for case in cases()]
+)
 def test_equals_one_process(ranks, name, loss, options, trained):
     truth = run(loss, options, {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}, trained)
     assert_equal([rank[name] for rank in ranks], truth, 1e-10)
@@ -261,7 +304,9 @@ def test_equals_one_process(ranks, name, loss, options, trained):
 def test_in_low_precision(ranks, dtype):
     head = {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}
     rounded = {name: x.to(dtype) for name, x in head.items()}
-    truth = run(CrossEntropyLoss(z_loss=0.01), {}, {name: x.double() for name, x in rounded.items()}, TRAINED["all"])
+    truth = run(
+        CrossEntropyLoss(z_loss=0.01), {}, {name: x.double() for name, x in rounded.items()}, TRAINED["all"]
+    )
     naive = run(CrossEntropyLoss(z_loss=0.01), {}, rounded, TRAINED["all"])
     found = [rank[str(dtype)] for rank in ranks]
     for name, x in truth.items():
@@ -269,13 +314,22 @@ def test_in_low_precision(ranks, dtype):
             continue
         ours = torch.cat([rank[name] for rank in found]) if name in ("d_weight", "d_bias") else found[0][name]
         error, allowed = ((y.double() - x).norm() / x.norm() for y in (ours, naive[name]))
-        assert error <= 2 * allowed + 8 * torch.finfo(dtype if name.startswith("d_") else torch.float32).eps, name
+        assert (
+            error <= 2 * allowed + 8 * torch.finfo(dtype if name.startswith("d_") else torch.float32).eps
+        ), name
 
 
 def test_the_group_by_name_and_by_mesh(ranks):
-    truth = run(CrossEntropyLoss(), {}, {"hidden": random(B, T, H), "weight": random(V, H), "bias": torch.zeros(V).double()}, ("weight",))
+    truth = run(
+        CrossEntropyLoss(),
+        {},
+        {"hidden": random(B, T, H), "weight": random(V, H), "bias": torch.zeros(V).double()},
+        ("weight",),
+    )
     for rank in ranks:
-        assert torch.allclose(rank["dtensor"]["loss"], truth["loss"]) and torch.allclose(rank["mesh"]["loss"], truth["loss"])
+        assert torch.allclose(rank["dtensor"]["loss"], truth["loss"]) and torch.allclose(
+            rank["mesh"]["loss"], truth["loss"]
+        )
         assert torch.allclose(1.7 * rank["dtensor"]["d_weight"], truth["d_weight"])
 
 

@@ -1,4 +1,5 @@
-"""A head with a frozen part and a trained one: the numbers of the joined head, without the frozen part's gradient."""
+"""A head with a frozen part and a trained one: the numbers of the joined head, without the frozen part's
+gradient."""
 
 from dataclasses import replace
 
@@ -18,27 +19,48 @@ BUDGET = 8 * V * 4
 def operands(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     sizes = {"hidden": (2, N, H + R), "frozen": (V, H), "trained": (V, R), "bias": (V,)}
-    found = {name: torch.randn(size, generator=generator, device="cpu").to(DEVICE, dtype) for name, size in sizes.items()}
+    found = {
+        name: torch.randn(size, generator=generator, device="cpu").to(DEVICE, dtype)
+        for name, size in sizes.items()
+    }
     targets = torch.randint(0, V, (2, N), generator=generator, device="cpu")
     targets[0, ::3] = -100
     return found, targets.to(DEVICE)
 
 
 def logprobs(hidden, weight, targets, bias, *, entropy):
-    found, _ = TokenNumbers(softcap=3.0, logits_budget=BUDGET, entropy=entropy).numbers(hidden, weight, targets, bias=bias)
-    return (found["logps"] * torch.arange(N, device=hidden.device)).sum() + 0.3 * found["lse"].sum() + found["entropy"].sum()
+    found, _ = TokenNumbers(softcap=3.0, logits_budget=BUDGET, entropy=entropy).numbers(
+        hidden, weight, targets, bias=bias
+    )
+    return (
+        (found["logps"] * torch.arange(N, device=hidden.device)).sum()
+        + 0.3 * found["lse"].sum()
+        + found["entropy"].sum()
+    )
 
 
 def distilled(hidden, weight, targets, bias):
-    shapes, generator = {"teacher_hidden": (2, N, 8), "teacher_weight": (V, 8)}, torch.Generator().manual_seed(1)
-    given = {name: torch.randn(shape, generator=generator, device="cpu").to(hidden) for name, shape in shapes.items()}
-    return JSDLoss(logits_budget=8 * BUDGET)(hidden, weight, targets, bias=bias, mask=targets != -100, **given).loss
+    shapes, generator = (
+        {"teacher_hidden": (2, N, 8), "teacher_weight": (V, 8)},
+        torch.Generator().manual_seed(1),
+    )
+    given = {
+        name: torch.randn(shape, generator=generator, device="cpu").to(hidden)
+        for name, shape in shapes.items()
+    }
+    return JSDLoss(logits_budget=8 * BUDGET)(
+        hidden, weight, targets, bias=bias, mask=targets != -100, **given
+    ).loss
 
 
 CASES = {
-    "fused": lambda h, w, t, b: CrossEntropyLoss(label_smoothing=0.1, logit_scale=0.5, logits_budget=BUDGET)(h, w, t, bias=b).loss,
+    "fused": lambda h, w, t, b: (
+        CrossEntropyLoss(label_smoothing=0.1, logit_scale=0.5, logits_budget=BUDGET)(h, w, t, bias=b).loss
+    ),
     "whole": lambda h, w, t, b: CrossEntropyLoss(logits_budget=BUDGET)(h, w, t.clamp(min=0), bias=b).loss,
-    "unsupervised_too": lambda h, w, t, b: CrossEntropyLoss(compact=False, logits_budget=BUDGET)(h, w, t, bias=b).loss,
+    "unsupervised_too": lambda h, w, t, b: (
+        CrossEntropyLoss(compact=False, logits_budget=BUDGET)(h, w, t, bias=b).loss
+    ),
     "paired": lambda h, w, t, b: ORPOLoss(logits_budget=BUDGET)(h, w, t, bias=b).loss,
     "numbers": lambda h, w, t, b: logprobs(h, w, t, b, entropy="metric"),
     "entropy": lambda h, w, t, b: logprobs(h, w, t, b, entropy=True),
@@ -52,7 +74,11 @@ def run(case, *, split, trained=True, biased=True, dtype=torch.float32):
     leaves["hidden"].requires_grad_()
     leaves["trained"].requires_grad_(trained)
     leaves["bias"].requires_grad_(biased)
-    head = SplitHead(leaves["frozen"], leaves["trained"]) if split else torch.cat((leaves["frozen"], leaves["trained"]), dim=1)
+    head = (
+        SplitHead(leaves["frozen"], leaves["trained"])
+        if split
+        else torch.cat((leaves["frozen"], leaves["trained"]), dim=1)
+    )
     value = CASES[case](leaves["hidden"], head, targets, leaves["bias"])
     (3 * value).backward()
     for name, x in found.items():
@@ -60,7 +86,9 @@ def run(case, *, split, trained=True, biased=True, dtype=torch.float32):
     return {"value": value.detach()} | {name: x.grad for name, x in leaves.items()}
 
 
-@pytest.mark.parametrize("trained, biased", [(True, True), (True, False), (False, False)], ids=["trained", "no_bias", "all_frozen"])
+@pytest.mark.parametrize(
+    "trained, biased", [(True, True), (True, False), (False, False)], ids=["trained", "no_bias", "all_frozen"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_the_joined_heads_numbers(case, trained, biased):
     expected, found = (run(case, split=split, trained=trained, biased=biased) for split in (False, True))
@@ -85,7 +113,10 @@ def test_dtypes():
 def test_products_and_memory():
     """The gradient of the frozen part is no product, and no buffer; what remains is the copy of the head."""
     N, H, R, V = 64, 256, 4, 2048
-    hidden, targets = torch.randn(N, H + R, device="cpu", requires_grad=True), torch.randint(0, V, (N,), device="cpu")
+    hidden, targets = (
+        torch.randn(N, H + R, device="cpu", requires_grad=True),
+        torch.randint(0, V, (N,), device="cpu"),
+    )
     frozen, trained = torch.randn(V, H, device="cpu"), torch.randn(V, R, device="cpu", requires_grad=True)
     loss = CrossEntropyLoss(logits_budget=16 * V * 4)
     for head, gemms in ((torch.cat((frozen, trained), 1), 3), (SplitHead(frozen, trained), 2 + R / (H + R))):
@@ -123,4 +154,6 @@ def test_wrong_width_is_refused():
 
 def test_both_parts_have_the_same_rows():
     with pytest.raises(ValueError, match="weight: expected as many rows in both parts"):
-        linear_cross_entropy(torch.randn(2, 7), SplitHead(torch.randn(9, 5), torch.randn(1, 2)), torch.tensor([1, 2]))
+        linear_cross_entropy(
+            torch.randn(2, 7), SplitHead(torch.randn(9, 5), torch.randn(1, 2)), torch.tensor([1, 2])
+        )

@@ -1,6 +1,8 @@
-"""Operands as they come out of indexing: `labels[:, -1]`, `bias[::2]`, one number expanded to many. No layout changes a result.
+"""Operands as they come out of indexing: `labels[:, -1]`, `bias[::2]`, one number expanded to many. No layout
+changes a result.
 
-Triton kernels see addresses and not strides, so this file goes through them where it can: on a GPU, or with TRITON_INTERPRET=1.
+Triton kernels see addresses and not strides, so this file goes through them where it can: on a GPU, or with
+    TRITON_INTERPRET=1.
 """
 
 import functools
@@ -64,7 +66,9 @@ def on(loss, *names: str) -> Callable[[dict[str, Tensor]], tuple[Tensor, ...]]:
     """A call of `loss` with the inputs `names` beside the usual ones."""
 
     def call(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        out = loss(x["hidden"], x["weight"], x["targets"], bias=x["bias"], **{name: x[name] for name in names})
+        out = loss(
+            x["hidden"], x["weight"], x["targets"], bias=x["bias"], **{name: x[name] for name in names}
+        )
         return out.loss.sum(), out.loss, *out.metrics.values()
 
     call.names = (*TRAINED, "targets", *names)
@@ -85,7 +89,11 @@ CALLS = {
     "JSD": on(JSDLoss(hard_loss_weight=0.2), "mask", *TEACHER),
 }
 # Each operand apart, so that no second fault hides the first.
-CASES = [pytest.param(name, operand, id=f"{name}: {operand}") for name, call in CALLS.items() for operand in call.names]
+CASES = [
+    pytest.param(name, operand, id=f"{name}: {operand}")
+    for name, call in CALLS.items()
+    for operand in call.names
+]
 
 
 def outcome(name: str, given: dict[str, Tensor]) -> list[Tensor]:
@@ -110,7 +118,9 @@ def test_layouts(name, operand, layout):
     x = inputs()
     x[operand] = LAYOUTS[layout](x[operand])
     plain = x | {operand: x[operand].clone(memory_format=torch.contiguous_format)}
-    expected_of = usual_outcome(name) if torch.equal(plain[operand], inputs()[operand]) else outcome(name, plain)
+    expected_of = (
+        usual_outcome(name) if torch.equal(plain[operand], inputs()[operand]) else outcome(name, plain)
+    )
     for found, expected in zip(outcome(name, x), expected_of, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -123,7 +133,9 @@ def test_as_users_index(operand):
     wide = {
         "targets": torch.stack((x["targets"] * 0, x["targets"] * 0 + V, x["targets"]), dim=1),
         "bias": torch.stack((x["bias"], torch.full_like(x["bias"], torch.inf)), dim=1).flatten(),
-        "class_weights": torch.stack((x["class_weights"], torch.full_like(x["bias"], torch.nan)), dim=1).flatten(),
+        "class_weights": torch.stack(
+            (x["class_weights"], torch.full_like(x["bias"], torch.nan)), dim=1
+        ).flatten(),
     }[operand]
     indexed = wide[:, -1] if operand == "targets" else wide[::2]
     assert torch.equal(indexed, x[operand]) and not indexed.is_contiguous()

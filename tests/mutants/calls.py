@@ -11,7 +11,12 @@ MUTANTS = [
         ("lists pass", KEYWORDS, "if x is not None and not isinstance(x, Tensor):", "if False:"),
         ("declared inputs are no keywords", KEYWORDS, "for inputs in declared if", "for inputs in () if"),
         ("refused keywords are passed on", KEYWORDS, 'if rest in ([], ["unknown"]):', "if not rest:"),
-        ("internal inputs are keywords", KEYWORDS, "sorted(names - set(cls.internal_inputs))", "sorted(names)"),
+        (
+            "internal inputs are keywords",
+            KEYWORDS,
+            "sorted(names - set(cls.internal_inputs))",
+            "sorted(names)",
+        ),
         ("any remedy for a tuple", KEYWORDS, "isinstance(x, (tuple, list)) and self._remedy(name)", "None"),
         ("options of functions pass", KEYWORDS, "if name not in known]", "if False]"),
         ("any heads", MEDUSA, "ours, got = isinstance(heads, MedusaHeads)", "ours, got = True"),

@@ -192,7 +192,8 @@ MUTANTS = [
         (
             "retained gradients scaled in place",
             "FusedLinearBase.backward",
-            "owned = not compiling and not (ctx.solved and torch._C._autograd._get_current_graph_task_keep_graph())",
+            "owned = not compiling and not (ctx.solved and "
+            "torch._C._autograd._get_current_graph_task_keep_graph())",
             "owned = True",
         ),
     ),

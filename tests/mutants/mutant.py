@@ -11,8 +11,8 @@ import torch
 class Mutant:
     name: str
     file: str  # below logitless/
-    # Dotted name within the file, such as `Batch.masked`; where the change is outside of all functions, that of the
-    # class or of the variable that is assigned.
+    # Dotted name within the file, such as `Batch.masked`; where the change is outside of all functions, that
+    # of the class or of the variable that is assigned.
     function: str
     old: str  # occurs exactly once in the function's source, decorators and signature included
     new: str
@@ -35,7 +35,9 @@ class Mutant:
             raise ValueError(f"{told} {where}, got nothing of that name; bring it up to date.")
         counts = ["".join(lines[place]).count(self.old) for place in places]
         if sum(counts) != 1:
-            raise ValueError(f"{told} `old` once in {where}, got it {sum(counts)} times; bring it up to date.")
+            raise ValueError(
+                f"{told} `old` once in {where}, got it {sum(counts)} times; bring it up to date."
+            )
         place = places[counts.index(1)]
         lines[place] = ["".join(lines[place]).replace(self.old, self.new)]
         return "".join(lines)
@@ -47,10 +49,13 @@ def of_file(file: str, tests: str, *rows: tuple[str, str, str, str], prefix: str
 
 
 def spans(text: str, name: str) -> list[tuple[int, int]]:
-    """First and last line of each function, class or assignment of that dotted name: several if it is defined again."""
+    """First and last line of each function, class or assignment of that dotted name: several if it is defined
+    again."""
     found: list[ast.AST] = [ast.parse(text)]
     for part in name.split("."):
-        found = [statement for scope in found for statement in statements(scope) if part in names_of(statement)]
+        found = [
+            statement for scope in found for statement in statements(scope) if part in names_of(statement)
+        ]
     return [(first_line(node), node.end_lineno) for node in found]
 
 
@@ -66,7 +71,9 @@ def statements(scope: ast.AST) -> Iterator[ast.stmt]:
 def names_of(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
-    targets = {ast.Assign: lambda: statement.targets, ast.AnnAssign: lambda: [statement.target]}.get(type(statement), list)()
+    targets = {ast.Assign: lambda: statement.targets, ast.AnnAssign: lambda: [statement.target]}.get(
+        type(statement), list
+    )()
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 

@@ -1,7 +1,7 @@
 """What became of the mutants of the old engine: `python -m tests.mutants.table` brings TABLE.md up to date.
 
-Its first two columns are history, the others follow from here. A mutant is kept, whatever function it is in by
-now, unless CHANGED says otherwise.
+Its first two columns are history, the others follow from here. A mutant is kept, whatever function it is in
+by now, unless CHANGED says otherwise.
 """
 
 from pathlib import Path
@@ -29,10 +29,16 @@ def problems() -> list[str]:
     for name in before:
         state = CHANGED.get(name, "kept")
         if (state == "kept") != (name in names):
-            found.append(f"{name}: {state}, but {'it still exists' if name in names else 'it does not exist'}")
+            found.append(
+                f"{name}: {state}, but {'it still exists' if name in names else 'it does not exist'}"
+            )
         if state.startswith("replaced by "):
             others = state.removeprefix("replaced by ").split("; ")
-            found += [f"{name}: replaced by {other!r}, which does not exist" for other in others if other not in names]
+            found += [
+                f"{name}: replaced by {other!r}, which does not exist"
+                for other in others
+                if other not in names
+            ]
         elif not state.startswith(("kept", "dropped because ")):
             found.append(f"{name}: expected 'replaced by …' or 'dropped because …', got {state!r}")
     return found

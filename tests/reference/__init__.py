@@ -1,7 +1,10 @@
-"""The losses on full logits, in plain PyTorch, written from the papers: the truth that the tests compare with.
+"""The losses on full logits, in plain PyTorch, written from the papers: the truth that the tests compare
+with.
 
-Nothing here is chunked, fused or clever, and nothing is shared with the engine. Every function is generic in the dtype of its
-operands, which gives both numbers of the tolerance rule: on fp64 operands it is the truth, on bf16, fp16 or fp32 operands it is
+Nothing here is chunked, fused or clever, and nothing is shared with the engine. Every function is generic in
+the dtype of its
+operands, which gives both numbers of the tolerance rule: on fp64 operands it is the truth, on bf16, fp16 or
+    fp32 operands it is
 the naive computation (one GEMM in the operands' dtype, then the logits upcast to at least fp32).
 """
 

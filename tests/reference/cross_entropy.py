@@ -44,7 +44,8 @@ def head_logits(
 
 
 def shift_left(values: Tensor, fill: float) -> Tensor:
-    """Aligns labels with the positions that predict them: `out[..., i] = values[..., i + 1]`, the last one `fill`.
+    """Aligns labels with the positions that predict them: `out[..., i] = values[..., i + 1]`, the last one
+    `fill`.
 
     Args:
         values: `(..., T)`, one value per label.
@@ -85,7 +86,9 @@ def token_logprobs(
     References:
         Shannon, "A Mathematical Theory of Communication", 1948, section 6 (entropy).
     """
-    logits = head_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    logits = head_logits(
+        hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+    )
     logprobs = logits.log_softmax(-1)
     ignored = targets == ignore_index
     labels = targets.masked_fill(ignored, 0)
@@ -117,13 +120,14 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of a language-model head.
 
-    Per supervised token, with class weights `c` (1 without), smoothing `ε`, token weight `a` (1 without) and `p = softmax(z)`:
+    Per supervised token, with class weights `c` (1 without), smoothing `ε`, token weight `a` (1 without) and
+    `p = softmax(z)`:
 
         loss = a * ((1 - ε) * nll + ε / V * Σ_v -c_v log p_v + z_loss * lse²)
         nll  = -c_y log p_y,  or with dft  -c_y stop_gradient(p_y) log p_y
 
-    The mean divides the sum by `num_items`, else by `Σ c_y` over the supervised tokens (their number without class weights).
-    A normalizer of zero gives 0 where `torch.nn.functional.cross_entropy` gives NaN.
+    The mean divides the sum by `num_items`, else by `Σ c_y` over the supervised tokens (their number without
+    class weights). A normalizer of zero gives 0 where `torch.nn.functional.cross_entropy` gives NaN.
 
     Args:
         hidden: `(..., H)` hidden states.
@@ -137,8 +141,8 @@ def cross_entropy(
         class_weights: `(V,)`, or None.
         token_weights: `(...)`, one factor per target, or None. They do not enter the normalizer.
         dft: multiply the nll by the detached probability of the target.
-        shift: targets and token_weights are unshifted: position `i` predicts `targets[..., i + 1]`, and the last position of
-            each sequence predicts nothing.
+        shift: targets and token_weights are unshifted: position `i` predicts `targets[..., i + 1]`, and the
+            last position of each sequence predicts nothing.
         num_items: normalizer of the mean, in tokens; a number or a 0-d tensor.
         softcap, logit_scale, temperature: as in `head_logits`.
 
@@ -146,16 +150,19 @@ def cross_entropy(
         0-d loss, or with reduction "none" one loss per target, 0 where ignored.
 
     References:
-        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section 7 (label smoothing).
-        de Brébisson and Vincent, "The Z-loss: a shift and scale invariant classification loss", 2016; Chowdhery et al.,
-        "PaLM", 2022, section 5 (z-loss as used here).
-        Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward Rectification", 2025 (dft).
+        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section 7 (label
+        smoothing). de Brébisson and Vincent, "The Z-loss: a shift and scale invariant classification loss",
+        2016; Chowdhery et al., "PaLM", 2022, section 5 (z-loss as used here).
+        Wu et al., "On the Generalization of SFT: A Reinforcement Learning Perspective with Reward
+        Rectification", 2025 (dft).
     """
     if shift:
         targets = shift_left(targets, ignore_index)
         token_weights = None if token_weights is None else shift_left(token_weights, 0.0)
 
-    logits = head_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    logits = head_logits(
+        hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+    )
     logprobs = logits.log_softmax(-1)
     ignored = targets == ignore_index
     labels = targets.masked_fill(ignored, 0)
@@ -168,7 +175,9 @@ def cross_entropy(
         nll = nll * logps.detach().exp()
     smoothing = -(logprobs * weights).sum(-1) / weight.shape[0]
 
-    losses = (1 - label_smoothing) * nll + label_smoothing * smoothing + z_loss * logits.logsumexp(-1).square()
+    losses = (
+        (1 - label_smoothing) * nll + label_smoothing * smoothing + z_loss * logits.logsumexp(-1).square()
+    )
     if token_weights is not None:
         losses = losses * token_weights.to(losses.dtype)
     losses = losses.masked_fill(ignored, 0)

@@ -1,4 +1,5 @@
-"""Distillation losses on full logits: divergences between a student and a teacher, whole or known by its best k tokens alone."""
+"""Distillation losses on full logits: divergences between a student and a teacher, whole or known by its best
+k tokens alone."""
 
 import math
 
@@ -8,7 +9,8 @@ from torch.nn import functional as F
 
 from tests.reference.cross_entropy import head_logits, token_logprobs
 
-# Log-probability of what is not there. Its exponential is 0 in every dtype, and unlike -inf it makes no NaN in a gradient.
+# Log-probability of what is not there. Its exponential is 0 in every dtype, and unlike -inf it makes no NaN
+# in a gradient.
 NOTHING = -1e4
 
 
@@ -39,11 +41,12 @@ def distillation(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Divergence of a student from a teacher, with a share of cross-entropy.
 
-    `loss = w * nll + (1 - w) * soft` per token, with `w = hard_loss_weight`, `nll` the student's cross-entropy at temperature 1,
-    `s` and `t` the two distributions at `temperature`, `KL(p||q) = Σ_v p_v log(p_v / q_v)`, `0 log 0 = 0`, and `soft` one of
+    `loss = w * nll + (1 - w) * soft` per token, with `w = hard_loss_weight`, `nll` the student's
+    cross-entropy at temperature 1, `s` and `t` the two distributions at `temperature`, `KL(p||q) = Σ_v p_v
+    log(p_v / q_v)`, `0 log 0 = 0`, and `soft` one of
 
-        jsd              β KL(t||m) + (1 - β) KL(s||m),  m = β t + (1 - β) s;  β = 0: KL(t||s);  β = 1: KL(s||t)
-        forward_kl       KL(t||s)
+        jsd              β KL(t||m) + (1 - β) KL(s||m),  m = β t + (1 - β) s;  β = 0: KL(t||s);  β = 1:
+        KL(s||t) forward_kl       KL(t||s)
         reverse_kl       KL(s||t)
         skewed_kl        KL(t||m),  m = α t + (1 - α) s
         total_variation  1/2 Σ_v |t_v - s_v|
@@ -51,13 +54,15 @@ def distillation(
 
     There is no factor `temperature²`. The teacher is a constant: no gradient reaches it.
 
-    Vocabularies of different sizes are cut to the ids that both have, before the softmax: the logits from `min(V, V')` on are
-    -inf for both, so that every divergence is finite. The entropy and the agreement look at the same cut distributions, the
-    cross-entropy and the accuracy at the student's whole vocabulary.
+    Vocabularies of different sizes are cut to the ids that both have, before the softmax: the logits from
+        `min(V, V')` on are
+    -inf for both, so that every divergence is finite. The entropy and the agreement look at the same cut
+    distributions, the cross-entropy and the accuracy at the student's whole vocabulary.
 
-    A teacher known by its k best ids makes `s` and `t` distributions over these ids and one bucket for all others ("tail"), or
-    over these ids alone, renormalized ("renormalize"). A value of -inf marks a slot as empty: its id is as if not given. The
-    teacher's tail `1 - Σ exp(values)` is at least the eps of the values' dtype, below which it is rounding and may be negative.
+    A teacher known by its k best ids makes `s` and `t` distributions over these ids and one bucket for all
+    others ("tail"), or over these ids alone, renormalized ("renormalize"). A value of -inf marks a slot as
+    empty: its id is as if not given. The teacher's tail `1 - Σ exp(values)` is at least the eps of the
+        values' dtype, below which it is rounding and may be negative.
 
     Args:
         hidden: `(..., H)` hidden states of the student.
@@ -66,45 +71,60 @@ def distillation(
         teacher_hidden: `(..., H')` hidden states of the teacher at the same positions.
         teacher_weight: `(V', H')` its head.
         teacher_bias: `(V',)`, or None.
-        teacher_logprobs_topk: in place of the three above: `(..., k)` log-probabilities at `temperature`, in any order, and
-            `(..., k)` int64 ids in `[0, V)`, distinct among the slots that are not empty. Not for "cosine".
+        teacher_logprobs_topk: in place of the three above: `(..., k)` log-probabilities at `temperature`, in
+            any order, and `(..., k)` int64 ids in `[0, V)`, distinct among the slots that are not empty. Not
+            for "cosine".
         topk_mode: "tail" or "renormalize".
         divergence: a name of the table above.
         beta: `β` of "jsd", in `[0, 1]`.
         skew_alpha: `α` of "skewed_kl", in `[0, 1]`.
         hard_loss_weight: `w`, in `[0, 1]`; above 0 it needs `targets`.
         bias: `(V,)` of the student, or None.
-        mask: `(...)`, nonzero where a token counts, or None. A token counts if its mask and its target let it.
-        num_items: normalizer of the mean, in tokens; a number or a 0-d tensor. Default: the tokens that count.
+        mask: `(...)`, nonzero where a token counts, or None. A token counts if its mask and its target let
+            it.
+        num_items: normalizer of the mean, in tokens; a number or a 0-d tensor. Default: the tokens that
+            count.
         reduction: "none", "mean" or "sum".
         ignore_index: target of the tokens that do not count.
-        softcap, logit_scale, temperature: of the student, as in `head_logits`; the temperature is the teacher's too.
+        softcap, logit_scale, temperature: of the student, as in `head_logits`; the temperature is the
+            teacher's too.
         teacher_softcap, teacher_logit_scale: the same of the teacher.
 
     Returns:
-        `(loss, metrics)`. The loss is 0-d, or with reduction "none" one number per token, 0 where it does not count; a mean over
-        no tokens is 0. The metrics are 0-d, detached means over the tokens that count: "soft_loss", "hard_loss" (nll), "entropy"
-        of the student at `temperature`, "token_accuracy" (its best id is the target) and "agreement" (its best id is the
-        teacher's). "hard_loss" and "token_accuracy" are 0 without targets.
+        `(loss, metrics)`. The loss is 0-d, or with reduction "none" one number per token, 0 where it does not
+        count; a mean over no tokens is 0. The metrics are 0-d, detached means over the tokens that count:
+        "soft_loss", "hard_loss" (nll), "entropy" of the student at `temperature`, "token_accuracy" (its best
+        id is the target) and "agreement" (its best id is the teacher's). "hard_loss" and "token_accuracy" are
+        0 without targets.
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015 (temperature, hard and soft loss).
-        Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2023 (generalized JSD).
-        Ko et al., "DistiLLM: Towards Streamlined Distillation for Large Language Models", 2024 (skewed KL).
-        Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", 2023 (total variation).
+        Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        2023 (generalized JSD). Ko et al., "DistiLLM: Towards Streamlined Distillation for Large Language
+        Models", 2024 (skewed KL). Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge
+        Distillation", 2023 (total variation).
     """
-    logits = head_logits(hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    logits = head_logits(
+        hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+    )
     student_best = logits.argmax(-1)
 
     if teacher_logprobs_topk is None:
-        teacher_head = {"softcap": teacher_softcap, "logit_scale": teacher_logit_scale, "temperature": temperature}
+        teacher_head = {
+            "softcap": teacher_softcap,
+            "logit_scale": teacher_logit_scale,
+            "temperature": temperature,
+        }
         teacher_logits = head_logits(teacher_hidden, teacher_weight, teacher_bias, **teacher_head).detach()
         common = min(logits.shape[-1], teacher_logits.shape[-1])
         logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
         student, teacher = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
         teacher_best = teacher_logits.argmax(-1)
     elif divergence == "cosine":
-        raise ValueError("teacher_logprobs_topk: expected a teacher's logits for divergence='cosine'; pass teacher_hidden instead.")
+        raise ValueError(
+            "teacher_logprobs_topk: expected a teacher's logits for divergence='cosine'; pass "
+            "teacher_hidden instead."
+        )
     else:
         values, ids = teacher_logprobs_topk
         student, teacher = on_best_ids(logits.log_softmax(-1), values.detach(), ids, topk_mode)
@@ -137,7 +157,9 @@ def distillation(
         "agreement": (logits.argmax(-1) == teacher_best).to(soft),
     }
     count = counted.sum().clamp(min=1)
-    metrics = {name: values.detach().masked_fill(~counted, 0).sum() / count for name, values in per_token.items()}
+    metrics = {
+        name: values.detach().masked_fill(~counted, 0).sum() / count for name, values in per_token.items()
+    }
 
     if reduction == "none":
         return losses, metrics
@@ -148,7 +170,8 @@ def distillation(
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of student and teacher over the teacher's ids, `(..., k)`, or with their tails `(..., k + 1)`.
+    """Log-probabilities of student and teacher over the teacher's ids, `(..., k)`, or with their tails `(...,
+    k + 1)`.
 
     `student (..., V)` log-probabilities; `values (..., k)`, `ids (..., k)`.
     """
@@ -170,10 +193,12 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
 
 
 def kl(logp: Tensor, logq: Tensor, ratio: Tensor | None = None) -> Tensor:
-    """`KL(p||q)` of log-probabilities `(..., V)` that sum to 1; `ratio` is `log q - log p`, for a caller that knows it better.
+    """`KL(p||q)` of log-probabilities `(..., V)` that sum to 1; `ratio` is `log q - log p`, for a caller that
+    knows it better.
 
-    The sum of `-p ratio` cancels: terms of the size of `ratio` make a sum of the size of its square. As `Σ p = Σ q`, it is also
-    the sum of `q - p - p ratio = p (exp(ratio) - 1 - ratio)`, where no term is negative, and equal distributions give exactly 0.
+    The sum of `-p ratio` cancels: terms of the size of `ratio` make a sum of the size of its square. As `Σ p
+    = Σ q`, it is also the sum of `q - p - p ratio = p (exp(ratio) - 1 - ratio)`, where no term is negative,
+    and equal distributions give exactly 0.
     """
     p, q = logp.exp(), logq.exp()
     ratio = logq - logp if ratio is None else ratio
@@ -186,8 +211,8 @@ def kl_to_mixture(logp: Tensor, logq: Tensor, share: float) -> Tensor:
     """`KL(p||m)` with `m = (1 - share) p + share q`."""
     if share in (0, 1):
         return kl(logp, logq if share else logp)
-    # log m - log p is log1p(share * expm1(x)), or what x > 0 needs not to overflow, x + log1p((1 - share) * expm1(-x)). Unlike the
-    # difference of the two logarithms it is exactly 0 where p = q.
+    # log m - log p is log1p(share * expm1(x)), or what x > 0 needs not to overflow, x + log1p((1 - share) *
+    # expm1(-x)). Unlike the difference of the two logarithms it is exactly 0 where p = q.
     x = logq - logp
     below, above = x.clamp(max=0), x.clamp(min=0)
     ratio = (share * below.expm1()).log1p() + above + ((1 - share) * (-above).expm1()).log1p()
@@ -195,14 +220,18 @@ def kl_to_mixture(logp: Tensor, logq: Tensor, share: float) -> Tensor:
 
 
 def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """`β KL(t||m) + (1 - β) KL(s||m)` with `m = β t + (1 - β) s`; at 0 and 1 the limits of its quotient by `β (1 - β)`."""
+    """`β KL(t||m) + (1 - β) KL(s||m)` with `m = β t + (1 - β) s`; at 0 and 1 the limits of its quotient by `β
+    (1 - β)`."""
     if beta == 0:
         return kl(teacher, student)
     if beta == 1:
         return kl(student, teacher)
-    return beta * kl_to_mixture(teacher, student, 1 - beta) + (1 - beta) * kl_to_mixture(student, teacher, beta)
+    return beta * kl_to_mixture(teacher, student, 1 - beta) + (1 - beta) * kl_to_mixture(
+        student, teacher, beta
+    )
 
 
 def cosine_distance(x: Tensor, y: Tensor) -> Tensor:
-    """`1 - cos(x, y)` as half the squared distance of the two unit vectors, which is exact where they almost agree."""
+    """`1 - cos(x, y)` as half the squared distance of the two unit vectors, which is exact where they almost
+    agree."""
     return (F.normalize(x, dim=-1) - F.normalize(y, dim=-1)).square().sum(-1) / 2

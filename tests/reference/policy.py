@@ -48,11 +48,21 @@ class _Tokens(NamedTuple):
 
 def _padded(x: Tensor, cu_seqlens: Tensor | None, fill: float = 0.0) -> Tensor:
     """Packed (N, ...) -> (B, T, ...)."""
-    return x if cu_seqlens is None else pad_sequence(x.split(cu_seqlens.diff().tolist()), batch_first=True, padding_value=fill)
+    return (
+        x
+        if cu_seqlens is None
+        else pad_sequence(x.split(cu_seqlens.diff().tolist()), batch_first=True, padding_value=fill)
+    )
 
 
 def _tokens(
-    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int, **head
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    ignore_index: int,
+    **head,
 ) -> _Tokens:
     if mask is not None:
         targets = targets.masked_fill(~mask.bool(), ignore_index)
@@ -94,7 +104,8 @@ def _where(condition: Tensor, x: float, y: float, like: Tensor) -> Tensor:
 
 
 def _vespo_weight(log_ratio: Tensor, importance_weights: Tensor | None, k: Tensor, decay: Tensor) -> Tensor:
-    """`φ(w) = w^k exp(λ (1 - w))`, with `λ` the decay and `w` the product of a sequence's ratios; (B, 1), or as `k`."""
+    """`φ(w) = w^k exp(λ (1 - w))`, with `λ` the decay and `w` the product of a sequence's ratios; (B, 1), or
+    as `k`."""
     smallest, largest = math.log(1e-8), 20.0
     log_w = log_ratio.detach().clamp(-largest, largest).sum(1, keepdim=True)
     if importance_weights is not None:
@@ -105,12 +116,14 @@ def _vespo_weight(log_ratio: Tensor, importance_weights: Tensor | None, k: Tenso
 
 
 def _drift(tokens: _Tokens, sampling_logps: Tensor) -> Tensor:
-    """How much likelier the sampler found each sequence, per token: (B, 1). Tokens it has no number for show no drift."""
+    """How much likelier the sampler found each sequence, per token: (B, 1). Tokens it has no number for show
+    no drift."""
     return (sampling_logps - tokens.logps.detach()).nan_to_num(nan=0.0).sum(1, keepdim=True) / tokens.lengths
 
 
 def _high_entropy(tokens: _Tokens, top_quantile: float) -> Tensor:
-    """(B, T), 1 for the tokens that count and whose entropy is not below the `1 - top_quantile` quantile of all that count."""
+    """(B, T), 1 for the tokens that count and whose entropy is not below the `1 - top_quantile` quantile of
+    all that count."""
     if top_quantile >= 1 or not tokens.counted.any():
         return tokens.mask
     entropy = tokens.entropy.detach()
@@ -156,27 +169,34 @@ def grpo(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Group relative policy optimization and its descendants.
 
-    With `l = logp - old_logp`, the ratio is `r = exp(l)`, or at the sequence level `r = exp(Σ_t l_t / length)`, one ratio for all
-    tokens of a sequence, with the gradient of all of them. The surrogate of a token with advantage `A` is
+    With `l = logp - old_logp`, the ratio is `r = exp(l)`, or at the sequence level `r = exp(Σ_t l_t /
+    length)`, one ratio for all tokens of a sequence, with the gradient of all of them. The surrogate of a
+    token with advantage `A` is
 
         grpo, bnpo, dr_grpo, dapo, luspo   s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)
         cispo                              s = -stop_gradient(min(r, ε_high)) A logp
         sapo                               s = -4 / τ sigmoid(τ (r - 1)) A,  τ = τ_pos if A > 0 else τ_neg
-        vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),  w = exp(Σ_t l_t)
+        vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),  w = exp(Σ_t
+        l_t)
 
-    where `(k, λ)` of vespo are the positive ones if `A >= 0`, and `w` includes `importance_weights`, which then are no factor of the
-    loss; `w` is kept within `[1e-8, exp(20)]`, and so are its factors, `r` within `exp(±20)`. The loss of a token is
+    where `(k, λ)` of vespo are the positive ones if `A >= 0`, and `w` includes `importance_weights`, which
+    then are no factor of the loss; `w` is kept within `[1e-8, exp(20)]`, and so are its factors, `r` within
+    `exp(±20)`. The loss of a token is
 
-        loss = keep * high_entropy * importance_weight * s + beta * kl,  kl = exp(d) - d - 1,  d = ref_logp - logp
+        loss = keep * high_entropy * importance_weight * s + beta * kl,  kl = exp(d) - d - 1,  d = ref_logp -
+        logp
 
-    * `keep` is 0 for tokens with `A < 0` of sequences whose mean of `sampling_logp - logp` exceeds `off_policy_mask_threshold`.
-    * `high_entropy` is 0 for tokens whose entropy is below the `1 - top_entropy_quantile` quantile of all tokens that count.
+    * `keep` is 0 for tokens with `A < 0` of sequences whose mean of `sampling_logp - logp` exceeds
+      `off_policy_mask_threshold`.
+    * `high_entropy` is 0 for tokens whose entropy is below the `1 - top_entropy_quantile` quantile of all
+      tokens that count.
     * `use_bias_correction_kl` multiplies `kl` by `r`.
 
-    A mean is `Σ_units / number of units`, where the unit of grpo and sapo is a sequence (the mean of its tokens), of luspo a sequence
-    (the sum of its tokens), of dr_grpo a sequence (the sum over `max_completion_length`), and of bnpo, dapo, cispo and vespo a token.
-    Tokens that a mask drops still count in it, and so do sequences without tokens. With `entropy_coef`, the mean loses
-    `entropy_coef` times the mean entropy of the tokens with `high_entropy` 1, whatever the unit.
+    A mean is `Σ_units / number of units`, where the unit of grpo and sapo is a sequence (the mean of its
+    tokens), of luspo a sequence (the sum of its tokens), of dr_grpo a sequence (the sum over
+    `max_completion_length`), and of bnpo, dapo, cispo and vespo a token. Tokens that a mask drops still count
+    in it, and so do sequences without tokens. With `entropy_coef`, the mean loses `entropy_coef` times the
+    mean entropy of the tokens with `high_entropy` 1, whatever the unit.
 
     Log-ratios are clamped to ±80 before exp (`d` from above only, in both places), where their gradient is 0.
 
@@ -186,7 +206,8 @@ def grpo(
         targets: int64, in `[0, V)` or `ignore_index`.
         advantages: one per sequence or per token.
         mask: False (or 0) for tokens that do not count either.
-        old_logps: of the policy that the ratio is taken to; None: of this one, detached (ratio 1, gradient of logp).
+        old_logps: of the policy that the ratio is taken to; None: of this one, detached (ratio 1, gradient of
+            logp).
         ref_logps: of the reference policy; required if `beta != 0`.
         sampling_logps: of the sampler, for the off-policy mask, NaN where unknown; None: old_logps.
         importance_weights: old over sampling probability, one per sequence or per token.
@@ -195,32 +216,38 @@ def grpo(
         cu_seqlens: boundaries of packed sequences.
         loss_type: one of the above.
         beta: coefficient of the KL divergence from the reference.
-        epsilon, epsilon_high: clip range `ε`, `ε_high`; the upper one defaults to the lower one, for cispo too, which wants one above 1.
+        epsilon, epsilon_high: clip range `ε`, `ε_high`; the upper one defaults to the lower one, for cispo
+            too, which wants one above 1.
         delta: upper bound `δ` of the ratio where the advantage is negative, or None.
         importance_sampling_level: "token" or "sequence".
         entropy_coef: coefficient of the entropy bonus.
         max_completion_length: required by dr_grpo.
         sapo_temperature_neg, sapo_temperature_pos: `τ_neg`, `τ_pos`.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `λ` by the sign of the advantage.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `λ` by the sign of the
+            advantage.
         reduction: "mean", "sum" or "none". A sum has the entropies' sum in place of their mean.
         ignore_index: target of the tokens that do not count.
         softcap, logit_scale, temperature: as in `head_logits`.
 
     Returns:
-        `(loss, metrics, logps)`: 0-d loss, or with reduction "none" one per unit, `(B,)` or as targets; detached 0-d metrics; detached
-        log-probabilities, 0 where tokens do not count. Metrics are means over tokens (0 if none counts): entropy, importance_ratio,
-        kl (as in the loss; if `beta != 0`), and by loss type clip_ratio/low_mean, clip_ratio/high_mean and clip_ratio/region_mean;
-        cispo_clip_ratio; vespo/phi_seq_mean. The last five are means over sequences where they are one number per sequence. The clip
-        ratios see the ratio that delta bounds, importance_ratio the one it does not.
+        `(loss, metrics, logps)`: 0-d loss, or with reduction "none" one per unit, `(B,)` or as targets;
+            detached 0-d metrics; detached
+        log-probabilities, 0 where tokens do not count. Metrics are means over tokens (0 if none counts):
+        entropy, importance_ratio, kl (as in the loss; if `beta != 0`), and by loss type clip_ratio/low_mean,
+        clip_ratio/high_mean and clip_ratio/region_mean; cispo_clip_ratio; vespo/phi_seq_mean. The last five
+        are means over sequences where they are one number per sequence. The clip ratios see the ratio that
+        delta bounds, importance_ratio the one it does not.
 
     References:
-        Shao et al., "DeepSeekMath", 2024 (grpo). Liu et al., "Understanding R1-Zero-Like Training", 2025 (dr_grpo). Yu et al.,
-        "DAPO", 2025. MiniMax, "MiniMax-M1", 2025 (cispo). "Soft Adaptive Policy Optimization", arXiv 2511.20347, 2025 (sapo).
-        "Length-Unbiased Sequence Policy Optimization", arXiv 2602.05261, 2026 (luspo). "VESPO: Variational Sequence-Level Soft
-        Policy Optimization for Stable Off-Policy LLM Training", arXiv 2602.10693, 2026 (vespo). bnpo is the loss of `ppo`.
-        Zheng et al., "Group Sequence Policy Optimization", 2025 (sequence level). Prime Intellect, "INTELLECT-2", 2025 (delta).
-        Schulman, "Approximating KL Divergence", 2020 (kl). DeepSeek-AI, "DeepSeek-V3.2", 2025 (off-policy mask, bias-corrected kl).
-        Wang et al., "Beyond the 80/20 Rule", 2025 (top_entropy_quantile).
+        Shao et al., "DeepSeekMath", 2024 (grpo). Liu et al., "Understanding R1-Zero-Like Training", 2025
+        (dr_grpo). Yu et al., "DAPO", 2025. MiniMax, "MiniMax-M1", 2025 (cispo). "Soft Adaptive Policy
+        Optimization", arXiv 2511.20347, 2025 (sapo). "Length-Unbiased Sequence Policy Optimization", arXiv
+        2602.05261, 2026 (luspo). "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable
+        Off-Policy LLM Training", arXiv 2602.10693, 2026 (vespo). bnpo is the loss of `ppo`. Zheng et al.,
+        "Group Sequence Policy Optimization", 2025 (sequence level). Prime Intellect, "INTELLECT-2", 2025
+        (delta). Schulman, "Approximating KL Divergence", 2020 (kl). DeepSeek-AI, "DeepSeek-V3.2", 2025
+        (off-policy mask, bias-corrected kl). Wang et al., "Beyond the 80/20 Rule", 2025
+        (top_entropy_quantile).
     """
     head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
@@ -232,7 +259,9 @@ def grpo(
 
     log_ratio = logps - old_logps  # 0 where tokens do not count, as both are
     by_sequence = {"token": False, "sequence": True}[importance_sampling_level]
-    ratio = _ratio(log_ratio.sum(1, keepdim=True) / tokens.lengths if by_sequence else log_ratio)  # (B, T) or (B, 1)
+    ratio = _ratio(
+        log_ratio.sum(1, keepdim=True) / tokens.lengths if by_sequence else log_ratio
+    )  # (B, T) or (B, 1)
 
     match loss_type:
         case "grpo" | "bnpo" | "dr_grpo" | "dapo" | "luspo":
@@ -245,7 +274,9 @@ def grpo(
             surrogate, observed = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, {}
         case "vespo":
             k = _where(advantages >= 0, vespo_k_pos, vespo_k_neg, logps)
-            phi = _vespo_weight(log_ratio, weights, k, _where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, logps))
+            phi = _vespo_weight(
+                log_ratio, weights, k, _where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg, logps)
+            )
             surrogate, observed, weights = -phi * advantages * logps, {"vespo/phi_seq_mean": phi}, None
         case _:
             raise ValueError(f"loss_type: expected a name of the docstring, got {loss_type!r}; pick one.")
@@ -279,7 +310,9 @@ def grpo(
         losses, bonus = tokens.as_given(losses), tokens.as_given(bonus)
         count = mask.sum()
     if reduction == "mean":
-        loss = _divided(losses.sum(), count if num_items is None else num_items) - _divided(bonus.sum(), high_entropy.sum())
+        loss = _divided(losses.sum(), count if num_items is None else num_items) - _divided(
+            bonus.sum(), high_entropy.sum()
+        )
     else:
         loss = (losses - bonus).sum() if reduction == "sum" else losses - bonus
     return loss, metrics, tokens.as_given(logps.detach())
@@ -327,8 +360,9 @@ def rloo(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """REINFORCE leave-one-out with a clipped ratio of whole sequences.
 
-    `loss = 1 / B Σ_i -min(r_i A_i, clip(r_i, 1 - ε, 1 + ε_high) A_i)`, `r = exp(Σ_t logp_t - Σ_t old_logp_t)`: a sum over the tokens of a
-    sequence, where `grpo` has a mean. The KL divergence from a reference is part of the reward, hence of `advantages`. A sequence
+    `loss = 1 / B Σ_i -min(r_i A_i, clip(r_i, 1 - ε, 1 + ε_high) A_i)`, `r = exp(Σ_t logp_t - Σ_t
+    old_logp_t)`: a sum over the tokens of a sequence, where `grpo` has a mean. The KL divergence from a
+        reference is part of the reward, hence of `advantages`. A sequence
     without tokens gives 0 and is one of the `B`.
 
     Args:
@@ -340,12 +374,14 @@ def rloo(
         softcap, logit_scale, temperature: as in `head_logits`.
 
     Returns:
-        `(loss, metrics, logps)`: 0-d loss, or `(B,)` with reduction "none"; metrics as in `grpo`, of the clip over sequences; detached
+        `(loss, metrics, logps)`: 0-d loss, or `(B,)` with reduction "none"; metrics as in `grpo`, of the clip
+            over sequences; detached
         log-probabilities, 0 where tokens do not count.
 
     References:
-        Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs", 2024.
-        Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7 (clip).
+        Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
+        Feedback in LLMs", 2024. Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7
+        (clip).
     """
     head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
@@ -353,10 +389,15 @@ def rloo(
     old_logps = tokens.logps.detach() if old_logps is None else tokens.per_sequence_or_token(old_logps)
 
     ratio = _ratio(tokens.logps.sum(1, keepdim=True) - old_logps.sum(1, keepdim=True))  # (B, 1)
-    losses, flags = _clipped_surrogate(ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high)
+    losses, flags = _clipped_surrogate(
+        ratio, advantages, epsilon, epsilon if epsilon_high is None else epsilon_high
+    )
     losses = losses.squeeze(1)
 
-    metrics = {"entropy": _mean(tokens.entropy, tokens.mask), "importance_ratio": _mean(ratio.expand_as(tokens.mask), tokens.mask)}
+    metrics = {
+        "entropy": _mean(tokens.entropy, tokens.mask),
+        "importance_ratio": _mean(ratio.expand_as(tokens.mask), tokens.mask),
+    }
     metrics |= {name: _mean(flag.to(ratio.dtype), torch.ones_like(ratio)) for name, flag in flags.items()}
     metrics = {name: x.detach() for name, x in metrics.items()}
 
@@ -383,8 +424,9 @@ def reinforce(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """The policy gradient's own loss: `1 / N Σ_t -A_t logp_t` over the `N` tokens that count.
 
-    Its gradient is that of `grpo` of loss types bnpo and dapo on policy (`old_logps=None`), whose ratio of 1 has the gradient of logp;
-    only the value differs. It is `grpo` of loss type cispo on policy with `epsilon_high >= 1`.
+    Its gradient is that of `grpo` of loss types bnpo and dapo on policy (`old_logps=None`), whose ratio of 1
+    has the gradient of logp; only the value differs. It is `grpo` of loss type cispo on policy with
+    `epsilon_high >= 1`.
 
     Args:
         advantages: one per sequence or per token.
@@ -394,10 +436,12 @@ def reinforce(
         softcap, logit_scale, temperature: as in `head_logits`.
 
     Returns:
-        `(loss, metrics, logps)`: 0-d loss, or one per token with reduction "none"; entropy; detached log-probabilities.
+        `(loss, metrics, logps)`: 0-d loss, or one per token with reduction "none"; entropy; detached
+            log-probabilities.
 
     References:
-        Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", 1992.
+        Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning",
+        1992.
     """
     head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)

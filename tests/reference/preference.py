@@ -1,8 +1,9 @@
 """Preference losses on full logits: DPO and its relatives, ORPO, CPO, SimPO and KTO.
 
-Sequences come padded, `hidden (S, T, H)` and `targets (S, T)`, or packed, `hidden (N, H)`, `targets (N,)` and the bounds
-`cu_seqlens (S + 1,)`. Where they form pairs, `S = 2B` and the chosen ones come first. Targets are aligned with the hidden states.
-`|y|` is the number of supervised tokens of a sequence; one that has none has a log-probability of 0, summed or averaged.
+Sequences come padded, `hidden (S, T, H)` and `targets (S, T)`, or packed, `hidden (N, H)`, `targets (N,)` and
+the bounds `cu_seqlens (S + 1,)`. Where they form pairs, `S = 2B` and the chosen ones come first. Targets are
+aligned with the hidden states. `|y|` is the number of supervised tokens of a sequence; one that has none has
+a log-probability of 0, summed or averaged.
 """
 
 import math
@@ -34,7 +35,8 @@ class _Tokens:
     is_top1: Tensor
 
     def sequence_sums(self, logps: Tensor, ld_alpha: float | None = None) -> Tensor:
-        """Sums (S, T) by sequence; those past the length of the shorter sequence of the pair weigh `ld_alpha`."""
+        """Sums (S, T) by sequence; those past the length of the shorter sequence of the pair weigh
+        `ld_alpha`."""
         logps = logps.masked_fill(~self.mask, 0)
         total = logps.sum(1)
         if ld_alpha is None:
@@ -101,11 +103,17 @@ def _reference_sums(
     ld_alpha: float | None = None,
     **head,
 ) -> Tensor:  # (S,)
-    """Log-probability of each sequence under the reference; sums that come from outside are taken as they are."""
+    """Log-probability of each sequence under the reference; sums that come from outside are taken as they
+    are."""
     if ref_hidden is not None:
-        ref_logps, _, _ = token_logprobs(ref_hidden, ref_weight, targets, bias=ref_bias, ignore_index=ignore_index, **head)
+        ref_logps, _, _ = token_logprobs(
+            ref_hidden, ref_weight, targets, bias=ref_bias, ignore_index=ignore_index, **head
+        )
     elif ref_logps is None:
-        raise ValueError("ref_logps: expected the log-probabilities of the reference, got None; pass them, or ref_hidden and ref_weight")
+        raise ValueError(
+            "ref_logps: expected the log-probabilities of the reference, got None; pass them, or ref_hidden "
+            "and ref_weight"
+        )
     elif ref_logps.shape == tokens.mask.shape[:1]:
         return ref_logps.detach().to(tokens.logps.dtype)
     return tokens.sequence_sums(_padded(ref_logps.detach().to(tokens.logps.dtype), cu_seqlens, 0), ld_alpha)
@@ -138,7 +146,8 @@ def _pair_metrics(tokens: _Tokens, logps: Tensor, rewards: Tensor, nll: Tensor) 
 
 
 def _smoothed(margin: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy of preferring the chosen one with probability `sigmoid(margin)` when labels flip at the rate `smoothing`."""
+    """Cross-entropy of preferring the chosen one with probability `sigmoid(margin)` when labels flip at the
+    rate `smoothing`."""
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
@@ -178,19 +187,30 @@ def _dpo_losses(
 
     def aot() -> Tensor:
         (chosen_logps, rejected_logps), (ref_chosen, ref_rejected) = _halves(logps), _halves(ref_logps)
-        return _smoothed(beta * ((chosen_logps - rejected_logps).sort().values - (ref_chosen - ref_rejected).sort().values), smoothing)
+        return _smoothed(
+            beta
+            * ((chosen_logps - rejected_logps).sort().values - (ref_chosen - ref_rejected).sort().values),
+            smoothing,
+        )
 
     def discopop() -> Tensor:
         blend = torch.sigmoid(beta * delta / tau)
-        return -F.logsigmoid(beta * delta) * (1 - blend) + (-beta * delta).clamp(max=MAX_EXPONENT).exp() * blend
+        return (
+            -F.logsigmoid(beta * delta) * (1 - blend) + (-beta * delta).clamp(max=MAX_EXPONENT).exp() * blend
+        )
 
     return {
         "sigmoid": lambda: _smoothed(beta * delta, smoothing),
         "hinge": lambda: F.relu(1 - beta * delta),
         "ipo": lambda: (mean_delta - 1 / (2 * beta)) ** 2,
         "exo_pair": exo_pair,
-        "nca_pair": lambda: -F.logsigmoid(beta * chosen) - (F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)) / 2,
-        "robust": lambda: ((smoothing - 1) * F.logsigmoid(beta * delta) + smoothing * F.logsigmoid(-beta * delta)) / (1 - 2 * smoothing),
+        "nca_pair": lambda: (
+            -F.logsigmoid(beta * chosen) - (F.logsigmoid(-beta * chosen) + F.logsigmoid(-beta * rejected)) / 2
+        ),
+        "robust": lambda: (
+            ((smoothing - 1) * F.logsigmoid(beta * delta) + smoothing * F.logsigmoid(-beta * delta))
+            / (1 - 2 * smoothing)
+        ),
         "bco_pair": lambda: -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
         "sppo_hard": lambda: (chosen - 1 / (2 * beta)) ** 2 + (rejected + 1 / (2 * beta)) ** 2,
         "aot": aot,
@@ -235,8 +255,9 @@ def dpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization and the losses of its family.
 
-    With `π(y) = Σ_t logp_t`, the log-ratios `c` and `r` of the chosen and the rejected sequence, each `π(y) - π_ref(y)`, their
-    scores `C` and `R`, each `f'(exp(log-ratio))`, `Δ = C - R`, `Δ' = C / |y_c| - R / |y_r|` and smoothing `ε`, per pair:
+    With `π(y) = Σ_t logp_t`, the log-ratios `c` and `r` of the chosen and the rejected sequence, each `π(y) -
+    π_ref(y)`, their scores `C` and `R`, each `f'(exp(log-ratio))`, `Δ = C - R`, `Δ' = C / |y_c| - R / |y_r|`
+    and smoothing `ε`, per pair:
 
         sigmoid       -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)
         hinge         max(0, 1 - βΔ)
@@ -246,37 +267,41 @@ def dpo(
         robust        (-(1 - ε) log σ(βΔ) + ε log σ(-βΔ)) / (1 - 2ε)                      with ε < ½
         bco_pair      -log σ(βc) - log σ(-βr)
         sppo_hard     (c - 1 / 2β)² + (r + 1 / 2β)²
-        aot           as sigmoid; the i-th smallest π(y_c) - π(y_r) minus the i-th smallest π_ref(y_c) - π_ref(y_r) is the Δ
-        aot_unpaired  as sigmoid; the i-th smallest c minus the i-th smallest r is the Δ
+        aot           as sigmoid; the i-th smallest π(y_c) - π(y_r) minus the i-th smallest π_ref(y_c) -
+        π_ref(y_r) is the Δ aot_unpaired  as sigmoid; the i-th smallest c minus the i-th smallest r is the Δ
         apo_zero      σ(-βc) + σ(βr)
         apo_down      σ(βc) + σ(-β(c - r))
         discopop      -log σ(βΔ) (1 - σ(βΔ / τ)) + exp(-βΔ) σ(βΔ / τ)
         sigmoid_norm  -log σ(βΔ')
         sft           -π(y_c), a sum over tokens
 
-    The mean divides by `num_items`, else by the number of pairs; that of sft always divides by the number of chosen tokens. A list
-    of types gives the weighted sum of their reductions. Exponents are bounded by 80. A pair with empty sequences counts.
+    The mean divides by `num_items`, else by the number of pairs; that of sft always divides by the number of
+    chosen tokens. A list of types gives the weighted sum of their reductions. Exponents are bounded by 80. A
+    pair with empty sequences counts.
 
     Args:
         hidden: `(2B, T, H)` hidden states, or `(N, H)` packed.
         weight: `(V, H)` head.
         targets: `(2B, T)` or `(N,)` int64, in `[0, V)` or `ignore_index` (prompt, padding).
         bias: `(V,)`, or None.
-        ref_logps: reference log-probabilities, one per sequence, `(2B,)`, to which `ld_alpha` was applied already, or one per
-            target. Of the two readings of `(N,)` with `N = 2B` the first is taken.
-        ref_hidden, ref_weight, ref_bias: in their place, hidden states and head of the reference. Nothing of the reference is
-            differentiated.
+        ref_logps: reference log-probabilities, one per sequence, `(2B,)`, to which `ld_alpha` was applied
+            already, or one per target. Of the two readings of `(N,)` with `N = 2B` the first is taken.
+        ref_hidden, ref_weight, ref_bias: in their place, hidden states and head of the reference. Nothing of
+            the reference is differentiated.
         cu_seqlens: `(2B + 1,)` bounds of packed sequences.
         beta: `β`.
         loss_type: a name above, or several.
         loss_weights: factor of each loss type, 1 by default.
         label_smoothing: `ε`, of sigmoid, exo_pair, robust, aot and aot_unpaired.
-        f_divergence_type: `f'(t)`: "reverse_kl" `log t`, "forward_kl" `1 - 1 / t`, "js_divergence" `log(2t / (1 + t))`,
-            "alpha_divergence" `(t^(α - 1) - 1) / (α - 1)`. It acts on the losses written with `Δ` or `Δ'`, the aot ones apart.
+        f_divergence_type: `f'(t)`: "reverse_kl" `log t`, "forward_kl" `1 - 1 / t`, "js_divergence" `log(2t /
+            (1 + t))`, "alpha_divergence" `(t^(α - 1) - 1) / (α - 1)`. It acts on the losses written with `Δ`
+            or `Δ'`, the aot ones apart.
         f_alpha_divergence_coef: `α`.
-        ld_alpha: weight of the log-probabilities past the length of the shorter sequence of the pair, or None for 1.
-        use_weighting: multiply the loss of each pair, sft included, by `w(y_c) w(y_r)`, not differentiated, with
-            `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`. Makes no sense with the aot losses, which reorder the pairs.
+        ld_alpha: weight of the log-probabilities past the length of the shorter sequence of the pair, or None
+            for 1.
+        use_weighting: multiply the loss of each pair, sft included, by `w(y_c) w(y_r)`, not differentiated,
+            with `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`. Makes no sense with the aot losses, which
+            reorder the pairs.
         discopop_tau: `τ`.
         reference_free: `π_ref = 0`.
         reduction: "mean" or "sum", over pairs, and for sft over chosen tokens.
@@ -286,27 +311,30 @@ def dpo(
         ref_softcap, ref_logit_scale: those of the reference.
 
     Returns:
-        0-d loss and metrics, 0-d and detached: rewards `βc` and `βr` as "rewards/chosen", "rewards/rejected", their
-        "rewards/margins" and how often the first is larger, "rewards/accuracies"; `π` as "logps/chosen", "logps/rejected"; the mean
-        logit of the completion tokens, "logits/chosen", "logits/rejected"; "entropy" over all supervised tokens;
-        "mean_token_accuracy" and "nll_loss" over the chosen ones. 0 where there is nothing to average.
+        0-d loss and metrics, 0-d and detached: rewards `βc` and `βr` as "rewards/chosen", "rewards/rejected",
+        their "rewards/margins" and how often the first is larger, "rewards/accuracies"; `π` as
+        "logps/chosen", "logps/rejected"; the mean logit of the completion tokens, "logits/chosen",
+        "logits/rejected"; "entropy" over all supervised tokens; "mean_token_accuracy" and "nll_loss" over the
+        chosen ones. 0 where there is nothing to average.
 
     Raises:
         ValueError: no reference, or `loss_weights` of another length than `loss_type`.
 
     References:
-        Rafailov et al., "Direct Preference Optimization", 2023, equation 7 (sigmoid); Mitchell, "A note on DPO with noisy
-        preferences & relationship to IPO", 2023 (its smoothing); Zhao et al., "SLiC-HF", 2023 (hinge); Azar et al., "A General
-        Theoretical Paradigm to Understand Learning from Human Preferences", 2023, equation 17 (ipo, per token); Ji et al.,
-        "Towards Efficient Exact Optimization of Language Model Alignment", 2024, equation 16 (exo_pair); Chen et al., "Noise
-        Contrastive Alignment of Language Models with Explicit Rewards", 2024 (nca_pair); Chowdhury et al., "Provably Robust DPO",
-        2024 (robust); Jung et al., "Binary Classifier Optimization for LLM Alignment", 2024 (bco_pair); Wu et al., "Self-Play
-        Preference Optimization", 2024, equation 4.7 (sppo_hard); Melnyk et al., "Distributional Preference Alignment of LLMs via
-        Optimal Transport", 2024 (aot); D'Oosterlinck et al., "Anchored Preference Optimization", 2024, equations 7 and 8 (apo);
-        Lu et al., "Discovering Preference Optimization Algorithms with and for LLMs", 2024, equation 5 (discopop); Lambert et
-        al., "Tülu 3", 2024 (sigmoid_norm).
-        Wang et al., "Beyond Reverse KL", 2023 (f-divergences); Liu et al., "Length Desensitization in DPO", 2024 (ld_alpha);
-        Zhou et al., "WPO: Enhancing RLHF with Weighted Preference Optimization", 2024, equation 2 (use_weighting).
+        Rafailov et al., "Direct Preference Optimization", 2023, equation 7 (sigmoid); Mitchell, "A note on
+        DPO with noisy preferences & relationship to IPO", 2023 (its smoothing); Zhao et al., "SLiC-HF", 2023
+        (hinge); Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences",
+        2023, equation 17 (ipo, per token); Ji et al., "Towards Efficient Exact Optimization of Language Model
+        Alignment", 2024, equation 16 (exo_pair); Chen et al., "Noise Contrastive Alignment of Language Models
+        with Explicit Rewards", 2024 (nca_pair); Chowdhury et al., "Provably Robust DPO", 2024 (robust); Jung
+        et al., "Binary Classifier Optimization for LLM Alignment", 2024 (bco_pair); Wu et al., "Self-Play
+        Preference Optimization", 2024, equation 4.7 (sppo_hard); Melnyk et al., "Distributional Preference
+        Alignment of LLMs via Optimal Transport", 2024 (aot); D'Oosterlinck et al., "Anchored Preference
+        Optimization", 2024, equations 7 and 8 (apo); Lu et al., "Discovering Preference Optimization
+        Algorithms with and for LLMs", 2024, equation 5 (discopop); Lambert et al., "Tülu 3", 2024
+        (sigmoid_norm). Wang et al., "Beyond Reverse KL", 2023 (f-divergences); Liu et al., "Length
+        Desensitization in DPO", 2024 (ld_alpha); Zhou et al., "WPO: Enhancing RLHF with Weighted Preference
+        Optimization", 2024, equation 2 (use_weighting).
     """
     head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
@@ -315,13 +343,22 @@ def dpo(
         ref = torch.zeros_like(logps)
     else:
         ref_head = {"softcap": ref_softcap, "logit_scale": ref_logit_scale, "temperature": temperature}
-        given = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
-        ref = _reference_sums(tokens, targets, cu_seqlens, ignore_index, **given, ld_alpha=ld_alpha, **ref_head)
+        given = {
+            "ref_logps": ref_logps,
+            "ref_hidden": ref_hidden,
+            "ref_weight": ref_weight,
+            "ref_bias": ref_bias,
+        }
+        ref = _reference_sums(
+            tokens, targets, cu_seqlens, ignore_index, **given, ld_alpha=ld_alpha, **ref_head
+        )
     scores = F_DIVERGENCES[f_divergence_type](logps - ref, f_alpha_divergence_coef)
 
     pair_weights = 1.0
     if use_weighting:
-        chosen_weights, rejected_weights = _halves(tokens.sequence_means(tokens.logps.detach() - tokens.log_sum_sq_probs).exp())
+        chosen_weights, rejected_weights = _halves(
+            tokens.sequence_means(tokens.logps.detach() - tokens.log_sum_sq_probs).exp()
+        )
         pair_weights = chosen_weights * rejected_weights
 
     names = [loss_type] if isinstance(loss_type, str) else loss_type
@@ -332,7 +369,9 @@ def dpo(
     for name, factor in zip(names, loss_weights or [1.0] * len(names), strict=True):
         values = losses[name]() * pair_weights
         loss = loss + factor * _reduce(values, reduction, chosen_tokens if name == "sft" else pairs)
-    return loss, _pair_metrics(tokens, logps, beta * (logps - ref), _ratio(losses["sft"]().sum(), chosen_tokens))
+    return loss, _pair_metrics(
+        tokens, logps, beta * (logps - ref), _ratio(losses["sft"]().sum(), chosen_tokens)
+    )
 
 
 def orpo(
@@ -357,27 +396,35 @@ def orpo(
 
         loss = nll - β log σ(logit_c - logit_r),  logit(y) = m(y) - log(1 - exp(m(y)))
 
-    `nll` is reduced over the chosen tokens, the second term over pairs. An `m` above -1e-7 counts as -1e-7 in the odds, without a
+    `nll` is reduced over the chosen tokens, the second term over pairs. An `m` above -1e-7 counts as -1e-7 in
+    the odds, without a
     gradient: their logarithm is infinite at 0, where `d m / d hidden` is 0 as well.
 
     Args:
         hidden, weight, targets, bias, cu_seqlens: as in `dpo`.
-        nll_targets: targets of the nll, those of the rejected sequences unused; `targets` by default. TRL takes prompt and response.
+        nll_targets: targets of the nll, those of the rejected sequences unused; `targets` by default. TRL
+            takes prompt and response.
         beta: `β`.
         reduction: "mean" or "sum".
         num_items: normalizer of the mean over pairs; the nll always divides by the number of chosen tokens.
         ignore_index, softcap, logit_scale, temperature: as in `dpo`.
 
     Returns:
-        0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`; "nll_loss" is that of `nll_targets`. Also the means
-        over pairs "log_odds_chosen" of `logit_c - logit_r` and "log_odds_ratio" of `log σ(logit_c - logit_r)`.
+        0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`; "nll_loss" is that of
+        `nll_targets`. Also the means over pairs "log_odds_chosen" of `logit_c - logit_r` and "log_odds_ratio"
+        of `log σ(logit_c - logit_r)`.
 
     References:
-        Hong et al., "ORPO: Monolithic Preference Optimization without Reference Model", 2024, equations 4 to 7.
+        Hong et al., "ORPO: Monolithic Preference Optimization without Reference Model", 2024, equations 4 to
+        7.
     """
     head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
-    nll_tokens = tokens if nll_targets is None else _tokens(hidden, weight, nll_targets, bias, cu_seqlens, ignore_index, **head)
+    nll_tokens = (
+        tokens
+        if nll_targets is None
+        else _tokens(hidden, weight, nll_targets, bias, cu_seqlens, ignore_index, **head)
+    )
     nlls, nll_count = -_halves(nll_tokens.logps)[0], _halves(nll_tokens.mask)[0].sum()
 
     mean_logps = tokens.sequence_means(tokens.logps)
@@ -416,8 +463,9 @@ def cpo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Contrastive preference optimization, also with the reward shape of AlphaPO.
 
-    With `π(y) = Σ_t logp_t`, for ipo and simpo divided by `|y|`, the reward `ρ = π`, or `(1 - exp(-α π)) / α` with `α ≠ 0`,
-    `Δ = ρ(y_c) - ρ(y_r)` and smoothing `ε`, the loss is `cpo_alpha * nll` over chosen tokens plus, per pair:
+    With `π(y) = Σ_t logp_t`, for ipo and simpo divided by `|y|`, the reward `ρ = π`, or `(1 - exp(-α π)) / α`
+    with `α ≠ 0`, `Δ = ρ(y_c) - ρ(y_r)` and smoothing `ε`, the loss is `cpo_alpha * nll` over chosen tokens
+    plus, per pair:
 
         sigmoid  -(1 - ε) log σ(βΔ) - ε log σ(-βΔ)
         simpo    the same of βΔ - γ
@@ -442,11 +490,20 @@ def cpo(
         0-d loss and the metrics of `dpo`, with rewards `βρ` and `π` as above.
 
     References:
-        Xu et al., "Contrastive Preference Optimization", 2024, equation 3; Meng et al., "SimPO", 2024, equation 6; Gupta et al.,
-        "AlphaPO: Reward Shape Matters for LLM Alignment", 2025; hinge and ipo as in `dpo`.
+        Xu et al., "Contrastive Preference Optimization", 2024, equation 3; Meng et al., "SimPO", 2024,
+        equation 6; Gupta et al., "AlphaPO: Reward Shape Matters for LLM Alignment", 2025; hinge and ipo as in
+        `dpo`.
     """
     tokens = _tokens(
-        hidden, weight, targets, bias, cu_seqlens, ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature
+        hidden,
+        weight,
+        targets,
+        bias,
+        cu_seqlens,
+        ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
     )
     logps = tokens.sequence_means(tokens.logps) if loss_type in ("ipo", "simpo") else tokens.logps.sum(1)
     rewards = _power_score(logps, -alpha)
@@ -484,7 +541,8 @@ def simpo(
         hidden, weight, targets: as in `dpo`.
         beta: `β`.
         gamma: `γ`.
-        options: bias, cu_seqlens, reduction, num_items, ignore_index, softcap, logit_scale and temperature, as in `cpo`.
+        options: bias, cu_seqlens, reduction, num_items, ignore_index, softcap, logit_scale and temperature,
+            as in `cpo`.
 
     Returns:
         0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`.
@@ -492,7 +550,9 @@ def simpo(
     References:
         Meng et al., "SimPO: Simple Preference Optimization with a Reference-Free Reward", 2024, equation 6.
     """
-    return cpo(hidden, weight, targets, beta=beta, loss_type="simpo", cpo_alpha=0.0, simpo_gamma=gamma, **options)
+    return cpo(
+        hidden, weight, targets, beta=beta, loss_type="simpo", cpo_alpha=0.0, simpo_gamma=gamma, **options
+    )
 
 
 def kto(
@@ -523,7 +583,8 @@ def kto(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Kahneman-Tversky optimization.
 
-    With the log-ratio `r = π(y) - π_ref(y)` of `π(y) = Σ_t logp_t`, and `z = max(kl, 0)` for kto, 0 for apo_zero_unpaired:
+    With the log-ratio `r = π(y) - π_ref(y)` of `π(y) = Σ_t logp_t`, and `z = max(kl, 0)` for kto, 0 for
+    apo_zero_unpaired:
 
         desirable    desirable_weight * σ(-β (r - z))
         undesirable  undesirable_weight * σ(β (r - z))
@@ -533,7 +594,8 @@ def kto(
     Args:
         hidden, weight, targets, bias, cu_seqlens: as in `dpo`, but single sequences.
         labels: `(B,)`, whether a sequence is desirable.
-        kl: estimate of the divergence from the reference, over mismatched completions; 0-d, not differentiated.
+        kl: estimate of the divergence from the reference, over mismatched completions; 0-d, not
+            differentiated.
         ref_logps, ref_hidden, ref_weight, ref_bias: as in `dpo`.
         beta: `β`.
         loss_type: "kto" or "apo_zero_unpaired".
@@ -543,16 +605,17 @@ def kto(
         ignore_index, softcap, logit_scale, temperature, ref_softcap, ref_logit_scale: as in `dpo`.
 
     Returns:
-        0-d loss and metrics, 0-d and detached: means over the desirable ("chosen") and the undesirable ("rejected") sequences or
-        their tokens, named as in `dpo`, without "rewards/accuracies", "mean_token_accuracy" and "nll_loss"; "kl", which is `z`. 0
-        where there is nothing to average; a margin needs both sides.
+        0-d loss and metrics, 0-d and detached: means over the desirable ("chosen") and the undesirable
+        ("rejected") sequences or their tokens, named as in `dpo`, without "rewards/accuracies",
+        "mean_token_accuracy" and "nll_loss"; "kl", which is `z`. 0 where there is nothing to average; a
+        margin needs both sides.
 
     Raises:
         ValueError: no reference.
 
     References:
-        Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024, equations 7 and 8; D'Oosterlinck et al.,
-        "Anchored Preference Optimization", 2024, equation 7 (apo_zero_unpaired).
+        Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024, equations 7 and 8;
+        D'Oosterlinck et al., "Anchored Preference Optimization", 2024, equation 7 (apo_zero_unpaired).
     """
     head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)

@@ -1,4 +1,5 @@
-"""The reference cross-entropy against numbers computed by hand and against torch's own cross-entropy on full logits."""
+"""The reference cross-entropy against numbers computed by hand and against torch's own cross-entropy on full
+logits."""
 
 import math
 
@@ -36,18 +37,34 @@ def random_operands(*shape: int, vocab: int = 23, hidden: int = 5, ignored: floa
         pytest.param({}, NLL, id="plain"),
         # Half of the smoothing falls on each class: ((log 4/3) + log 4) / 2 for both tokens.
         pytest.param({"label_smoothing": 1.0}, [(NLL[0] + NLL[1]) / 2] * 2, id="all_smoothing"),
-        pytest.param({"label_smoothing": 0.2}, [0.9 * NLL[0] + 0.1 * NLL[1], 0.9 * NLL[1] + 0.1 * NLL[0]], id="smoothing"),
+        pytest.param(
+            {"label_smoothing": 0.2},
+            [0.9 * NLL[0] + 0.1 * NLL[1], 0.9 * NLL[1] + 0.1 * NLL[0]],
+            id="smoothing",
+        ),
         pytest.param({"z_loss": 0.1}, [NLL[0] + 0.1 * LSE**2, NLL[1] + 0.1 * LSE**2], id="z_loss"),
-        pytest.param({"label_smoothing": 1.0, "z_loss": 0.1}, [(NLL[0] + NLL[1]) / 2 + 0.1 * LSE**2] * 2, id="smoothing_z_loss"),
+        pytest.param(
+            {"label_smoothing": 1.0, "z_loss": 0.1},
+            [(NLL[0] + NLL[1]) / 2 + 0.1 * LSE**2] * 2,
+            id="smoothing_z_loss",
+        ),
         pytest.param({"dft": True}, [0.75 * NLL[0], 0.25 * NLL[1]], id="dft"),
-        pytest.param({"class_weights": torch.tensor([1.0, 3.0])}, [3 * NLL[0], 3 * NLL[1]], id="class_weights"),
+        pytest.param(
+            {"class_weights": torch.tensor([1.0, 3.0])}, [3 * NLL[0], 3 * NLL[1]], id="class_weights"
+        ),
         pytest.param({"token_weights": torch.tensor([2.0, 0.0])}, [2 * NLL[0], 0.0], id="token_weights"),
-        pytest.param({"token_weights": torch.tensor([5.0, 2.0]), "shift": True}, [2 * NLL[0], 0.0], id="shift"),
+        pytest.param(
+            {"token_weights": torch.tensor([5.0, 2.0]), "shift": True}, [2 * NLL[0], 0.0], id="shift"
+        ),
         # Logits of half the size: odds of sqrt(3).
         pytest.param({"temperature": 2.0}, [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)], id="temperature"),
         pytest.param({"logit_scale": 0.5}, [math.log(1 + 3**-0.5), math.log(1 + 3**0.5)], id="logit_scale"),
         # The bias moves both logits of class 1 by log 3: odds of 9 and 1.
-        pytest.param({"bias": torch.tensor([0.0, LOG3], dtype=torch.float64)}, [math.log(10 / 9), math.log(2)], id="bias"),
+        pytest.param(
+            {"bias": torch.tensor([0.0, LOG3], dtype=torch.float64)},
+            [math.log(10 / 9), math.log(2)],
+            id="bias",
+        ),
     ],
 )
 def test_two_tokens_by_hand(options, expected):

@@ -1,4 +1,5 @@
-"""The reference distillation losses against arithmetic by hand, against TRL, and where fp64 could lose its digits."""
+"""The reference distillation losses against arithmetic by hand, against TRL, and where fp64 could lose its
+digits."""
 
 import math
 
@@ -7,8 +8,8 @@ import torch
 
 from tests import reference
 
-# Two tokens of a student that says (1/4, 3/4) and (3/4, 1/4), and a teacher that says (1/2, 1/2) and (1/5, 4/5): with `hidden` the
-# identity, `weight.T` is the logits.
+# Two tokens of a student that says (1/4, 3/4) and (3/4, 1/4), and a teacher that says (1/2, 1/2) and (1/5,
+# 4/5): with `hidden` the identity, `weight.T` is the logits.
 STUDENT = ((1 / 4, 3 / 4), (3 / 4, 1 / 4))
 TEACHER = ((1 / 2, 1 / 2), (1 / 5, 4 / 5))
 EYE = torch.eye(2, dtype=torch.float64)
@@ -86,7 +87,8 @@ def assert_same(ours, theirs, leaves, *, rtol: float) -> None:
             {},
             [
                 (math.log(4 / 3) + math.log(4 / 5)) / 4 + (math.log(2 / 3) + 3 * math.log(6 / 5)) / 8,
-                (math.log(8 / 19) + 4 * math.log(32 / 21)) / 10 + (3 * math.log(30 / 19) + math.log(10 / 21)) / 8,
+                (math.log(8 / 19) + 4 * math.log(32 / 21)) / 10
+                + (3 * math.log(30 / 19) + math.log(10 / 21)) / 8,
             ],
             id="jsd",
         ),
@@ -94,8 +96,10 @@ def assert_same(ours, theirs, leaves, *, rtol: float) -> None:
         pytest.param(
             {"beta": 0.1},
             [
-                (math.log(20 / 11) + math.log(20 / 29)) / 20 + 9 * (math.log(10 / 11) + 3 * math.log(30 / 29)) / 40,
-                (math.log(40 / 139) + 4 * math.log(160 / 61)) / 50 + 9 * (3 * math.log(150 / 139) + math.log(50 / 61)) / 40,
+                (math.log(20 / 11) + math.log(20 / 29)) / 20
+                + 9 * (math.log(10 / 11) + 3 * math.log(30 / 29)) / 40,
+                (math.log(40 / 139) + 4 * math.log(160 / 61)) / 50
+                + 9 * (3 * math.log(150 / 139) + math.log(50 / 61)) / 40,
             ],
             id="jsd_0.1",
         ),
@@ -111,34 +115,65 @@ def assert_same(ours, theirs, leaves, *, rtol: float) -> None:
         ),
         pytest.param(
             {"divergence": "skewed_kl"},
-            [math.log(20 / 11) / 2 + math.log(20 / 29) / 2, math.log(40 / 139) / 5 + 4 * math.log(160 / 61) / 5],
+            [
+                math.log(20 / 11) / 2 + math.log(20 / 29) / 2,
+                math.log(40 / 139) / 5 + 4 * math.log(160 / 61) / 5,
+            ],
             id="skewed_kl",
         ),
         pytest.param({"divergence": "total_variation"}, [1 / 4, 11 / 20], id="total_variation"),
-        # At half the temperature the probabilities are squared: s = (1/10, 9/10) and (9/10, 1/10), t = (1/2, 1/2), (1/17, 16/17).
-        pytest.param({"divergence": "total_variation", "temperature": 0.5}, [2 / 5, 9 / 10 - 1 / 17], id="temperature"),
-        pytest.param({"divergence": "total_variation", "logit_scale": 2.0}, [2 / 5, 9 / 10 - 1 / 5], id="logit_scale"),
-        pytest.param({"divergence": "total_variation", "teacher_logit_scale": 2.0}, [1 / 4, 3 / 4 - 1 / 17], id="teacher_scale"),
+        # At half the temperature the probabilities are squared: s = (1/10, 9/10) and (9/10, 1/10), t = (1/2,
+        # 1/2), (1/17, 16/17).
+        pytest.param(
+            {"divergence": "total_variation", "temperature": 0.5}, [2 / 5, 9 / 10 - 1 / 17], id="temperature"
+        ),
+        pytest.param(
+            {"divergence": "total_variation", "logit_scale": 2.0}, [2 / 5, 9 / 10 - 1 / 5], id="logit_scale"
+        ),
+        pytest.param(
+            {"divergence": "total_variation", "teacher_logit_scale": 2.0},
+            [1 / 4, 3 / 4 - 1 / 17],
+            id="teacher_scale",
+        ),
         # The bias triples the odds of class 1: s = (1/10, 9/10) and (1/2, 1/2).
         pytest.param(
-            {"divergence": "total_variation", "bias": torch.tensor([0, math.log(3)], dtype=torch.float64)}, [2 / 5, 3 / 10], id="bias"
+            {"divergence": "total_variation", "bias": torch.tensor([0, math.log(3)], dtype=torch.float64)},
+            [2 / 5, 3 / 10],
+            id="bias",
         ),
         # The other way: t = (1/4, 3/4) and (1/13, 12/13).
         pytest.param(
-            {"divergence": "total_variation", "teacher_bias": torch.tensor([0, math.log(3)], dtype=torch.float64)},
+            {
+                "divergence": "total_variation",
+                "teacher_bias": torch.tensor([0, math.log(3)], dtype=torch.float64),
+            },
             [0, 3 / 4 - 1 / 13],
             id="teacher_bias",
         ),
         pytest.param(
-            {"hard_loss_weight": 0.25, "targets": TARGETS, "divergence": "total_variation", "temperature": 0.5},
+            {
+                "hard_loss_weight": 0.25,
+                "targets": TARGETS,
+                "divergence": "total_variation",
+                "temperature": 0.5,
+            },
             [NLL[0] / 4 + 3 / 4 * 2 / 5, NLL[1] / 4 + 3 / 4 * (9 / 10 - 1 / 17)],
             id="hard_loss_is_not_tempered",
         ),
         pytest.param({"hard_loss_weight": 1.0, "targets": TARGETS}, NLL, id="hard_loss_alone"),
-        pytest.param({"divergence": "total_variation", "targets": torch.tensor([-100, 1])}, [0, 11 / 20], id="ignored"),
-        pytest.param({"divergence": "total_variation", "mask": torch.tensor([1, 0])}, [1 / 4, 0], id="masked"),
         pytest.param(
-            {"divergence": "total_variation", "mask": torch.tensor([1, 0]), "targets": torch.tensor([7, 1]), "ignore_index": 7},
+            {"divergence": "total_variation", "targets": torch.tensor([-100, 1])}, [0, 11 / 20], id="ignored"
+        ),
+        pytest.param(
+            {"divergence": "total_variation", "mask": torch.tensor([1, 0])}, [1 / 4, 0], id="masked"
+        ),
+        pytest.param(
+            {
+                "divergence": "total_variation",
+                "mask": torch.tensor([1, 0]),
+                "targets": torch.tensor([7, 1]),
+                "ignore_index": 7,
+            },
             [0, 0],
             id="masked_and_ignored",
         ),
@@ -170,7 +205,9 @@ def test_softcaps_by_hand():
 
 def test_cosine_by_hand():
     # Logits (3, 4) and (1, 0) beside (4, 3) and (0, 2).
-    student, teacher = (torch.tensor(rows, dtype=torch.float64).T for rows in ([[3, 4], [1, 0]], [[4, 3], [0, 2]]))
+    student, teacher = (
+        torch.tensor(rows, dtype=torch.float64).T for rows in ([[3, 4], [1, 0]], [[4, 3], [0, 2]])
+    )
     options = {"teacher_hidden": EYE, "teacher_weight": teacher, "divergence": "cosine", "reduction": "none"}
     for temperature in (1.0, 2.0):
         loss, _ = reference.distillation(EYE, student, temperature=temperature, **options)
@@ -178,20 +215,29 @@ def test_cosine_by_hand():
 
 
 FOUR = ((1 / 8, 1 / 4, 1 / 2, 1 / 8), (2 / 5, 1 / 5, 1 / 10, 3 / 10))
-BEST = (torch.tensor([[1 / 3, 1 / 2], [1 / 10, 1 / 5]], dtype=torch.float64).log(), torch.tensor([[2, 0], [1, 3]]))
+BEST = (
+    torch.tensor([[1 / 3, 1 / 2], [1 / 10, 1 / 5]], dtype=torch.float64).log(),
+    torch.tensor([[2, 0], [1, 3]]),
+)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize(
     ("topk_mode", "student", "teacher"),
     [
-        ("tail", [(1 / 2, 1 / 8, 3 / 8), (1 / 5, 3 / 10, 1 / 2)], [(1 / 3, 1 / 2, 1 / 6), (1 / 10, 1 / 5, 7 / 10)]),
+        (
+            "tail",
+            [(1 / 2, 1 / 8, 3 / 8), (1 / 5, 3 / 10, 1 / 2)],
+            [(1 / 3, 1 / 2, 1 / 6), (1 / 10, 1 / 5, 7 / 10)],
+        ),
         ("renormalize", [(4 / 5, 1 / 5), (2 / 5, 3 / 5)], [(2 / 5, 3 / 5), (1 / 3, 2 / 3)]),
     ],
 )
 def test_topk_by_hand(divergence, topk_mode, student, teacher):
     loss, metrics = two_tokens(FOUR, teacher_logprobs_topk=BEST, topk_mode=topk_mode, divergence=divergence)
-    assert loss.tolist() == pytest.approx([BY_HAND[divergence](s, t) for s, t in zip(student, teacher, strict=True)], rel=1e-12)
+    assert loss.tolist() == pytest.approx(
+        [BY_HAND[divergence](s, t) for s, t in zip(student, teacher, strict=True)], rel=1e-12
+    )
     # The student's best ids over all four are 2 and 0, the teacher's are 0 and 3.
     assert metrics["agreement"] == 0
 
@@ -204,7 +250,9 @@ def test_an_empty_slot_is_as_if_not_given(divergence, topk_mode, padding):
     values = torch.cat([values, torch.full_like(values[:, :1], -math.inf)], -1)
     options = {"topk_mode": topk_mode, "divergence": divergence}
     expected, _ = two_tokens(FOUR, teacher_logprobs_topk=BEST, **options)
-    torch.testing.assert_close(two_tokens(FOUR, teacher_logprobs_topk=(values, ids), **options)[0], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        two_tokens(FOUR, teacher_logprobs_topk=(values, ids), **options)[0], expected, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -212,7 +260,10 @@ def test_a_small_tail_by_hand(divergence):
     tail = 2.0**-30
     values = torch.tensor([[1 / 2, 1 / 2 - tail]], dtype=torch.float64).log()
     loss, _ = reference.distillation(
-        EYE[:1], weight_of(FOUR), teacher_logprobs_topk=(values, torch.tensor([[2, 0]])), divergence=divergence
+        EYE[:1],
+        weight_of(FOUR),
+        teacher_logprobs_topk=(values, torch.tensor([[2, 0]])),
+        divergence=divergence,
     )
     expected = BY_HAND[divergence]((1 / 2, 1 / 8, 3 / 8), (1 / 2, 1 / 2 - tail, tail))
     # 1e-16 of rounding in the values is 1e-7 of the tail.
@@ -242,9 +293,13 @@ def test_topk_mode_is_checked():
         pytest.param({"reduction": "sum"}, 1 / 4 + 11 / 20, id="sum"),
         pytest.param({"targets": torch.tensor([-100, 1])}, 11 / 20, id="ignored"),
         pytest.param({"mask": torch.tensor([True, False])}, 1 / 4, id="masked"),
-        pytest.param({"mask": torch.tensor([True, False]), "targets": torch.tensor([-100, 1])}, 0, id="nothing_counts"),
+        pytest.param(
+            {"mask": torch.tensor([True, False]), "targets": torch.tensor([-100, 1])}, 0, id="nothing_counts"
+        ),
         pytest.param({"num_items": 5}, (1 / 4 + 11 / 20) / 5, id="num_items"),
-        pytest.param({"num_items": torch.tensor(5), "mask": torch.tensor([1, 0])}, 1 / 20, id="num_items_tensor"),
+        pytest.param(
+            {"num_items": torch.tensor(5), "mask": torch.tensor([1, 0])}, 1 / 20, id="num_items_tensor"
+        ),
         pytest.param({"num_items": 0, "mask": torch.tensor([0, 0])}, 0, id="no_items"),
     ],
 )
@@ -254,7 +309,9 @@ def test_reductions_by_hand(options, expected):
 
 
 def test_metrics_by_hand():
-    loss, metrics = two_tokens(divergence="total_variation", targets=TARGETS, hard_loss_weight=0.25, reduction="mean", num_items=8)
+    loss, metrics = two_tokens(
+        divergence="total_variation", targets=TARGETS, hard_loss_weight=0.25, reduction="mean", num_items=8
+    )
     assert loss.item() == pytest.approx(((NLL[0] + NLL[1]) / 4 + 3 / 4 * (1 / 4 + 11 / 20)) / 8, rel=1e-12)
     # The first teacher is undecided, and of two equal ids the first counts as its best.
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
@@ -270,7 +327,9 @@ def test_metrics_by_hand():
 
 
 def test_metrics_are_of_the_tokens_that_count():
-    _, metrics = two_tokens(((1 / 4, 3 / 4), (1 / 2, 1 / 2)), ((1 / 3, 2 / 3), (1 / 5, 4 / 5)), TARGETS, mask=torch.tensor([1, 0]))
+    _, metrics = two_tokens(
+        ((1 / 4, 3 / 4), (1 / 2, 1 / 2)), ((1 / 3, 2 / 3), (1 / 5, 4 / 5)), TARGETS, mask=torch.tensor([1, 0])
+    )
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
             "soft_loss": jsd_by_hand((1 / 4, 3 / 4), (1 / 3, 2 / 3), 0.5),
@@ -316,10 +375,20 @@ def test_jsd_is_that_of_gkd(generalized_jsd_loss, beta, temperature, reduction):
     num_items = torch.tensor(50) if reduction == "num_items" else None
     logits = student["hidden"] @ student["weight"].T, teacher["teacher_hidden"] @ teacher["teacher_weight"].T
     theirs = generalized_jsd_loss(
-        *logits, labels, beta, temperature, "sum" if reduction == "sum" else "batchmean", num_items_in_batch=num_items
+        *logits,
+        labels,
+        beta,
+        temperature,
+        "sum" if reduction == "sum" else "batchmean",
+        num_items_in_batch=num_items,
     )
 
-    options = {"beta": beta, "temperature": temperature, "num_items": num_items, "reduction": "sum" if reduction == "sum" else "mean"}
+    options = {
+        "beta": beta,
+        "temperature": temperature,
+        "num_items": num_items,
+        "reduction": "sum" if reduction == "sum" else "mean",
+    }
     ours, _ = reference.distillation(**student, targets=labels, **teacher, **options)
     assert_same(ours, theirs, tuple(student.values()), rtol=1e-11)
 
@@ -339,7 +408,10 @@ def test_per_token_jsd_is_that_of_gkd(generalized_jsd_loss, beta):
     [
         pytest.param({}, id="plain"),
         pytest.param({"temperature": 2.0, "num_items": 40}, id="temperature"),
-        pytest.param({"softcap": 3.0, "teacher_softcap": 5.0, "logit_scale": 0.5, "teacher_logit_scale": 1.5}, id="head"),
+        pytest.param(
+            {"softcap": 3.0, "teacher_softcap": 5.0, "logit_scale": 0.5, "teacher_logit_scale": 1.5},
+            id="head",
+        ),
         pytest.param({"bias": True, "temperature": 0.7, "softcap": 4.0}, id="biases"),
     ],
 )
@@ -386,7 +458,9 @@ def test_topk_is_that_of_self_distillation(beta, topk_mode):
 
     ids = logits[0].topk(4).indices
     topk = logits[1].log_softmax(-1).gather(-1, ids), ids
-    ours, _ = reference.distillation(**student, teacher_logprobs_topk=topk, topk_mode=topk_mode, beta=beta, reduction="none")
+    ours, _ = reference.distillation(
+        **student, teacher_logprobs_topk=topk, topk_mode=topk_mode, beta=beta, reduction="none"
+    )
     assert_same(ours, theirs, tuple(student.values()), rtol=1e-11)
 
 
@@ -395,7 +469,9 @@ def test_topk_is_that_of_self_distillation(beta, topk_mode):
 def test_equal_distributions_give_exactly_zero(divergence, beta):
     student, _, _, _ = random_problem(11)
     teacher = {f"teacher_{name}": leaf.detach() for name, leaf in student.items()}
-    loss, metrics = reference.distillation(**student, **teacher, divergence=divergence, beta=beta, skew_alpha=beta, temperature=0.1)
+    loss, metrics = reference.distillation(
+        **student, **teacher, divergence=divergence, beta=beta, skew_alpha=beta, temperature=0.1
+    )
     gradients = torch.autograd.grad(loss, tuple(student.values()))
     assert loss.item() == 0 and all((gradient == 0).all() for gradient in gradients)
     assert metrics["agreement"] == 1
@@ -405,7 +481,8 @@ def test_equal_distributions_give_exactly_zero(divergence, beta):
 def test_almost_equal_distributions_keep_their_digits(e):
     """Divergences of 1e-13 and 1e-17, known from the first term of their series."""
     vocab = 1000
-    # The teacher gives all ids the same probability; the student's logits are e for one half of them and -e for the other.
+    # The teacher gives all ids the same probability; the student's logits are e for one half of them and -e
+    # for the other.
     signs = torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat(vocab // 2, 1)
     student = {"hidden": torch.tensor([[e]], dtype=torch.float64).requires_grad_(), "weight": signs}
     teacher = {"teacher_hidden": torch.zeros(1, 1, dtype=torch.float64), "teacher_weight": signs}
@@ -431,7 +508,9 @@ def test_almost_parallel_logits_keep_their_digits():
     student = torch.tensor([[math.cos(angle)], [math.sin(angle)]], dtype=torch.float64)
     teacher = torch.tensor([[3.0], [0.0]], dtype=torch.float64)
     one = torch.ones(1, 1, dtype=torch.float64)
-    loss, _ = reference.distillation(one, student, teacher_hidden=one, teacher_weight=teacher, divergence="cosine")
+    loss, _ = reference.distillation(
+        one, student, teacher_hidden=one, teacher_weight=teacher, divergence="cosine"
+    )
     assert loss.item() == pytest.approx(angle**2 / 2, rel=1e-9)
 
 
@@ -439,9 +518,18 @@ def test_almost_parallel_logits_keep_their_digits():
 def test_distributions_far_apart_stay_finite(dtype):
     """Odds of e^1000 against each other: probabilities underflow, their logarithms do not."""
     hidden = torch.eye(2, dtype=dtype)
-    far = {"hidden": hidden.clone().requires_grad_(), "weight": torch.tensor([[500.0, -500.0], [-500.0, 500.0]], dtype=dtype)}
+    far = {
+        "hidden": hidden.clone().requires_grad_(),
+        "weight": torch.tensor([[500.0, -500.0], [-500.0, 500.0]], dtype=dtype),
+    }
     teacher = {"teacher_hidden": hidden, "teacher_weight": -far["weight"]}
-    expected = {"forward_kl": 1000, "reverse_kl": 1000, "jsd": math.log(2), "skewed_kl": -math.log(0.1), "total_variation": 1}
+    expected = {
+        "forward_kl": 1000,
+        "reverse_kl": 1000,
+        "jsd": math.log(2),
+        "skewed_kl": -math.log(0.1),
+        "total_variation": 1,
+    }
     for divergence, value in expected.items():
         loss, _ = reference.distillation(**far, **teacher, divergence=divergence)
         assert loss.item() == pytest.approx(value, rel=1e-6), divergence
@@ -450,7 +538,8 @@ def test_distributions_far_apart_stay_finite(dtype):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_teacher_that_leaves_no_tail(divergence):
-    """fp32 log-probabilities that sum to more than 1 leave the rounding of fp32; the loss and its gradient stay finite."""
+    """fp32 log-probabilities that sum to more than 1 leave the rounding of fp32; the loss and its gradient
+    stay finite."""
     student, teacher, _, _ = random_problem(7)
     values, ids = best_of(teacher, 4)
     values = (values.log_softmax(-1) + 1e-3).float()
@@ -459,7 +548,9 @@ def test_a_teacher_that_leaves_no_tail(divergence):
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, tuple(student.values())))
     probabilities = values.double().exp()
     probabilities /= probabilities.sum(-1, keepdim=True) + torch.finfo(torch.float32).eps
-    expected, _ = reference.distillation(**student, teacher_logprobs_topk=(probabilities.log(), ids), divergence=divergence)
+    expected, _ = reference.distillation(
+        **student, teacher_logprobs_topk=(probabilities.log(), ids), divergence=divergence
+    )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -467,10 +558,18 @@ def test_a_teacher_that_leaves_no_tail(divergence):
 @pytest.mark.parametrize("topk_mode", TOPK_MODES)
 def test_the_best_of_all_ids_is_the_whole_teacher(divergence, topk_mode):
     student, teacher, targets, mask = random_problem(3, 9)
-    options = {"targets": targets, "mask": mask, "divergence": divergence, "temperature": 1.3, "hard_loss_weight": 0.2}
+    options = {
+        "targets": targets,
+        "mask": mask,
+        "divergence": divergence,
+        "temperature": 1.3,
+        "hard_loss_weight": 0.2,
+    }
     whole, whole_metrics = reference.distillation(**student, **teacher, **options)
     topk = best_of(teacher, 23, temperature=1.3)
-    best, metrics = reference.distillation(**student, teacher_logprobs_topk=topk, topk_mode=topk_mode, **options)
+    best, metrics = reference.distillation(
+        **student, teacher_logprobs_topk=topk, topk_mode=topk_mode, **options
+    )
     assert_same(best, whole, tuple(student.values()), rtol=1e-11)
     torch.testing.assert_close(metrics, whole_metrics)
 
@@ -478,7 +577,8 @@ def test_the_best_of_all_ids_is_the_whole_teacher(divergence, topk_mode):
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("topk_mode", TOPK_MODES)
 def test_values_in_a_lower_precision(divergence, topk_mode):
-    """They are widened before anything is computed from them, and the tail that their rounding seems to leave is none."""
+    """They are widened before anything is computed from them, and the tail that their rounding seems to leave
+    is none."""
     student, teacher, _, _ = random_problem(7)
     options = {"topk_mode": topk_mode, "divergence": divergence}
     values, ids = best_of(teacher, 2)
@@ -507,7 +607,9 @@ def test_jsd_is_symmetric_at_one_half():
     swapped = {"teacher_hidden": student["hidden"], "teacher_weight": student["weight"]}
     for beta in (0.5, 0.2):
         one, _ = reference.distillation(**student, **teacher, beta=beta)
-        other, _ = reference.distillation(teacher["teacher_hidden"], teacher["teacher_weight"], **swapped, beta=1 - beta)
+        other, _ = reference.distillation(
+            teacher["teacher_hidden"], teacher["teacher_weight"], **swapped, beta=1 - beta
+        )
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
@@ -519,7 +621,9 @@ def test_the_longer_vocabulary_is_cut(vocab, teacher_vocab, divergence):
     options = {"divergence": divergence, "temperature": 0.8, "reduction": "none"}
     ours, metrics = reference.distillation(**student, targets=targets, **teacher, **options)
     short_teacher = teacher | {"teacher_weight": teacher["teacher_weight"][:19]}
-    cut, cut_metrics = reference.distillation(student["hidden"], student["weight"][:19], **short_teacher, **options)
+    cut, cut_metrics = reference.distillation(
+        student["hidden"], student["weight"][:19], **short_teacher, **options
+    )
     assert_same(ours, cut, tuple(student.values()), rtol=1e-12)
     for name in ("soft_loss", "entropy", "agreement"):
         torch.testing.assert_close(metrics[name], cut_metrics[name])
@@ -562,7 +666,9 @@ def test_gradients_with_a_topk_teacher_are_those_of_the_value(divergence, topk_m
     topk[0][0, 3:] = -math.inf
 
     def loss(hidden, weight):
-        return reference.distillation(hidden, weight, teacher_logprobs_topk=topk, topk_mode=topk_mode, divergence=divergence)[0]
+        return reference.distillation(
+            hidden, weight, teacher_logprobs_topk=topk, topk_mode=topk_mode, divergence=divergence
+        )[0]
 
     assert torch.autograd.gradcheck(loss, tuple(student.values()))
 

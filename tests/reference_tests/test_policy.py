@@ -1,4 +1,5 @@
-"""The policy losses of the reference against numbers computed by hand and against TRL's own code on the same tensors."""
+"""The policy losses of the reference against numbers computed by hand and against TRL's own code on the same
+tensors."""
 
 import math
 from collections import defaultdict
@@ -16,7 +17,8 @@ LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
 BY_SEQUENCE = ("grpo", "sapo", "luspo", "dr_grpo")  # whose means are over sequences
 LEVELS = ("token", "sequence")
 
-# Every position has the logits (0, log 3). Two sequences, of two tokens and of one: probabilities 3/4, 1/4 and 1/4, all 1/2 before.
+# Every position has the logits (0, log 3). Two sequences, of two tokens and of one: probabilities 3/4, 1/4
+# and 1/4, all 1/2 before.
 WEIGHT = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64)
 HIDDEN = torch.ones(2, 2, 1, dtype=torch.float64)
 TARGETS = torch.tensor([[1, 0], [0, -100]])
@@ -53,18 +55,36 @@ def by_hand(loss=reference.grpo, *, hidden=HIDDEN, **options):
         pytest.param({}, (-1.2 - 0.5 + 1.6) / 3, id="dapo_is_the_default"),
         pytest.param({"loss_type": "dr_grpo"}, (-1.2 - 0.5 + 1.6) / (2 * 8), id="dr_grpo"),
         pytest.param({"loss_type": "luspo"}, (-1.2 - 0.5 + 1.6) / 2, id="luspo_of_tokens"),
-        pytest.param({"loss_type": "cispo", "epsilon_high": 1.1}, (-1.1 * LP[0] - 0.5 * LP[1] + 2 * 0.5 * LP[1]) / 3, id="cispo"),
-        pytest.param({"loss_type": "cispo"}, -0.2 * (LP[0] + LP[1] - 2 * LP[1]) / 3, id="cispo_bounded_by_epsilon"),
+        pytest.param(
+            {"loss_type": "cispo", "epsilon_high": 1.1},
+            (-1.1 * LP[0] - 0.5 * LP[1] + 2 * 0.5 * LP[1]) / 3,
+            id="cispo",
+        ),
+        pytest.param(
+            {"loss_type": "cispo"}, -0.2 * (LP[0] + LP[1] - 2 * LP[1]) / 3, id="cispo_bounded_by_epsilon"
+        ),
         pytest.param(
             {"loss_type": "sapo"},
             (-4 * (sigmoid(0.5) + sigmoid(-0.5)) / 2 + 2 * 4 / 1.05 * sigmoid(1.05 * -0.5)) / 2,
             id="sapo",
         ),
-        pytest.param({"loss_type": "vespo"}, (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(0.5, 3, 2) * LP[1]) / 3, id="vespo"),
+        pytest.param(
+            {"loss_type": "vespo"},
+            (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(0.5, 3, 2) * LP[1]) / 3,
+            id="vespo",
+        ),
         # One ratio a sequence: the square root of 3/4, not clipped, and 1/2, clipped.
-        pytest.param({"loss_type": "grpo", "importance_sampling_level": "sequence"}, (-S + 1.6) / 2, id="grpo_sequence"),
-        pytest.param({"loss_type": "dapo", "importance_sampling_level": "sequence"}, (-2 * S + 1.6) / 3, id="dapo_sequence"),
-        pytest.param({"loss_type": "luspo", "importance_sampling_level": "sequence"}, (-2 * S + 1.6) / 2, id="luspo"),
+        pytest.param(
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"}, (-S + 1.6) / 2, id="grpo_sequence"
+        ),
+        pytest.param(
+            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+            (-2 * S + 1.6) / 3,
+            id="dapo_sequence",
+        ),
+        pytest.param(
+            {"loss_type": "luspo", "importance_sampling_level": "sequence"}, (-2 * S + 1.6) / 2, id="luspo"
+        ),
         pytest.param(
             {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 0.7},
             (-0.7 * (LP[0] + LP[1]) + 2 * 0.5 * LP[1]) / 3,
@@ -79,19 +99,39 @@ def by_hand(loss=reference.grpo, *, hidden=HIDDEN, **options):
         pytest.param({"epsilon_high": 0.3}, (-1.3 - 0.5 + 1.6) / 3, id="epsilon_high"),
         # Only where the advantage is negative does the upper clip leave the ratio unbounded.
         pytest.param({"advantages": torch.tensor([-1.0, -2.0])}, (1.5 + 0.8 + 1.6) / 3, id="no_delta"),
-        pytest.param({"advantages": torch.tensor([-1.0, -2.0]), "delta": 1.4}, (1.4 + 0.8 + 1.6) / 3, id="delta"),
-        pytest.param({"advantages": torch.tensor([[1.0, -1.0], [2.0, 9.0]])}, (-1.2 + 0.8 - 2 * 0.5) / 3, id="token_advantages"),
+        pytest.param(
+            {"advantages": torch.tensor([-1.0, -2.0]), "delta": 1.4}, (1.4 + 0.8 + 1.6) / 3, id="delta"
+        ),
+        pytest.param(
+            {"advantages": torch.tensor([[1.0, -1.0], [2.0, 9.0]])},
+            (-1.2 + 0.8 - 2 * 0.5) / 3,
+            id="token_advantages",
+        ),
         pytest.param({"old_logps": None}, (-1 - 1 + 2) / 3, id="on_policy"),
-        pytest.param({"beta": 0.1, "ref_logps": OLD}, (-1.2 - 0.5 + 1.6 + 0.1 * (KL[0] + 2 * KL[1])) / 3, id="kl"),
+        pytest.param(
+            {"beta": 0.1, "ref_logps": OLD}, (-1.2 - 0.5 + 1.6 + 0.1 * (KL[0] + 2 * KL[1])) / 3, id="kl"
+        ),
         pytest.param(
             {"beta": 0.1, "ref_logps": OLD, "use_bias_correction_kl": True},
             (-1.2 - 0.5 + 1.6 + 0.1 * (1.5 * KL[0] + 2 * 0.5 * KL[1])) / 3,
             id="kl_corrected",
         ),
         pytest.param({"entropy_coef": 0.3}, (-1.2 - 0.5 + 1.6) / 3 - 0.3 * ENTROPY, id="entropy"),
-        pytest.param({"entropy_coef": 0.3, "loss_type": "luspo"}, (-1.2 - 0.5 + 1.6) / 2 - 0.3 * ENTROPY, id="entropy_of_tokens"),
-        pytest.param({"importance_weights": torch.tensor([[0.5], [2.0]])}, (-0.6 - 0.25 + 3.2) / 3, id="sequence_weights"),
-        pytest.param({"importance_weights": torch.tensor([[0.5, 2.0], [3.0, 9.0]])}, (-0.6 - 1 + 4.8) / 3, id="token_weights"),
+        pytest.param(
+            {"entropy_coef": 0.3, "loss_type": "luspo"},
+            (-1.2 - 0.5 + 1.6) / 2 - 0.3 * ENTROPY,
+            id="entropy_of_tokens",
+        ),
+        pytest.param(
+            {"importance_weights": torch.tensor([[0.5], [2.0]])},
+            (-0.6 - 0.25 + 3.2) / 3,
+            id="sequence_weights",
+        ),
+        pytest.param(
+            {"importance_weights": torch.tensor([[0.5, 2.0], [3.0, 9.0]])},
+            (-0.6 - 1 + 4.8) / 3,
+            id="token_weights",
+        ),
         # Tokens' own correction enters w: 0.75 * 0.5 * 2 and 0.5 * 3.
         pytest.param(
             {"loss_type": "vespo", "importance_weights": torch.tensor([[0.5, 2.0], [3.0, 9.0]])},
@@ -108,15 +148,31 @@ def by_hand(loss=reference.grpo, *, hidden=HIDDEN, **options):
         ),
         # Here it is the first, of mean -log(3/4) / 2 = 0.14.
         pytest.param(
-            {"off_policy_mask_threshold": 0.15, "advantages": torch.tensor([-1.0, 2.0])}, (1.5 + 0.8 - 2 * 0.5) / 3, id="mean_drift"
+            {"off_policy_mask_threshold": 0.15, "advantages": torch.tensor([-1.0, 2.0])},
+            (1.5 + 0.8 - 2 * 0.5) / 3,
+            id="mean_drift",
         ),
-        pytest.param({"off_policy_mask_threshold": 0.14, "advantages": torch.tensor([-1.0, 2.0])}, -2 * 0.5 / 3, id="mean_drift_over"),
+        pytest.param(
+            {"off_policy_mask_threshold": 0.14, "advantages": torch.tensor([-1.0, 2.0])},
+            -2 * 0.5 / 3,
+            id="mean_drift_over",
+        ),
         pytest.param({"num_items": 10}, (-1.2 - 0.5 + 1.6) / 10, id="num_items"),
-        pytest.param({"num_items": torch.tensor(10), "loss_type": "bnpo"}, (-1.2 - 0.5 + 1.6) / 10, id="num_items_bnpo"),
-        pytest.param({"num_items": 10, "loss_type": "grpo"}, ((-1.2 - 0.5) / 2 + 1.6) / 10, id="num_items_grpo"),
-        pytest.param({"num_items": 10, "loss_type": "dr_grpo"}, (-1.2 - 0.5 + 1.6) / (10 * 8), id="num_items_dr_grpo"),
+        pytest.param(
+            {"num_items": torch.tensor(10), "loss_type": "bnpo"}, (-1.2 - 0.5 + 1.6) / 10, id="num_items_bnpo"
+        ),
+        pytest.param(
+            {"num_items": 10, "loss_type": "grpo"}, ((-1.2 - 0.5) / 2 + 1.6) / 10, id="num_items_grpo"
+        ),
+        pytest.param(
+            {"num_items": 10, "loss_type": "dr_grpo"}, (-1.2 - 0.5 + 1.6) / (10 * 8), id="num_items_dr_grpo"
+        ),
         pytest.param({"num_items": 10, "loss_type": "luspo"}, (-1.2 - 0.5 + 1.6) / 10, id="num_items_luspo"),
-        pytest.param({"num_items": 10, "entropy_coef": 0.3}, (-1.2 - 0.5 + 1.6) / 10 - 0.3 * ENTROPY, id="num_items_not_of_entropy"),
+        pytest.param(
+            {"num_items": 10, "entropy_coef": 0.3},
+            (-1.2 - 0.5 + 1.6) / 10 - 0.3 * ENTROPY,
+            id="num_items_not_of_entropy",
+        ),
         pytest.param({"mask": torch.tensor([[1, 0], [1, 1]])}, (-1.2 + 1.6) / 2, id="mask"),
     ],
 )
@@ -127,7 +183,8 @@ def test_grpo_by_hand(options, expected):
 
 
 def test_high_entropy_tokens_by_hand():
-    """Entropies 0.69 (a head of zeros), 0.56 and 0.36 (logits of log 9): the quantile is of the tokens that count."""
+    """Entropies 0.69 (a head of zeros), 0.56 and 0.36 (logits of log 9): the quantile is of the tokens that
+    count."""
     hidden = torch.tensor([[[0.0], [1.0]], [[2.0], [0.0]]], dtype=torch.float64)
     entropies = [math.log(2), ENTROPY, 0.9 * math.log(10 / 9) + 0.1 * math.log(10)]
     losses = [-1.0, -0.5, 0.8 * 2]
@@ -148,7 +205,11 @@ def test_high_entropy_leaves_the_kl():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        pytest.param({}, {"clip_ratio/low_mean": 1 / 3, "clip_ratio/high_mean": 1 / 3, "clip_ratio/region_mean": 2 / 3}, id="tokens"),
+        pytest.param(
+            {},
+            {"clip_ratio/low_mean": 1 / 3, "clip_ratio/high_mean": 1 / 3, "clip_ratio/region_mean": 2 / 3},
+            id="tokens",
+        ),
         pytest.param(
             {"importance_sampling_level": "sequence"},
             {
@@ -167,9 +228,15 @@ def test_high_entropy_leaves_the_kl():
         pytest.param({"loss_type": "cispo", "epsilon_high": 1.1}, {"cispo_clip_ratio": 1 / 3}, id="cispo"),
         # Not where the advantage is negative, though the ratio is bounded there too.
         pytest.param({"loss_type": "cispo"}, {"cispo_clip_ratio": 2 / 3}, id="cispo_positive"),
-        pytest.param({"loss_type": "vespo"}, {"vespo/phi_seq_mean": (phi(0.75, 2, 3) + phi(0.5, 3, 2)) / 2}, id="vespo"),
+        pytest.param(
+            {"loss_type": "vespo"}, {"vespo/phi_seq_mean": (phi(0.75, 2, 3) + phi(0.5, 3, 2)) / 2}, id="vespo"
+        ),
         pytest.param({"beta": 0.1, "ref_logps": OLD}, {"kl": (KL[0] + 2 * KL[1]) / 3}, id="kl"),
-        pytest.param({"beta": 0.1, "ref_logps": OLD, "use_bias_correction_kl": True}, {"kl": (1.5 * KL[0] + KL[1]) / 3}, id="kl_corrected"),
+        pytest.param(
+            {"beta": 0.1, "ref_logps": OLD, "use_bias_correction_kl": True},
+            {"kl": (1.5 * KL[0] + KL[1]) / 3},
+            id="kl_corrected",
+        ),
         # The metrics look at the ratio that delta bounds, importance_ratio does not.
         pytest.param({"delta": 1.1}, {"clip_ratio/high_mean": 0}, id="delta"),
     ],
@@ -187,8 +254,12 @@ def test_metrics_by_hand(options, expected):
         # Ratios of whole sequences: 1.5 * 0.5 and 0.5, both below 0.8; only the second is clipped.
         pytest.param({}, (-0.75 + 1.6) / 2, id="plain"),
         pytest.param({"old_logps": OLD.sum(1) / torch.tensor([1, 2])}, (-0.75 + 1.6) / 2, id="old_sums"),
-        pytest.param({"old_logps": torch.tensor([[-3.0], [-3.0]])}, (-1.2 + 2 * math.exp(LP[1] + 3)) / 2, id="high"),
-        pytest.param({"old_logps": torch.tensor([-3.0, 0.0]), "epsilon_high": 0.5}, (-1.5 + 1.6) / 2, id="epsilon_high"),
+        pytest.param(
+            {"old_logps": torch.tensor([[-3.0], [-3.0]])}, (-1.2 + 2 * math.exp(LP[1] + 3)) / 2, id="high"
+        ),
+        pytest.param(
+            {"old_logps": torch.tensor([-3.0, 0.0]), "epsilon_high": 0.5}, (-1.5 + 1.6) / 2, id="epsilon_high"
+        ),
         pytest.param({"epsilon": 0.6}, (-0.75 + 1.0) / 2, id="epsilon"),
         pytest.param({"old_logps": None}, (-1 + 2) / 2, id="on_policy"),
         pytest.param({"num_items": 5}, (-0.75 + 1.6) / 5, id="num_items"),
@@ -197,7 +268,9 @@ def test_metrics_by_hand(options, expected):
     ],
 )
 def test_rloo_by_hand(options, expected):
-    loss, metrics, _ = reference.rloo(HIDDEN, WEIGHT, TARGETS, **{"advantages": ADVANTAGES, "old_logps": OLD, **options})
+    loss, metrics, _ = reference.rloo(
+        HIDDEN, WEIGHT, TARGETS, **{"advantages": ADVANTAGES, "old_logps": OLD, **options}
+    )
     assert loss.tolist() == pytest.approx(expected)
     if not options:
         assert {name: x.item() for name, x in metrics.items()} == pytest.approx(
@@ -220,7 +293,8 @@ def test_ppo_and_reinforce_by_hand():
     assert metrics["entropy"].item() == pytest.approx(ENTROPY)
 
 
-# Against TRL. Of six sequences the last has no token; the others' log-ratios go both ways for both signs of the advantage.
+# Against TRL. Of six sequences the last has no token; the others' log-ratios go both ways for both signs of
+# the advantage.
 
 
 def tensor(values) -> Tensor:
@@ -231,7 +305,9 @@ def make_problem() -> SimpleNamespace:
     generator = torch.Generator().manual_seed(0)
     randn = partial(torch.randn, generator=generator, dtype=torch.float64)
     B, T, V, H = 6, 7, 11, 5
-    p = SimpleNamespace(hidden=randn(B, T, H), weight=randn(V, H), labels=torch.randint(V, (B, T), generator=generator))
+    p = SimpleNamespace(
+        hidden=randn(B, T, H), weight=randn(V, H), labels=torch.randint(V, (B, T), generator=generator)
+    )
     p.completion = torch.arange(T) < torch.tensor([7, 4, 6, 5, 1, 0])[:, None]
     p.tool = torch.rand(B, T, generator=generator) < 0.8
     p.tool[:, 0] = True
@@ -278,11 +354,20 @@ OPTIONS = {
     "sapo": {"sapo_temperature_neg": 2.1, "sapo_temperature_pos": 1.3},
     "vespo": {"vespo_k_pos": 1.3, "vespo_lambda_pos": 2.1, "vespo_k_neg": 2.7, "vespo_lambda_neg": 1.7},
     "everything": {
-        "epsilon": 0.15, "epsilon_high": 0.25, "delta": 1.5, "beta": 0.3, "ref_logps": P.ref_logps, "use_bias_correction_kl": True,
-        "entropy_coef": 0.2, "top_entropy_quantile": 0.65, "off_policy_mask_threshold": 0.3, "sampling_logps": P.sampling_logps,
-        "importance_weights": P.token_weights, "advantages": P.token_advantages,
+        "epsilon": 0.15,
+        "epsilon_high": 0.25,
+        "delta": 1.5,
+        "beta": 0.3,
+        "ref_logps": P.ref_logps,
+        "use_bias_correction_kl": True,
+        "entropy_coef": 0.2,
+        "top_entropy_quantile": 0.65,
+        "off_policy_mask_threshold": 0.3,
+        "sampling_logps": P.sampling_logps,
+        "importance_weights": P.token_weights,
+        "advantages": P.token_advantages,
     },
-}  # fmt: skip
+}
 
 
 def is_inert(name: str, loss_type: str) -> bool:
@@ -294,7 +379,9 @@ def is_inert(name: str, loss_type: str) -> bool:
     return name == "plain" or name == "epsilon_high" and loss_type in ("sapo", "vespo")
 
 
-def run_ours(loss=reference.grpo, p: SimpleNamespace = P, **options) -> tuple[Tensor, Tensor, dict[str, float]]:
+def run_ours(
+    loss=reference.grpo, p: SimpleNamespace = P, **options
+) -> tuple[Tensor, Tensor, dict[str, float]]:
     hidden = p.hidden.clone().requires_grad_()
     options = {"advantages": p.advantages, "old_logps": p.old_logps, **options}
     value, metrics, _ = loss(hidden, p.weight, p.targets, mask=p.tool, **options)
@@ -324,7 +411,13 @@ def run_trl(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """`_compute_loss` of a trainer, on a stand-in that has what it reads."""
     hidden = p.hidden.clone().requires_grad_()
-    options = {"advantages": p.advantages, "old_logps": p.old_logps, "epsilon": 0.2, "epsilon_high": None, **options}
+    options = {
+        "advantages": p.advantages,
+        "old_logps": p.old_logps,
+        "epsilon": 0.2,
+        "epsilon_high": None,
+        **options,
+    }
     get = options.get
     metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
     accelerator = SimpleNamespace(
@@ -368,7 +461,11 @@ def run_trl(
     )
     for name in ("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
         method = getattr(trainer, name, None)
-        setattr(stand_in, name, partial(method, stand_in) if name == "get_high_entropy_mask" and method else method)
+        setattr(
+            stand_in,
+            name,
+            partial(method, stand_in) if name == "get_high_entropy_mask" and method else method,
+        )
 
     tokens = (p.completion & p.tool).sum()
     inputs = {
@@ -433,7 +530,13 @@ def test_data_clips_on_every_side():
     for level in LEVELS:
         metrics = run_ours(loss_type="grpo", importance_sampling_level=level)[2]
         assert 0 < metrics["clip_ratio/low_mean"] < 1 and 0 < metrics["clip_ratio/high_mean"] < 1
-        assert 0 < run_ours(loss_type="cispo", importance_sampling_level=level, epsilon_high=1.1)[2]["cispo_clip_ratio"] < 1
+        assert (
+            0
+            < run_ours(loss_type="cispo", importance_sampling_level=level, epsilon_high=1.1)[2][
+                "cispo_clip_ratio"
+            ]
+            < 1
+        )
 
 
 @pytest.mark.parametrize("name", ["plain", "kl", "entropy_of_top_entropy"])
@@ -443,7 +546,13 @@ def test_grpo_is_trls_times_its_accumulation_steps(trainers, loss_type, training
     """200 tokens in a generation batch of 2 processes, used up in 8 micro-batches, 4 of which make a step."""
     common = {"loss_type": loss_type, "max_completion_length": 16, **OPTIONS[name]}
     value, grad, metrics = run_trl(
-        trainers.grpo, training=training, accumulation=4, steps_per_generation=8, processes=2, num_items_in_batch=200, **common
+        trainers.grpo,
+        training=training,
+        accumulation=4,
+        steps_per_generation=8,
+        processes=2,
+        num_items_in_batch=200,
+        **common,
     )
     steps = 4 if training else 1
     num_items = None if loss_type in (*BY_SEQUENCE, "bnpo") else 200 / 2 / 8 if training else 200 / 2
@@ -454,7 +563,9 @@ def without_empty(p: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**{name: x if name == "weight" else x[:-1] for name, x in vars(p).items()})
 
 
-@pytest.mark.parametrize("options", [{}, {"epsilon": 0.4}, {"epsilon_high": 0.9}], ids=["plain", "epsilon", "epsilon_high"])
+@pytest.mark.parametrize(
+    "options", [{}, {"epsilon": 0.4}, {"epsilon_high": 0.9}], ids=["plain", "epsilon", "epsilon_high"]
+)
 def test_rloo_is_trls(trainers, options):
     """TRL's RLOO has no tool mask, so it is given the whole one."""
     p = without_empty(P)
@@ -487,7 +598,12 @@ def packed(p: SimpleNamespace, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_packed_is_padded(loss_type, level, reduction):
-    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 16, "reduction": reduction}
+    options = {
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "max_completion_length": 16,
+        "reduction": reduction,
+    }
     given = {**OPTIONS["everything"], "old_logps": P.old_logps, "mask": P.tool}
     hidden = P.hidden.clone().requires_grad_()
     loss, metrics, logps = reference.grpo(hidden, P.weight, P.targets, **options, **given)
@@ -496,7 +612,9 @@ def test_packed_is_padded(loss_type, level, reduction):
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), P.completion.sum(1).cumsum(0)))
     flat = packed(P, P.hidden).requires_grad_()
     given = {name: packed(P, x) if isinstance(x, Tensor) else x for name, x in given.items()}
-    flat_loss, flat_metrics, flat_logps = reference.grpo(flat, P.weight, packed(P, P.targets), cu_seqlens=cu_seqlens, **options, **given)
+    flat_loss, flat_metrics, flat_logps = reference.grpo(
+        flat, P.weight, packed(P, P.targets), cu_seqlens=cu_seqlens, **options, **given
+    )
     (flat_grad,) = torch.autograd.grad(flat_loss.sum(), flat)
 
     per_token = reduction == "none" and loss_type not in BY_SEQUENCE
@@ -532,9 +650,13 @@ def test_reductions_agree(loss_type, name):
     losses, total, mean = (run(reduction=reduction)[0] for reduction in ("none", "sum", "mean"))
     assert losses.shape == ((6,) if loss_type in BY_SEQUENCE else (6, 7))
     torch.testing.assert_close(losses.sum(), total)
-    torch.testing.assert_close(mean, run(num_items=6 if loss_type in BY_SEQUENCE else (P.completion & P.tool).sum())[0])
+    torch.testing.assert_close(
+        mean, run(num_items=6 if loss_type in BY_SEQUENCE else (P.completion & P.tool).sum())[0]
+    )
     if name != "entropy_of_top_entropy":
-        torch.testing.assert_close(mean * (6 if loss_type in BY_SEQUENCE else (P.completion & P.tool).sum()), total)
+        torch.testing.assert_close(
+            mean * (6 if loss_type in BY_SEQUENCE else (P.completion & P.tool).sum()), total
+        )
 
 
 def test_on_policy_gradients_are_reinforces():
@@ -552,17 +674,25 @@ def test_on_policy_gradients_are_reinforces():
     cispo, *_ = reference.grpo(hidden, P.weight, P.targets, loss_type="cispo", epsilon_high=1.0, **options)
     torch.testing.assert_close(cispo, reference.reinforce(hidden, P.weight, P.targets, **options)[0])
     torch.testing.assert_close(
-        gradient(reference.grpo, loss_type="grpo", importance_sampling_level="sequence"), gradient(reference.grpo, loss_type="grpo")
+        gradient(reference.grpo, loss_type="grpo", importance_sampling_level="sequence"),
+        gradient(reference.grpo, loss_type="grpo"),
     )
 
 
 def test_sequence_ratio_has_the_gradient_of_every_token():
-    """d s / d logp_t = s / length, with the ratio not clipped: -A s / length over the two sequences of the mean."""
+    """d s / d logp_t = s / length, with the ratio not clipped: -A s / length over the two sequences of the
+    mean."""
     logits = HIDDEN * WEIGHT.T  # the identity as a head, so that the hidden states are the logits
     logits = logits.detach().requires_grad_()
     eye = torch.eye(2, dtype=torch.float64)
     loss, *_ = reference.grpo(
-        logits, eye, TARGETS, advantages=ADVANTAGES, old_logps=OLD, loss_type="grpo", importance_sampling_level="sequence"
+        logits,
+        eye,
+        TARGETS,
+        advantages=ADVANTAGES,
+        old_logps=OLD,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
     )
     (grad,) = torch.autograd.grad(loss, logits)
     # Gradients of logp at the target's logit are 1 - p.
@@ -570,7 +700,9 @@ def test_sequence_ratio_has_the_gradient_of_every_token():
     assert (grad[1] == 0).all()  # clipped
 
 
-@pytest.mark.parametrize("loss", [reference.grpo, reference.rloo, reference.reinforce], ids=["grpo", "rloo", "reinforce"])
+@pytest.mark.parametrize(
+    "loss", [reference.grpo, reference.rloo, reference.reinforce], ids=["grpo", "rloo", "reinforce"]
+)
 def test_head_options_shape_the_logits(loss):
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(11, generator=generator, dtype=torch.float64)
@@ -578,7 +710,9 @@ def test_head_options_shape_the_logits(loss):
     logits = reference.head_logits(P.hidden, P.weight, bias, **options)
     eye = torch.eye(11, dtype=torch.float64)
     expected = loss(logits, eye, P.targets, advantages=P.advantages)
-    torch.testing.assert_close(loss(P.hidden, P.weight, P.targets, advantages=P.advantages, bias=bias, **options), expected)
+    torch.testing.assert_close(
+        loss(P.hidden, P.weight, P.targets, advantages=P.advantages, bias=bias, **options), expected
+    )
     assert not torch.equal(loss(P.hidden, P.weight, P.targets, advantages=P.advantages)[2], expected[2])
 
 
@@ -598,12 +732,21 @@ def test_what_does_not_count_does_not_matter(loss_type):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_mask_is_ignore_index(loss_type, level):
-    options = {"loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 16, **OPTIONS["everything"]}
+    options = {
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "max_completion_length": 16,
+        **OPTIONS["everything"],
+    }
     options["old_logps"] = P.old_logps
     masked = reference.grpo(P.hidden, P.weight, P.targets, mask=P.tool, **options)
-    torch.testing.assert_close(reference.grpo(P.hidden, P.weight, P.targets.masked_fill(~P.tool, -100), **options), masked)
+    torch.testing.assert_close(
+        reference.grpo(P.hidden, P.weight, P.targets.masked_fill(~P.tool, -100), **options), masked
+    )
     renamed = P.targets.masked_fill(P.targets == -100, 99)
-    torch.testing.assert_close(reference.grpo(P.hidden, P.weight, renamed, mask=P.tool, ignore_index=99, **options), masked)
+    torch.testing.assert_close(
+        reference.grpo(P.hidden, P.weight, renamed, mask=P.tool, ignore_index=99, **options), masked
+    )
 
 
 # Extremes
@@ -636,11 +779,18 @@ def test_huge_log_ratios_are_finite(dtype, loss_type, level, log_ratio):
 
 @pytest.mark.parametrize("loss", [reference.grpo, reference.rloo], ids=["grpo", "rloo"])
 @pytest.mark.parametrize(
-    ("log_ratio", "advantage", "expected"), [(100, -2, 2 * math.exp(80)), (100, 2, -2.4), (-100, -2, 1.6), (-100, 2, -2 * math.exp(-80))]
+    ("log_ratio", "advantage", "expected"),
+    [(100, -2, 2 * math.exp(80)), (100, 2, -2.4), (-100, -2, 1.6), (-100, 2, -2 * math.exp(-80))],
 )
 def test_ratio_is_bounded_by_exp_80(loss, log_ratio, advantage, expected):
     hidden = HIDDEN[:1, :1].clone().requires_grad_()
-    value, *_ = loss(hidden, WEIGHT, TARGETS[:1, :1], advantages=tensor([advantage]), old_logps=tensor([[LP[0] - log_ratio]]))
+    value, *_ = loss(
+        hidden,
+        WEIGHT,
+        TARGETS[:1, :1],
+        advantages=tensor([advantage]),
+        old_logps=tensor([[LP[0] - log_ratio]]),
+    )
     assert value.item() == pytest.approx(expected, rel=1e-12)
     assert torch.autograd.grad(value, hidden)[0].item() == 0
 
@@ -648,7 +798,9 @@ def test_ratio_is_bounded_by_exp_80(loss, log_ratio, advantage, expected):
 def test_kl_is_bounded_above_only():
     hidden = HIDDEN[:1, :1].clone().requires_grad_()
     for d, expected, slope in ((100, math.exp(80) - 81, 0), (-100, 99, 1), (1, math.e - 2, 1 - math.e)):
-        value, *_ = reference.grpo(hidden, WEIGHT, TARGETS[:1, :1], advantages=tensor([0]), beta=1.0, ref_logps=tensor([[LP[0] + d]]))
+        value, *_ = reference.grpo(
+            hidden, WEIGHT, TARGETS[:1, :1], advantages=tensor([0]), beta=1.0, ref_logps=tensor([[LP[0] + d]])
+        )
         assert value.item() == pytest.approx(expected)
         (grad,) = torch.autograd.grad(value, hidden)
         assert grad.item() == pytest.approx(slope * math.log(3) / 4)  # d logp / d hidden = (1 - 3/4) log 3
@@ -658,14 +810,23 @@ def test_kl_is_bounded_above_only():
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_nothing_counts(loss_type, level):
     hidden = P.hidden.clone().requires_grad_()
-    options = {**OPTIONS["everything"], "loss_type": loss_type, "importance_sampling_level": level, "max_completion_length": 16}
+    options = {
+        **OPTIONS["everything"],
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "max_completion_length": 16,
+    }
     nothing = torch.full_like(P.targets, -100)
     loss, metrics, logps = reference.grpo(hidden, P.weight, nothing, **options)
     assert loss.item() == 0 and (torch.autograd.grad(loss, hidden)[0] == 0).all() and (logps == 0).all()
     assert all(x == 0 for name, x in metrics.items() if name != "vespo/phi_seq_mean")
     for other in (reference.rloo, reference.reinforce):
         loss, metrics, _ = other(hidden, P.weight, nothing, advantages=P.advantages)
-        assert loss.item() == 0 and (torch.autograd.grad(loss, hidden)[0] == 0).all() and all(x == 0 for x in metrics.values())
+        assert (
+            loss.item() == 0
+            and (torch.autograd.grad(loss, hidden)[0] == 0).all()
+            and all(x == 0 for x in metrics.values())
+        )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -680,11 +841,14 @@ def test_sequence_without_tokens_counts_among_sequences_only(loss_type):
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_one_token_a_sequence(trainers, loss_type):
-    p = SimpleNamespace(**{name: x if name == "weight" or x.dim() == 1 else x[:, :1] for name, x in vars(P).items()})
+    p = SimpleNamespace(
+        **{name: x if name == "weight" or x.dim() == 1 else x[:, :1] for name, x in vars(P).items()}
+    )
     common = {"loss_type": loss_type, "max_completion_length": 16}
     by_level = [run_ours(p=p, **common, importance_sampling_level=level) for level in LEVELS]
     torch.testing.assert_close(by_level[0][:2], by_level[1][:2])
-    # With T = 1, TRL's metrics are means over sequences at the token level too, the one without tokens included.
+    # With T = 1, TRL's metrics are means over sequences at the token level too, the one without tokens
+    # included.
     torch.testing.assert_close(by_level[0][:2], run_trl(trainers.grpo, p, **common)[:2])
     shown = {name: x for name, x in by_level[0][2].items() if name.startswith("clip_ratio")}
     clipped = {name: 6 / 5 * x for name, x in by_level[1][2].items() if name.startswith("clip_ratio")}

@@ -1,4 +1,5 @@
-"""The preference losses of the reference against numbers computed by hand and against TRL's own code on the same tensors."""
+"""The preference losses of the reference against numbers computed by hand and against TRL's own code on the
+same tensors."""
 
 import contextlib
 import importlib
@@ -47,7 +48,9 @@ def dpo(**options) -> tuple[float, dict[str, float]]:
 
 def values(result) -> tuple[float, dict[str, float]]:
     loss, metrics = result
-    assert loss.shape == () and all(value.shape == () and not value.requires_grad for value in metrics.values())
+    assert loss.shape == () and all(
+        value.shape == () and not value.requires_grad for value in metrics.values()
+    )
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 
@@ -57,7 +60,8 @@ BY_HAND = {
     "sigmoid": -logsigma(MARGIN),
     "hinge": 1 - MARGIN,
     "ipo": (C / 2 - R - 1) ** 2,
-    "exo_pair": sigma(MARGIN) * math.log(sigma(MARGIN) / (1 - EPS)) + sigma(-MARGIN) * math.log(sigma(-MARGIN) / EPS),
+    "exo_pair": sigma(MARGIN) * math.log(sigma(MARGIN) / (1 - EPS))
+    + sigma(-MARGIN) * math.log(sigma(-MARGIN) / EPS),
     "nca_pair": -logsigma(BETA * C) - 0.5 * logsigma(-BETA * C) - 0.5 * logsigma(-BETA * R),
     "robust": ((1 - EPS) * -logsigma(MARGIN) - EPS * -logsigma(-MARGIN)) / (1 - 2 * EPS),
     "bco_pair": -logsigma(BETA * C) - logsigma(-BETA * R),
@@ -75,7 +79,9 @@ BY_HAND = {
 @pytest.mark.parametrize("loss_type", BY_HAND)
 def test_dpo_by_hand(loss_type):
     smoothing = 0.0 if loss_type == "sigmoid" else EPS
-    assert dpo(loss_type=loss_type, label_smoothing=smoothing, discopop_tau=TAU)[0] == approx(BY_HAND[loss_type])
+    assert dpo(loss_type=loss_type, label_smoothing=smoothing, discopop_tau=TAU)[0] == approx(
+        BY_HAND[loss_type]
+    )
 
 
 def test_smoothed_sigmoid_by_hand():
@@ -121,15 +127,21 @@ def test_weighting_by_hand():
     # p / Σp² is 6/5 and 2/5 for the chosen tokens, 28/25 for the rejected one.
     weight = (6 / 5 * 2 / 5) ** 0.5 * 28 / 25
     assert dpo(use_weighting=True)[0] == approx(-logsigma(MARGIN) * weight)
-    assert dpo(use_weighting=True, loss_type=["hinge", "sft"])[0] == approx((1 - MARGIN + BY_HAND["sft"]) * weight)
+    assert dpo(use_weighting=True, loss_type=["hinge", "sft"])[0] == approx(
+        (1 - MARGIN + BY_HAND["sft"]) * weight
+    )
 
 
 def test_weights_of_wpo_are_not_differentiated():
     hidden = HIDDEN.clone().requires_grad_()
     options = {"ref_logps": REF_TOKENS, "beta": BETA}
-    plain, weighted = (reference.dpo(hidden, WEIGHT, TARGETS, use_weighting=on, **options)[0] for on in (False, True))
+    plain, weighted = (
+        reference.dpo(hidden, WEIGHT, TARGETS, use_weighting=on, **options)[0] for on in (False, True)
+    )
     (gradient,) = torch.autograd.grad(weighted, hidden)
-    torch.testing.assert_close(gradient, torch.autograd.grad(plain, hidden)[0] * (weighted / plain).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(plain, hidden)[0] * (weighted / plain).detach(), rtol=1e-12, atol=0
+    )
 
 
 def test_dpo_metrics_by_hand():
@@ -156,7 +168,9 @@ def test_accuracy_counts_wins_and_no_ties():
     # The chosen log-ratio is the larger, the equal and the smaller one.
     hidden, targets = torch.zeros(6, 1, 1, dtype=torch.float64), torch.ones(6, 1, dtype=torch.int64)
     ref = torch.tensor([-2.0, -1.0, -1.0, -1.0, -1.0, -2.0])
-    assert values(reference.dpo(hidden, WEIGHT, targets, ref_logps=ref))[1]["rewards/accuracies"] == approx(1 / 3)
+    assert values(reference.dpo(hidden, WEIGHT, targets, ref_logps=ref))[1]["rewards/accuracies"] == approx(
+        1 / 3
+    )
 
 
 def test_of_equal_logits_the_first_is_the_top():
@@ -177,13 +191,25 @@ def test_no_reference_is_an_error():
         dpo(ref_logps=None)
 
 
-# Two pairs of one token each: 3/4 preferred to 1/4, and 1/8 to 7/8. Under the reference 1/2, but 1 for the second chosen one.
-TWO_PAIRS = torch.tensor([LOG3, LOG7, LOG3, LOG7], dtype=torch.float64).reshape(4, 1, 1), WEIGHT, torch.tensor([[1], [0], [0], [1]])
+# Two pairs of one token each: 3/4 preferred to 1/4, and 1/8 to 7/8. Under the reference 1/2, but 1 for the
+# second chosen one.
+TWO_PAIRS = (
+    torch.tensor([LOG3, LOG7, LOG3, LOG7], dtype=torch.float64).reshape(4, 1, 1),
+    WEIGHT,
+    torch.tensor([[1], [0], [0], [1]]),
+)
 TWO_PAIRS_REF = torch.tensor([-LOG2, 0.0, -LOG2, -LOG2], dtype=torch.float64)
 
 
 def two_pairs(function=reference.dpo, **options) -> float:
-    return values(function(*TWO_PAIRS, **({"ref_logps": TWO_PAIRS_REF} if function is reference.dpo else {}), beta=BETA, **options))[0]
+    return values(
+        function(
+            *TWO_PAIRS,
+            **({"ref_logps": TWO_PAIRS_REF} if function is reference.dpo else {}),
+            beta=BETA,
+            **options,
+        )
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +223,9 @@ def two_pairs(function=reference.dpo, **options) -> float:
     ],
 )
 def test_what_aot_compares_by_hand(loss_type, odds):
-    assert two_pairs(loss_type=loss_type) == approx(-sum(logsigma(BETA * math.log(ratio)) for ratio in odds) / 2)
+    assert two_pairs(loss_type=loss_type) == approx(
+        -sum(logsigma(BETA * math.log(ratio)) for ratio in odds) / 2
+    )
 
 
 SIGMOIDS = [-logsigma(BETA * math.log(3)), -logsigma(BETA * math.log(1 / 14))]
@@ -213,9 +241,13 @@ SFT = [math.log(4 / 3), math.log(8)]
         pytest.param({"num_items": torch.tensor(8)}, sum(SIGMOIDS) / 8, id="num_items_tensor"),
         pytest.param({"loss_type": "sft", "num_items": 8}, sum(SFT) / 2, id="sft_num_items"),
         pytest.param({"loss_type": "sft", "reduction": "sum"}, sum(SFT), id="sft_sum"),
-        pytest.param({"loss_type": ["sigmoid", "sft"], "num_items": 8}, sum(SIGMOIDS) / 8 + sum(SFT) / 2, id="list"),
         pytest.param(
-            {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.5, 3.0)}, 0.5 * sum(SIGMOIDS) / 2 + 3 * sum(SFT) / 2, id="weights"
+            {"loss_type": ["sigmoid", "sft"], "num_items": 8}, sum(SIGMOIDS) / 8 + sum(SFT) / 2, id="list"
+        ),
+        pytest.param(
+            {"loss_type": ("sigmoid", "sft"), "loss_weights": (0.5, 3.0)},
+            0.5 * sum(SIGMOIDS) / 2 + 3 * sum(SFT) / 2,
+            id="weights",
         ),
     ],
 )
@@ -257,8 +289,16 @@ def test_orpo_by_hand():
     ("options", "expected"),
     [
         # Prompt and response: the odds stay those of the targets.
-        pytest.param({"nll_targets": torch.tensor([[0, 0], [0, 0]])}, math.log(4) - BETA * logsigma(LOG_ODDS), id="nll_targets"),
-        pytest.param({"nll_targets": torch.tensor([[IGNORED, 0], [1, 1]])}, math.log(4) - BETA * logsigma(LOG_ODDS), id="masked"),
+        pytest.param(
+            {"nll_targets": torch.tensor([[0, 0], [0, 0]])},
+            math.log(4) - BETA * logsigma(LOG_ODDS),
+            id="nll_targets",
+        ),
+        pytest.param(
+            {"nll_targets": torch.tensor([[IGNORED, 0], [1, 1]])},
+            math.log(4) - BETA * logsigma(LOG_ODDS),
+            id="masked",
+        ),
         pytest.param({"num_items": 5}, BY_HAND["sft"] - BETA * logsigma(LOG_ODDS) / 5, id="num_items"),
         pytest.param({"reduction": "sum"}, 2 * BY_HAND["sft"] - BETA * logsigma(LOG_ODDS), id="sum"),
     ],
@@ -289,7 +329,11 @@ SUM_MARGIN, MEAN_MARGIN = BETA * (CHOSEN - REJECTED), BETA * (CHOSEN / 2 - REJEC
     ("options", "expected"),
     [
         pytest.param({}, -logsigma(SUM_MARGIN), id="sigmoid"),
-        pytest.param({"label_smoothing": EPS}, -(1 - EPS) * logsigma(SUM_MARGIN) - EPS * logsigma(-SUM_MARGIN), id="smoothed"),
+        pytest.param(
+            {"label_smoothing": EPS},
+            -(1 - EPS) * logsigma(SUM_MARGIN) - EPS * logsigma(-SUM_MARGIN),
+            id="smoothed",
+        ),
         pytest.param({"loss_type": "hinge"}, 1 - SUM_MARGIN, id="hinge"),
         pytest.param({"loss_type": "ipo"}, (MEAN_MARGIN / BETA - 1) ** 2, id="ipo"),
         pytest.param({"loss_type": "simpo"}, -logsigma(MEAN_MARGIN - 0.5), id="simpo"),
@@ -299,10 +343,15 @@ SUM_MARGIN, MEAN_MARGIN = BETA * (CHOSEN - REJECTED), BETA * (CHOSEN / 2 - REJEC
             -(1 - EPS) * logsigma(MEAN_MARGIN - 0.5) - EPS * logsigma(0.5 - MEAN_MARGIN),
             id="smoothed_simpo",
         ),
-        # p^-2 is (16/3)² and (8/7)² for the products of the probabilities, 16/3 and (8/7)² for the squares of their means.
+        # p^-2 is (16/3)² and (8/7)² for the products of the probabilities, 16/3 and (8/7)² for the squares of
+        # their means.
         pytest.param({"alpha": 2.0}, -logsigma(BETA * ((8 / 7) ** 2 - (16 / 3) ** 2) / 2), id="alpha"),
         pytest.param({"alpha": -1.0}, -logsigma(BETA * (3 / 16 - 7 / 8)), id="negative_alpha"),
-        pytest.param({"alpha": 2.0, "loss_type": "simpo"}, -logsigma(BETA * ((8 / 7) ** 2 - 16 / 3) / 2 - 0.5), id="alphapo"),
+        pytest.param(
+            {"alpha": 2.0, "loss_type": "simpo"},
+            -logsigma(BETA * ((8 / 7) ** 2 - 16 / 3) / 2 - 0.5),
+            id="alphapo",
+        ),
     ],
 )
 def test_cpo_by_hand(options, expected):
@@ -349,11 +398,21 @@ def kto(labels=(True, False), **options) -> tuple[float, dict[str, float]]:
     [
         pytest.param({}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R)), id="kto"),
         pytest.param({"kl": 0.75}, (1 - sigma(BETA * (C - 0.75)), 1 - sigma(BETA * (0.75 - R))), id="kl"),
-        pytest.param({"kl": torch.tensor(-0.75)}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R)), id="negative_kl"),
-        pytest.param({"kl": 0.75, "loss_type": "apo_zero_unpaired"}, (1 - sigma(BETA * C), sigma(BETA * R)), id="apo"),
+        pytest.param(
+            {"kl": torch.tensor(-0.75)}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R)), id="negative_kl"
+        ),
+        pytest.param(
+            {"kl": 0.75, "loss_type": "apo_zero_unpaired"}, (1 - sigma(BETA * C), sigma(BETA * R)), id="apo"
+        ),
         pytest.param({"labels": (False, True)}, (1 - sigma(-BETA * C), 1 - sigma(BETA * R)), id="swapped"),
-        pytest.param({"desirable_weight": 3.0}, (3 - 3 * sigma(BETA * C), 1 - sigma(-BETA * R)), id="desirable_weight"),
-        pytest.param({"undesirable_weight": 3.0}, (1 - sigma(BETA * C), 3 - 3 * sigma(-BETA * R)), id="undesirable_weight"),
+        pytest.param(
+            {"desirable_weight": 3.0}, (3 - 3 * sigma(BETA * C), 1 - sigma(-BETA * R)), id="desirable_weight"
+        ),
+        pytest.param(
+            {"undesirable_weight": 3.0},
+            (1 - sigma(BETA * C), 3 - 3 * sigma(-BETA * R)),
+            id="undesirable_weight",
+        ),
     ],
 )
 def test_kto_by_hand(options, expected):
@@ -363,7 +422,14 @@ def test_kto_by_hand(options, expected):
 
 
 def test_kto_metrics_by_hand():
-    shared = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "entropy")
+    shared = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+        "entropy",
+    )
     shared += ("logits/chosen", "logits/rejected")
     of_pairs = dpo()[1]
     assert kto(kl=0.75)[1] == approx({name: of_pairs[name] for name in shared} | {"kl": 0.75})
@@ -383,7 +449,9 @@ def test_kto_with_one_side_only():
 def test_kl_is_not_differentiated():
     kl = torch.tensor(0.75, requires_grad=True)
     hidden = HIDDEN.clone().requires_grad_()
-    loss, _ = reference.kto(hidden, WEIGHT, TARGETS, labels=torch.tensor([True, False]), ref_logps=REF_TOKENS, kl=kl)
+    loss, _ = reference.kto(
+        hidden, WEIGHT, TARGETS, labels=torch.tensor([True, False]), ref_logps=REF_TOKENS, kl=kl
+    )
     loss.backward()
     assert kl.grad is None and hidden.grad.abs().sum() > 0
 
@@ -405,7 +473,10 @@ def random_operands(lengths=LENGTHS, dtype=torch.float64):
     position = torch.arange(8)
     supervised = (position >= 1) & (position <= torch.tensor(lengths).unsqueeze(1))
     targets[~supervised] = IGNORED
-    return (randn(len(lengths), 8, 5), randn(VOCAB, 5), targets), {"ref_hidden": randn(len(lengths), 8, 3), "ref_weight": randn(VOCAB, 3)}
+    return (randn(len(lengths), 8, 5), randn(VOCAB, 5), targets), {
+        "ref_hidden": randn(len(lengths), 8, 3),
+        "ref_weight": randn(VOCAB, 3),
+    }
 
 
 LABELS = torch.tensor([True, False, False, True, True, False])
@@ -452,7 +523,9 @@ def test_packed_equals_padded(function, options):
     loss, metrics, (d_hidden, d_weight) = outcome(function, operands, **options)
 
     # Packed, the sequences keep their prompt and lose some padding; what is cut off must not matter.
-    kept = torch.arange(8) <= torch.tensor(LENGTHS).unsqueeze(1) + torch.tensor([0, 1, 0, 1, 1, 0]).unsqueeze(1)
+    kept = torch.arange(8) <= torch.tensor(LENGTHS).unsqueeze(1) + torch.tensor([0, 1, 0, 1, 1, 0]).unsqueeze(
+        1
+    )
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), kept.sum(1).cumsum(0)])
     hidden, weight, targets = operands
     if takes_reference(function):
@@ -467,7 +540,10 @@ def test_packed_equals_padded(function, options):
 def test_head_options_act_on_the_logits(function, options):
     """Any head is the identity on its own logits."""
     (hidden, weight, targets), given = random_operands()
-    bias, ref_bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64), torch.linspace(2, 0, VOCAB, dtype=torch.float64)
+    bias, ref_bias = (
+        torch.linspace(-1, 1, VOCAB, dtype=torch.float64),
+        torch.linspace(2, 0, VOCAB, dtype=torch.float64),
+    )
     identity = torch.eye(VOCAB, dtype=torch.float64)
     head = {"softcap": 3.0, "logit_scale": 0.7, "temperature": 1.3}
     logits = reference.head_logits(hidden, weight, bias, **head)
@@ -475,8 +551,14 @@ def test_head_options_act_on_the_logits(function, options):
     if takes_reference(function):
         ours |= given | {"ref_bias": ref_bias, "ref_softcap": 2.0, "ref_logit_scale": 1.4}
         ref_head = {"softcap": 2.0, "logit_scale": 1.4, "temperature": 1.3}
-        theirs |= {"ref_hidden": reference.head_logits(*given.values(), ref_bias, **ref_head), "ref_weight": identity}
-    assert_same(function(hidden, weight, targets, bias=bias, **head, **ours), function(logits, identity, targets, **theirs))
+        theirs |= {
+            "ref_hidden": reference.head_logits(*given.values(), ref_bias, **ref_head),
+            "ref_weight": identity,
+        }
+    assert_same(
+        function(hidden, weight, targets, bias=bias, **head, **ours),
+        function(logits, identity, targets, **theirs),
+    )
 
 
 @pytest.mark.parametrize(("function", "options"), [FUNCTIONS["dpo"], FUNCTIONS["kto"]], ids=["dpo", "kto"])
@@ -486,7 +568,9 @@ def test_forms_of_the_reference_agree(function, options):
     expected = outcome(function, operands, **given, **options)
     logps, _, _ = reference.token_logprobs(given["ref_hidden"], given["ref_weight"], targets)
     # Numbers where nothing is supervised must not matter.
-    assert_same(outcome(function, operands, ref_logps=logps.masked_fill(targets == IGNORED, 7.0), **options), expected)
+    assert_same(
+        outcome(function, operands, ref_logps=logps.masked_fill(targets == IGNORED, 7.0), **options), expected
+    )
     sums = logps.sum(1)
     if "ld_alpha" in options:
         supervised = (targets != IGNORED).cumsum(1)
@@ -498,7 +582,11 @@ def test_forms_of_the_reference_agree(function, options):
 def test_the_reference_is_not_differentiated():
     operands, given = random_operands()
     leaves = {name: tensor.requires_grad_() for name, tensor in given.items()}
-    for options in (leaves, {"ref_logps": torch.zeros(6, requires_grad=True)}, {"ref_logps": torch.zeros(6, 8, requires_grad=True)}):
+    for options in (
+        leaves,
+        {"ref_logps": torch.zeros(6, requires_grad=True)},
+        {"ref_logps": torch.zeros(6, 8, requires_grad=True)},
+    ):
         assert not reference.dpo(*operands, **options)[0].requires_grad
 
 
@@ -508,7 +596,9 @@ def test_another_ignore_index(function, options):
     options = options | (given if takes_reference(function) else {})
     masked = targets.masked_fill(targets == 4, IGNORED)
     renamed = masked.masked_fill(masked == IGNORED, 4)
-    nll = [{"nll_targets": labels.flip(1)} if function is reference.orpo else {} for labels in (masked, renamed)]
+    nll = [
+        {"nll_targets": labels.flip(1)} if function is reference.orpo else {} for labels in (masked, renamed)
+    ]
     expected = function(hidden, weight, masked, **nll[0], **options)
     assert_same(function(hidden, weight, renamed, ignore_index=4, **nll[1], **options), expected)
 
@@ -535,7 +625,9 @@ def test_nothing_supervised_keeps_the_graph(function, options):
     loss, metrics, gradients = outcome(function, (hidden, weight, targets.fill_(IGNORED)), **options)
     assert loss.isfinite()
     assert all(gradient.eq(0).all() for gradient in gradients)
-    assert all(metrics[name] == 0 for name in metrics if name not in ("kl", "log_odds_ratio", "rewards/accuracies"))
+    assert all(
+        metrics[name] == 0 for name in metrics if name not in ("kl", "log_odds_ratio", "rewards/accuracies")
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -543,7 +635,9 @@ def test_nothing_supervised_keeps_the_graph(function, options):
 def test_results_are_in_fp32_at_least(function, options, dtype):
     operands, given = random_operands(dtype=dtype)
     loss, metrics = function(*operands, **options, **(given if takes_reference(function) else {}))
-    assert {loss.dtype, *(value.dtype for value in metrics.values())} == {torch.promote_types(dtype, torch.float32)}
+    assert {loss.dtype, *(value.dtype for value in metrics.values())} == {
+        torch.promote_types(dtype, torch.float32)
+    }
 
 
 @pytest.mark.parametrize("odds", [-1e4, 1e4], ids=["improbable", "certain"])
@@ -560,7 +654,9 @@ def test_results_are_in_fp32_at_least(function, options, dtype):
 def test_extreme_probabilities_stay_finite_in_fp32(function, options, odds):
     hidden = torch.tensor([odds, -odds]).reshape(2, 1, 1)
     options = options | ({"reference_free": True} if takes_reference(function) else {})
-    loss, _, gradients = outcome(function, (hidden, WEIGHT.float(), torch.ones(2, 1, dtype=torch.int64)), **options)
+    loss, _, gradients = outcome(
+        function, (hidden, WEIGHT.float(), torch.ones(2, 1, dtype=torch.int64)), **options
+    )
     assert all(value.isfinite().all() for value in (loss, *gradients))
 
 
@@ -571,7 +667,8 @@ def test_odds_of_a_certain_sequence_are_bounded():
     assert metrics["log_odds_chosen"] == approx(math.log(1e7), rel=1e-7)
 
 
-# TRL. Its modules are imported by the tests, not here: tests/trl_integration/conftest.py must come before transformers.
+# TRL. Its modules are imported by the tests, not here: tests/trl_integration/conftest.py must come before
+# transformers.
 TRAINERS = {
     "dpo": ("trl.trainer.dpo_trainer", "DPOTrainer"),
     "kto": ("trl.trainer.kto_trainer", "KTOTrainer"),
@@ -642,7 +739,9 @@ def trainer(name: str, model: Model, **attributes):
     vars(instance).update(
         {
             "model": model,
-            "accelerator": SimpleNamespace(device=torch.device("cpu"), gather=unchanged, gather_for_metrics=unchanged),
+            "accelerator": SimpleNamespace(
+                device=torch.device("cpu"), gather=unchanged, gather_for_metrics=unchanged
+            ),
             "args": SimpleNamespace(gradient_checkpointing_kwargs=None, discopop_tau=0.05),
             "aux_loss_enabled": False,
             "precompute_ref_logps": False,
@@ -674,18 +773,32 @@ def aligned(model: Model, ids: torch.Tensor, mask: torch.Tensor):
     return model.hidden(ids)[:, :-1], model.weight, ids.masked_fill(mask == 0, IGNORED)[:, 1:]
 
 
-def assert_is_trls(ours, theirs, model: Model, *, without: tuple[str, ...] = (), rtol: float = 1e-10, with_gradients: bool = True):
+def assert_is_trls(
+    ours,
+    theirs,
+    model: Model,
+    *,
+    without: tuple[str, ...] = (),
+    rtol: float = 1e-10,
+    with_gradients: bool = True,
+):
     """Loss, gradients and every metric that TRL reports."""
     (loss, metrics), (their_loss, their_metrics) = ours, theirs
     assert_same(loss, their_loss, rtol=rtol)
     if with_gradients:
-        gradients, their_gradients = (torch.autograd.grad(value, list(model.parameters())) for value in (loss, their_loss))
+        gradients, their_gradients = (
+            torch.autograd.grad(value, list(model.parameters())) for value in (loss, their_loss)
+        )
         assert all(gradient.abs().sum() > 0 for gradient in gradients)
         assert_same(gradients, their_gradients, rtol=10 * rtol)
-    their_metrics = {name: value for name, value in their_metrics.items() if name not in ("num_tokens", *without)}
+    their_metrics = {
+        name: value for name, value in their_metrics.items() if name not in ("num_tokens", *without)
+    }
     assert len(their_metrics) >= 5
     # Theirs are partly in fp32.
-    assert {name: metrics[name].item() for name in their_metrics} == pytest.approx(their_metrics, rel=max(rtol, 1e-7))
+    assert {name: metrics[name].item() for name in their_metrics} == pytest.approx(
+        their_metrics, rel=max(rtol, 1e-7)
+    )
 
 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")  # sigmoid is not: TRL has no cDPO
@@ -693,12 +806,29 @@ OF_SCORES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmo
 DPO_CASES = [
     *({"loss_type": [name]} for name in BY_HAND),
     *({"loss_type": [name], "ld_alpha": 0.4} for name in BY_HAND),
-    *({"loss_type": [name], "f_divergence_type": f} for f in ("forward_kl", "js_divergence") for name in OF_SCORES),
-    *({"loss_type": [name], "f_divergence_type": "alpha_divergence", "dtype": torch.float32} for name in OF_SCORES),
+    *(
+        {"loss_type": [name], "f_divergence_type": f}
+        for f in ("forward_kl", "js_divergence")
+        for name in OF_SCORES
+    ),
+    *(
+        {"loss_type": [name], "f_divergence_type": "alpha_divergence", "dtype": torch.float32}
+        for name in OF_SCORES
+    ),
     {"loss_type": ["sigmoid"], "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.0},
-    {"loss_type": ["hinge"], "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.7, "dtype": torch.float32},
-    *({"loss_type": [name], "use_weighting": True} for name in BY_HAND if name not in ("aot", "aot_unpaired", "hinge", "sft")),
-    # TRL weights in place, which its relu does not survive and the sft of more than one pair not even in the forward pass.
+    {
+        "loss_type": ["hinge"],
+        "f_divergence_type": "alpha_divergence",
+        "f_alpha_divergence_coef": 1.7,
+        "dtype": torch.float32,
+    },
+    *(
+        {"loss_type": [name], "use_weighting": True}
+        for name in BY_HAND
+        if name not in ("aot", "aot_unpaired", "hinge", "sft")
+    ),
+    # TRL weights in place, which its relu does not survive and the sft of more than one pair not even in the
+    # forward pass.
     {"loss_type": ["hinge"], "use_weighting": True, "with_gradients": False},
     {"loss_type": ["sigmoid", "sft"], "use_weighting": True, "lengths": (4, 2)},
     {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.5]},
@@ -729,7 +859,13 @@ def test_dpo_is_trls(case, double):
     operands = aligned(model, inputs["input_ids"], inputs["completion_mask"])
     ref_hidden = ref_model.hidden(inputs["input_ids"])[:, :-1]
     ours = reference.dpo(*operands, ref_hidden=ref_hidden, ref_weight=ref_model.weight, beta=0.3, **options)
-    assert_is_trls(ours, (loss, metrics), model, rtol=1e-10 if dtype == torch.float64 else 2e-5, with_gradients=with_gradients)
+    assert_is_trls(
+        ours,
+        (loss, metrics),
+        model,
+        rtol=1e-10 if dtype == torch.float64 else 2e-5,
+        with_gradients=with_gradients,
+    )
 
 
 @pytest.mark.parametrize("ld_alpha", [None, 0.4])
@@ -738,12 +874,18 @@ def test_takes_the_reference_sums_that_trl_computes_in_advance(ld_alpha, double)
     dpo_trainer = trainer("dpo", model, ref_model=ref_model, ld_alpha=ld_alpha)
     dpo_trainer.accelerator.autocast = contextlib.nullcontext
     ref_logps = torch.cat(dpo_trainer.compute_ref_log_probs(ref_model, inputs))
-    operands, ref_operands = (aligned(one, inputs["input_ids"], inputs["completion_mask"]) for one in (model, ref_model))
-    expected = reference.dpo(*operands, ref_hidden=ref_operands[0], ref_weight=ref_operands[1], ld_alpha=ld_alpha)
+    operands, ref_operands = (
+        aligned(one, inputs["input_ids"], inputs["completion_mask"]) for one in (model, ref_model)
+    )
+    expected = reference.dpo(
+        *operands, ref_hidden=ref_operands[0], ref_weight=ref_operands[1], ld_alpha=ld_alpha
+    )
     assert_same(reference.dpo(*operands, ref_logps=ref_logps, ld_alpha=ld_alpha), expected)
 
 
-@pytest.mark.parametrize("labels", [LABELS, torch.ones(6).bool(), torch.zeros(6).bool()], ids=["both", "desirable", "undesirable"])
+@pytest.mark.parametrize(
+    "labels", [LABELS, torch.ones(6).bool(), torch.zeros(6).bool()], ids=["both", "desirable", "undesirable"]
+)
 @pytest.mark.parametrize("seeds", [(1, 2), (2, 1)], ids=["negative_kl", "positive_kl"])
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_kto_is_trls(loss_type, seeds, labels, double):
@@ -755,9 +897,17 @@ def test_kto_is_trls(loss_type, seeds, labels, double):
     loss = kto_trainer._compute_loss(model, inputs, return_outputs=False)
     metrics = {name: value[-1] for name, value in kto_trainer._metrics["train"].items()}
 
-    operands, kl_operands = (aligned(model, one["input_ids"], one["completion_mask"]) for one in (inputs, mismatched))
-    ref_operands, ref_kl_operands = (aligned(ref_model, one["input_ids"], one["completion_mask"]) for one in (inputs, mismatched))
-    kl = (reference.token_logprobs(*kl_operands)[0] - reference.token_logprobs(*ref_kl_operands)[0]).sum(1).mean()
+    operands, kl_operands = (
+        aligned(model, one["input_ids"], one["completion_mask"]) for one in (inputs, mismatched)
+    )
+    ref_operands, ref_kl_operands = (
+        aligned(ref_model, one["input_ids"], one["completion_mask"]) for one in (inputs, mismatched)
+    )
+    kl = (
+        (reference.token_logprobs(*kl_operands)[0] - reference.token_logprobs(*ref_kl_operands)[0])
+        .sum(1)
+        .mean()
+    )
     assert (kl > 0) == (seeds == (2, 1))
     ref = {"ref_hidden": ref_operands[0], "ref_weight": ref_operands[1]}
     ours = reference.kto(*operands, **ref, labels=labels, kl=kl, beta=0.3, **options)
@@ -767,9 +917,15 @@ def test_kto_is_trls(loss_type, seeds, labels, double):
 def of_pairs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The batch in the form of ORPO's and CPO's trainers."""
     ids, attention, completion = inputs.values()
-    columns = {"input_ids": ids, "labels": ids.masked_fill(completion == 0, IGNORED), "attention_mask": attention}
+    columns = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(completion == 0, IGNORED),
+        "attention_mask": attention,
+    }
     halves = {"chosen": slice(None, 3), "rejected": slice(3, None)}
-    return {f"{side}_{name}": values[rows] for side, rows in halves.items() for name, values in columns.items()}
+    return {
+        f"{side}_{name}": values[rows] for side, rows in halves.items() for name, values in columns.items()
+    }
 
 
 # They average the logits of prompts and padding too, and CPO's those of the last position.
@@ -780,7 +936,9 @@ def test_orpo_is_trls(double):
     model, inputs = Model(1, torch.float64), batch()
     theirs = trainer("orpo", model).get_batch_loss_metrics(model, of_pairs(inputs))
     nll_targets = aligned(model, inputs["input_ids"], inputs["attention_mask"])[2]
-    ours = reference.orpo(*aligned(model, inputs["input_ids"], inputs["completion_mask"]), nll_targets=nll_targets, beta=0.3)
+    ours = reference.orpo(
+        *aligned(model, inputs["input_ids"], inputs["completion_mask"]), nll_targets=nll_targets, beta=0.3
+    )
     # TRL computes the odds in fp32.
     assert_is_trls(ours, theirs, model, without=EVERY_LOGIT, rtol=1e-6)
 
@@ -824,6 +982,8 @@ def test_simpo_is_trls(double):
     model, inputs = Model(1, torch.float64), batch()
     options = {"loss_type": "simpo", "cpo_alpha": 0.0, "alpha": 0.0, "simpo_gamma": 1.2, "beta": 2.5}
     theirs = trainer("cpo", model, **options).get_batch_loss_metrics(model, of_pairs(inputs))
-    ours = reference.simpo(*aligned(model, inputs["input_ids"], inputs["completion_mask"]), beta=2.5, gamma=1.2)
+    ours = reference.simpo(
+        *aligned(model, inputs["input_ids"], inputs["completion_mask"]), beta=2.5, gamma=1.2
+    )
     # Without an nll in the loss TRL reports none.
     assert_is_trls(ours, theirs, model, without=(*EVERY_LOGIT, "nll_loss"))

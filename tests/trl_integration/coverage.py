@@ -3,9 +3,10 @@
     python -m tests.trl_integration.coverage            # prints the table
     python -m tests.trl_integration.coverage --write    # into docs/trl.md
 
-A parity test is one that calls a function named `assert_same…`, itself or through another. Which trainer it is about says a parameter with
-the trainer's name (`kind`), or else its own name or its file's (`test_online_dpo`: OnlineDPO). Parameters that are dictionaries hold
-options, `family` is a model, and what else there is to say the test's name says.
+A parity test is one that calls a function named `assert_same…`, itself or through another. Which trainer it
+is about says a parameter with the trainer's name (`kind`), or else its own name or its file's
+(`test_online_dpo`: OnlineDPO). Parameters that are dictionaries hold options, `family` is a model, and what
+else there is to say the test's name says.
 """
 
 import contextlib
@@ -50,7 +51,9 @@ class Collected:
 def collect() -> list[pytest.Function]:
     plugin, output = Collected(), io.StringIO()
     with contextlib.redirect_stdout(output):
-        code = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)], plugins=[plugin])
+        code = pytest.main(
+            ["--collect-only", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)], plugins=[plugin]
+        )
     if code:
         raise SystemExit(output.getvalue())
     return plugin.items
@@ -69,7 +72,12 @@ def is_parity(function: Callable, depth: int = 3) -> bool:
         if name.startswith("assert_same"):
             return True
         called = function.__globals__.get(name)
-        if depth and hasattr(called, "__code__") and called.__module__.startswith(__package__) and is_parity(called, depth - 1):
+        if (
+            depth
+            and hasattr(called, "__code__")
+            and called.__module__.startswith(__package__)
+            and is_parity(called, depth - 1)
+        ):
             return True
     return False
 
@@ -92,7 +100,11 @@ def parts(item: pytest.Function, names: dict[str, type]) -> tuple[str | None, li
     by_name, rest = split(words, names)
     given = next((value for value in params.values() if isinstance(value, str) and value in names), None)
     by_file = split(item.module.__name__.rpartition(".")[2].split("_"), names)[0]
-    return given or by_name or by_file, words if given else rest, {name: x for name, x in params.items() if x is not given}
+    return (
+        given or by_name or by_file,
+        words if given else rest,
+        {name: x for name, x in params.items() if x is not given},
+    )
 
 
 def shown(value: Any) -> str:
@@ -128,15 +140,24 @@ def covered() -> tuple[dict[str, Covered], list[str]]:
     for trainer, entry in found.items():
         if entry.default_loss and "loss_type" in entry.options:
             default = next(option for option in fields(names[trainer]) if option.name == "loss_type")
-            entry.options["loss_type"].add(shown(default.default if default.default is not MISSING else default.default_factory()))
+            entry.options["loss_type"].add(
+                shown(default.default if default.default is not MISSING else default.default_factory())
+            )
     return found, unnamed
 
 
 def table() -> str:
     found, unnamed = covered()
     if unnamed:
-        raise SystemExit(f"parity tests: expected a trainer's name in each one's name, file or parameters, got {', '.join(unnamed)}.")
-    rows = [HEADERS, ["---"] * len(HEADERS), *((name, *entry.cells()) for name, entry in sorted(found.items()))]
+        raise SystemExit(
+            f"parity tests: expected a trainer's name in each one's name, file or parameters, got "
+            f"{', '.join(unnamed)}."
+        )
+    rows = [
+        HEADERS,
+        ["---"] * len(HEADERS),
+        *((name, *entry.cells()) for name, entry in sorted(found.items())),
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

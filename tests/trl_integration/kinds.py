@@ -1,4 +1,5 @@
-"""What each kind of trainer needs for a run of a few steps: its data, its settings, and how close two runs come."""
+"""What each kind of trainer needs for a run of a few steps: its data, its settings, and how close two runs
+come."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,11 @@ def needs(kind: str, folder: Path) -> tuple[Dataset, dict[str, Any], dict[str, A
         # with a reference model
         return prompt_dataset(), ROLLOUTS | {"beta": 0.1}, {"reward_funcs": reward}
     if kind == "GKD":
-        return tiny_dataset(), {"lmbda": 0.0, "max_length": None}, {"teacher_model": teacher(folder), "data_collator": collate}
+        return (
+            tiny_dataset(),
+            {"lmbda": 0.0, "max_length": None},
+            {"teacher_model": teacher(folder), "data_collator": collate},
+        )
     return prompt_dataset(), {"max_completion_length": 6}, {"teacher_model": teacher(folder)}
 
 

@@ -20,7 +20,9 @@ class Client:
     def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature) -> dict[str, list]:
         found = {"actual_logprobs": [], "logprobs": [], "logprob_token_ids": []}
         for ids, start in zip(sequences, prompt_lengths, strict=True):
-            log_p = (self.teacher(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)[start - 1 : -1]
+            log_p = (self.teacher(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)[
+                start - 1 : -1
+            ]
             best = log_p.topk(top_logprobs, -1)
             actual = log_p.gather(-1, torch.tensor(ids[start:])[:, None])
             if self.missing:
@@ -31,7 +33,8 @@ class Client:
 
 
 class Generation:
-    """`trl.generation.vllm_generation.VLLMGeneration`, whose completions depend on nothing but the prompts."""
+    """`trl.generation.vllm_generation.VLLMGeneration`, whose completions depend on nothing but the
+    prompts."""
 
     def __init__(self, *args, max_completion_length: int, **kwargs):
         self.length = max_completion_length
@@ -50,7 +53,8 @@ class Generation:
 
 
 def serve(monkeypatch, *, missing: bool = False) -> SimpleNamespace:
-    """Puts the stand-ins in the place of TRL's clients; with `missing` the server does not know the sampled tokens."""
+    """Puts the stand-ins in the place of TRL's clients; with `missing` the server does not know the sampled
+    tokens."""
     from trl.generation import vllm_client, vllm_generation
 
     client = type("Client", (Client,), {"missing": missing})

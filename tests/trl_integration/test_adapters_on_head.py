@@ -1,4 +1,5 @@
-"""PEFT's adapters on the LM head: the losses and gradients of PEFT's own forward pass, and what is refused."""
+"""PEFT's adapters on the LM head: the losses and gradients of PEFT's own forward pass, and what is
+refused."""
 
 import peft
 import pytest
@@ -11,12 +12,24 @@ from logitless.trl_integration.head import head_projection
 
 from .test_distillation_trainers import teacher
 from .test_existing import gradients
-from .test_log_prob_trainers import assert_same, kto_dataset, preference_dataset, prompt_dataset, reward, side_by_side, words
+from .test_log_prob_trainers import (
+    assert_same,
+    kto_dataset,
+    preference_dataset,
+    prompt_dataset,
+    reward,
+    side_by_side,
+    words,
+)
 from .test_sft import options
 from .tiny import VOCAB, tiny_dataset, tiny_model
 
 IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
-INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": torch.where(IDS % 4 == 0, -100, IDS)}
+INPUTS = {
+    "input_ids": IDS,
+    "attention_mask": torch.ones_like(IDS),
+    "labels": torch.where(IDS % 4 == 0, -100, IDS),
+}
 LORA = {"r": 4, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
 
 
@@ -49,7 +62,11 @@ def test_lora_on_the_head_of_the_family(family):
     assert head.get_base_layer().weight.grad is None
 
 
-@pytest.mark.parametrize("changes", [{"lora_dropout": 0.5}, {"use_rslora": True, "lora_alpha": 3}, {"lora_bias": True}], ids="-".join)
+@pytest.mark.parametrize(
+    "changes",
+    [{"lora_dropout": 0.5}, {"use_rslora": True, "lora_alpha": 3}, {"lora_bias": True}],
+    ids="-".join,
+)
 def test_options_of_lora(changes):
     model = tiny_model()
     if "lora_bias" in changes:
@@ -115,7 +132,10 @@ def test_only_what_is_switched_on_takes_part():
 def test_other_adapters_are_refused(config, found):
     model = peft.get_peft_model(tiny_model(), config)
     patch_model(model)
-    with pytest.raises(ValueError, match=f"model: expected no adapter but plain LoRA on the LM head, got .*{found}.*; remove 'lm_head'"):
+    with pytest.raises(
+        ValueError,
+        match=f"model: expected no adapter but plain LoRA on the LM head, got .*{found}.*; remove 'lm_head'",
+    ):
         model(**INPUTS)
 
 
@@ -123,25 +143,36 @@ def test_zero_3_is_refused(monkeypatch):
     model = adapted(tiny_model())
     patch_model(model)
     monkeypatch.setattr(transformers.integrations.deepspeed, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA"):
+    with pytest.raises(
+        ValueError, match="model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA"
+    ):
         model.get_base_model().forward(**INPUTS)
 
 
-# --- the trainers --------------------------------------------------------------------------------------------------------
+# --- the trainers
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("kind", ["ORPO", "CPO"])
 def test_lora_on_the_head(tmp_path, kind, family):
-    assert_same(*side_by_side(tmp_path, kind, preference_dataset(), family=family, wrap=adapted, max_length=48))
+    assert_same(
+        *side_by_side(tmp_path, kind, preference_dataset(), family=family, wrap=adapted, max_length=48)
+    )
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO", "RLOO", "GKD", "Distillation"])
 def test_trainers_that_refuse_it(tmp_path, kind):
     """TRL's own constructors raise."""
-    data = {"SFT": tiny_dataset, "GKD": tiny_dataset, "DPO": preference_dataset, "KTO": kto_dataset}.get(kind, prompt_dataset)()
+    data = {"SFT": tiny_dataset, "GKD": tiny_dataset, "DPO": preference_dataset, "KTO": kto_dataset}.get(
+        kind, prompt_dataset
+    )()
     given = {"GRPO": {"reward_funcs": reward}, "RLOO": {"reward_funcs": reward}}.get(kind, {})
     given |= {"teacher_model": teacher(tmp_path)} if kind in ("GKD", "Distillation") else {}
-    args = getattr(ours, f"{kind}Config")(**options(tmp_path, use_chunked_loss=True, per_device_train_batch_size=8))
+    args = getattr(ours, f"{kind}Config")(
+        **options(tmp_path, use_chunked_loss=True, per_device_train_batch_size=8)
+    )
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        getattr(ours, f"{kind}Trainer")(adapted(tiny_model()), args=args, train_dataset=data, processing_class=words(), **given)
+        getattr(ours, f"{kind}Trainer")(
+            adapted(tiny_model()), args=args, train_dataset=data, processing_class=words(), **given
+        )

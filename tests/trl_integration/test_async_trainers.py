@@ -1,7 +1,7 @@
 """Our AsyncGRPO and AsyncDistillation pairs beside TRL's, on rollouts made here: no server, no GPU.
 
-What a server does is replaced by what TRL takes for it (`rollout_worker`, `weight_transfer`), the FlashAttention kernel by its
-definition. Trainer, data loader, packing, loss and metrics are the real ones.
+What a server does is replaced by what TRL takes for it (`rollout_worker`, `weight_transfer`), the
+FlashAttention kernel by its definition. Trainer, data loader, packing, loss and metrics are the real ones.
 """
 
 import queue
@@ -39,9 +39,16 @@ def tokens(number: int) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
 def grpo_sample(number: int) -> grpo_worker.RolloutSample:
     ids, mask, generator = tokens(number)
     return grpo_worker.RolloutSample(
-        prompt=[], completion=[], input_ids=ids, completion_mask=mask, advantage=float(generator.normal()), model_version=0,
-        old_log_probs=(-4.5 + generator.normal(size=len(ids)) / 3) * mask, group_id=number // 4, metrics={"reward": number % 3},
-    )  # fmt: skip
+        prompt=[],
+        completion=[],
+        input_ids=ids,
+        completion_mask=mask,
+        advantage=float(generator.normal()),
+        model_version=0,
+        old_log_probs=(-4.5 + generator.normal(size=len(ids)) / 3) * mask,
+        group_id=number // 4,
+        metrics={"reward": number % 3},
+    )
 
 
 def distillation_sample(number: int) -> distillation_worker.RolloutSample:
@@ -54,12 +61,23 @@ def distillation_sample(number: int) -> distillation_worker.RolloutSample:
     blank = np.zeros_like(names, dtype=bool)
     blank[:, 3:-1] = generator.random(len(ids))[:, None] < 0.3
     blank[generator.random(len(ids)) < 0.1] = True
-    blank |= ~mask.astype(bool)[:, None] | (names == -1) | (names[:, -1:] == names) & (np.arange(TOP_K + 1) < TOP_K)
+    blank |= (
+        ~mask.astype(bool)[:, None]
+        | (names == -1)
+        | (names[:, -1:] == names) & (np.arange(TOP_K + 1) < TOP_K)
+    )
     return distillation_worker.RolloutSample(
-        prompt=[], completion=[], input_ids=ids, completion_mask=mask, model_version=0, metrics={}, prompt_id=number,
-        teacher_topk_ids=np.where(blank, -1, names), teacher_topk_logprobs=np.where(blank, -np.inf, logps).astype(np.float32),
+        prompt=[],
+        completion=[],
+        input_ids=ids,
+        completion_mask=mask,
+        model_version=0,
+        metrics={},
+        prompt_id=number,
+        teacher_topk_ids=np.where(blank, -1, names),
+        teacher_topk_logprobs=np.where(blank, -np.inf, logps).astype(np.float32),
         teacher_id=("math", "code")[number % 2],
-    )  # fmt: skip
+    )
 
 
 class Worker:
@@ -85,12 +103,14 @@ class Worker:
 
 
 NO_TRANSFER = SimpleNamespace(
-    **dict.fromkeys(("init_weight_transfer", "pause", "resume", "destroy"), lambda: None), send_weights=lambda pairs: list(pairs)
+    **dict.fromkeys(("init_weight_transfer", "pause", "resume", "destroy"), lambda: None),
+    send_weights=lambda pairs: list(pairs),
 )
 
 
 def varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
-    """`flash_attn_varlen_func`: each segment of queries attends to its own path of keys, aligned at the end."""
+    """`flash_attn_varlen_func`: each segment of queries attends to its own path of keys, aligned at the
+    end."""
     found = []
     for i in range(len(cu_q) - 1):
         q, (k, v) = query[cu_q[i] : cu_q[i + 1]], (x[cu_k[i] : cu_k[i + 1]] for x in (key, value))
@@ -106,17 +126,27 @@ def no_server_and_no_gpu(monkeypatch):
     """The attention of AsyncGRPO by its definition."""
     for module in (async_grpo_trainer, async_distillation_trainer):
         monkeypatch.setattr(module, "VLLMClient", lambda *args: None)
-        # For the log of the throughput: it asks CUDA what the GPU is called, and Mixtral for a size that it has under another name.
+        # For the log of the throughput: it asks CUDA what the GPU is called, and Mixtral for a size that it
+        # has under another name.
         monkeypatch.setattr(module, "get_peak_flops_per_device", lambda *args: None)
         monkeypatch.setattr(module, "compute_flops_per_token", lambda *args: 0.0)
-    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
+    monkeypatch.setattr(
+        packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    )
 
 
 def both(tmp_path, kind, make, *, peft_config=None, **changes):
     trainer = {"rollout_worker": Worker(make), "weight_transfer": NO_TRANSFER, "peft_config": peft_config}
     changes = {"token_budget": 0, "dtype": "float32", "per_device_train_batch_size": 4} | changes
     # These trainers load the model themselves.
-    runs = side_by_side(tmp_path, kind, prompt_dataset(), trainer=trainer, wrap=lambda model: model.config._name_or_path, **changes)
+    runs = side_by_side(
+        tmp_path,
+        kind,
+        prompt_dataset(),
+        trainer=trainer,
+        wrap=lambda model: model.config._name_or_path,
+        **changes,
+    )
     for run in runs:
         run.logs = [{key: x for key, x in log.items() if not key.startswith("perf/")} for log in run.logs]
     return runs
@@ -146,7 +176,14 @@ def test_async_grpo(tmp_path, changes, strategies):
 
 
 def test_async_grpo_with_a_router_loss(tmp_path):
-    compared(tmp_path, "AsyncGRPO", grpo_sample, strategies={"recompute"}, family="mixtral", router_aux_loss_coef=0.1)
+    compared(
+        tmp_path,
+        "AsyncGRPO",
+        grpo_sample,
+        strategies={"recompute"},
+        family="mixtral",
+        router_aux_loss_coef=0.1,
+    )
 
 
 EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}, "teacher_top_k": TOP_K}
@@ -159,7 +196,8 @@ BOTH = {"teacher_server_urls": {"math": "http://math", "code": "http://code"}}
         ({"beta": 0.0}, {"fused"}),
         ({"beta": 0.5, "gradient_accumulation_steps": 2, "teacher_temperature": 1.5}, {"fused"}),
         ({"beta": 1.0}, {"fused"}),
-        # Adam would turn the rounding error of tokens outside the candidates, whose gradient is 0, into steps.
+        # Adam would turn the rounding error of tokens outside the candidates, whose gradient is 0, into
+        # steps.
         ({"beta": 0.0, "add_tail_bucket": False, "optim": "sgd"}, {"fused"}),
         ({"beta": 0.0, "token_budget": 40, "peft_config": LORA}, {"fused"}),
         ({"beta": 0.5, **BOTH}, {"recompute"}),
@@ -169,7 +207,9 @@ BOTH = {"teacher_server_urls": {"math": "http://math", "code": "http://code"}}
     ids=["forward", "jsd", "reverse", "renormalized", "lora", "teachers", "gemma2", "granite"],
 )
 def test_async_distillation(tmp_path, changes, strategies):
-    runs = compared(tmp_path, "AsyncDistillation", distillation_sample, strategies=strategies, **EAGER | changes)
+    runs = compared(
+        tmp_path, "AsyncDistillation", distillation_sample, strategies=strategies, **EAGER | changes
+    )
     teachers = {"teacher_token_frac/math", "teacher_jsd/code", "teacher_entropy/math"}
     assert {"jsd", "entropy", "teacher_entropy"} <= runs[1].logs[0].keys()
     assert ("teacher_server_urls" in changes) == (teachers <= runs[1].logs[0].keys())
@@ -186,16 +226,24 @@ def test_async_distillation_without_a_word_from_the_teacher(tmp_path):
     assert mine.logs[0]["loss"] == mine.logs[0]["grad_norm"] == 0.0 and mine.logs[0]["jsd"] is None
 
 
-KINDS = pytest.mark.parametrize("kind, make", [("AsyncGRPO", grpo_sample), ("AsyncDistillation", distillation_sample)])
+KINDS = pytest.mark.parametrize(
+    "kind, make", [("AsyncGRPO", grpo_sample), ("AsyncDistillation", distillation_sample)]
+)
 
 
 def trainer_and_batch(cls, config, path, make, **changes):
-    settings = options(path / "out", token_budget=0, dtype="float32", **changes) | (EAGER if "Distillation" in cls.__name__ else {})
+    settings = options(path / "out", token_budget=0, dtype="float32", **changes) | (
+        EAGER if "Distillation" in cls.__name__ else {}
+    )
     worker = Worker(make)
     trainer = cls(
-        str(path / "model"), args=config(**settings), train_dataset=prompt_dataset(), processing_class=words(), rollout_worker=worker,
+        str(path / "model"),
+        args=config(**settings),
+        train_dataset=prompt_dataset(),
+        processing_class=words(),
+        rollout_worker=worker,
         weight_transfer=NO_TRANSFER,
-    )  # fmt: skip
+    )
     worker.start()
     trainer.current_gradient_accumulation_steps = 1
     return trainer, next(iter(trainer.get_train_dataloader()))
@@ -219,7 +267,9 @@ def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind, make):
 def test_apply_to_a_trainer_that_exists(tmp_path, kind, make):
     tiny_model().save_pretrained(tmp_path / "model")
     cls = stock(f"{kind}Trainer")
-    trainer, batch = trainer_and_batch(cls, stock(f"{kind}Config"), tmp_path, make, per_device_train_batch_size=6)
+    trainer, batch = trainer_and_batch(
+        cls, stock(f"{kind}Config"), tmp_path, make, per_device_train_batch_size=6
+    )
 
     def gradients():
         trainer.model.zero_grad()

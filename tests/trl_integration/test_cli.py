@@ -47,7 +47,11 @@ def test_sft_from_a_yaml_file_and_a_flag(tmp_path, calls, flag):
 
 def test_dpo(tmp_path, calls):
     rows = [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in zip(text(8, 0), text(8, 1), text(8, 2))]
-    settings = files(tmp_path, rows) | {"use_chunked_loss": True, "logits_budget": 2**16, "loss_type": ["ipo"]}
+    settings = files(tmp_path, rows) | {
+        "use_chunked_loss": True,
+        "logits_budget": 2**16,
+        "loss_type": ["ipo"],
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     main(["dpo", "--config", str(tmp_path / "run.yaml")])
     assert calls.number > 0 and (tmp_path / "out" / "model.safetensors").exists()
@@ -84,11 +88,22 @@ ROLLOUTS = {"reward_funcs": [f"{__name__}.lengths"]}
     "command, more",
     [
         ("orpo", {"max_length": 48}),
-        ("cpo", {"max_length": 48, "loss_type": "simpo", "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}),
+        (
+            "cpo",
+            {
+                "max_length": 48,
+                "loss_type": "simpo",
+                "use_peft": True,
+                "lora_target_modules": ["q_proj", "v_proj"],
+            },
+        ),
         ("tpo", {"loss_type": "tpo-l"}),
         ("gkd", {"lmbda": 0.0, "max_length": 48}),
         ("online_dpo", ROLLOUTS | {"max_new_tokens": 4}),
-        ("a2po", ROLLOUTS | {"max_completion_length": 4, "num_value_samples": 2, "filter_all_incorrect": False}),
+        (
+            "a2po",
+            ROLLOUTS | {"max_completion_length": 4, "num_value_samples": 2, "filter_all_incorrect": False},
+        ),
         ("gmpo", ROLLOUTS | {"max_completion_length": 4, "num_generations": 2}),
     ],
 )
@@ -97,7 +112,9 @@ def test_trainers_without_a_script_of_their_own(tmp_path, calls, command, more):
     rows = [dict(zip(columns, row)) for row in zip(*(text(8, seed) for seed in range(4)))]
     if command == "gkd":
         roles = ("user", "assistant")
-        rows = [{"messages": [{"role": r, "content": row[c]} for r, c in zip(roles, columns)]} for row in rows]
+        rows = [
+            {"messages": [{"role": r, "content": row[c]} for r, c in zip(roles, columns)]} for row in rows
+        ]
     settings = files(tmp_path, rows) | {"use_chunked_loss": True} | more
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     main([command, "--config", str(tmp_path / "run.yaml")])

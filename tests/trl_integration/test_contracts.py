@@ -1,6 +1,8 @@
-"""The seams at which our trainers reach into TRL 1.16 and transformers: what must be there, with which parameters, and who uses it.
+"""The seams at which our trainers reach into TRL 1.16 and transformers: what must be there, with which
+parameters, and who uses it.
 
-A new TRL that moves one fails here, by the seam's name; that the numbers are still the same is what the tests of each trainer show.
+A new TRL that moves one fails here, by the seam's name; that the numbers are still the same is what the tests
+of each trainer show.
 """
 
 import dataclasses
@@ -30,8 +32,10 @@ SIGNATURES = {
     "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func": "gate_logits num_experts top_k attention_mask",
     "trl:SFTTrainer.compute_loss": LOSS,
     "trl.trainer.distillation_trainer:_chunked_divergence_loss": (
-        "student_hidden_states teacher_hidden_states student_lm_head_weight teacher_lm_head_weight completion_mask beta num_items_in_batch "
-        "student_lm_head_bias teacher_lm_head_bias student_logit_scale teacher_logit_scale student_final_logit_softcapping "
+        "student_hidden_states teacher_hidden_states student_lm_head_weight teacher_lm_head_weight "
+        "completion_mask beta num_items_in_batch "
+        "student_lm_head_bias teacher_lm_head_bias student_logit_scale teacher_logit_scale "
+        "student_final_logit_softcapping "
         "teacher_final_logit_softcapping temperature"
     ),
     "trl.experimental.gkd:GKDTrainer.compute_loss": LOSS,
@@ -46,7 +50,8 @@ SIGNATURES = {
         "self model prompt_ids prompt_mask completion_ids completion_mask vision_inputs"
     ),
     "trl.experimental.async_distillation.async_distillation_trainer:_chunked_jsd_loss": (
-        "hidden_valid lm_head_weight lm_head_bias logit_scale final_logit_softcapping target_ids teacher_target_logps valid_candidate_mask "
+        "hidden_valid lm_head_weight lm_head_bias logit_scale final_logit_softcapping target_ids "
+        "teacher_target_logps valid_candidate_mask "
         "beta temperature add_tail_bucket teacher_id_idx num_teachers chunk_size"
     ),
     "trl.experimental.async_distillation.async_distillation_trainer:_add_tail_bucket": "log_probs valid_mask",
@@ -54,10 +59,7 @@ SIGNATURES = {
 
 # Function of TRL -> names it must look up when it runs, as that is where ours take their place.
 USES = {
-    **{
-        f"trl:{kind}Trainer.__init__": "add_fused_lm_head"
-        for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
-    },
+    **{f"trl:{kind}Trainer.__init__": "add_fused_lm_head" for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO")},
     "trl.experimental.async_grpo:AsyncGRPOTrainer.__init__": "add_fused_lm_head",
     "trl:SFTTrainer.compute_loss": "fused_lm_head label_smoother loss_type log_probs label_mask entropy is_top1",
     "trl:DPOTrainer._compute_loss": "fused_lm_head log_probs entropy mean_logits log_sum_sq_probs is_top1",
@@ -79,7 +81,7 @@ USES = {
     "transformers:Trainer.__init__": "place_model_on_device",
     "trl.scripts.grpo:main": "reward_funcs model_init_kwargs GRPOTrainer",
     "trl.scripts.dpo:main": "model_init_kwargs DPOTrainer",
-}  # fmt: skip
+}
 
 
 def found(seam: str):
@@ -89,7 +91,9 @@ def found(seam: str):
         for name in path.split("."):
             value = getattr(value, name)
     except (ImportError, AttributeError) as error:
-        pytest.fail(f"{seam}: TRL {trl.__version__} has moved it ({error}); logitless.trl_integration builds on it.")
+        pytest.fail(
+            f"{seam}: TRL {trl.__version__} has moved it ({error}); logitless.trl_integration builds on it."
+        )
     return value
 
 
@@ -106,7 +110,9 @@ def names(code: CodeType) -> Iterator[str]:
 @pytest.mark.parametrize("seam", SIGNATURES)
 def test_parameters(seam):
     parameters = list(inspect.signature(found(seam)).parameters)
-    assert parameters == SIGNATURES[seam].split(), f"{seam}: its parameters have changed in TRL {trl.__version__}"
+    assert parameters == SIGNATURES[seam].split(), (
+        f"{seam}: its parameters have changed in TRL {trl.__version__}"
+    )
 
 
 @pytest.mark.parametrize("seam", USES)
@@ -117,19 +123,34 @@ def test_uses(seam):
 
 def test_fields_of_the_fused_output():
     fields = {field.name for field in dataclasses.fields(FusedCausalLMOutput)}
-    expected = {"loss", "log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask", "aux_loss"}
-    assert fields == expected, f"trl.trainer.utils:FusedCausalLMOutput: its fields have changed in TRL {trl.__version__}"
+    expected = {
+        "loss",
+        "log_probs",
+        "entropy",
+        "log_sum_sq_probs",
+        "mean_logits",
+        "is_top1",
+        "label_mask",
+        "aux_loss",
+    }
+    assert fields == expected, (
+        f"trl.trainer.utils:FusedCausalLMOutput: its fields have changed in TRL {trl.__version__}"
+    )
 
 
 def test_place_model_on_device_is_a_property():
     seam = inspect.getattr_static(transformers.TrainingArguments, "place_model_on_device", None)
-    assert isinstance(seam, property), "transformers:TrainingArguments.place_model_on_device: no longer a property to override"
+    assert isinstance(seam, property), (
+        "transformers:TrainingArguments.place_model_on_device: no longer a property to override"
+    )
 
 
 def test_subclasses_come_before_their_parents_in_apply_to():
     order = list(TRAINERS)
     for i, stock in enumerate(order):
-        assert not any(issubclass(later, stock) for later in order[i + 1 :]), f"TRAINERS: {stock.__name__} hides a subclass of it"
+        assert not any(issubclass(later, stock) for later in order[i + 1 :]), (
+            f"TRAINERS: {stock.__name__} hides a subclass of it"
+        )
 
 
 # -- what the exchanged functions return, in TRL's order
@@ -143,7 +164,9 @@ def operands(*shapes, seed=0):
 def same(ours, theirs, seam):
     assert len(ours) == len(theirs), f"{seam}: returns {len(theirs)} values in TRL {trl.__version__}"
     for i, (own, stock) in enumerate(zip(ours, theirs)):
-        torch.testing.assert_close(own.float(), stock.float(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{seam}: value {i}: {m}")
+        torch.testing.assert_close(
+            own.float(), stock.float(), rtol=1e-4, atol=1e-5, msg=lambda m, i=i: f"{seam}: value {i}: {m}"
+        )
 
 
 def trainer() -> SimpleNamespace:
@@ -158,12 +181,18 @@ def test_chunked_divergence_loss():
     seam = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
     for num_items in (None, 11):
         theirs = distillation_trainer._chunked_divergence_loss(*call, num_items_in_batch=num_items, **more)
-        same(DistillationTrainer._divergence(trainer(), *call, num_items_in_batch=num_items, **more), theirs, seam)
+        same(
+            DistillationTrainer._divergence(trainer(), *call, num_items_in_batch=num_items, **more),
+            theirs,
+            seam,
+        )
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "renormalized"])
 @pytest.mark.parametrize("teachers", [1, 3])
-@pytest.mark.parametrize("beta, dtypes", [(0.0, "bfloat16 bfloat16"), (0.4, "float32 float32"), (1.0, "bfloat16 float32")])
+@pytest.mark.parametrize(
+    "beta, dtypes", [(0.0, "bfloat16 bfloat16"), (0.4, "float32 float32"), (1.0, "bfloat16 float32")]
+)
 def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
     """TRL projects in fp32, whatever the operands are in."""
     hidden, weight, bias, scores = operands((9, 8), (31, 8), (31,), (9, 31))
@@ -173,6 +202,25 @@ def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
     kept = torch.rand(9, 4, generator=torch.Generator().manual_seed(1)) > 0.3
     kept[:, 0] = True
     index = torch.arange(9) % 2 if teachers > 1 else None
-    call = (hidden, weight, bias, 0.5, 3.0, ids.masked_fill(~kept, -1), logps, kept, beta, 1.5, tail, index, teachers, 4)
+    call = (
+        hidden,
+        weight,
+        bias,
+        0.5,
+        3.0,
+        ids.masked_fill(~kept, -1),
+        logps,
+        kept,
+        beta,
+        1.5,
+        tail,
+        index,
+        teachers,
+        4,
+    )
     theirs = async_distillation_trainer._chunked_jsd_loss(*call)
-    same(AsyncDistillationTrainer._divergence(trainer(), *call), theirs, f"{async_distillation_trainer.__name__}:_chunked_jsd_loss")
+    same(
+        AsyncDistillationTrainer._divergence(trainer(), *call),
+        theirs,
+        f"{async_distillation_trainer.__name__}:_chunked_jsd_loss",
+    )

@@ -1,4 +1,5 @@
-"""Where the distillation trainers take hold of TRL: each seam by name, so that a TRL that moves one says so here first."""
+"""Where the distillation trainers take hold of TRL: each seam by name, so that a TRL that moves one says so
+here first."""
 
 import inspect
 from importlib import import_module
@@ -10,9 +11,7 @@ SDFT, SDPO = "trl.experimental.sdft.sdft_trainer", "trl.experimental.sdpo.sdpo_t
 IW_OPD, GOLD = "trl.experimental.iw_opd.iw_opd_trainer", "trl.experimental.gold.gold_trainer"
 SERVER = "trl.experimental.server_distillation.server_distillation_trainer"
 
-SPARSE = (
-    "student_log_probs teacher_top1_token_ids teacher_top1_logprobs reverse_token_ids reverse_teacher_logprobs labels num_items_in_batch"
-)
+SPARSE = "student_log_probs teacher_top1_token_ids teacher_top1_logprobs reverse_token_ids reverse_teacher_logprobs labels num_items_in_batch"
 JSD = "student_logits teacher_logits labels beta temperature num_items_in_batch"
 FOUND = "completion_ids loss_mask student_logits teacher_logits"
 
@@ -44,12 +43,15 @@ SIGNATURES = [
             "compute_loss": "self model inputs",
         }.items()
     ),
-    (IW_OPD, "IWOPDTrainer._compute_local_sparse_top_1_divergence_loss",
-     "self student_logits teacher_logits completion_tokens labels num_items_in_batch"),
+    (
+        IW_OPD,
+        "IWOPDTrainer._compute_local_sparse_top_1_divergence_loss",
+        "self student_logits teacher_logits completion_tokens labels num_items_in_batch",
+    ),
     (IW_OPD, "IWOPDTrainer.generalized_jsd_loss", JSD + " top_k add_tail"),
     (GOLD, "GOLDTrainer.generalized_jsd_loss", JSD),
     (GOLD, "GOLDTrainer.compute_loss", "self model inputs"),
-]  # fmt: skip
+]
 
 # Module, a function, and what its code must still say for ours to be its equal.
 SAYINGS = [
@@ -69,7 +71,11 @@ SAYINGS = [
     ),
     (SDPO, "SDPOTrainer._compute_policy_loss", "selective_log_softmax(student_logits, completion_ids)"),
     (IW_OPD, "IWOPDTrainer.compute_loss", "self.generalized_jsd_loss("),
-    (IW_OPD, "IWOPDTrainer._compute_iw_opd_loss", ".gather(dim=-1, index=completion_tokens.unsqueeze(-1)).squeeze(-1)"),
+    (
+        IW_OPD,
+        "IWOPDTrainer._compute_iw_opd_loss",
+        ".gather(dim=-1, index=completion_tokens.unsqueeze(-1)).squeeze(-1)",
+    ),
     (GOLD, "GOLDTrainer.compute_loss", "self.generalized_jsd_loss("),
 ]
 
@@ -78,7 +84,9 @@ def seam(module: str, name: str):
     found = import_module(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-        assert found is not None, f"seam {module}.{name}: expected in TRL, got nothing of that name; see what replaced it."
+        assert found is not None, (
+            f"seam {module}.{name}: expected in TRL, got nothing of that name; see what replaced it."
+        )
     return found
 
 
@@ -86,22 +94,33 @@ def seam(module: str, name: str):
 def test_signature(module, name, arguments):
     found = list(inspect.signature(seam(module, name)).parameters)
     missing = [argument for argument in arguments.split() if argument not in found]
-    assert not missing, f"seam {module}.{name}: expected the arguments {missing}, got {found}; read what TRL does there now."
+    assert not missing, (
+        f"seam {module}.{name}: expected the arguments {missing}, got {found}; read what TRL does there now."
+    )
 
 
 @pytest.mark.parametrize("module, name, saying", SAYINGS, ids=lambda x: x.rsplit(".", 1)[-1][:40])
 def test_code(module, name, saying):
     source = inspect.getsource(seam(module, name))
-    assert saying in source, f"seam {module}.{name}: expected {saying!r} in its code; read what TRL does there now."
+    assert saying in source, (
+        f"seam {module}.{name}: expected {saying!r} in its code; read what TRL does there now."
+    )
 
 
 def test_a_server_answers_with_these_tensors():
     """The layout of what `_get_teacher_token_logprobs_from_server` returns."""
-    for module, trainer in ((SDFT, "SDFTTrainer"), (SDPO, "SDPOTrainer"), (IW_OPD, "IWOPDTrainer"), (SERVER, "ServerDistillationTrainer")):
+    for module, trainer in (
+        (SDFT, "SDFTTrainer"),
+        (SDPO, "SDPOTrainer"),
+        (IW_OPD, "IWOPDTrainer"),
+        (SERVER, "ServerDistillationTrainer"),
+    ):
         name = f"{trainer}._get_teacher_token_logprobs_from_server"
         source = inspect.getsource(seam(module, name))
         for key in ("actual_logprobs", "topk_logprobs", "topk_token_ids"):
-            assert f'"{key}":' in source, f"seam {module}.{name}: expected a field {key!r} in its answer; read what TRL does there now."
+            assert f'"{key}":' in source, (
+                f"seam {module}.{name}: expected a field {key!r} in its answer; read what TRL does there now."
+            )
 
 
 def test_deferred_logits_do_what_trl_does_and_no_more():
@@ -109,14 +128,19 @@ def test_deferred_logits_do_what_trl_does_and_no_more():
 
     hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8)
     trainer = type("Trainer", (), {"args": type("Args", (), {"logits_budget": None})})()
-    deferred, logits = DeferredLogits(trainer, hidden, weight, None, 3.0, 2.0), 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
+    deferred, logits = (
+        DeferredLogits(trainer, hidden, weight, None, 3.0, 2.0),
+        3 * torch.tanh(2 * (hidden @ weight.T) / 3),
+    )
     ids = torch.randint(0, 30, (2, 3))
     picked = torch.log_softmax(deferred[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids[..., None])
     truth = torch.log_softmax(logits[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids[..., None])
     assert torch.allclose(picked, truth, atol=1e-5)
     refused = {
         "index": lambda: deferred[..., :5],
-        "several tokens": lambda: torch.log_softmax(deferred, dim=-1).gather(-1, ids[..., None].expand(-1, -1, 4)),
+        "several tokens": lambda: torch.log_softmax(deferred, dim=-1).gather(
+            -1, ids[..., None].expand(-1, -1, 4)
+        ),
         "not normalized": lambda: deferred.gather(-1, ids[..., None]),
         "divided late": lambda: torch.log_softmax(deferred, dim=-1) / 2,
         "another function": lambda: torch.softmax(deferred, dim=-1),
@@ -124,5 +148,7 @@ def test_deferred_logits_do_what_trl_does_and_no_more():
         "attribute": lambda: deferred.float(),
     }
     for use in refused.values():
-        with pytest.raises((TypeError, AttributeError), match="logits: expected .*set use_chunked_loss=False"):
+        with pytest.raises(
+            (TypeError, AttributeError), match="logits: expected .*set use_chunked_loss=False"
+        ):
             use()

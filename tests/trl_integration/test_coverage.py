@@ -45,8 +45,17 @@ def test_the_docs_have_the_table(capsys):
     printed = capsys.readouterr().out.strip()
     for trainer in coverage.trainers():
         assert f"\n| {trainer} | " in printed
-    for part in ("`loss_type` (", "bf16 autocast", "lora on the head", "ddp with two processes", "vision language model"):
+    for part in (
+        "`loss_type` (",
+        "bf16 autocast",
+        "lora on the head",
+        "ddp with two processes",
+        "vision language model",
+    ):
         assert part in printed
     page = (coverage.ROOT / "docs" / "trl.md").read_text()
     shown = page.partition("<!-- tests:trl -->\n")[2].partition("\n<!-- /tests:trl -->")[0]
-    assert shown == printed, "the table of docs/trl.md is not the tests' any more: python -m tests.trl_integration.coverage --write"
+    assert shown == printed, (
+        "the table of docs/trl.md is not the tests' any more: python -m tests.trl_integration.coverage "
+        "--write"
+    )

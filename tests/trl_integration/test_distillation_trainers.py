@@ -1,4 +1,5 @@
-"""Our GKD and Distillation pairs beside TRL's: the same losses, gradient norms and metrics over several optimizer steps."""
+"""Our GKD and Distillation pairs beside TRL's: the same losses, gradient norms and metrics over several
+optimizer steps."""
 
 import pytest
 import torch
@@ -35,19 +36,27 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize(
-    "changes", [{"beta": 0.5}, {"beta": 0.0, "gradient_accumulation_steps": 2}, {"beta": 1.0}], ids=["jsd", "forward", "reverse"]
+    "changes",
+    [{"beta": 0.5}, {"beta": 0.0, "gradient_accumulation_steps": 2}, {"beta": 1.0}],
+    ids=["jsd", "forward", "reverse"],
 )
 def test_gkd(tmp_path, family, changes):
     dataset: Dataset = tiny_dataset()
     trainer = {"teacher_model": teacher(tmp_path), "data_collator": collate}
-    runs = side_by_side(tmp_path, "GKD", dataset, family=family, trainer=trainer, lmbda=0.0, max_length=None, **changes)
+    runs = side_by_side(
+        tmp_path, "GKD", dataset, family=family, trainer=trainer, lmbda=0.0, max_length=None, **changes
+    )
     assert_same(*runs, strategies=FUSED)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"beta": 0.5}, {"beta": 0.0, "gradient_accumulation_steps": 2, "temperature": 1.5}], ids=["jsd", "forward"]
+    "changes",
+    [{"beta": 0.5}, {"beta": 0.0, "gradient_accumulation_steps": 2, "temperature": 1.5}],
+    ids=["jsd", "forward"],
 )
 def test_distillation(tmp_path, changes):
     trainer = {"teacher_model": teacher(tmp_path)}
-    runs = side_by_side(tmp_path, "Distillation", prompt_dataset(), trainer=trainer, max_completion_length=6, **changes)
+    runs = side_by_side(
+        tmp_path, "Distillation", prompt_dataset(), trainer=trainer, max_completion_length=6, **changes
+    )
     assert_same(*runs, strategies=FUSED, rtol=1e-3)

@@ -1,4 +1,5 @@
-"""Two processes: each trains on its half of the batches, and both hold the gradients of a single process that sees them all."""
+"""Two processes: each trains on its half of the batches, and both hold the gradients of a single process that
+sees them all."""
 
 from types import SimpleNamespace
 
@@ -26,10 +27,13 @@ from .test_teacher_distillation_trainers import IW_OPD, batches
 from .tiny import VOCAB, tiny_dataset, tiny_model, train
 
 STEPS = 2
-# One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled out, as one.
-# Sums over tokens that TRL divides by those of all processes but does not multiply by their number, which DDP's average then takes away.
+# One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled
+# out, as one. Sums over tokens that TRL divides by those of all processes but does not multiply by their
+# number, which DDP's average then takes away.
 SHARE = {"GKD": 0.5}
-ALONE = {kind: {"gradient_accumulation_steps": 2} for kind in KINDS} | dict.fromkeys(("GRPO", "RLOO"), {"per_device_train_batch_size": 8})
+ALONE = {kind: {"gradient_accumulation_steps": 2} for kind in KINDS} | dict.fromkeys(
+    ("GRPO", "RLOO"), {"per_device_train_batch_size": 8}
+)
 
 
 class FirstGradient(transformers.TrainerCallback):
@@ -66,7 +70,11 @@ def rolled_out(cls: type) -> type:
 
 def run(kind: str, folder, **changes) -> dict:
     dataset, settings, trainer = needs(kind, folder)
-    settings = {"use_chunked_loss": True, "logits_budget": 2**14, "max_grad_norm": 1e9} | settings | {"max_steps": STEPS}
+    settings = (
+        {"use_chunked_loss": True, "logits_budget": 2**14, "max_grad_norm": 1e9}
+        | settings
+        | {"max_steps": STEPS}
+    )
     settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -77,7 +85,14 @@ def run(kind: str, folder, **changes) -> dict:
         return cls(*args, callbacks=[*callbacks, watch], **given)
 
     with uncompiled():
-        done = train(build, config(**options(folder / "out", **settings | changes)), model, dataset, tokenizer=words(), **trainer)
+        done = train(
+            build,
+            config(**options(folder / "out", **settings | changes)),
+            model,
+            dataset,
+            tokenizer=words(),
+            **trainer,
+        )
     assert None not in done.strategies
     world = dist.get_world_size() if dist.is_initialized() else 1
     assert done.trainer.accelerator.num_processes == world
@@ -102,7 +117,11 @@ def ranks(folder):
 
 
 def everything(folder) -> dict:
-    return {"trainers": {kind: run(kind, folder) for kind in KINDS}, "iw_opd": iw_opd(folder / "iw_opd"), "heads": all_heads()}
+    return {
+        "trainers": {kind: run(kind, folder) for kind in KINDS},
+        "iw_opd": iw_opd(folder / "iw_opd"),
+        "heads": all_heads(),
+    }
 
 
 def iw_opd(folder) -> list[SimpleNamespace]:
@@ -125,7 +144,9 @@ def assert_same_gradients(kind: str, first: dict, second: dict, alone: dict) -> 
     for name, gradient in alone["gradients"].items():
         assert torch.equal(first["gradients"][name], second["gradients"][name]), name
         gradient = SHARE.get(kind, 1.0) * gradient
-        torch.testing.assert_close(first["gradients"][name], gradient, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            first["gradients"][name], gradient, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert sum(gradient.norm() for gradient in alone["gradients"].values()) > 1e-2
     assert torch.equal(first["weights"], second["weights"])
 
@@ -135,7 +156,8 @@ def test_ddp_with_two_processes(folder, ranks, kind):
     assert_same_gradients(kind, *(rank["trainers"][kind] for rank in ranks), run(kind, folder, **ALONE[kind]))
 
 
-# --- the head alone, under DDP and FSDP2 ---------------------------------------------------------------------------------
+# --- the head alone, under DDP and FSDP2
+# ---------------------------------------------------------------------------------
 
 IDS = torch.arange(3, 33).view(2, 15)
 LABELS = torch.where(IDS % 4 == 0, -100, IDS)
@@ -145,12 +167,15 @@ SCORES = ("fused", "numbers")
 
 
 def scored_model(name: str, score: str) -> torch.nn.Module:
-    """Gradients from the forward pass (`patch_model`), or from a second walk in the backward pass (what DPO and GRPO do)."""
+    """Gradients from the forward pass (`patch_model`), or from a second walk in the backward pass (what DPO
+    and GRPO do)."""
     model = base = tiny_model("tied" if name == "tied" else "llama")
     if name.startswith("lora"):
         torch.manual_seed(1)
         modules = ["q_proj", "lm_head"] if name == "lora_on_the_head" else ["q_proj"]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False))
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+        )
     if score == "fused":
         ours.patch_model(base, logits_budget=2**12)
     else:
@@ -167,7 +192,9 @@ def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Ten
         logps = model(IDS[rows], labels=labels, fused_lm_head=True).log_probs
         loss = -(logps * torch.arange(1.0, 15)).sum() / 50
     loss.backward()
-    found = {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
     return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in found.items()}
 
 
@@ -202,4 +229,6 @@ def test_gradients_of_the_head_are_averaged(ranks, wrapper, name, score):
         assert found.keys() == alone[0].keys()
         for parameter, grad in found.items():
             expected = (alone[0][parameter] + alone[1][parameter]) / 2
-            torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, at=parameter: f"{at}: {m}")
+            torch.testing.assert_close(
+                grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, at=parameter: f"{at}: {m}"
+            )

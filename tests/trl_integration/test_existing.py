@@ -40,7 +40,9 @@ def test_patched_model(family, num_items, calls):
     assert torch.allclose(ours.loss, theirs.loss, rtol=1e-5)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
     # Without labels nothing has changed.
-    assert torch.equal(model(input_ids=ids).logits, theirs.logits) or torch.allclose(model(input_ids=ids).logits, theirs.logits)
+    assert torch.equal(model(input_ids=ids).logits, theirs.logits) or torch.allclose(
+        model(input_ids=ids).logits, theirs.logits
+    )
     undo()
     assert gradients(model, **inputs)[0].logits is not None and calls.number == 1
 
@@ -53,14 +55,22 @@ def test_patched_model_in_the_plain_trainer(tmp_path):
             patch_model(model)
         rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
         data = rows.map(lambda row: {"labels": row["input_ids"]})
-        args = transformers.TrainingArguments(**{k: v for k, v in options(tmp_path, gradient_accumulation_steps=2).items()})
+        args = transformers.TrainingArguments(
+            **{k: v for k, v in options(tmp_path, gradient_accumulation_steps=2).items()}
+        )
         trainer = transformers.Trainer(model, args=args, train_dataset=data, eval_dataset=data)
         trainer.train()
-        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log] + [trainer.evaluate()["eval_loss"]])
+        losses.append(
+            [log["loss"] for log in trainer.state.log_history if "loss" in log]
+            + [trainer.evaluate()["eval_loss"]]
+        )
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind, more", [("SFT", {}), ("DPO", {"use_weighting": True}), ("ORPO", {"max_length": 48}), ("GRPO", ROLLOUTS)])
+@pytest.mark.parametrize(
+    "kind, more",
+    [("SFT", {}), ("DPO", {"use_weighting": True}), ("ORPO", {"max_length": 48}), ("GRPO", ROLLOUTS)],
+)
 def test_apply_to(tmp_path, calls, kind, more):
     path = tmp_path / "model"
     tiny_model().save_pretrained(path)
@@ -76,8 +86,16 @@ def test_apply_to(tmp_path, calls, kind, more):
         trainer = cls(model, args=args, train_dataset=dataset, processing_class=words(), **extra)
         undo = apply_to(trainer, logits_budget=2**14) if applied else None
         trainer.train()
-        logs.append([{k: v for k, v in log.items() if isinstance(v, float) and "time" not in k and "per_second" not in k}
-                     for log in trainer.state.log_history])  # fmt: skip
+        logs.append(
+            [
+                {
+                    k: v
+                    for k, v in log.items()
+                    if isinstance(v, float) and "time" not in k and "per_second" not in k
+                }
+                for log in trainer.state.log_history
+            ]
+        )
         assert (calls.number > 0) == applied
     for theirs, ours in zip(*logs, strict=True):
         for name in theirs.keys() - {"train_runtime", "total_flos"}:
@@ -89,11 +107,20 @@ def test_apply_to(tmp_path, calls, kind, more):
 def test_what_needs_logits_is_refused(tmp_path):
     args = trl.SFTConfig(**options(tmp_path))
     trainer = trl.SFTTrainer(
-        tiny_model(), args=args, train_dataset=tiny_dataset(), processing_class=tiny_tokenizer(), compute_metrics=lambda _: {}
+        tiny_model(),
+        args=args,
+        train_dataset=tiny_dataset(),
+        processing_class=tiny_tokenizer(),
+        compute_metrics=lambda _: {},
     )
     with pytest.raises(ValueError, match="compute_metrics: expected None"):
         apply_to(trainer)
-    mine = SFTTrainer(tiny_model(), args=SFTConfig(**options(tmp_path)), train_dataset=tiny_dataset(), processing_class=tiny_tokenizer())
+    mine = SFTTrainer(
+        tiny_model(),
+        args=SFTConfig(**options(tmp_path)),
+        train_dataset=tiny_dataset(),
+        processing_class=tiny_tokenizer(),
+    )
     with pytest.raises(ValueError, match="trainer: expected one without"):
         apply_to(mine)
     with pytest.raises(ValueError, match="model: expected a causal language model"):
@@ -102,8 +129,25 @@ def test_what_needs_logits_is_refused(tmp_path):
 
 DISTILLED = [
     ("SDFT", {"num_generations": 1, "distillation_topk": 7, "max_completion_length": 6}),
-    ("SDPO", {"distillation_weight": 0.5, "num_generations": 2, "max_completion_length": 6, "per_device_train_batch_size": 4}),
-    ("IWOPD", {"beta": 0.4, "loss_top_k": 3, "lmbda": 0.0, "distillation_objective": "jsd", "max_completion_length": 6}),
+    (
+        "SDPO",
+        {
+            "distillation_weight": 0.5,
+            "num_generations": 2,
+            "max_completion_length": 6,
+            "per_device_train_batch_size": 4,
+        },
+    ),
+    (
+        "IWOPD",
+        {
+            "beta": 0.4,
+            "loss_top_k": 3,
+            "lmbda": 0.0,
+            "distillation_objective": "jsd",
+            "max_completion_length": 6,
+        },
+    ),
     ("GOLD", {"lmbda": 0.0, "max_completion_length": 6, "dataset_kwargs": {"skip_prepare_dataset": True}}),
     ("ServerDistillation", {"teacher_model_server_url": "http://nowhere", "max_completion_length": 6}),
 ]
@@ -116,9 +160,23 @@ def distilled(tmp_path, kind, more):
     words().save_pretrained(path)
     torch.manual_seed(0)
     local = kind in ("IWOPD", "GOLD")
-    dataset = tiny_dataset() if local else prompt_dataset() if kind == "ServerDistillation" else privileged_dataset()
-    extra = {"teacher_model": teacher(tmp_path), "data_collator": batches} if local else {"reward_funcs": reward} if kind == "SDPO" else {}
-    args = stock(f"{kind}Config")(**options(tmp_path / "out", **{"optim": "sgd", "learning_rate": 0.3} | more))
+    dataset = (
+        tiny_dataset()
+        if local
+        else prompt_dataset()
+        if kind == "ServerDistillation"
+        else privileged_dataset()
+    )
+    extra = (
+        {"teacher_model": teacher(tmp_path), "data_collator": batches}
+        if local
+        else {"reward_funcs": reward}
+        if kind == "SDPO"
+        else {}
+    )
+    args = stock(f"{kind}Config")(
+        **options(tmp_path / "out", **{"optim": "sgd", "learning_rate": 0.3} | more)
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     return stock(f"{kind}Trainer")(model, args=args, train_dataset=dataset, processing_class=words(), **extra)
 
@@ -147,7 +205,8 @@ def test_apply_to_leaves_a_trainer_that_it_refuses_as_it_was(tmp_path):
 
 
 def test_data_parallel_is_refused(tmp_path):
-    """`Trainer` wraps the model in it where one process sees several GPUs. TRL's own trainers refuse that themselves, these not."""
+    """`Trainer` wraps the model in it where one process sees several GPUs. TRL's own trainers refuse that
+    themselves, these not."""
     patched, trained = tiny_model(), tiny_model()
     undo = patch_model(patched)
     args = ORPOConfig(**options(tmp_path, use_chunked_loss=True, max_length=48))

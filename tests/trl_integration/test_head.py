@@ -1,4 +1,5 @@
-"""What we rely on in transformers: where the backbone and the head are, what the head does, and how a forward may be replaced."""
+"""What we rely on in transformers: where the backbone and the head are, what the head does, and how a forward
+may be replaced."""
 
 import inspect
 import types
@@ -26,7 +27,8 @@ def full_logits_score(hidden, weight, bias, labels, shift):
     return {"log_probs": logps, "label_mask": mask}
 
 
-# --- the head ------------------------------------------------------------------------------------------------------------
+# --- the head
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,7 +36,10 @@ def test_backbone_head_and_options_give_the_logits(family):
     model = tiny_model(family).eval()
     options = head_options(model.config)
     weight, bias = head_parameters(model)
-    logits = torch.nn.functional.linear(model.base_model(IDS).last_hidden_state, weight, bias) * options["logit_scale"]
+    logits = (
+        torch.nn.functional.linear(model.base_model(IDS).last_hidden_state, weight, bias)
+        * options["logit_scale"]
+    )
     if options["softcap"]:
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
     torch.testing.assert_close(logits, model(IDS).logits)
@@ -54,7 +59,10 @@ def test_backbone_head_and_options_give_the_logits(family):
 )
 def test_names_of_the_logit_scale(fields, expected):
     text = SimpleNamespace(**fields)
-    assert head_options(SimpleNamespace(get_text_config=lambda: text)) == {"softcap": None, "logit_scale": expected}
+    assert head_options(SimpleNamespace(get_text_config=lambda: text)) == {
+        "softcap": None,
+        "logit_scale": expected,
+    }
 
 
 def test_adapter_on_the_head_is_refused():
@@ -63,7 +71,8 @@ def test_adapter_on_the_head_is_refused():
         head_parameters(model.get_base_model())
 
 
-# --- the forward ---------------------------------------------------------------------------------------------------------
+# --- the forward
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_other_call_runs_as_before():
@@ -74,7 +83,10 @@ def test_every_other_call_runs_as_before():
 
     a, b = plain(IDS, labels=LABELS), patched(IDS, labels=LABELS)
     assert torch.equal(a.logits, b.logits) and torch.equal(a.loss, b.loss)
-    generated = [model.generate(IDS, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS)) for model in (plain, patched)]
+    generated = [
+        model.generate(IDS, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS))
+        for model in (plain, patched)
+    ]
     assert torch.equal(*generated)
 
 

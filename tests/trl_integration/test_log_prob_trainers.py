@@ -1,4 +1,5 @@
-"""Our DPO, KTO, GRPO and RLOO pairs beside TRL's: the same losses, gradient norms and metrics over several optimizer steps."""
+"""Our DPO, KTO, GRPO and RLOO pairs beside TRL's: the same losses, gradient norms and metrics over several
+optimizer steps."""
 
 import re
 from contextlib import nullcontext
@@ -36,11 +37,19 @@ def text(examples: int, seed: int) -> list[str]:
 
 
 def preference_dataset(examples=24) -> Dataset:
-    return Dataset.from_dict({"prompt": text(examples, 0), "chosen": text(examples, 1), "rejected": text(examples, 2)})
+    return Dataset.from_dict(
+        {"prompt": text(examples, 0), "chosen": text(examples, 1), "rejected": text(examples, 2)}
+    )
 
 
 def kto_dataset(examples=24) -> Dataset:
-    return Dataset.from_dict({"prompt": text(examples, 0), "completion": text(examples, 1), "label": [i % 3 > 0 for i in range(examples)]})
+    return Dataset.from_dict(
+        {
+            "prompt": text(examples, 0),
+            "completion": text(examples, 1),
+            "label": [i % 3 > 0 for i in range(examples)],
+        }
+    )
 
 
 def prompt_dataset(examples=12) -> Dataset:
@@ -69,7 +78,15 @@ def stock(name: str) -> type:
 
 
 def side_by_side(
-    tmp_path, kind: str, dataset: Dataset, *, family="llama", wrap=lambda model: model, trainer=None, budget=16 * 1024, **changes
+    tmp_path,
+    kind: str,
+    dataset: Dataset,
+    *,
+    family="llama",
+    wrap=lambda model: model,
+    trainer=None,
+    budget=16 * 1024,
+    **changes,
 ):
     """Trains with TRL's pair and with ours, from the same weights on the same batches."""
     path = tmp_path / "model"
@@ -80,7 +97,11 @@ def side_by_side(
     runs = []
     for config, cls, more in (
         (stock(f"{kind}Config"), stock(f"{kind}Trainer"), {}),
-        (getattr(ours, f"{kind}Config"), getattr(ours, f"{kind}Trainer"), {"use_chunked_loss": True, "logits_budget": budget}),
+        (
+            getattr(ours, f"{kind}Config"),
+            getattr(ours, f"{kind}Trainer"),
+            {"use_chunked_loss": True, "logits_budget": budget},
+        ),
     ):
         model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
         settings = options(tmp_path / "out", **changes) | more
@@ -89,7 +110,9 @@ def side_by_side(
     return runs
 
 
-def assert_same(stock, mine, *, strategies=frozenset({"recompute", "loss_only"}), rtol=RTOL, steps=STEPS) -> None:
+def assert_same(
+    stock, mine, *, strategies=frozenset({"recompute", "loss_only"}), rtol=RTOL, steps=STEPS
+) -> None:
     assert len(stock.logs) == len(mine.logs) > steps
     for step, (theirs, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
         assert theirs.keys() == own.keys()
@@ -121,8 +144,14 @@ def test_dpo(tmp_path, changes):
 
 @pytest.mark.parametrize("loss_type", list(DPO_TYPES))
 def test_dpo_takes_three_products_where_pairs_fit_the_budget(tmp_path, loss_type):
-    changes = {"loss_type": loss_type, "label_smoothing": 0.1 if loss_type in SMOOTHED else 0.0, "max_steps": 2}
-    runs = side_by_side(tmp_path, "DPO", preference_dataset(), budget=2**20, per_device_train_batch_size=4, **changes)
+    changes = {
+        "loss_type": loss_type,
+        "label_smoothing": 0.1 if loss_type in SMOOTHED else 0.0,
+        "max_steps": 2,
+    }
+    runs = side_by_side(
+        tmp_path, "DPO", preference_dataset(), budget=2**20, per_device_train_batch_size=4, **changes
+    )
     assert_same(*runs, strategies={"resident"}, steps=2)
 
 
@@ -134,9 +163,14 @@ def test_dpo_heads_of_families(tmp_path, family):
 def test_dpo_with_lora_keeps_the_vectors_of_a_frozen_head(tmp_path):
     def adapted(model):
         torch.manual_seed(1)
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
 
-    assert_same(*side_by_side(tmp_path, "DPO", preference_dataset(), wrap=adapted), strategies={"row_scaled", "loss_only"})
+    assert_same(
+        *side_by_side(tmp_path, "DPO", preference_dataset(), wrap=adapted),
+        strategies={"row_scaled", "loss_only"},
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss_type": "apo_zero_unpaired"}], ids=["kto", "apo"])
@@ -144,7 +178,12 @@ def test_kto(tmp_path, changes):
     assert_same(*side_by_side(tmp_path, "KTO", kto_dataset(), per_device_train_batch_size=4, **changes))
 
 
-ROLLOUTS = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": STEPS}
+ROLLOUTS = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_steps": STEPS,
+}
 
 
 FUSED, GROUPED, APART = {"fused"}, {"resident", "recompute"}, {"recompute"}
@@ -155,7 +194,15 @@ FUSED, GROUPED, APART = {"fused"}, {"resident", "recompute"}, {"recompute"}
     [
         ({}, FUSED),
         ({"beta": 0.1, "loss_type": "grpo", "num_iterations": 2}, FUSED),
-        ({"loss_type": "dr_grpo", "importance_sampling_level": "sequence", "temperature": 0.8, "num_iterations": 2}, GROUPED),
+        (
+            {
+                "loss_type": "dr_grpo",
+                "importance_sampling_level": "sequence",
+                "temperature": 0.8,
+                "num_iterations": 2,
+            },
+            GROUPED,
+        ),
         ({"entropy_coef": 0.1, "top_entropy_quantile": 0.5}, APART),
         ({"top_entropy_quantile": 0.5, "num_iterations": 2}, APART),
         ({"cast_lm_head_to_fp32": True, "gradient_accumulation_steps": 2}, FUSED),
@@ -169,7 +216,9 @@ FUSED, GROUPED, APART = {"fused"}, {"resident", "recompute"}, {"recompute"}
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
 def test_grpo(tmp_path, changes, strategies):
-    runs = side_by_side(tmp_path, "GRPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes)
+    runs = side_by_side(
+        tmp_path, "GRPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes
+    )
     assert_same(*runs, strategies=strategies, rtol=1e-3)
 
 
@@ -205,10 +254,14 @@ def test_a_gradient_that_was_not_foreseen_is_right_all_the_same():
     upstream = torch.randn(4, 6, generator=random)
     found = []
     for foresight in (None, Foresight(GRPOLoss, {}, {"advantages": torch.randn(4, generator=random)})):
-        trainer = SimpleNamespace(args=SimpleNamespace(logits_budget=None), foresight=foresight, last_plan=None)
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(logits_budget=None), foresight=foresight, last_plan=None
+        )
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         logps = ForeseenScore(trainer, model)(*leaves, None, labels, True)["log_probs"]
-        with nullcontext() if foresight is None else pytest.warns(UserWarning, match="is not the one foreseen"):
+        with (
+            nullcontext() if foresight is None else pytest.warns(UserWarning, match="is not the one foreseen")
+        ):
             found.append(torch.autograd.grad((3e-4 * upstream * logps.exp()).sum(), leaves))
         assert trainer.last_plan.strategy == ("recompute" if foresight is None else "fused")
     for plain, foreseen in zip(*found, strict=True):
@@ -217,7 +270,12 @@ def test_a_gradient_that_was_not_foreseen_is_right_all_the_same():
 
 @pytest.mark.parametrize("changes", [{}, {"beta": 0.1, "num_iterations": 2}], ids=["default", "kl"])
 def test_rloo(tmp_path, changes):
-    assert_same(*side_by_side(tmp_path, "RLOO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes), rtol=1e-3)
+    assert_same(
+        *side_by_side(
+            tmp_path, "RLOO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes
+        ),
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"])
@@ -259,12 +317,18 @@ def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind):
     for flag in (False, True):
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**SIZES | {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1})
+            transformers.LlamaConfig(
+                **SIZES
+                | {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+            )
         )
         changes = {"use_chunked_loss": True, "logits_budget": 2**20} if flag else {}
         settings = options(tmp_path, per_device_train_batch_size=8, max_length=64, **changes)
         trainer = getattr(ours, f"{kind}Trainer")(
-            model, args=getattr(ours, f"{kind}Config")(**settings), train_dataset=preference_dataset(8), processing_class=words()
+            model,
+            args=getattr(ours, f"{kind}Config")(**settings),
+            train_dataset=preference_dataset(8),
+            processing_class=words(),
         )
         batch = next(iter(trainer.get_train_dataloader()))
         with AllocationWatcher() as watch:

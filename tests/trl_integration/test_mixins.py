@@ -25,15 +25,20 @@ def given():
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 def test_stock_constructor_patches_the_base_model_once(tmp_path, monkeypatch, adapter):
     calls = []
-    monkeypatch.setattr(stock_module, "add_fused_lm_head", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(
+        stock_module, "add_fused_lm_head", lambda *args, **kwargs: calls.append((args, kwargs))
+    )
     config = peft.LoraConfig(target_modules=["q_proj"]) if adapter else None
-    trainer = trl.SFTTrainer(tiny_model(), args=trl.SFTConfig(**settings(tmp_path)), peft_config=config, **given())
+    trainer = trl.SFTTrainer(
+        tiny_model(), args=trl.SFTConfig(**settings(tmp_path)), peft_config=config, **given()
+    )
     base = trainer.model.get_base_model() if adapter else trainer.model
     assert calls == [((base,), {"outputs": ("log_probs", "entropy", "is_top1")})]
 
 
 def test_stock_loss_only_sums_the_fields(tmp_path):
-    """So a field may come summed. Also: smoothing and the kind of loss are looked up when the loss is computed."""
+    """So a field may come summed. Also: smoothing and the kind of loss are looked up when the loss is
+    computed."""
     trainer = trl.SFTTrainer(tiny_model(), args=trl.SFTConfig(**settings(tmp_path)), **given())
     generator = torch.Generator().manual_seed(0)
     mask = torch.tensor([True] * 5 + [False] * 2)
@@ -53,7 +58,9 @@ def test_stock_loss_only_sums_the_fields(tmp_path):
         for num_items in (None, 20):
             inputs = {"labels": torch.ones(1, 7), "attention_mask": torch.ones(1, 7)}
             losses.append(trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
-        metrics.append([v for name in ("entropy", "mean_token_accuracy") for v in trainer._metrics["train"][name]])
+        metrics.append(
+            [v for name in ("entropy", "mean_token_accuracy") for v in trainer._metrics["train"][name]]
+        )
         trainer._metrics["train"].clear()
 
     trainer.model.train()

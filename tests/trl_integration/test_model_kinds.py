@@ -1,5 +1,5 @@
-"""Models that are not a plain causal language model, under every trainer: tied embeddings, a router loss, a head that PEFT trains whole,
-and images."""
+"""Models that are not a plain causal language model, under every trainer: tied embeddings, a router loss, a
+head that PEFT trains whole, and images."""
 
 import peft
 import pytest
@@ -41,7 +41,9 @@ def test_head_that_peft_trains_whole(tmp_path, kind):
 
     def adapted(model):
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+        )
         return peft.get_peft_model(model, config)
 
     found = runs(tmp_path, kind, wrap=adapted)
@@ -50,16 +52,24 @@ def test_head_that_peft_trains_whole(tmp_path, kind):
     assert not torch.equal(head.modules_to_save["default"].weight, head.original_module.weight)
 
 
-# --- images --------------------------------------------------------------------------------------------------------------
+# --- images
+# --------------------------------------------------------------------------------------------------------------
 
 
 def tiny_llava() -> transformers.PreTrainedModel:
     """An image of four patches, each an embedding strong enough to be noticed when it is left out."""
     vision = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
     )
     text = transformers.LlamaConfig(**SIZES | {"initializer_range": 0.3})
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1
+    )
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config)
 
@@ -95,12 +105,18 @@ def test_sft_vision_language_model(tmp_path):
     from datasets import Dataset
 
     # the collator makes the images, so TRL has nothing to prepare
-    settings = options(tmp_path, remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+    settings = options(
+        tmp_path, remove_unused_columns=False, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None
+    )
     found = []
     for config, trainer, more in (
         (trl.SFTConfig, trl.SFTTrainer, {}),
         (SFTConfig, SFTTrainer, {"use_chunked_loss": True, "logits_budget": 2**12}),
     ):
-        given = {"dataset": Dataset.from_dict({"seed": list(range(12))}), "data_collator": with_images, "tokenizer": tiny_tokenizer()}
+        given = {
+            "dataset": Dataset.from_dict({"seed": list(range(12))}),
+            "data_collator": with_images,
+            "tokenizer": tiny_tokenizer(),
+        }
         found.append(train(trainer, config(**settings | more), tiny_llava(), **given))
     assert_same(*found, **tolerances("SFT"))

@@ -1,4 +1,5 @@
-"""Our OnlineDPO, A2PO, GMPO and TPO pairs beside TRL's: the same losses, gradient norms and metrics over several optimizer steps."""
+"""Our OnlineDPO, A2PO, GMPO and TPO pairs beside TRL's: the same losses, gradient norms and metrics over
+several optimizer steps."""
 
 import peft
 import pytest
@@ -11,7 +12,17 @@ import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
 from tests.support import AllocationWatcher
 
-from .test_log_prob_trainers import ROLLOUTS, assert_same, preference_dataset, prompt_dataset, reward, side_by_side, stock, text, words
+from .test_log_prob_trainers import (
+    ROLLOUTS,
+    assert_same,
+    preference_dataset,
+    prompt_dataset,
+    reward,
+    side_by_side,
+    stock,
+    text,
+    words,
+)
 from .test_sft import options
 from .tiny import SIZES, VOCAB, tiny_model
 
@@ -33,7 +44,8 @@ def triple_dataset(examples=24) -> Dataset:
 
 
 def other_model(family="llama"):
-    """Not the policy: of two equal models the margins are rounding errors, and their signs are logged as accuracies."""
+    """Not the policy: of two equal models the margins are rounding errors, and their signs are logged as
+    accuracies."""
     model = tiny_model(family)
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)
     return model
@@ -65,17 +77,23 @@ def test_online_dpo(tmp_path, changes):
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 def test_online_dpo_heads_of_families_and_a_reference_of_its_own(tmp_path, family):
     given = {"reward_funcs": text_reward, "ref_model": other_model(family)}
-    runs = side_by_side(tmp_path, "OnlineDPO", prompt_dataset(), family=family, trainer=given, max_new_tokens=6, max_length=64)
+    runs = side_by_side(
+        tmp_path, "OnlineDPO", prompt_dataset(), family=family, trainer=given, max_new_tokens=6, max_length=64
+    )
     assert_same(*runs, rtol=1e-3)
 
 
 def test_online_dpo_with_lora_keeps_the_vectors_of_a_frozen_head(tmp_path):
     given = {"reward_funcs": text_reward, "peft_config": LORA}
-    runs = side_by_side(tmp_path, "OnlineDPO", prompt_dataset(), trainer=given, max_new_tokens=6, max_length=64)
+    runs = side_by_side(
+        tmp_path, "OnlineDPO", prompt_dataset(), trainer=given, max_new_tokens=6, max_length=64
+    )
     assert_same(*runs, rtol=1e-3, strategies=FROZEN)
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "beta2": 0.1}], ids=["default", "accumulated"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2, "beta2": 0.1}], ids=["default", "accumulated"]
+)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 def test_a2po(tmp_path, changes, lora):
     settings = {"max_completion_length": 6, "num_value_samples": 2, "filter_all_incorrect": False} | changes
@@ -95,7 +113,12 @@ def test_a2po(tmp_path, changes, lora):
     ids=lambda changes: "-".join(changes) or "default",
 )
 def test_gmpo(tmp_path, changes):
-    assert_same(*side_by_side(tmp_path, "GMPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes), rtol=1e-3)
+    assert_same(
+        *side_by_side(
+            tmp_path, "GMPO", prompt_dataset(), trainer={"reward_funcs": reward}, **ROLLOUTS | changes
+        ),
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,12 +141,16 @@ def test_tpo_heads_of_families(tmp_path, family):
 
 
 def test_tpo_with_lora(tmp_path):
-    assert_same(*side_by_side(tmp_path, "TPO", triple_dataset(), trainer={"peft_config": LORA}), strategies=FROZEN)
+    assert_same(
+        *side_by_side(tmp_path, "TPO", triple_dataset(), trainer={"peft_config": LORA}), strategies=FROZEN
+    )
 
 
 def test_tpo_evaluates_the_same_and_predicts_logits(tmp_path):
     changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    runs = side_by_side(tmp_path, "TPO", triple_dataset(), trainer={"eval_dataset": triple_dataset(8)}, **changes)
+    runs = side_by_side(
+        tmp_path, "TPO", triple_dataset(), trainer={"eval_dataset": triple_dataset(8)}, **changes
+    )
     assert_same(*runs)
     theirs, mine = (run.trainer.predict(run.trainer.eval_dataset) for run in runs)
     assert mine.predictions.shape == theirs.predictions.shape and mine.predictions.ndim == 3
@@ -131,20 +158,30 @@ def test_tpo_evaluates_the_same_and_predicts_logits(tmp_path):
 
 @pytest.mark.parametrize("kind", ["OnlineDPO", "A2PO", "GMPO", "TPO"])
 def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind):
-    """What the flag is for: with a budget of a few rows nothing of the size of the logits is allocated while a loss is computed."""
+    """What the flag is for: with a budget of a few rows nothing of the size of the logits is allocated while
+    a loss is computed."""
     tokens, sizes = 8 * 24, []
     changes = {"GMPO": {"num_generations": 4}, "TPO": {"max_length": 24}}.get(kind, {})
     data = triple_dataset(8) if kind == "TPO" else prompt_dataset(8)
     extra = {} if kind == "TPO" else {"reward_funcs": text_reward}
     for flag in (False, True):
         path = tmp_path / "model"
-        config = SIZES | {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        config = SIZES | {
+            "vocab_size": 4096,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+        }
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(path)
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
         settings = options(tmp_path, per_device_train_batch_size=8, **changes)
         settings |= {"use_chunked_loss": True, "logits_budget": 2**19} if flag else {}
         trainer = getattr(ours, f"{kind}Trainer")(
-            model, args=getattr(ours, f"{kind}Config")(**settings), train_dataset=data, processing_class=words(), **extra
+            model,
+            args=getattr(ours, f"{kind}Config")(**settings),
+            train_dataset=data,
+            processing_class=words(),
+            **extra,
         )
         with AllocationWatcher() as watch:
             LOSSES[kind](trainer, 4096).sum().backward()
@@ -176,7 +213,12 @@ def a2po_loss(trainer, vocab):
 def gmpo_loss(trainer, vocab):
     (prompt, completion), (prompt_mask, mask) = rollout(vocab)
     trainer.current_gradient_accumulation_steps = 1
-    batch = {"prompt_ids": prompt, "prompt_mask": prompt_mask, "completion_ids": completion, "completion_mask": mask}
+    batch = {
+        "prompt_ids": prompt,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion,
+        "completion_mask": mask,
+    }
     return trainer._compute_loss(trainer.model, batch | {"advantages": torch.linspace(-1, 1, 8)})
 
 
@@ -216,13 +258,19 @@ def test_the_reference_is_scored_in_the_policys_precision(tmp_path):
 def test_apply_to_keeps_the_references_precision(tmp_path):
     args = trl.DPOConfig(**options(tmp_path, bf16=True))
     trainer = trl.DPOTrainer(
-        tiny_model(), ref_model=tiny_model(), args=args, train_dataset=preference_dataset(), processing_class=words()
-    )  # fmt: skip
+        tiny_model(),
+        ref_model=tiny_model(),
+        args=args,
+        train_dataset=preference_dataset(),
+        processing_class=words(),
+    )
     apply_to(trainer)
     ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
     policy = trainer.accelerator.prepare_model(trainer.model)
     with torch.no_grad():
-        found = [model(ids, labels=ids, fused_lm_head=True).log_probs for model in (policy, trainer.ref_model)]
+        found = [
+            model(ids, labels=ids, fused_lm_head=True).log_probs for model in (policy, trainer.ref_model)
+        ]
     assert torch.equal(*found)
     # Every other call is as it was, and so is generation.
     assert trainer.ref_model(ids).logits.dtype == torch.float32
@@ -246,9 +294,12 @@ def test_apply_to_a_trainer_that_exists(tmp_path, kind):
     args = stock(f"{kind}Config")(**options(tmp_path, **changes))
     tiny_model().save_pretrained(tmp_path / "model")
     trainer = stock(f"{kind}Trainer")(
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), args=args, processing_class=words(),
-        train_dataset=triple_dataset() if kind == "TPO" else prompt_dataset(), **extra,
-    )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+        args=args,
+        processing_class=words(),
+        train_dataset=triple_dataset() if kind == "TPO" else prompt_dataset(),
+        **extra,
+    )
     trainer.model.train(False)
 
     def gradients():

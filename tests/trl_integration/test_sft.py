@@ -1,4 +1,5 @@
-"""Our SFT pair beside TRL's: the same losses, gradient norms, metrics and weights over several optimizer steps."""
+"""Our SFT pair beside TRL's: the same losses, gradient norms, metrics and weights over several optimizer
+steps."""
 
 import pickle
 
@@ -34,7 +35,9 @@ def options(tmp_path, **changes):
     }
 
 
-def side_by_side(tmp_path, *, family="llama", masked=False, wrap=lambda model: model, trainer=None, **changes):
+def side_by_side(
+    tmp_path, *, family="llama", masked=False, wrap=lambda model: model, trainer=None, **changes
+):
     """Trains with TRL's pair and with ours, from the same weights on the same batches."""
     given = dict(dataset=tiny_dataset(masked=masked), **(trainer or {}))
     settings = options(tmp_path, **changes)
@@ -45,7 +48,9 @@ def side_by_side(tmp_path, *, family="llama", masked=False, wrap=lambda model: m
     return stock, ours
 
 
-def assert_same(stock: Run, ours: Run, *, rtol: float = RTOL, strategy: str | None = "fused", chunked: bool = True) -> None:
+def assert_same(
+    stock: Run, ours: Run, *, rtol: float = RTOL, strategy: str | None = "fused", chunked: bool = True
+) -> None:
     assert len(stock.logs) == len(ours.logs) > STEPS
     for step, (theirs, mine) in enumerate(zip(stock.logs, ours.logs, strict=True)):
         assert theirs.keys() == mine.keys()
@@ -61,7 +66,8 @@ def assert_same(stock: Run, ours: Run, *, rtol: float = RTOL, strategy: str | No
         assert ours.trainer.last_plan.chunks > 1
 
 
-# --- the same training run -----------------------------------------------------------------------------------------------
+# --- the same training run
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "granite", "cohere"])
@@ -72,8 +78,13 @@ def test_head_of_the_family(tmp_path, family):
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all_tokens", "masked"])
 def test_gradient_accumulation(tmp_path, loss_type, masked):
-    """Batches of unequal length, so dividing by each one's own count would show. With `masked`, some hold no label at all."""
-    changes = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
+    """Batches of unequal length, so dividing by each one's own count would show. With `masked`, some hold no
+    label at all."""
+    changes = {
+        "gradient_accumulation_steps": 3,
+        "per_device_train_batch_size": 1,
+        "train_sampling_strategy": "sequential",
+    }
     # TRL's preparation would drop the rows without labels
     changes["dataset_kwargs"] = {"skip_prepare_dataset": True}
     stock, ours = side_by_side(tmp_path, loss_type=loss_type, masked=masked, **changes)
@@ -125,12 +136,19 @@ def test_compiled_model(tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
 def test_evaluation(tmp_path, loss_type):
-    changes = {"eval_strategy": "steps", "eval_steps": 2, "loss_type": loss_type, "per_device_eval_batch_size": 4}
+    changes = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "loss_type": loss_type,
+        "per_device_eval_batch_size": 4,
+    }
     stock, ours = side_by_side(tmp_path, trainer={"eval_dataset": tiny_dataset(seed=1)}, **changes)
     evaluations = [log for log in ours.logs if "eval_loss" in log]
     assert len(evaluations) == 2 and {"eval_entropy", "eval_mean_token_accuracy"} <= evaluations[0].keys()
     assert_same(stock, ours, chunked=False)
-    assert ours.trainer.evaluate()["eval_loss"] == pytest.approx(stock.trainer.evaluate()["eval_loss"], rel=RTOL)
+    assert ours.trainer.evaluate()["eval_loss"] == pytest.approx(
+        stock.trainer.evaluate()["eval_loss"], rel=RTOL
+    )
     assert ours.trainer.last_plan.strategy == "loss_only"
 
 
@@ -148,7 +166,8 @@ def test_compute_metrics_still_gets_logits(tmp_path):
     assert len(shapes) == 2 and shapes[0] == shapes[1] and shapes[0][-1] == 96
 
 
-# --- PEFT ----------------------------------------------------------------------------------------------------------------
+# --- PEFT
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("modules_to_save", [None, ["lm_head"]], ids=["frozen_head", "trained_head"])
@@ -169,10 +188,17 @@ def test_lora_on_the_head_is_refused(tmp_path):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"])
     args = SFTConfig(**options(tmp_path, use_chunked_loss=True))
     with pytest.raises(ValueError, match="lm_head"):
-        SFTTrainer(tiny_model(), args=args, train_dataset=tiny_dataset(), processing_class=tiny_tokenizer(), peft_config=config)
+        SFTTrainer(
+            tiny_model(),
+            args=args,
+            train_dataset=tiny_dataset(),
+            processing_class=tiny_tokenizer(),
+            peft_config=config,
+        )
 
 
-# --- the flag ------------------------------------------------------------------------------------------------------------
+# --- the flag
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_flag_off_is_stock(tmp_path):
@@ -201,10 +227,22 @@ def test_stock_trainer_refuses_the_flag(tmp_path):
     [
         ({"logits_budget": 0}, ValueError, "logits_budget: expected at least 1 byte, got 0"),
         ({"logits_budget": -5}, ValueError, "logits_budget: expected at least 1 byte, got -5"),
-        ({"logits_budget": 1e9}, TypeError, "logits_budget: expected a whole number of bytes, got 1000000000.0"),
+        (
+            {"logits_budget": 1e9},
+            TypeError,
+            "logits_budget: expected a whole number of bytes, got 1000000000.0",
+        ),
         ({"logits_budget": True}, TypeError, "logits_budget: expected a whole number of bytes, got True"),
-        ({"use_chunked_loss": False, "logits_budget": 5}, ValueError, "logits_budget: expected None with use_chunked_loss"),
-        ({"loss_type": "dft", "label_smoothing_factor": 0.1}, ValueError, "label_smoothing_factor: expected 0 with"),
+        (
+            {"use_chunked_loss": False, "logits_budget": 5},
+            ValueError,
+            "logits_budget: expected None with use_chunked_loss",
+        ),
+        (
+            {"loss_type": "dft", "label_smoothing_factor": 0.1},
+            ValueError,
+            "label_smoothing_factor: expected 0 with",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

@@ -1,4 +1,5 @@
-"""The loss of the distillation trainers against plain PyTorch, on the kernels where there are any (a GPU, or TRITON_INTERPRET=1)."""
+"""The loss of the distillation trainers against plain PyTorch, on the kernels where there are any (a GPU, or
+TRITON_INTERPRET=1)."""
 
 import pytest
 import torch
@@ -26,11 +27,17 @@ def jsd(s, t, beta):
     return ((1 - beta) * s.exp() * (s - m) + beta * t.exp() * (t - m)).sum(-1)
 
 
-@pytest.mark.parametrize("used", [(), ("token_weights",), ("token_weights", "old_logps")], ids=lambda used: "-".join(used) or "plain")
+@pytest.mark.parametrize(
+    "used",
+    [(), ("token_weights",), ("token_weights", "old_logps")],
+    ids=lambda used: "-".join(used) or "plain",
+)
 @pytest.mark.parametrize("support", [(), ("student", "target")], ids=["all", "some"])
 def test_weights_and_ratios(support, used):
     (hidden, weight), targets, mask, teacher, given = problem()
-    loss = SupportDivergence(beta=0.3, support=support, top_k=2, clip=1.5, reduction="sum", logits_budget=2**14)
+    loss = SupportDivergence(
+        beta=0.3, support=support, top_k=2, clip=1.5, reduction="sum", logits_budget=2**14
+    )
     out = loss(hidden, weight, targets, mask=mask, **teacher, **{name: given[name] for name in used})
 
     s = (hidden @ weight.T).double().log_softmax(-1)
@@ -38,10 +45,19 @@ def test_weights_and_ratios(support, used):
     logps = s.gather(-1, targets[:, None])[:, 0].detach()
     if support:
         best = (
-            torch.zeros(N, V, dtype=torch.bool, device=DEVICE).scatter(-1, s.topk(2, -1).indices, True).scatter(-1, targets[:, None], True)
+            torch.zeros(N, V, dtype=torch.bool, device=DEVICE)
+            .scatter(-1, s.topk(2, -1).indices, True)
+            .scatter(-1, targets[:, None], True)
         )
         value = jsd(
-            *(torch.cat((x.masked_fill(~best, -200.0), x.masked_fill(best, -200.0).logsumexp(-1, keepdim=True)), -1) for x in (s, t)), 0.3
+            *(
+                torch.cat(
+                    (x.masked_fill(~best, -200.0), x.masked_fill(best, -200.0).logsumexp(-1, keepdim=True)),
+                    -1,
+                )
+                for x in (s, t)
+            ),
+            0.3,
         )
     else:
         value = jsd(s, t, 0.3)
@@ -54,6 +70,9 @@ def test_weights_and_ratios(support, used):
     assert relative_error(out.loss.detach(), truth.detach()) < 1e-5
     assert relative_error(out.metrics["soft_loss"], mean.detach()) < 1e-5
     for name, ours, theirs in zip(
-        ("hidden", "weight"), torch.autograd.grad(out.loss, (hidden, weight)), torch.autograd.grad(truth, (hidden, weight)), strict=True
+        ("hidden", "weight"),
+        torch.autograd.grad(out.loss, (hidden, weight)),
+        torch.autograd.grad(truth, (hidden, weight)),
+        strict=True,
     ):
         assert relative_error(ours, theirs) < 1e-4, name

@@ -1,4 +1,5 @@
-"""Our IW-OPD, ServerDistillation and GOLD pairs beside TRL's: the same losses, gradient norms and metrics over several steps."""
+"""Our IW-OPD, ServerDistillation and GOLD pairs beside TRL's: the same losses, gradient norms and metrics
+over several steps."""
 
 import peft
 import pytest
@@ -29,7 +30,9 @@ def batches(rows: list[dict]) -> dict[str, torch.Tensor]:
     for name in ("input_ids", "attention_mask", "labels"):
         batch[name] = torch.stack([x[rule] for x, rule in zip(batch[name], order, strict=True)])
     width = max(prompts)
-    batch["prompts"] = torch.stack([torch.tensor([0] * (width - n) + row["input_ids"][:n]) for n, row in zip(prompts, rows, strict=True)])
+    batch["prompts"] = torch.stack(
+        [torch.tensor([0] * (width - n) + row["input_ids"][:n]) for n, row in zip(prompts, rows, strict=True)]
+    )
     batch["prompt_attention_mask"] = torch.stack([torch.tensor([0] * (width - n) + [1] * n) for n in prompts])
     return batch
 
@@ -55,7 +58,9 @@ def test_iw_opd_divergences(tmp_path, changes):
     assert_same(*runs, strategies=FUSED, rtol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "temperature": 1.3, "iw_opd_gamma": 2.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_accumulation_steps": 2, "temperature": 1.3, "iw_opd_gamma": 2.0}]
+)
 def test_iw_opd(tmp_path, changes):
     decided(tmp_path)
     trainer = {"teacher_model": teacher(tmp_path), "data_collator": batches}
@@ -79,7 +84,13 @@ def test_iw_opd_from_a_server(tmp_path, monkeypatch, changes):
     decided(tmp_path)
     serve(monkeypatch)
     served = {"use_teacher_server": True, "teacher_model_server_url": "http://nowhere"}
-    runs = side_by_side(tmp_path, "IWOPD", tiny_dataset(examples=16), trainer={"data_collator": batches}, **IW_OPD | served | changes)
+    runs = side_by_side(
+        tmp_path,
+        "IWOPD",
+        tiny_dataset(examples=16),
+        trainer={"data_collator": batches},
+        **IW_OPD | served | changes,
+    )
     assert_same(*runs, strategies=FUSED | {"recompute"}, rtol=1e-3)
 
 
@@ -97,31 +108,46 @@ def test_server_distillation(tmp_path, monkeypatch, changes):
     decided(tmp_path)
     serve(monkeypatch)
     settings = SGD | {"teacher_model_server_url": "http://nowhere", "max_completion_length": 6} | changes
-    assert_same(*side_by_side(tmp_path, "ServerDistillation", prompt_dataset(), **settings), strategies=FUSED, rtol=1e-3)
+    assert_same(
+        *side_by_side(tmp_path, "ServerDistillation", prompt_dataset(), **settings),
+        strategies=FUSED,
+        rtol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
 @pytest.mark.parametrize(
     "changes",
-    [{"beta": 0.5, "temperature": 0.9}, {"beta": 0.0, "gradient_accumulation_steps": 2}, {"beta": 1.0, "lmbda": 1.0}],
+    [
+        {"beta": 0.5, "temperature": 0.9},
+        {"beta": 0.0, "gradient_accumulation_steps": 2},
+        {"beta": 1.0, "lmbda": 1.0},
+    ],
     ids=["jsd", "forward", "on-policy"],
 )
 def test_gold(tmp_path, family, changes):
     trainer = {"teacher_model": teacher(tmp_path), "data_collator": batches}
     settings = OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}} | changes
-    runs = side_by_side(tmp_path, "GOLD", tiny_dataset(examples=16), family=family, trainer=trainer, **settings)
+    runs = side_by_side(
+        tmp_path, "GOLD", tiny_dataset(examples=16), family=family, trainer=trainer, **settings
+    )
     assert_same(*runs, strategies=FUSED, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     "kind, changes",
-    [("IWOPD", IW_OPD | {"loss_top_k": 3, "beta": 0.5}), ("GOLD", OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}})],
+    [
+        ("IWOPD", IW_OPD | {"loss_top_k": 3, "beta": 0.5}),
+        ("GOLD", OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}}),
+    ],
     ids=["IWOPD", "GOLD"],
 )
 def test_lora_leaves_the_head_alone(tmp_path, kind, changes):
     def adapted(model):
         torch.manual_seed(1)
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
 
     decided(tmp_path)
     trainer = {"teacher_model": teacher(tmp_path), "data_collator": batches}
@@ -139,21 +165,33 @@ class Projections(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm) and result.shape[-1] == VOCAB:
+        if (
+            func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+            and result.shape[-1] == VOCAB
+        ):
             self.dtypes |= {x.dtype for x in args if isinstance(x, torch.Tensor)}
         return result
 
 
 @pytest.mark.parametrize("kind", ["IWOPD", "GOLD"])
 def test_autocast_covers_the_teacher_and_both_heads(tmp_path, calls, kind):
-    """bf16=True leaves the weights in fp32, and accelerate's autocast inside the forward that the flag bypasses."""
+    """bf16=True leaves the weights in fp32, and accelerate's autocast inside the forward that the flag
+    bypasses."""
     decided(tmp_path)
     dtypes, taught = set(), teacher(tmp_path)
-    taught.base_model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    taught.base_model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda module, args, out: dtypes.add(out.dtype)
+    )
     trainer = {"teacher_model": taught, "data_collator": batches}
-    changes = IW_OPD | {"loss_top_k": 0} if kind == "IWOPD" else OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    changes = (
+        IW_OPD | {"loss_top_k": 0}
+        if kind == "IWOPD"
+        else OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    )
     with Projections() as projections:
-        runs = side_by_side(tmp_path, kind, tiny_dataset(examples=16), trainer=trainer, **changes | {"bf16": True})
+        runs = side_by_side(
+            tmp_path, kind, tiny_dataset(examples=16), trainer=trainer, **changes | {"bf16": True}
+        )
     losses = [[log["loss"] for log in run.logs if "loss" in log] for run in runs]
     assert losses[1] == pytest.approx(losses[0], rel=0.03)
     assert calls.number and dtypes == projections.dtypes == {torch.bfloat16}
@@ -167,10 +205,14 @@ def test_what_needs_logits_is_refused(tmp_path):
     args = ours.IWOPDConfig(**options(tmp_path, **IW_OPD, use_chunked_loss=True))
     given = {"teacher_model": teacher(tmp_path), "data_collator": batches, "train_dataset": tiny_dataset()}
     with pytest.raises(ValueError, match="compute_metrics: expected None"):
-        ours.IWOPDTrainer(tiny_model(), args=args, processing_class=words(), compute_metrics=lambda _: {}, **given)
+        ours.IWOPDTrainer(
+            tiny_model(), args=args, processing_class=words(), compute_metrics=lambda _: {}, **given
+        )
     trainer = ours.IWOPDTrainer(tiny_model(), args=args, processing_class=words(), **given)
     trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="use_chunked_loss: expected whole models in IWOPDTrainer, got sharded ones"):
+    with pytest.raises(
+        ValueError, match="use_chunked_loss: expected whole models in IWOPDTrainer, got sharded ones"
+    ):
         trainer.defer_heads()
 
 
@@ -188,7 +230,10 @@ WATCHED = {
     "top1": ("IWOPD", IW_OPD | {"loss_top_k": 1}),
     "iw_opd": ("IWOPD", ON_POLICY),
     "gold": ("GOLD", OFF_POLICY | {"dataset_kwargs": {"skip_prepare_dataset": True}}),
-    "served": ("ServerDistillation", SGD | {"teacher_model_server_url": "http://nowhere", "beta": 0.0, "loss_top_k": 5}),
+    "served": (
+        "ServerDistillation",
+        SGD | {"teacher_model_server_url": "http://nowhere", "beta": 0.0, "loss_top_k": 5},
+    ),
 }
 
 
@@ -213,7 +258,9 @@ def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, monkeypatch, na
         args = find(f"{kind}Config")(**options(tmp_path, **settings | changes))
         more = {} if kind == "ServerDistillation" else {"teacher_model": other, "data_collator": batches}
         data = prompt_dataset() if kind == "ServerDistillation" else tiny_dataset()
-        trainer = find(f"{kind}Trainer")(model, args=args, train_dataset=data, processing_class=words(), **more)
+        trainer = find(f"{kind}Trainer")(
+            model, args=args, train_dataset=data, processing_class=words(), **more
+        )
         trainer.current_gradient_accumulation_steps = 1
         with AllocationWatcher() as watch:
             trainer.compute_loss(trainer.model, dict(inputs)).backward()

@@ -30,7 +30,10 @@ def test_supported(monkeypatch, trl, transformers):
         ),
         ({"trl": "1.17.0", "transformers": "5.23.0"}, "trl: expected ~=1.16.0, got 1.17.0"),
         ({"trl": "1.16.0", "transformers": "4.57.1"}, "transformers: expected >=5.17,<6, got 4.57.1"),
-        ({"transformers": "5.23.0"}, "trl: expected ~=1.16.0, got no installation; pip install 'trl~=1.16.0'."),
+        (
+            {"transformers": "5.23.0"},
+            "trl: expected ~=1.16.0, got no installation; pip install 'trl~=1.16.0'.",
+        ),
     ],
     ids=["old_trl", "new_trl", "old_transformers", "no_trl"],
 )

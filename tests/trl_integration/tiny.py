@@ -26,7 +26,12 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_co
 FAMILIES = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
-    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 0.5, "initializer_range": 0.5},
+    "gemma2": {
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 0.5,
+        "initializer_range": 0.5,
+    },
     "granite": {"logits_scaling": 0.25},
     "cohere": {"logit_scale": 3.0},
     "mixtral": EXPERTS,
@@ -46,11 +51,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Never tokenizes: the datasets hold ids. Trainers ask it for its special tokens."""
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def tiny_dataset(*, examples: int = 24, masked: bool = False, seed: int = 0) -> Dataset:
-    """Rows of 5 to 24 ids; with `masked` the first third of each, and the whole of the first two, are not trained on."""
+    """Rows of 5 to 24 ids; with `masked` the first third of each, and the whole of the first two, are not
+    trained on."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(5, 25, (examples,), generator=generator).tolist()
     ids = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
@@ -87,7 +95,15 @@ class _Watch(TrainerCallback):
     on_step_end = on_substep_end
 
 
-def train(trainer_class: type, args: Any, model: PreTrainedModel, dataset: Dataset, *, tokenizer: Any = None, **options: Any) -> Run:
+def train(
+    trainer_class: type,
+    args: Any,
+    model: PreTrainedModel,
+    dataset: Dataset,
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Run:
     """Trains and returns the logs of every step (timings left out)."""
     watch = _Watch()
     options |= {"processing_class": tokenizer or tiny_tokenizer(), "callbacks": [watch]}
@@ -95,5 +111,8 @@ def train(trainer_class: type, args: Any, model: PreTrainedModel, dataset: Datas
     watch.trainer = trainer
     trainer.train()
     timing = ("runtime", "per_second", "flos")
-    logs = [{key: value for key, value in log.items() if not key.endswith(timing)} for log in trainer.state.log_history]
+    logs = [
+        {key: value for key, value in log.items() if not key.endswith(timing)}
+        for log in trainer.state.log_history
+    ]
     return Run(trainer, logs, watch.strategies)
