@@ -106,7 +106,8 @@ def lines(section: dict) -> str:
             ]
         )
     table = tabulate(body, [*headers, "first call s"], disable_numparse=True, stralign="right")
-    return f"{sizes(section['shape'])}: bare GEMMs at {bare['tflops']:.0f} TFLOP/s in chunks of {bare['chunk']}\n{table}"
+    speed = f"bare GEMMs at {bare['tflops']:.0f} TFLOP/s in chunks of {bare['chunk']}"
+    return f"{sizes(section['shape'])}: {speed}\n{table}"
 
 
 def sizes(shape: dict) -> str:

@@ -166,7 +166,10 @@ def furthest(stock: list[float], ours: list[float]) -> float:
 def failed(document: dict) -> list[str]:
     """Runs of ours that failed, or learned from something else than TRL's."""
     return [
-        f"{section['trainer']}, {section['unit']} {section['size']:,}: {row['verdict']} {row.get('reason', '')}".strip()
+        (
+            f"{section['trainer']}, {section['unit']} {section['size']:,}: "
+            f"{row['verdict']} {row.get('reason', '')}"
+        ).strip()
         for section in document["sections"]
         for row in section["rows"]
         if row["name"] == "logitless" and row["verdict"] in ("wrong", "failed")

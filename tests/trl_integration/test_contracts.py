@@ -29,7 +29,9 @@ LOSS = "self model inputs return_outputs num_items_in_batch"
 SIGNATURES = {
     "trl.trainer.utils:add_fused_lm_head": "model temperature cast_lm_head_to_fp32 outputs",
     "trl.trainer.utils:maybe_gather_lm_head_ctx": "params",
-    "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func": "gate_logits num_experts top_k attention_mask",
+    "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func": (
+        "gate_logits num_experts top_k attention_mask"
+    ),
     "trl:SFTTrainer.compute_loss": LOSS,
     "trl.trainer.distillation_trainer:_chunked_divergence_loss": (
         "student_hidden_states teacher_hidden_states student_lm_head_weight teacher_lm_head_weight "
@@ -44,8 +46,12 @@ SIGNATURES = {
     "trl.experimental.cpo:CPOTrainer.concatenated_forward": "self model batch",
     "trl.experimental.cpo:CPOTrainer.concatenated_inputs": "batch is_encoder_decoder padding_value device",
     "trl.experimental.tpo:TPOTrainer._compute_loss": "self model inputs return_outputs",
-    "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": "logits index entropy_requires_grad temperature row_mask",
-    "trl.experimental.a2po:A2POTrainer._get_sequence_logps": "self model input_ids attention_mask logits_to_keep",
+    "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": (
+        "logits index entropy_requires_grad temperature row_mask"
+    ),
+    "trl.experimental.a2po:A2POTrainer._get_sequence_logps": (
+        "self model input_ids attention_mask logits_to_keep"
+    ),
     "trl.experimental.online_dpo:OnlineDPOTrainer._forward": (
         "self model prompt_ids prompt_mask completion_ids completion_mask vision_inputs"
     ),
@@ -61,7 +67,9 @@ SIGNATURES = {
 USES = {
     **{f"trl:{kind}Trainer.__init__": "add_fused_lm_head" for kind in ("SFT", "DPO", "KTO", "GRPO", "RLOO")},
     "trl.experimental.async_grpo:AsyncGRPOTrainer.__init__": "add_fused_lm_head",
-    "trl:SFTTrainer.compute_loss": "fused_lm_head label_smoother loss_type log_probs label_mask entropy is_top1",
+    "trl:SFTTrainer.compute_loss": (
+        "fused_lm_head label_smoother loss_type log_probs label_mask entropy is_top1"
+    ),
     "trl:DPOTrainer._compute_loss": "fused_lm_head log_probs entropy mean_logits log_sum_sq_probs is_top1",
     "trl:KTOTrainer._compute_loss": "fused_lm_head log_probs",
     "trl:GRPOTrainer._get_per_token_logps_and_entropies": "fused_lm_head log_probs entropy",
@@ -70,9 +78,13 @@ USES = {
     "trl.experimental.orpo:ORPOTrainer.get_batch_loss_metrics": "concatenated_forward",
     "trl.experimental.cpo:CPOTrainer.get_batch_loss_metrics": "concatenated_forward",
     "trl.experimental.gmpo:GMPOTrainer._compute_loss": "_get_per_token_logps_and_entropies",
-    "trl.experimental.async_grpo:AsyncGRPOTrainer.compute_loss": "fused_lm_head shift_labels log_probs entropy",
+    "trl.experimental.async_grpo:AsyncGRPOTrainer.compute_loss": (
+        "fused_lm_head shift_labels log_probs entropy"
+    ),
     "trl.experimental.tpo:TPOTrainer.compute_loss": "_compute_loss",
-    "trl.experimental.tpo:TPOTrainer._compute_loss": "selective_log_softmax_and_entropy cross_entropy chunk mean argmax",
+    "trl.experimental.tpo:TPOTrainer._compute_loss": (
+        "selective_log_softmax_and_entropy cross_entropy chunk mean argmax"
+    ),
     "trl.experimental.a2po:A2POTrainer.compute_loss": "_get_sequence_logps",
     "trl.experimental.a2po:A2POTrainer._prepare_inputs": "_get_sequence_logps ref_model",
     "trl.experimental.online_dpo:OnlineDPOTrainer.training_step": "_forward ref_model",

@@ -11,7 +11,10 @@ SDFT, SDPO = "trl.experimental.sdft.sdft_trainer", "trl.experimental.sdpo.sdpo_t
 IW_OPD, GOLD = "trl.experimental.iw_opd.iw_opd_trainer", "trl.experimental.gold.gold_trainer"
 SERVER = "trl.experimental.server_distillation.server_distillation_trainer"
 
-SPARSE = "student_log_probs teacher_top1_token_ids teacher_top1_logprobs reverse_token_ids reverse_teacher_logprobs labels num_items_in_batch"
+SPARSE = (
+    "student_log_probs teacher_top1_token_ids teacher_top1_logprobs "
+    "reverse_token_ids reverse_teacher_logprobs labels num_items_in_batch"
+)
 JSD = "student_logits teacher_logits labels beta temperature num_items_in_batch"
 FOUND = "completion_ids loss_mask student_logits teacher_logits"
 
