@@ -17,7 +17,16 @@ H, V = 8, 50
 CHECKED = [name for name, case in LOSSES.items() if isinstance(case, LossCase)]
 # Of one unit, and one head.
 UNREDUCED = [name for name in CHECKED if name not in ("DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa")]
-HALF = ("cross-entropy, smoothed", "DPO", "GRPO", "JSD", "multi-token", "Medusa", "own TokenLoss", "own LogitsLoss")
+HALF = (
+    "cross-entropy, smoothed",
+    "DPO",
+    "GRPO",
+    "JSD",
+    "multi-token",
+    "Medusa",
+    "own TokenLoss",
+    "own LogitsLoss",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +36,9 @@ def nothing_is_compiled():
 
 
 def checked(name: str, dtype: torch.dtype = torch.float32, **options) -> logitless.CheckReport:
-    loss, arguments, inputs = LOSSES[name].prepare(every_loss.given(11, dtype=dtype), every_loss.heads(dtype), **options)
+    loss, arguments, inputs = LOSSES[name].prepare(
+        every_loss.given(11, dtype=dtype), every_loss.heads(dtype), **options
+    )
     return logitless.check(loss, *arguments, **inputs)
 
 
@@ -62,7 +73,9 @@ def test_every_row_may_be_walked():
 def test_packed_sequences_pass():
     given = every_loss.given(11).flat()
     loss, arguments, inputs = LOSSES["DPO"].prepare(given, None)
-    report = logitless.check(loss, *arguments, cu_seqlens=torch.tensor([0, 5, 22, 30, 44], device=DEVICE), **inputs)
+    report = logitless.check(
+        loss, *arguments, cu_seqlens=torch.tensor([0, 5, 22, 30, 44], device=DEVICE), **inputs
+    )
     assert report.ok, report
 
 
@@ -178,7 +191,10 @@ def test_wrong_losses_are_found(loss, where, dtype):
     report = own(loss, dtype)
     assert not report.ok and not report
     assert wrong(report) == where, report
-    assert all(("WRONG" in line) == (name in where) for name, line in zip(report.errors, str(report).splitlines()[1:]))
+    assert all(
+        ("WRONG" in line) == (name in where)
+        for name, line in zip(report.errors, str(report).splitlines()[1:])
+    )
 
 
 def test_a_wrong_metric_is_found():
@@ -266,8 +282,13 @@ def test_the_call_of_many_chunks_has_several(monkeypatch):
 def test_at_most_a_gibibyte_of_logits():
     rows = MOST_LOGITS // 8 // V + 1
     hidden = torch.zeros(1, 1, device=DEVICE).expand(rows, 1)
-    targets, weight = torch.zeros(1, dtype=torch.int64, device=DEVICE).expand(rows), torch.zeros(V, 1, device=DEVICE)
-    with pytest.raises(ValueError, match="hidden: expected at most 1 GiB of logits in fp64, got 1.0 GiB; check fewer"):
+    targets, weight = (
+        torch.zeros(1, dtype=torch.int64, device=DEVICE).expand(rows),
+        torch.zeros(V, 1, device=DEVICE),
+    )
+    with pytest.raises(
+        ValueError, match="hidden: expected at most 1 GiB of logits in fp64, got 1.0 GiB; check fewer"
+    ):
         logitless.check(CrossEntropyLoss(), hidden, weight, targets)
     heads = MedusaHeads(1, V, 2, device=DEVICE)
     with pytest.raises(ValueError, match="hidden: expected at most 1 GiB"):
