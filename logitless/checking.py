@@ -1,10 +1,9 @@
 """`check`: whether a loss gives the numbers of its definition, however the engine cuts the work."""
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome, replaced, run_calls
+from logitless.engine.leaves import Leaves, flat
 from logitless.engine.oracle import Oracle, logits_bytes
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Plan
@@ -64,11 +64,8 @@ class CheckReport:
 
     def __str__(self) -> str:
         width = max(map(len, self.errors), default=0)
-        lines = [
-            "check passed"
-            if self.ok
-            else "check FAILED: the loss is not the same in chunks as on full logits"
-        ]
+        failed = "check FAILED: not the same in the engine as on full logits"
+        lines = ["check passed" if self.ok else failed]
         for name, error in self.errors.items():
             verdict = "ok" if error <= self.allowed[name] else "WRONG"
             lines.append(f"  {name:{width}}  error {error:.1e}  allowed {self.allowed[name]:.1e}  {verdict}")
@@ -100,51 +97,39 @@ def check(
         targets: as in a call of the loss; short sequences with some ignored tokens show most.
         inputs: what else the call takes.
     """
-    own, remedy = (
-        is_dataclass(loss) and hasattr(loss, "logits_budget"),
-        "pass a loss object, such as CrossEntropyLoss()",
-    )
-    expect(own, "loss", "a loss", type(loss).__name__, remedy, TypeError)
+    own, got = is_dataclass(loss) and hasattr(loss, "logits_budget"), type(loss).__name__
+    expect(own, "loss", "a loss", got, "pass an object such as CrossEntropyLoss()", TypeError)
     remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
     for name in ("tp_group", "cp_group"):
         expect(getattr(loss, name) is None, name, "None in a check", getattr(loss, name), remedy)
     given = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
     into, remedy = given.get("accumulate_into"), "leave it out, and let the weight require a gradient"
     expect(into is None, "accumulate_into", "None in a check", type(into).__name__, remedy)
-    with _undisturbed(given):
+    device = next((x.device for x in flat(given) if isinstance(x, Tensor)), torch.device("cpu"))
+    with _undisturbed(device):
         whole = Passes()
         results = {ONE_CHUNK: _run(replace(loss, logits_budget=AMPLE_BUDGET), given, whole)}
         cut = Passes()
         results[MANY_CHUNKS] = _run(replace(loss, logits_budget=whole.cutting_budget), given, cut)
-        chunks, remedy = max(plan.chunks for plan in cut.plans), "give a batch that can be cut"
-        expect(chunks > 1, "targets", "at least 2 supervised tokens", "fewer", remedy)
+        several = any(plan.chunks > 1 for plan in cut.plans)
+        remedy = "give a batch that can be cut"
+        expect(several, "targets", "at least 2 supervised tokens", "fewer", remedy)
         naive = _run(loss, given, Oracle())
-        truth = _run(replace(loss, accum_dtype=None, logits_dtype=None), given, Oracle(), wide=True)
+        wide = replace(loss, accum_dtype=None, logits_dtype=None)
+        with torch.autocast(device.type, enabled=False):
+            truth = _run(wide, given, Oracle(), wide=True)
     return _compared(results, naive, truth, whole.dtype)
 
 
 @contextmanager
-def _undisturbed(given: Mapping[str, object]) -> Iterator[None]:
+def _undisturbed(device: torch.device) -> Iterator[None]:
     """Gradients on, no warnings of small budgets, and the random number generators as they were."""
-    tensors = [x for x in _flat(given) if isinstance(x, Tensor) and x.device.type in ("cuda", "xpu")]
     generators = nullcontext()
-    if tensors:
-        device = tensors[0].device
+    if device.type in ("cuda", "xpu"):
         generators = torch.random.fork_rng([device], device_type=device.type)
     with warnings.catch_warnings(), torch.random.fork_rng([]), generators, torch.enable_grad():
         warnings.simplefilter("ignore", BudgetWarning)
         yield
-
-
-def _flat(x: object) -> Iterator[object]:
-    """What is in nested mappings and sequences."""
-    if isinstance(x, Mapping):
-        x = tuple(x.values())
-    if isinstance(x, (tuple, list)):
-        for inner in x:
-            yield from _flat(inner)
-    else:
-        yield x
 
 
 @dataclass
@@ -194,7 +179,7 @@ def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wid
     leaves = Leaves(wide)
     hidden, weight, targets, *_ = made = [leaves.made(name, x) for name, x in given.items()]
     inputs = dict(list(zip(given, made, strict=True))[3:])
-    with replaced(stand_in), _without_autocast(wide, leaves):
+    with replaced(stand_in):
         out = loss(hidden, weight, targets, **inputs)
         value, metrics = (out, {}) if isinstance(out, Tensor) else (out.loss, out.metrics)
     starts = getattr(stand_in, "starts", [])
@@ -207,56 +192,12 @@ def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wid
     return Result(value.detach(), dict(metrics), trained, with_gradients)
 
 
-def _without_autocast(wide: bool, leaves: "Leaves") -> AbstractContextManager:
-    """The truth is not to be computed in half precision."""
-    devices = {x.device.type for x in leaves.tensors()}
-    return torch.autocast(devices.pop(), enabled=False) if wide and devices else nullcontext()
-
-
 def _upstream(value: Tensor) -> Tensor:
     """1 for a reduced loss, else random numbers, always the same."""
     if value.dim() == 0:
         return torch.ones_like(value)
     random = torch.randn(value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return random.to(value)
-
-
-class Leaves:
-    """Detached copies of what a call takes, which require a gradient where the originals do."""
-
-    def __init__(self, wide: bool):
-        self.trained: dict[str, Tensor] = {}  # by d_name
-        self._wide, self._known = wide, {}
-
-    def tensors(self) -> Iterator[Tensor]:
-        return (x for x in self._known.values() if isinstance(x, Tensor))
-
-    def made(self, name: str, x: object) -> object:
-        if isinstance(x, Mapping):
-            return {key: self.made(f"{name}.{key}", inner) for key, inner in x.items()}
-        if isinstance(x, (tuple, list)):
-            inner = [self.made(f"{name}[{i}]", inner) for i, inner in enumerate(x)]
-            return type(x)(*inner) if hasattr(x, "_fields") else type(x)(inner)
-        if isinstance(x, (Tensor, nn.Module)):
-            # What is given twice is one tensor, with one gradient.
-            if id(x) not in self._known:
-                self._known[id(x)] = self._leaf(name, x) if isinstance(x, Tensor) else self._module(x)
-            return self._known[id(x)]
-        return x
-
-    def _leaf(self, name: str, x: Tensor) -> Tensor:
-        leaf = x.detach()
-        if self._wide and leaf.is_floating_point():
-            leaf = leaf.double()
-        if x.requires_grad:
-            self.trained[f"d_{name}"] = leaf.requires_grad_()
-        return leaf
-
-    def _module(self, x: nn.Module) -> nn.Module:
-        module = copy.deepcopy(x)
-        module = module.double() if self._wide else module
-        self.trained |= {f"d_{name}": p for name, p in module.named_parameters() if p.requires_grad}
-        return module
 
 
 def _compared(results: Mapping[str, Result], naive: Result, truth: Result, dtype: torch.dtype) -> CheckReport:
@@ -298,13 +239,16 @@ def _error(actual: Tensor, truth: Tensor) -> float:
 
 
 def _rounding(naive: Result, truth: Result) -> float:
-    """Error to expect of the loss from those of the numbers that it starts from, to first order, as if
-    independent.
+    """Error to expect of the loss, to first order, from those of the numbers that it starts from.
 
+    As if these were independent; and one rounding of everything that is summed, of which little may be left.
     The error of one naive number can be zero by luck.
     """
-    total = 0.0
+    squares = size = 0.0
     for (x, _), (exact, gradient) in zip(naive.starts, truth.starts, strict=True):
         if gradient is not None:
-            total += torch.where(gradient == 0, 0.0, gradient * (x - exact)).square().sum().item()
-    return math.sqrt(total) / (truth.loss.norm().item() or 1.0)
+            counts = gradient != 0  # others may be infinite
+            squares += (gradient * (x - exact))[counts].square().sum().item()
+            size += (gradient * exact)[counts].abs().sum().item()
+    eps = torch.finfo(naive.loss.dtype).eps
+    return (math.sqrt(squares) + eps * size) / (truth.loss.norm().item() or 1.0)

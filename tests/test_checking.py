@@ -65,6 +65,18 @@ def test_losses_pass_in_other_dtypes(name, dtype):
     assert report.ok, report
 
 
+def test_a_loss_whose_terms_cancel_passes():
+    """Its sum, 0.015, is a small rest of large numbers, and so is its error."""
+    loss, arguments, inputs = LOSSES["REINFORCE"].prepare(every_loss.given(40, seed=1000), None)
+    report = logitless.check(loss, *arguments, **inputs)
+    assert report.ok, report
+
+
+def test_the_numbers_of_tokens_may_be_asked_for():
+    report = checked("DPO", return_logps=True)
+    assert report.ok, report
+
+
 def test_every_row_may_be_walked():
     report = checked("DPO", compact=False)
     assert report.ok, report

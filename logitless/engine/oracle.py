@@ -1,5 +1,4 @@
-"""A call by its definition: ordinary autograd over all of its logits at once, without plan, chunks or
-kernels.
+"""A call by its definition: ordinary autograd over all of its logits at once, without plan or kernels.
 
 `logitless.check` puts it in place of the passes: in fp64 its numbers are the truth, and in the operands' own
 dtype they show which error is to be expected of any computation in that dtype.
