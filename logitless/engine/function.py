@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 def run_calls(
     heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
 ) -> Outcome:
-    """Run the heads of one public call: the way from a loss to `passes`, with autograd where anything trains."""
+    """Run the heads of one public call: from a loss to `passes`, under autograd if anything trains."""
     signature, tensors, sequences = pack(heads)
     trainable = any(signature.needs)
     run = Run(
