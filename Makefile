@@ -16,12 +16,12 @@ demo: $(VENV)/.ready
 	$(PY) examples/demo.py
 
 test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
-	$(PY) -m pytest -n $(JOBS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels
 
 test-gpu:
 	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'PY: expected a Python whose torch sees a GPU, got none; run make test instead.')"
-	$(PY) -m pytest -n $(GPU_JOBS) -m "not offline" $(GPU_TESTS)
+	$(PY) -m pytest -n $(GPU_JOBS) --dist worksteal -m "not offline" $(GPU_TESTS)
 
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants

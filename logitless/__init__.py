@@ -2,6 +2,7 @@
 
 from logitless import losses
 from logitless._version import __version__
+from logitless.checking import CheckReport, check
 from logitless.losses import *  # noqa: F403
 
-__all__ = [*losses.__all__, "__version__"]
+__all__ = [*losses.__all__, "CheckReport", "__version__", "check"]

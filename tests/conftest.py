@@ -22,6 +22,18 @@ from tests import support  # noqa: E402
 ON_DEVICE = ("losses", "engine", "parallel")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup` the tests of a module run in one process, which makes what they share once.
+
+    Those of the offline compilation share nothing, and take a minute each: they go wherever there is room.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("offline") is None:
+                item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 def pytest_collection_finish() -> None:
     """Spares the garbage collector what was imported, nearly half a million objects.
 

@@ -12,16 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from logitless.checking import allowed_error, relative_error
 from logitless.engine.function import FusedLinearBase
 
 # Where the tests of losses and kernels run; tests/conftest.py makes it the default device of the former.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def relative_error(actual: Tensor, truth: Tensor) -> float:
-    """Relative L2 error `|actual - truth| / |truth|`, computed in fp64."""
-    truth = truth.double()
-    return ((actual.double() - truth).norm() / truth.norm()).item()
 
 
 def sum_error(naive_terms: Tensor, truth_terms: Tensor) -> float:
@@ -57,7 +52,7 @@ def assert_close(actual: Tensor, truth: Tensor, naive: Tensor | float, *, name: 
         return
     naive_error = relative_error(naive, truth) if isinstance(naive, Tensor) else naive
     assert math.isfinite(naive_error), f"{name}: the naive computation is not finite"
-    error, allowed = relative_error(actual, truth), 2 * naive_error + 8 * eps
+    error, allowed = relative_error(actual, truth), allowed_error(naive_error, actual.dtype)
     assert error <= allowed, f"{name}: relative error {error:.2e} > {allowed:.2e} = 2 * {naive_error:.2e} (naive) + 8 eps"
 
 

@@ -1,10 +1,14 @@
 """The list of mutants keeps up with the code."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
-from tests.mutants import MUTANTS
+from tests.mutants import MUTANTS, table
+from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,3 +22,77 @@ def test_applies(mutant):
 
 def test_names_are_unique():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_the_table_of_former_mutants_is_true():
+    assert not table.problems()
+    assert table.PAGE.read_text() == table.page(), "run python -m tests.mutants.table"
+
+
+SOURCE = dedent("""
+    LIMIT = {"a": lambda x: x + 1}
+
+    @wraps(1)
+    def f(x):
+        y = x + 1
+        def inner():
+            return x + 2
+        return y
+
+    if LIMIT:
+        class C:
+            size: int = 1
+
+            def f(self, x=1):
+                return x + 1
+
+    @f.register
+    def _(x): return 1
+
+    @f.register
+    def _(x): return 2
+""")
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "line"),
+    [
+        ("LIMIT", "x + 1", 2),
+        ("f", "wraps(1)", 4),
+        ("f", "x + 1", 6),
+        ("f.inner", "x", 8),
+        ("C", "int = 1", 13),
+        ("C.f", "x + 1", 16),
+        ("C.f", "x=1", 15),
+        ("_", "2", 22),
+    ],
+)
+def test_a_change_within_one_function(function, old, line):
+    broken = Mutant("it", "file.py", function, old, "BROKEN", "").applied(SOURCE)
+    before, after = SOURCE.splitlines(), broken.splitlines()
+    assert [number for number, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b] == [line]
+    assert after[line - 1] == before[line - 1].replace(old, "BROKEN")
+
+
+def test_lines_may_come_and_go():
+    mutant = Mutant("it", "file.py", "_", "    return 2", "", "")
+    text = "def _():\n    return 1\n\ndef _():\n    return 2\n"
+    assert mutant.applied(text) == text.replace("    return 2", "")
+    two_lines = replace(mutant, new="    x = 2\n    return x")
+    assert two_lines.applied(text) == text.replace("    return 2", "    x = 2\n    return x")
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "message"),
+    [
+        ("g", "x + 1", "expected g in logitless/file.py, got nothing of that name"),
+        ("inner", "x + 2", "expected inner in logitless/file.py, got nothing of that name"),
+        ("C.size", "x + 2", "expected `old` once in C.size in logitless/file.py, got it 0 times"),
+        ("f", "x + 3", "expected `old` once in f in logitless/file.py, got it 0 times"),
+        ("f", "return", "expected `old` once in f in logitless/file.py, got it 2 times"),
+        ("_", "return", "expected `old` once in _ in logitless/file.py, got it 2 times"),
+    ],
+)
+def test_what_does_not_apply_is_refused(function, old, message):
+    with pytest.raises(ValueError, match=re.escape(f"mutant 'it': {message}; bring it up to date.")):
+        Mutant("it", "file.py", function, old, "BROKEN", "").applied(SOURCE)

@@ -1,4 +1,4 @@
-"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and the checks of both."""
+"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and what must be true of them."""
 
 from typing import NamedTuple
 
@@ -8,15 +8,16 @@ from torch import Tensor
 from logitless.errors import expect
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class SplitHead(NamedTuple):
     """A head whose last columns train and whose others do not, in the place of `weight`.
 
-    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient
-    of `trained` is computed: r columns of a product in the place of H + r. It costs a copy of the head, V *
-    (H + r) numbers, for as long as a pass lasts: one product with both parts side by side is faster than two
-    that meet in a chunk's logits.
+    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient of
+    `trained` is computed: r columns of a product in the place of H + r. It costs a copy of the head,
+    V * (H + r) numbers, for as long as a pass lasts: one product with both parts side by side is faster than
+    two that meet in a chunk's logits.
     """
 
     frozen: Tensor  # (V, H)
@@ -48,71 +49,76 @@ class Operands(NamedTuple):
     frozen: Tensor | None = None  # (V, H - r)
 
     def check(self) -> torch.dtype:
-        """Check types, shapes, dtypes and devices; return the products' dtype (autocast's, where on)."""
+        """Check types, shapes, dtypes and devices; returns the dtype of the products (autocast's, where on).
+
+        The texts of errors are made only where something is wrong: this runs before the first product.
+        """
         hidden, weight, targets, bias, frozen = self
-        remedies = {
-            "hidden": "pass the hidden states, such as model.model(ids).last_hidden_state",
-            "weight": "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
-            "bias": "pass bias as a torch.Tensor",
-        }
         for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-            if x is None and name == "bias":
-                continue
-            expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, remedies[name], TypeError)
-            dense, got = x.dtype in FLOATS and x.layout == torch.strided, f"{x.dtype}, {x.layout}"
-            expected = "a dense bfloat16, float16, float32 or float64 tensor"
-            expect(dense, name, expected, got, "dequantize it (or cast it) before the call", TypeError)
-        got = tuple(hidden.shape)
-        expect(
-            hidden.dim() >= 2,
-            "hidden",
-            "shape (..., H) with 2 dimensions or more",
-            got,
-            "add a token dimension",
+            if not (isinstance(x, Tensor) and x.dtype in FLOATS and x.layout == torch.strided):
+                _check_floats(name, x)
+        if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
+            _check_ids(targets)
+        head, rows = (
+            (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
         )
-        expect(
-            weight.dim() == 2,
-            "weight",
-            "shape (V, H)",
-            tuple(weight.shape),
-            "pass the LM head's weight matrix",
-        )
-        head = weight
-        if frozen is not None:
-            rows, remedy = frozen.shape[0] == weight.shape[0], "both are of the same vocabulary"
-            expect(rows, "weight", "as many rows in both parts of a SplitHead", tuple(weight.shape), remedy)
-            # The trained columns' own hidden states are the caller's business; the frozen ones must be the
-            # head's.
-            head, got = frozen, tuple(hidden[..., : -weight.shape[1]].shape)
-        expected = f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}"
-        remedy = "pass the hidden states that enter this LM head, and weight as (V, H)"
-        expect(got[-1] == head.shape[1], "hidden", expected, got, remedy)
-        if bias is not None:
+        if hidden.dim() < 2:
+            remedy = "add a token dimension"
+            expect(False, "hidden", "shape (..., H) with at least 2 dimensions", tuple(hidden.shape), remedy)
+        if weight.dim() != 2:
+            expect(False, "weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
+        if head.shape[0] != weight.shape[0]:
+            expected, remedy = "as many rows in both parts of a SplitHead", "both are of the same vocabulary"
+            expect(False, "weight", expected, tuple(weight.shape), remedy)
+        if rows[-1] != head.shape[1]:
+            # The trained columns' own hidden states are the caller's business; the frozen ones must be the head's.
+            expected = f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}"
+            remedy = "pass the hidden states that enter this LM head, and weight as (V, H)"
+            expect(False, "hidden", expected, tuple(rows), remedy)
+        if bias is not None and bias.shape != weight.shape[:1]:
             expected, remedy = (
                 f"shape ({weight.shape[0]},), one per row of weight",
                 "pass the bias of the same head",
             )
-            expect(bias.shape == weight.shape[:1], "bias", expected, tuple(bias.shape), remedy)
-        kind = type(targets).__name__
-        expect(isinstance(targets, Tensor), "targets", "an int64 tensor", kind, "pass token ids", TypeError)
-        integer = not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool)
-        remedy = "pass token ids, not probabilities or a mask"
-        expect(integer, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError)
-        expected = f"shape {tuple(hidden.shape[:-1])}, one per row of hidden"
-        remedy = "align targets with hidden (shift=True takes unshifted labels of the same length)"
-        expect(targets.shape == hidden.shape[:-1], "targets", expected, tuple(targets.shape), remedy)
+            expect(False, "bias", expected, tuple(bias.shape), remedy)
+        if targets.shape != hidden.shape[:-1]:
+            expected = f"shape {tuple(hidden.shape[:-1])}, one per row of hidden"
+            remedy = "align targets with hidden (shift=True takes unshifted labels of the same length)"
+            expect(False, "targets", expected, tuple(targets.shape), remedy)
         device = hidden.device
         autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
         for name, x in (("weight", weight), ("bias", bias), ("weight", frozen), ("targets", targets)):
-            if x is not None:
-                alike, remedy = (
-                    autocast or x.dtype == hidden.dtype,
-                    "cast one of them, or call under torch.autocast",
-                )
-                fits = alike or name == "targets"
-                expect(fits, name, f"hidden's dtype {hidden.dtype}", x.dtype, remedy, TypeError)
-                expect(x.device == device, name, f"hidden's device {device}", x.device, f"move {name} there")
+            if x is None:
+                continue
+            if not autocast and name != "targets" and x.dtype != hidden.dtype:
+                remedy = "cast one of them, or call under torch.autocast"
+                expect(False, name, f"hidden's dtype {hidden.dtype}", x.dtype, remedy, TypeError)
+            if x.device != device:
+                expect(False, name, f"hidden's device {device}", x.device, f"move {name} there")
         return torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+
+
+def _check_floats(name: str, x: object) -> None:
+    if x is None and name == "bias":
+        return
+    remedies = {
+        "hidden": "pass the hidden states, such as model.model(ids).last_hidden_state",
+        "weight": "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
+        "bias": "pass bias as a torch.Tensor",
+    }
+    expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, remedies[name], TypeError)
+    expected, got = "a dense bfloat16, float16, float32 or float64 tensor", f"{x.dtype}, {x.layout}"
+    dense = x.dtype in FLOATS and x.layout == torch.strided
+    expect(dense, name, expected, got, "dequantize it (or cast it) before the call", TypeError)
+
+
+def _check_ids(targets: object) -> None:
+    kind = type(targets).__name__
+    expect(isinstance(targets, Tensor), "targets", "an int64 tensor", kind, "pass token ids", TypeError)
+    remedy = "pass token ids, not probabilities or a mask"
+    expect(
+        targets.dtype in INTEGERS, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError
+    )
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -56,11 +56,22 @@ _NAMES = tuple(f.name for f in fields(TokenBuffers))
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
 
 
+# The numbers of each level, in the order of `TokenBuffers`.
+_LEVELS = tuple(
+    tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))
+    for level in range(len(_TOGETHER))
+)
+
+
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The named numbers and those that come with them, in the order of `TokenBuffers`; logps and lse always do."""
-    level = max([0, *(i for i, found in enumerate(_TOGETHER) for name in names if name in found)])
-    known = {name for found in _TOGETHER[: level + 1] for name in found}
-    return tuple([name for name in _NAMES if name in known])
+    """The named numbers and those that come with them; logps and lse always do."""
+    level = 0
+    for name in names:
+        if name in _TOGETHER[2]:
+            level = 2
+        elif name in _TOGETHER[1]:
+            level = max(level, 1)
+    return _LEVELS[level]
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
@@ -123,7 +134,7 @@ def logprob_gradient(
 def logits_gradient(
     logits: Tensor,
     targets: Tensor,
-    stats: TokenBuffers,  # lse and its residual, and entropy where it has a gradient
+    stats: TokenBuffers,  # logps, lse and its residual, and entropy where it has a gradient
     grads: TokenBuffers,  # d loss / d of each number; None where it has none
     *,
     gradient: Tensor,  # (C, V), written
@@ -201,21 +212,29 @@ def _token_statistics_twin(logits, targets, out, head, bias, class_weights, igno
 
 def _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient) -> None:
     g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
-    g_softmax = -g_logp if grads.lse is None else grads.lse - g_logp
+    g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
+    g_softmax = g_lse - g_logp
+    # At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel.
+    g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
         log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])
-        p = log_p.exp()
-        g = p * g_softmax[rows, None]
+        here = (supervised & known)[:, None]
+        target = torch.where(here, targets[rows, None], 0)
+        p = _put(log_p, target, here, stats.logps[rows, None]).exp()
+        g = _put(p * g_softmax[rows, None], target, here, g_target[rows, None])
         if grads.entropy is not None:
             log_p = log_p.clamp_(min=-1e4).add_(stats.entropy[rows, None]).mul_(p)
             g.addcmul_(log_p, grads.entropy[rows, None], value=-1)
         if grads.sum_logits is not None:
             weights = 1.0 if class_weights is None else class_weights.to(g.dtype)
             g += grads.sum_logits[rows, None] * weights
-        here = supervised & known
-        g.scatter_add_(1, torch.where(here, targets[rows], 0)[:, None], torch.where(here, g_logp[rows], 0.0)[:, None])
         _store(gradient[rows], g, slope, supervised)
+
+
+def _put(x: Tensor, columns: Tensor, where: Tensor, values: Tensor) -> Tensor:
+    """`x` with one entry of each row replaced, in the rows (n, 1) that `where` names."""
+    return x.scatter_(1, columns, torch.where(where, values.to(x.dtype), x.gather(1, columns)))
 
 
 def _store(out: Tensor, g: Tensor, slope: Tensor | float, supervised: Tensor) -> None:

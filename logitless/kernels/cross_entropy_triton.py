@@ -54,6 +54,28 @@ def log1p(u):
 
 
 @triton.jit
+def left_out_of_log(x, log_x):
+    """log(x) - log_x, what rounding left out of log_x = tl.log(x): half a unit in the last place of 8 to 16 is 5e-7.
+
+    With x = m 2^k and m near 1, log(m) is small and exact to 3e-8, and so is k ln(2) in two parts, the first of few digits.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    k = (bits - 0x3F3504F3) >> 23  # m from sqrt(1/2) to sqrt(2)
+    m = (bits - (k << 23)).to(tl.float32, bitcast=True)
+    k = k.to(tl.float32)
+    small = tl.log(m) - k * 2.12194440e-4
+    return tl.where((x > 0.0) & (x < float("inf")), (k * 0.693359375 - log_x) + small, 0.0)
+
+
+@triton.jit
+def complement(logp):
+    """1 - exp(logp), by the exponential's series where the difference would cancel."""
+    x = -logp
+    series = x * (1 - x / 2 * (1 - x / 3 * (1 - x / 4 * (1 - x / 5 * (1 - x / 6 * (1 - x / 7 * (1 - x / 8)))))))
+    return tl.where(tl.abs(x) < 0.5, series, 1.0 - tl.exp(logp))
+
+
+@triton.jit
 def row_kernel(
     logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
     logps_ptr, lse_ptr, lse_residual_ptr, entropy_ptr, sum_logits_ptr, log_sum_sq_ptr, is_top1_ptr, row_scale_ptr,
@@ -148,15 +170,18 @@ def row_kernel(
     e_y = tl.exp(z_y - shift)
     total = others + e_y
     log_total = tl.log(total)
+    log_rest = left_out_of_log(total, log_total)
     lse = shift + log_total
+    log_part = lse - shift  # of the rounded lse: what is missing from shift and log_total is exact in fp32
     confident = others < e_y
-    logp = tl.where(confident, -log1p(others / tl.where(confident, e_y, 1.0)), (z_y - shift) - log_total)
+    logp = tl.where(confident, -log1p(others / tl.where(confident, e_y, 1.0)), ((z_y - shift) - log_total) - log_rest)
     tl.store(logps_ptr + row, logp)
     tl.store(lse_ptr + row, lse)
-    tl.store(lse_residual_ptr + row, (shift - lse) + log_total)
+    tl.store(lse_residual_ptr + row, (shift - (lse - log_part)) + (log_total - log_part) + log_rest)
     if EXTRA:
-        mean_z = (tl.sum(rest_z, 0) + e_y * tl.maximum(z_y - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)) / total
-        tl.store(entropy_ptr + row, log_total - mean_z)
+        # The target's own -p log p apart, so that a certain token's small entropy is not the difference of large numbers.
+        own = tl.where(e_y > 0.0, e_y * logp, 0.0)
+        tl.store(entropy_ptr + row, ((others * log_total - tl.sum(rest_z, 0)) - own) / total)
         tl.store(is_top1_ptr + row, tl.where(known, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
     if SUM:
         tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total)
@@ -170,12 +195,15 @@ def row_kernel(
 @triton.jit
 def logits_gradient_kernel(
     logits_ptr, grad_ptr, targets_ptr, bias_ptr, class_weights_ptr,
-    lse_ptr, lse_residual_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
+    logps_ptr, lse_ptr, lse_residual_ptr, entropy_ptr, g_logp_ptr, g_lse_ptr, g_entropy_ptr, g_sum_ptr,
     logits_stride, grad_stride, V, ignore_index, gain, squash, cap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXTRA: tl.constexpr, HAS_WEIGHTS: tl.constexpr, ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the target."""
+    """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the target.
+
+    At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel: of a certain token it would be noise.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     grad_ptr += row * grad_stride
@@ -183,23 +211,31 @@ def logits_gradient_kernel(
     lse = tl.load(lse_ptr + row)
     residual = tl.load(lse_residual_ptr + row)
     g_logp = tl.load(g_logp_ptr + row)
-    g_softmax = tl.load(g_lse_ptr + row) - g_logp
+    g_lse = tl.load(g_lse_ptr + row)
+    logp = tl.load(logps_ptr + row)
+    p_y = tl.exp(logp)
+    # p = exp(z - lse) exp(-residual): subtracted from z - lse, most of the residual would be rounded away again, alike in a whole row.
+    correction = 1.0 - complement(-residual)
+    g_y = g_lse * p_y + g_logp * complement(logp)
     if EXTRA:
         entropy = tl.load(entropy_ptr + row)
         g_entropy = tl.load(g_entropy_ptr + row)
         g_sum = tl.load(g_sum_ptr + row)
+        g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         # An ignored row is zeroed, whatever its logits hold.
         mask = (cols < V) & (y != ignore_index)
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-        log_p = (z - lse) - residual
-        p = tl.exp(log_p)
-        g = g_softmax * p + tl.where(cols == y, g_logp, 0.0)
+        log_p = z - lse
+        p = correction * tl.exp(log_p)
+        g = (g_lse - g_logp) * p
         if EXTRA:
             # p = 0 contributes nothing, though its log is -inf.
-            g -= g_entropy * tl.where(p > 0.0, p * (log_p + entropy), 0.0)
+            g -= g_entropy * tl.where(p > 0.0, p * (log_p + (entropy - residual)), 0.0)
+        g = tl.where(cols == y, g_y, g)
+        if EXTRA:
             if HAS_WEIGHTS:
                 g += g_sum * tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
             else:
@@ -246,7 +282,7 @@ def logits_gradient(logits: Tensor, targets: Tensor, stats, grads, *, bias, clas
     zeros = stats.lse.new_zeros(stats.lse.shape)
     pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
     logits_gradient_kernel[(logits.shape[0],)](
-        logits, gradient, dense(targets), *pointers, dense(stats.lse), dense(stats.lse_residual),
+        logits, gradient, dense(targets), *pointers, dense(stats.logps), dense(stats.lse), dense(stats.lse_residual),
         *(zeros if x is None else dense(x) for x in (stats.entropy, grads.logps, grads.lse, grads.entropy, grads.sum_logits)),
         logits.stride(0), gradient.stride(0), logits.shape[1], ignore_index, *scalars,
         **flags, EXTRA=extra, ALIAS=gradient.dtype != logits.dtype, BLOCK=BLOCK, num_warps=WARPS,

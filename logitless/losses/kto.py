@@ -160,13 +160,11 @@ class KTOLoss(ReferencedLoss):
             remedy = "pass their boundaries as kl_cu_seqlens in kl"
             expect(targets.dim() == 2, "kl_targets", "shape (B', T')", tuple(targets.shape), remedy)
             return targets.shape[0]
-        bounds, got = (
-            starts.dim() == 1 and not starts.is_floating_point(),
-            f"{tuple(starts.shape)} {starts.dtype}",
-        )
+        bounds = starts.dim() == 1 and not starts.is_floating_point()
+        got = f"{tuple(starts.shape)} {starts.dtype}"
         expect(bounds, "kl_cu_seqlens", "(B' + 1,) int64 boundaries", got, "pass boundaries")
-        remedy = "flatten the tokens or leave kl_cu_seqlens out"
+        expected, got = "shape (N',) with kl_cu_seqlens", tuple(targets.shape)
         expect(
-            targets.dim() == 1, "kl_targets", "shape (N',) with kl_cu_seqlens", tuple(targets.shape), remedy
+            targets.dim() == 1, "kl_targets", expected, got, "flatten the tokens or leave kl_cu_seqlens out"
         )
         return starts.shape[0] - 1

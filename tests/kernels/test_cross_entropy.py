@@ -180,9 +180,9 @@ def check_everything(c: Chunk, *, tiny: float = 1e-6, zero: float = 0.0, gradien
             check_numbers(c, found, tiny=tiny)
     for names in (*((name,) for name in gradients), gradients):
         weights = random_weights(c, *names)
-        # 1 - p cancels where a token is certain, to what fp32 leaves of numbers of order one; the kernel's entropy and log p, to what it
-        # leaves of logits some tens above the provisional shift.
-        floor = 1e-5 if "entropy" in names else 1e-6
+        # The entropy's gradient p (log p + entropy) of a certain token cancels, to what fp32 leaves of logits some tens above the
+        # provisional shift.
+        floor = 1e-5 if "entropy" in names else 0.0
         check_gradient(c, gradient_of(c, stats, weights), weights, " + ".join(names), zero=max(zero, floor))
 
 
@@ -273,20 +273,48 @@ def test_extreme_rows(rows, targets, dtype, gradient_dtype):
     check_everything(c, tiny=2e-5 * max(1.0, c.logits.abs().max().item() ** 2 / 100), zero=zero)
 
 
-@pytest.mark.skipif(
+only_kernels = pytest.mark.skipif(
     DEVICE == "cpu" and not INTERPRETED, reason="the twin is PyTorch's log_softmax, which loses small terms beside a large one"
 )
+
+
+@only_kernels
 @pytest.mark.parametrize("gap", [15.0, 30.0, 60.0])
 def test_a_certain_target_has_an_accurate_logp_and_gradient(gap):
     rows = torch.zeros(2, V)
     rows[0, 10] = rows[1, LAST] = gap
     c = chunk(rows, [10, LAST], torch.float32, torch.float32)
     others = 5002 * torch.exp(torch.tensor(-gap, dtype=torch.float64))
-    gradient, stats = single_pass_gradient(c)
+    single, stats = single_pass_gradient(c, "entropy")
+    entropy = (torch.log1p(others) + gap * others / (1 + others)).item()
+    written = gradient_of(c, stats, {"logps": torch.ones(2, device=DEVICE)})
     for row, target in enumerate((10, LAST)):
         assert stats.logps[row].item() == pytest.approx(-torch.log1p(others).item(), rel=1e-5, abs=0)
-        assert gradient[row, target].item() == pytest.approx((others / (1 + others)).item(), rel=1e-5, abs=0)
-        assert gradient[row].double().sum().abs() < 1e-5 * others
+        assert stats.entropy[row].item() == pytest.approx(entropy, rel=1e-5, abs=0)
+        for gradient in (single, written):
+            assert gradient[row, target].item() == pytest.approx((others / (1 + others)).item(), rel=1e-5, abs=0)
+            assert gradient[row].double().sum().abs() < 1e-5 * others
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.3, 0.7, 3.0, 15.0, 60.0])
+def test_the_target_of_a_gradient_takes_its_logp_from_the_statistics(gap):
+    """Whatever the certainty: g_logp (1 - p) + g_lse p - g_entropy p (log p + entropy) + g_sum, in fp64 from the same numbers."""
+    rows = torch.zeros(2, V)
+    rows[0, 10] = rows[1, LAST] = gap
+    c = chunk(rows, [10, LAST], torch.float32, torch.float32)
+    exact = rows.double().log_softmax(1)
+    logps = exact.gather(1, c.targets.cpu()[:, None])[:, 0]
+    entropy = -(exact.exp() * exact).sum(1)
+    stats, weights = statistics(c, "entropy"), random_weights(c, *DIFFERENTIABLE)
+    stats.logps.copy_(logps)
+    stats.entropy.copy_(entropy)
+    for names in (("logps",), ("lse",), ("logps", "lse"), DIFFERENTIABLE):
+        given = {name: weights[name] for name in names}
+        g = {name: given[name].double().cpu() if name in given else 0.0 for name in DIFFERENTIABLE}
+        truth = -g["logps"] * torch.expm1(logps) + g["lse"] * logps.exp()
+        truth = truth - g["entropy"] * logps.exp() * (logps + entropy) + g["sum_logits"]
+        found = gradient_of(c, stats, given).gather(1, c.targets[:, None])[:, 0]
+        torch.testing.assert_close(found.double().cpu(), truth, rtol=5e-6, atol=1e-12)
 
 
 TIES = {
@@ -390,3 +418,20 @@ def test_a_softmax_far_from_zero_is_rebuilt_exactly():
     grads = TokenBuffers(logps=torch.zeros(3, device=DEVICE), lse=torch.ones(3, device=DEVICE))
     logits_gradient(gradient, c.targets, statistics(c), grads, gradient=gradient, head=c.head)
     torch.testing.assert_close(gradient.double().cpu(), rows.double().softmax(1), rtol=5e-6, atol=0)
+
+
+@only_kernels
+@pytest.mark.parametrize("center", [0.0, 1000.0, -1000.0])
+def test_a_row_of_the_gradient_adds_up_to_nothing(center):
+    """Where all logits are large, or all rows of the head alike, d_hidden is what this sum leaves, times their size.
+
+    Half a unit in the last place of a log-sum-exp of 8 to 16 is 5e-7, and a whole row has it in common.
+    """
+    rows = torch.stack([torch.linspace(center - 1 + i / 70, center + 1 + i / 50, V) for i in range(40)])
+    c = chunk(rows, [77 + 100 * i for i in range(40)], torch.float32, torch.float32)
+    stats = statistics(c)
+    lse = rows.double().logsumexp(1).to(DEVICE)
+    assert (stats.lse.double() + stats.lse_residual.double() - lse).abs().max() < 3e-7
+    single, _ = single_pass_gradient(c)
+    for gradient in (gradient_of(c, stats, {"logps": torch.ones(40, device=DEVICE)}), single):
+        assert gradient.double().sum(1).square().mean().sqrt() < 2e-7

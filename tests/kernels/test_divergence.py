@@ -241,7 +241,7 @@ def test_shards_are_the_whole(case):
             shard = Echo(Round(rank, said), sizes)
             cut = slice(shard.start, shard.start + shard.width)
             pieces.append(gradient_like(student[:, cut]))
-            columns = torch.where(labels < 0, -1, shard.columns(labels, -100))
+            columns = torch.where(labels < 0, -1, shard.columns(labels, -100)[0])
             own = {"bias": None if bias is None else bias[cut], "teacher_bias": None if teacher_bias is None else teacher_bias[cut]}
             logits = student[:, cut].contiguous(), teacher[:, cut].contiguous()
             numbers.append(kernels.sharded_divergence(*logits, columns, factors, ranks=shard, gradient=pieces[-1], **own, **options))

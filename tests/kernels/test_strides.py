@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from logitless.kernels.cross_entropy import (
-    TokenStats,
+    TokenBuffers,
     allocate_stats,
     logits_gradient,
     logprob_gradient,
@@ -63,7 +63,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(x, expected[name], msg=name, **tolerance)
 
 
-def statistics(x: dict[str, Tensor], *names: str) -> TokenStats:
+def statistics(x: dict[str, Tensor], *names: str) -> TokenBuffers:
     stats = allocate_stats(names, C, torch.float32, torch.device(DEVICE))
     options = {"class_weights": x["class_weights"]} if "sum_logits" in names else {}
     token_statistics(x["logits"], x["targets"], stats, head=HEAD, bias=x["bias"], ignore_index=IGNORED, **options)
@@ -130,8 +130,8 @@ def test_logits_gradient(names, operand, layout, dtype, gradient_dtype):
 
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
         gradient = poisoned(C, V, dtype=gradient_dtype)
-        stats = TokenStats(**{name: x[name] for name in ("logps", "lse", "lse_residual", "entropy")})
-        grads = TokenStats(**{name: x[f"d {name}"] for name in names})
+        stats = TokenBuffers(**{name: x[name] for name in ("logps", "lse", "lse_residual", "entropy")})
+        grads = TokenBuffers(**{name: x[f"d {name}"] for name in names})
         options = {
             "head": HEAD,
             "bias": x["bias"],
@@ -153,13 +153,13 @@ class Alone:
 
     width = V
 
-    def combine(self, stats: TokenStats, columns: Tensor) -> None:
+    def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
         pass
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def argmax(self, values: Tensor, columns: Tensor) -> Tensor:
+    def best_id(self, values: Tensor, columns: Tensor) -> Tensor:
         return columns
 
 
@@ -206,7 +206,7 @@ ROWS = {
 def test_rows_of_logits(rows):
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
         stats = statistics(x, "sum_logits")
-        grads = TokenStats(**{name: x["factors"] for name in GRADIENTS["everything"]})
+        grads = TokenBuffers(**{name: x["factors"] for name in GRADIENTS["everything"]})
         wide = poisoned(C, 2 * V, dtype=torch.float32)
         options = {"head": HEAD, "bias": x["bias"], "ignore_index": IGNORED}
         logits_gradient(x["logits"], x["targets"], stats, grads, gradient=wide[:, :V], **options)
@@ -247,14 +247,14 @@ def test_rows_with_gaps_are_refused(operand):
             divergence_of(x | {"logits" if operand == "student" else operand: gaps}, "jsd", write=True)
         else:
             matrices = {name: gaps if name == operand else x["logits"] for name in ("logits", "gradient")}
-            grads = TokenStats(logps=x["factors"])
+            grads = TokenBuffers(logps=x["factors"])
             logits_gradient(matrices["logits"], x["targets"], stats, grads, gradient=matrices["gradient"], head=HEAD)
 
 
 @needs_triton
 def test_numbers_with_gaps_are_not_written():
     x, numbers = operands(torch.float32), poisoned(C, 3, 2, dtype=torch.float32)[..., 0].unbind(1)
-    stats = TokenStats(**dict(zip(("logps", "lse", "lse_residual"), numbers, strict=True)))
+    stats = TokenBuffers(**dict(zip(("logps", "lse", "lse_residual"), numbers, strict=True)))
     with pytest.raises(ValueError, match="^logps: expected a contiguous tensor to write to, got strides"):
         token_statistics(x["logits"], x["targets"], stats, head=HEAD, ignore_index=IGNORED)
 
@@ -296,7 +296,7 @@ def test_wider_vectors_count_in_the_dtype_of_the_arithmetic(operand, dtype, grad
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
         stats = statistics(x, "sum_logits")
         gradient = poisoned(C, V, dtype=gradient_dtype)
-        grads = TokenStats(**{name: x["factors"] for name in GRADIENTS["everything"]})
+        grads = TokenBuffers(**{name: x["factors"] for name in GRADIENTS["everything"]})
         options = {
             "head": HEAD,
             "bias": x["bias"],

@@ -28,6 +28,7 @@ from logitless import (
     TokenLoss,
     linear_logprobs,
 )
+from logitless.losses.base import LinearLoss
 from logitless.losses.distillation import NAMES
 from tests.support import DEVICE
 
@@ -121,18 +122,38 @@ def heads(dtype: torch.dtype = torch.float32) -> MedusaHeads:
 OF_CALLS = ("cu_seqlens", "num_items", "accumulate_into", "grad_scale")
 
 
-def on(kind: type, *names: str, **settings) -> Callable:
-    """A loss of one set of hidden states that takes the inputs `names` beside them."""
+# A loss, and how it is called: positional and keyword arguments.
+Prepared = tuple[LinearLoss, tuple, dict]
 
-    def call(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
-        more = {name: getattr(x, name) for name in names} | {name: options.pop(name) for name in OF_CALLS if name in options}
-        out = kind(**settings, **options)(x.hidden, x.weight, x.targets, bias=x.bias, **more)
+
+@dataclass(frozen=True)
+class LossCase:
+    """A loss of the library: `prepare` says what is called with what, calling the case calls it."""
+
+    prepare: Callable[..., Prepared]
+
+    def __call__(self, x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
+        loss, arguments, keywords = self.prepare(x, heads, **options)
+        out = loss(*arguments, **keywords)
         return out.loss, *out.metrics.values()
 
-    return call
+
+def of_call(options: dict) -> dict:
+    """Moves the options of the call out of those of the loss."""
+    return {name: options.pop(name) for name in OF_CALLS if name in options}
 
 
-def distillation(divergence: str) -> Callable:
+def on(kind: type, *names: str, **settings) -> LossCase:
+    """A loss of one set of hidden states that takes the inputs `names` beside them."""
+
+    def prepare(x: Given, heads: MedusaHeads, **options) -> Prepared:
+        more = {name: getattr(x, name) for name in names} | of_call(options)
+        return kind(**settings, **options), (x.hidden, x.weight, x.targets), {"bias": x.bias, **more}
+
+    return LossCase(prepare)
+
+
+def distillation(divergence: str) -> LossCase:
     return on(DistillationLoss, "teacher_hidden", "teacher_weight", divergence=divergence)
 
 
@@ -141,22 +162,18 @@ def logprobs(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
     return (found.logps.exp() - 0.1 * found.entropy + 0.01 * found.lse.square()).sum(), found.logps
 
 
-def top_k(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
-    more = {name: options.pop(name) for name in OF_CALLS if name in options}
-    out = JSDLoss(hard_loss_weight=0.2, **options)(
-        x.hidden, x.weight, x.targets, bias=x.bias, teacher_logprobs_topk=(x.topk_logprobs, x.topk_ids), **more
-    )
-    return out.loss, *out.metrics.values()
+def top_k(x: Given, heads: MedusaHeads, **options) -> Prepared:
+    more = {"bias": x.bias, "teacher_logprobs_topk": (x.topk_logprobs, x.topk_ids), **of_call(options)}
+    return JSDLoss(hard_loss_weight=0.2, **options), (x.hidden, x.weight, x.targets), more
 
 
-def multi_token(x: Given, heads: MedusaHeads, **options) -> tuple[Tensor, ...]:
-    out = MultiTokenLoss(**options)((x.hidden, x.hidden_2), x.weight, x.targets, bias=x.bias)
-    return out.loss, *out.metrics.values()
+def multi_token(x: Given, heads: MedusaHeads, **options) -> Prepared:
+    return MultiTokenLoss(**options), ((x.hidden, x.hidden_2), x.weight, x.targets), {"bias": x.bias}
 
 
-def medusa(x: Given, heads: MedusaHeads, num_items: float | None = None, **options) -> tuple[Tensor, ...]:
-    out = MedusaLoss(**options)(x.hidden, heads, x.targets, base_weight=x.weight, base_bias=x.bias, num_items=num_items)
-    return out.loss, *out.metrics.values()
+def medusa(x: Given, heads: MedusaHeads, num_items: float | None = None, **options) -> Prepared:
+    more = {"base_weight": x.weight, "base_bias": x.bias, "num_items": num_items}
+    return MedusaLoss(**options), (x.hidden, heads, x.targets), more
 
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -177,9 +194,9 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "REINFORCE": on(REINFORCELoss, "advantages"),
     "JSD": on(JSDLoss, "teacher_hidden", "teacher_weight", hard_loss_weight=0.2),
     **{name: distillation(name) for name in NAMES if name != "jsd"},
-    "top-k teacher": top_k,
-    "multi-token": multi_token,
-    "Medusa": medusa,
+    "top-k teacher": LossCase(top_k),
+    "multi-token": LossCase(multi_token),
+    "Medusa": LossCase(medusa),
     "own TokenLoss": on(FocalLoss),
     "own LogitsLoss": on(BrierLoss),
 }

@@ -1,6 +1,6 @@
 """Kernels, engine, cross-entropy."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import of_file
 
 KERNELS = "tests/kernels/test_cross_entropy.py"
 CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
@@ -8,292 +8,276 @@ LOGPROBS = "tests/losses/test_logprobs.py"
 BASE = "tests/losses/test_base.py"
 BAD_INPUT = "tests/losses/test_bad_input.py"
 SPLIT_HEAD = "tests/losses/test_split_head.py"
-TWIN, TRITON, SCALE = "kernels/cross_entropy.py", "kernels/cross_entropy_triton.py", "kernels/scale_triton.py"
-ENGINE, WALK, CE, PLAN = "losses/engine.py", "losses/walk.py", "losses/cross_entropy.py", "losses/plan.py"
-
+TWIN = "kernels/cross_entropy.py"
+TRITON = "kernels/cross_entropy_triton.py"
+SCALE = "kernels/scale_triton.py"
+ENGINE = "losses/engine.py"
+WALK = "losses/walk.py"
+CE = "losses/cross_entropy.py"
+PLAN = "losses/plan.py"
 
 MUTANTS = [
-    # Twins
-    Mutant(
-        "twin: d logp at the target has the wrong sign",
+    *of_file(
         TWIN,
-        "torch.where(here, g_logp[rows], 0.0)",
-        "-torch.where(here, g_logp[rows], 0.0)",
         KERNELS,
+        (
+            "d logp at the target has the wrong sign",
+            "_logits_gradient_twin",
+            "torch.where(here, g_logp[rows], 0.0)",
+            "-torch.where(here, g_logp[rows], 0.0)",
+        ),
+        ("d lse has the wrong sign", "_logits_gradient_twin", "grads.lse - g_logp", "-grads.lse - g_logp"),
+        ("d entropy has the wrong sign", "_logits_gradient_twin", "value=-1", "value=1"),
+        ("d sum_logits has the wrong sign", "_logits_gradient_twin", "g += grads", "g -= grads"),
+        (
+            "class weights left out of d sum_logits",
+            "_logits_gradient_twin",
+            "1.0 if class_weights is None else class_weights.to(g.dtype)",
+            "1.0",
+        ),
+        ("fused d logp has the wrong sign", "_token_statistics_twin", "[rows], p.neg_()", "[rows], p"),
+        ("lse_residual dropped", "_logits_gradient_twin", ".sub_(stats.lse_residual[rows, None])", ""),
+        ("slope of the head dropped", "_store", "g *= slope", "pass"),
+        ("ignored rows not zeroed", "_store", "g.masked_fill_(~supervised[:, None], 0.0)", "g"),
+        (
+            "numbers of ignored rows not zeroed",
+            "_token_statistics_twin",
+            "torch.where(supervised, found[name], 0.0)",
+            "found[name]",
+        ),
+        prefix="twin: ",
     ),
-    Mutant("twin: d lse has the wrong sign", TWIN, "else grads.lse - g_logp", "else -grads.lse - g_logp", KERNELS),
-    Mutant(
-        "twin: d entropy has the wrong sign", TWIN, "grads.entropy[rows, None], value=-1)", "grads.entropy[rows, None], value=1)", KERNELS
-    ),
-    Mutant("twin: d sum_logits has the wrong sign", TWIN, "g += grads.sum_logits", "g -= grads.sum_logits", KERNELS),
-    Mutant(
-        "twin: class weights left out of d sum_logits",
-        TWIN,
-        "grads.sum_logits[rows, None] * class_weights",
-        "grads.sum_logits[rows, None]",
+    *of_file(
+        "kernels/head.py",
         KERNELS,
+        (
+            "slope of the softcap dropped",
+            "Head.logits",
+            "(1 - squashed * squashed) * gain",
+            "gain + 0 * squashed",
+        ),
     ),
-    Mutant(
-        "twin: fused d logp has the wrong sign", TWIN, "_store(gradient[rows], p.neg_(), slope", "_store(gradient[rows], p, slope", KERNELS
-    ),
-    Mutant("twin: lse_residual dropped", TWIN, ".sub_(stats.lse_residual[rows, None])", "", KERNELS),
-    Mutant("twin: slope of the head dropped", TWIN, "        g *= slope\n", "        pass\n", KERNELS),
-    Mutant("twin: ignored rows not zeroed", TWIN, "g.masked_fill_(~supervised[:, None], 0.0)", "g", KERNELS),
-    Mutant("twin: numbers of ignored rows not zeroed", TWIN, "torch.where(supervised, found[name], 0.0)", "found[name]", KERNELS),
-    Mutant("slope of the softcap dropped", "kernels/head.py", "(1 - squashed * squashed) * gain\n\n", "gain + 0 * squashed\n\n", KERNELS),
-    # Triton
-    Mutant(
-        "kernel: d logp at the target has the wrong sign",
+    *of_file(
         TRITON,
-        "tl.where(cols == y, g_logp, 0.0)",
-        "tl.where(cols == y, -g_logp, 0.0)",
         KERNELS,
+        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "g_logp, 0.0", "-g_logp, 0.0"),
+        ("d lse has the wrong sign", "logits_gradient_kernel", "g_softmax = tl.load", "g_softmax = -tl.load"),
+        ("d entropy has the wrong sign", "logits_gradient_kernel", "g -= g_entropy *", "g += g_entropy *"),
+        ("d sum_logits has the wrong sign", "logits_gradient_kernel", "g += g_sum *", "g -= g_sum *"),
+        ("row_scale has the wrong sign", "row_kernel", "row_scale_ptr + row, -1", "row_scale_ptr + row, 1"),
+        ("target's entry has the wrong sign", "row_kernel", "(-others * slope_y)", "(others * slope_y)"),
+        ("tail of the vocabulary unmasked", "row_kernel", 'z = tl.where(mask, z, -float("inf"))', "z = z"),
+        ("target counted among the rest", "row_kernel", "where(cols == y, 0.0, tl.exp(drop))", "exp(drop)"),
+        ("tail of the gradient unmasked", "row_kernel", "dtype.element_ty), mask=mask", "dtype.element_ty)"),
+        ("ignored rows not zeroed", "row_kernel", "mask=cols < V", "mask=cols < 0"),
+        (
+            "ignored rows of logits_gradient read",
+            "logits_gradient_kernel",
+            "mask = (cols < V) & (y != ignore_index)",
+            "mask = cols < V",
+        ),
+        ("sums not scaled down when the shift moves", "row_kernel", "            rest *= shrink\n", ""),
+        ("stored row not scaled down when the shift moves", "row_kernel", "0, start, BLOCK", "0, 0, BLOCK"),
+        ("shift never moves", "row_kernel", "if top > shift + DRIFT:", "if start == 0:"),
+        (
+            "entropy's sum does not follow the shift",
+            "row_kernel",
+            "rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)",
+            "rest_z = shrink * rest_z",
+        ),
+        ("slope of the softcap dropped", "head_logits", "* (1.0 - squashed * squashed)", "+ 0.0 * squashed"),
+        ("arg-max is the last of equals", "row_kernel", "beaten = (best >= z_y)", "beaten = (best > z_y)"),
+        ("lse_residual dropped", "logits_gradient_kernel", "log_p = (z - lse) - residual", "log_p = z - lse"),
+        prefix="kernel: ",
     ),
-    Mutant(
-        "kernel: d lse has the wrong sign", TRITON, "g_softmax = tl.load(g_lse_ptr + row)", "g_softmax = -tl.load(g_lse_ptr + row)", KERNELS
+    *of_file(
+        SCALE,
+        "tests/kernels/test_scale.py",
+        ("factor's stride dropped", "scale_kernel", "row * factor_stride", "row * 0"),
+        ("columns beyond a block left out", "scale", "triton.cdiv(columns, BLOCK)", "1"),
+        prefix="scale kernel: ",
     ),
-    Mutant("kernel: d entropy has the wrong sign", TRITON, "g -= g_entropy *", "g += g_entropy *", KERNELS),
-    Mutant("kernel: d sum_logits has the wrong sign", TRITON, "g += g_sum *", "g -= g_sum *", KERNELS),
-    Mutant(
-        "kernel: row_scale has the wrong sign", TRITON, "row_scale_ptr + row, -1.0 / total", "row_scale_ptr + row, 1.0 / total", KERNELS
-    ),
-    Mutant("kernel: target's entry has the wrong sign", TRITON, "(-others * slope_y)", "(others * slope_y)", KERNELS),
-    Mutant("kernel: tail of the vocabulary unmasked", TRITON, 'z = tl.where(mask, z, -float("inf"))', "z = z", KERNELS),
-    Mutant("kernel: target counted among the rest", TRITON, "e = tl.where(cols == y, 0.0, tl.exp(drop))", "e = tl.exp(drop)", KERNELS),
-    Mutant(
-        "kernel: tail of the gradient unmasked",
-        TRITON,
-        "(e * slope).to(grad_ptr.dtype.element_ty), mask=mask)",
-        "(e * slope).to(grad_ptr.dtype.element_ty))",
-        KERNELS,
-    ),
-    Mutant(
-        "kernel: ignored rows not zeroed",
-        TRITON,
-        "tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < V",
-        "tl.zeros([BLOCK], grad_ptr.dtype.element_ty), mask=cols < 0",
-        KERNELS,
-    ),
-    Mutant("kernel: ignored rows of logits_gradient read", TRITON, "mask = (cols < V) & (y != ignore_index)", "mask = cols < V", KERNELS),
-    Mutant("kernel: sums not scaled down when the shift moves", TRITON, "            rest *= shrink\n", "", KERNELS),
-    Mutant(
-        "kernel: stored row not scaled down when the shift moves",
-        TRITON,
-        "for begin in range(0, start, BLOCK)",
-        "for begin in range(0, 0, BLOCK)",
-        KERNELS,
-    ),
-    Mutant("kernel: shift never moves", TRITON, "if top > shift + DRIFT:", "if start == 0:", KERNELS),
-    Mutant(
-        "kernel: entropy's sum does not follow the shift",
-        TRITON,
-        "rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)",
-        "rest_z = shrink * rest_z",
-        KERNELS,
-    ),
-    Mutant(
-        "kernel: slope of the softcap dropped",
-        TRITON,
-        "slope = gain * (1.0 - squashed * squashed)",
-        "slope = gain + 0.0 * squashed",
-        KERNELS,
-    ),
-    Mutant("kernel: arg-max is the last of equals", TRITON, "beaten = (best >= z_y)", "beaten = (best > z_y)", KERNELS),
-    Mutant("kernel: lse_residual dropped", TRITON, "log_p = (z - lse) - residual", "log_p = z - lse", KERNELS),
-    Mutant("scale kernel: factor's stride dropped", SCALE, "row * factor_stride", "row * 0", "tests/kernels/test_scale.py"),
-    Mutant("scale kernel: columns beyond a block left out", SCALE, "triton.cdiv(columns, BLOCK)", "1", "tests/kernels/test_scale.py"),
-    # Products
-    Mutant(
-        "d_weight overwritten by later chunks",
+    *of_file(
         "kernels/matmul.py",
-        "out=total) if first else total.addmm_(transposed, hidden)",
-        "out=total)",
         "tests/kernels/test_matmul.py",
+        (
+            "d_weight overwritten by later chunks",
+            "accumulate",
+            "out=total) if first else total.addmm_(transposed, hidden)",
+            "out=total)",
+        ),
+        ("d_weight in pieces overwritten by later chunks", "accumulate", "beta=0 if first else 1", "beta=0"),
+        ("last piece of the vocabulary dropped", "_vocabulary_pieces", "V, step", "max(V - step, 1), step"),
     ),
-    Mutant(
-        "d_weight in pieces overwritten by later chunks",
-        "kernels/matmul.py",
-        "beta=0 if first else 1",
-        "beta=0",
-        "tests/kernels/test_matmul.py",
-    ),
-    Mutant(
-        "last piece of the vocabulary dropped",
-        "kernels/matmul.py",
-        "for start in range(0, V, step)",
-        "for start in range(0, max(V - step, 1), step)",
-        "tests/kernels/test_matmul.py",
-    ),
-    # Engine
-    Mutant("zero d_weight", WALK, "accumulate(self.d_weight, gradient, x, first=first)", "self.d_weight.zero_()", CROSS_ENTROPY),
-    Mutant("every chunk is the first one", WALK, "                first = False\n", "", CROSS_ENTROPY),
-    Mutant(
-        "bias gradient dropped",
+    *of_file(
         WALK,
-        "self._add_bias(gradient, column, first)",
-        "self.d_bias.zero_()",
         CROSS_ENTROPY,
+        (
+            "zero d_weight",
+            "Walk._add",
+            "accumulate(self.d_weight, gradient, x, first=first)",
+            "self.d_weight.zero_()",
+        ),
+        ("every chunk is the first one", "Walk.run", "                first = False\n", ""),
+        ("bias gradient dropped", "Walk._add", "_add_bias(gradient, column, first)", "d_bias.zero_()"),
+        ("row_scale left out of d_hidden", "Walk._add", "scale(d_hidden, row_scale, d_hidden)", "pass"),
+        (
+            "row_scale left out of d_weight",
+            "Walk._add",
+            "x = scale(x, row_scale, x if ours else torch.empty_like(x))",
+            "pass",
+        ),
+        ("row_scale without the loss's gradient", "TokenWalk._write", "row_scale * grads.logps", "row_scale"),
     ),
-    Mutant("row_scale left out of d_hidden", WALK, "scale(d_hidden, row_scale, d_hidden)", "pass", CROSS_ENTROPY),
-    Mutant("row_scale left out of d_weight", WALK, "x = scale(x, row_scale, x if ours else torch.empty_like(x))", "pass", CROSS_ENTROPY),
-    Mutant(
-        "row_scale without the loss's gradient",
+    *of_file(
         WALK,
-        "return gradient, row_scale * grads.logps",
-        "return gradient, row_scale",
-        CROSS_ENTROPY,
-    ),
-    Mutant(
-        "frozen head: d lse has the wrong sign",
-        WALK,
-        "scaled * (grads.logps - grads.lse)[:, None]",
-        "scaled * (grads.logps + grads.lse)[:, None]",
         LOGPROBS,
+        ("d lse has the wrong sign", "scale_rows", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
+        (
+            "row of the target dropped",
+            "scale_rows",
+            "torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))",
+            "scaled",
+        ),
+        ("slope of the head dropped", "scale_rows", "head.derivative_at(stats.logps + stats.lse)", "1.0"),
+        prefix="frozen head: ",
     ),
-    Mutant(
-        "frozen head: row of the target dropped",
+    *of_file(
         WALK,
-        "torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))",
-        "scaled",
-        LOGPROBS,
-    ),
-    Mutant(
-        "frozen head: slope of the head dropped",
-        WALK,
-        "grads.lse * head.derivative_at(stats.logps + stats.lse)",
-        "grads.lse * 1.0",
-        LOGPROBS,
-    ),
-    Mutant(
-        "d_hidden not zeroed where rows are ignored",
-        WALK,
-        "make = torch.empty if plan.rows == N else torch.zeros",
-        "make = torch.empty",
         BASE,
+        (
+            "d_hidden not zeroed where rows are ignored",
+            "Walk.run",
+            "make = torch.empty if plan.rows == N else torch.zeros",
+            "make = torch.empty",
+        ),
+        ("gradients of an empty call not zeroed", "Walk.run", "total.zero_()", "pass"),
     ),
-    Mutant("gradients of an empty call not zeroed", WALK, "                    total.zero_()\n", "                    pass\n", BASE),
-    Mutant(
-        "last chunk dropped",
+    *of_file(
         PLAN,
-        "return [Step(a, min(a + C, stop), **what) for a in range(start, stop, C)]",
-        "return [Step(a, min(a + C, stop), **what) for a in range(start, max(stop - C, 1), C)]",
         CROSS_ENTROPY,
+        ("last chunk dropped", "make_plan.chunks", "(start, stop, C)", "(start, max(stop - C, 1), C)"),
     ),
-    Mutant(
-        "power of two dropped from the gradients",
+    *of_file(
         ENGINE,
-        "return Solved(loss_value, stacked, tokens, pending,",
-        "return Solved(loss_value, stacked, tokens, torch.ones_like(pending),",
         CROSS_ENTROPY,
+        (
+            "power of two dropped from the gradients",
+            "solve",
+            "return Solved(loss_value, stacked, tokens, pending,",
+            "return Solved(loss_value, stacked, tokens, torch.ones_like(pending),",
+        ),
+        ("normalizer applied twice", "solve", "* pending", "* pending * factors.loss[loss.unit]"),
+        ("num_items ignored", "scales", "if problem.num_items is not None:", "if False:"),
+        (
+            "d_weight summed in bf16 whatever the chunks",
+            "accumulation_dtype",
+            "problem.stat_dtype if several_chunks else problem.dtype",
+            "problem.dtype",
+        ),
     ),
-    Mutant(
-        "normalizer applied twice",
+    *of_file(
         ENGINE,
-        "sum(value for value, _ in walk.reports) * pending",
-        "sum(value for value, _ in walk.reports) * pending * factors.loss[loss.unit]",
-        CROSS_ENTROPY,
+        LOGPROBS,
+        ("power of two dropped from later gradients", "token_gradients", "return pending", "return one"),
     ),
-    Mutant("power of two dropped from later gradients", ENGINE, "return pending, walk.d_hidden", "return one, walk.d_hidden", LOGPROBS),
-    Mutant("num_items ignored", ENGINE, "if problem.num_items is not None:", "if False:", CROSS_ENTROPY),
-    Mutant(
-        "d_weight summed in bf16 whatever the chunks",
-        ENGINE,
-        "problem.stat_dtype if several_chunks else problem.dtype",
-        "problem.dtype",
-        CROSS_ENTROPY,
-    ),
-    Mutant("upstream gradient skipped", "losses/function.py", "else pending * upstream[0]", "else pending", CROSS_ENTROPY),
-    Mutant(
-        "retained gradients scaled in place",
+    *of_file(
         "losses/function.py",
-        "owned = not compiling and not (ctx.solved and torch._C._autograd._get_current_graph_task_keep_graph())",
-        "owned = True",
+        CROSS_ENTROPY,
+        ("upstream gradient skipped", "FusedLinearBase.backward", "pending * upstream[0]", "pending"),
+    ),
+    *of_file(
+        "losses/function.py",
         BASE,
+        (
+            "retained gradients scaled in place",
+            "FusedLinearBase.backward",
+            "owned = not compiling and not (ctx.solved and torch._C._autograd._get_current_graph_task_keep_graph())",
+            "owned = True",
+        ),
     ),
-    Mutant("create_graph unnoticed", "losses/function.py", "if not compiling and torch.is_grad_enabled():", "if False:", BAD_INPUT),
-    Mutant("gradient of the frozen columns", WALK, "x[:, self.frozen_columns :]", "x[:, : -self.frozen_columns]", SPLIT_HEAD),
-    Mutant(
-        "hidden states of a split head scaled in place",
-        WALK,
-        "x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True",
-        "x[:, self.frozen_columns :], True",
-        SPLIT_HEAD,
-    ),
-    Mutant(
-        "frozen columns joined on the wrong side",
+    *of_file(
         "losses/function.py",
-        "joined[:, :columns], joined[:, columns:] = frozen, weight",
-        "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]] = frozen, weight",
-        SPLIT_HEAD,
-    ),
-    Mutant("shift off by one", "losses/arguments.py", "torch.cat((x[..., 1:], torch", "torch.cat((x[..., :-1], torch", CROSS_ENTROPY),
-    Mutant(
-        "bad targets unchecked without compaction",
-        "losses/batch.py",
-        "torch._assert_async(bad == 0",
-        "torch._assert_async(bad >= 0",
         BAD_INPUT,
+        (
+            "create_graph unnoticed",
+            "FusedLinearBase.backward",
+            "if not compiling and torch.is_grad_enabled():",
+            "if False:",
+        ),
     ),
-    Mutant("bad targets unchecked", "losses/batch.py", "expect(not wrong, ", "expect(True, ", BAD_INPUT),
-    Mutant(
-        "boundaries of packed sequences unchecked",
+    *of_file(
+        WALK,
+        SPLIT_HEAD,
+        ("gradient of the frozen columns", "Walk._add", "self.frozen_columns :", ": -self.frozen_columns"),
+        (
+            "hidden states of a split head scaled in place",
+            "Walk._add",
+            "x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True",
+            "x[:, self.frozen_columns :], True",
+        ),
+    ),
+    *of_file(
+        "losses/function.py",
+        SPLIT_HEAD,
+        (
+            "frozen columns joined on the wrong side",
+            "_problem",
+            "joined[:, :columns], joined[:, columns:] = frozen, weight",
+            "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]] = frozen, weight",
+        ),
+    ),
+    *of_file(
+        "losses/arguments.py",
+        CROSS_ENTROPY,
+        ("shift off by one", "shifted", "torch.cat((x[..., 1:], torch", "torch.cat((x[..., :-1], torch"),
+    ),
+    *of_file(
         "losses/batch.py",
-        "expect(not gaps, ",
-        "expect(True, ",
+        BAD_INPUT,
+        ("bad targets unchecked without compaction", "select_rows", "bad == 0", "bad >= 0"),
+        ("bad targets unchecked", "select_rows", "expect(not wrong,", "expect(True,"),
+    ),
+    *of_file(
+        "losses/batch.py",
         "tests/losses/test_preference.py -k bad_input",
+        ("boundaries of packed sequences unchecked", "select_rows", "expect(not gaps,", "expect(True,"),
     ),
-    Mutant(
-        "ignored tokens not masked out of the terms",
+    *of_file(
         "losses/batch.py",
-        "torch.where(self._ignored, 0.0, x) if per_token else x",
-        "x",
         CROSS_ENTROPY,
+        (
+            "ignored tokens not masked out of the terms",
+            "Batch.masked.mask",
+            "torch.where(self._ignored, 0.0, x) if per_token else x",
+            "x",
+        ),
     ),
-    # Cross-entropy
-    Mutant("z-loss dropped", CE, "loss = nll + z_loss if self.z_loss else nll", "loss = nll", CROSS_ENTROPY),
-    Mutant(
-        "z-loss gradient dropped",
+    *of_file(
         CE,
-        "z_loss = self.z_loss * stats.lse.square()",
-        "z_loss = self.z_loss * stats.lse.detach().square()",
         CROSS_ENTROPY,
-    ),
-    Mutant(
-        "gradient of the smoothing's lse dropped",
-        CE,
-        "(total * stats.lse - stats.sum_logits)",
-        "(total * stats.lse.detach() - stats.sum_logits)",
-        CROSS_ENTROPY,
-    ),
-    Mutant(
-        "gradient of the smoothing's sum dropped",
-        CE,
-        "stats.lse - stats.sum_logits)",
-        "stats.lse - stats.sum_logits.detach())",
-        CROSS_ENTROPY,
-    ),
-    Mutant("dft differentiates the probability", CE, "stats.logps.detach().exp()", "stats.logps.exp()", CROSS_ENTROPY),
-    Mutant("token weights ignored", CE, "loss = loss * batch.token_weights", "pass", CROSS_ENTROPY),
-    Mutant("class weights ignored by the normalizer", CE, "        if weights is None:\n", "        if True:\n", CROSS_ENTROPY),
-    Mutant(
-        "class weights of ignored tokens in the normalizer",
-        CE,
-        "torch.where(supervised, of_targets(weights, targets), 0.0)",
-        "of_targets(weights, targets)",
-        CROSS_ENTROPY,
-    ),
-    Mutant(
-        "class weight of an ignored id",
-        CE,
-        "targets.clamp(0, class_weights.shape[0] - 1)",
-        "targets.clamp(min=0)",
-        f"{CROSS_ENTROPY} -k ignored_id",
-    ),
-    Mutant(
-        "class weights summed in their own dtype",
-        CE,
-        "class_weights = class_weights.to(wide)",
-        "pass",
-        f"{CROSS_ENTROPY} -k fp64_operands",
+        ("z-loss dropped", "CrossEntropyLoss.terms", "nll + z_loss if self.z_loss else nll", "nll"),
+        ("z-loss gradient dropped", "CrossEntropyLoss.terms", "lse.square()", "lse.detach().square()"),
+        ("gradient of the smoothing's lse dropped", "CrossEntropyLoss.terms", ".lse -", ".lse.detach() -"),
+        (
+            "gradient of the smoothing's sum dropped",
+            "CrossEntropyLoss.terms",
+            "stats.lse - stats.sum_logits)",
+            "stats.lse - stats.sum_logits.detach())",
+        ),
+        ("dft differentiates the probability", "CrossEntropyLoss.terms", "logps.detach().exp", "logps.exp"),
+        ("token weights ignored", "CrossEntropyLoss.terms", "loss = loss * batch.token_weights", "pass"),
+        (
+            "class weights ignored by the normalizer",
+            "CrossEntropyLoss.normalizers",
+            "if weights is None:",
+            "if True:",
+        ),
+        (
+            "class weights of ignored tokens in the normalizer",
+            "CrossEntropyLoss.normalizers",
+            "torch.where(supervised, wide[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
+            "wide[targets.clamp(0, weights.shape[0] - 1)]",
+        ),
     ),
 ]

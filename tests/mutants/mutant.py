@@ -1,5 +1,7 @@
-"""One small way to break the library."""
+"""One small way to break the library: a change within one function."""
 
+import ast
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +11,10 @@ import torch
 class Mutant:
     name: str
     file: str  # below logitless/
-    old: str  # occurs exactly once
+    # Dotted name within the file, such as `Batch.masked`; where the change is outside of all functions, that of the
+    # class or of the variable that is assigned.
+    function: str
+    old: str  # occurs exactly once in the function's source, decorators and signature included
     new: str
     tests: str  # arguments of pytest
 
@@ -22,7 +27,48 @@ class Mutant:
         return "triton" in self.file and not torch.cuda.is_available()
 
     def applied(self, text: str) -> str:
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"mutant {self.name!r}: `old` occurs {count} times in {self.path}, expected once; bring it up to date.")
-        return text.replace(self.old, self.new)
+        """The file's text with the change; ValueError unless it applies exactly once."""
+        lines = text.splitlines(keepends=True)
+        where, told = f"{self.function} in {self.path}", f"mutant {self.name!r}: expected"
+        places = [slice(first - 1, last) for first, last in spans(text, self.function)]
+        if not places:
+            raise ValueError(f"{told} {where}, got nothing of that name; bring it up to date.")
+        counts = ["".join(lines[place]).count(self.old) for place in places]
+        if sum(counts) != 1:
+            raise ValueError(f"{told} `old` once in {where}, got it {sum(counts)} times; bring it up to date.")
+        place = places[counts.index(1)]
+        lines[place] = ["".join(lines[place]).replace(self.old, self.new)]
+        return "".join(lines)
+
+
+def of_file(file: str, tests: str, *rows: tuple[str, str, str, str], prefix: str = "") -> list[Mutant]:
+    """Mutants of one file that the same tests notice; a row is (name, function, old, new)."""
+    return [Mutant(prefix + name, file, function, old, new, tests) for name, function, old, new in rows]
+
+
+def spans(text: str, name: str) -> list[tuple[int, int]]:
+    """First and last line of each function, class or assignment of that dotted name: several if it is defined again."""
+    found: list[ast.AST] = [ast.parse(text)]
+    for part in name.split("."):
+        found = [statement for scope in found for statement in statements(scope) if part in names_of(statement)]
+    return [(first_line(node), node.end_lineno) for node in found]
+
+
+def statements(scope: ast.AST) -> Iterator[ast.stmt]:
+    """Of a scope, those under `if` or `with` too, but not those of the functions and classes within it."""
+    for child in ast.iter_child_nodes(scope):
+        if isinstance(child, ast.stmt):
+            yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
+            yield from statements(child)
+
+
+def names_of(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [statement.name]
+    targets = {ast.Assign: lambda: statement.targets, ast.AnnAssign: lambda: [statement.target]}.get(type(statement), list)()
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def first_line(node: ast.AST) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])

@@ -18,9 +18,12 @@ from tests.ranks import in_processes
 from tests.support import uncompiled
 
 from .kinds import KINDS, needs
-from .test_log_prob_trainers import words
+from .test_distillation_trainers import teacher
+from .test_log_prob_trainers import assert_same, side_by_side, words
+from .test_self_distillation_trainers import FUSED, decided
 from .test_sft import options
-from .tiny import VOCAB, tiny_model, train
+from .test_teacher_distillation_trainers import IW_OPD, batches
+from .tiny import VOCAB, tiny_dataset, tiny_model, train
 
 STEPS = 2
 # One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled out, as one.
@@ -83,12 +86,12 @@ def run(kind: str, folder, **changes) -> dict:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    from .test_distillation_trainers import teacher
-
     path = tmp_path_factory.mktemp("distributed")
     tiny_model().save_pretrained(path / "model")
     words().save_pretrained(path / "model")
     teacher(path)
+    decided(path / "iw_opd")
+    teacher(path / "iw_opd")
     return path
 
 
@@ -99,7 +102,22 @@ def ranks(folder):
 
 
 def everything(folder) -> dict:
-    return {"trainers": {kind: run(kind, folder) for kind in KINDS}, "heads": all_heads()}
+    return {"trainers": {kind: run(kind, folder) for kind in KINDS}, "iw_opd": iw_opd(folder / "iw_opd"), "heads": all_heads()}
+
+
+def iw_opd(folder) -> list[SimpleNamespace]:
+    """TRL's pair and ours: the head is used outside of the forward that DDP watches."""
+    # Trainer's own default, under which DDP walks back from the outputs of the forward
+    changes = IW_OPD | {"loss_top_k": 3, "beta": 0.4, "ddp_find_unused_parameters": True}
+    trainer = {"teacher_model": teacher(folder), "data_collator": batches}
+    with uncompiled():
+        runs = side_by_side(folder, "IWOPD", tiny_dataset(examples=32), trainer=trainer, **changes)
+    assert isinstance(runs[1].trainer.model_wrapped, DistributedDataParallel)
+    return [SimpleNamespace(logs=run.logs, strategies=run.strategies, weights=run.weights) for run in runs]
+
+
+def test_iwopd_ddp_with_two_processes(ranks):
+    assert_same(*ranks[0]["iw_opd"], strategies=FUSED, rtol=1e-3)
 
 
 def assert_same_gradients(kind: str, first: dict, second: dict, alone: dict) -> None:

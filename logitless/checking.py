@@ -1,0 +1,309 @@
+"""`check`: whether a loss gives the numbers of its definition, however the engine cuts the work."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, is_dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from logitless.engine.call import Call, Given
+from logitless.engine.function import Mode, Outcome, replaced, run_calls
+from logitless.engine.oracle import Oracle, logits_bytes
+from logitless.engine.packing import pack, unpack
+from logitless.engine.plan import BudgetWarning, Plan
+from logitless.engine.spec import LossSpec
+from logitless.errors import expect
+from logitless.kernels.matmul import piece_bytes
+
+MOST_LOGITS = 2**30
+ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"
+# More than any call needs whose logits are within the limit.
+AMPLE_BUDGET = 2**40
+# Into so many chunks the logits are cut, or more.
+CHUNKS = 5
+
+
+def relative_error(actual: Tensor, truth: Tensor) -> float:
+    """Relative L2 error `|actual - truth| / |truth|`, computed in fp64."""
+    truth = truth.double()
+    return ((actual.double() - truth).norm() / truth.norm()).item()
+
+
+def allowed_error(naive: float, dtype: torch.dtype) -> float:
+    """The 2x-naive rule: the relative error that a result of this dtype may have.
+
+    Args:
+        naive: relative error of plain PyTorch on full logits in the operands' dtype.
+        dtype: of the result.
+    """
+    return 2 * naive + 8 * torch.finfo(dtype).eps
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `check` found; true where everything is within its tolerance.
+
+    Args:
+        errors: by "one chunk: name" and "many chunks: name", the error of `loss`, of each metric and of the
+            gradient `d_name` of each tensor that requires one. It is relative; absolute where the truth is 0
+            and for metrics below 1.
+        allowed: the largest acceptable error of each.
+        ok: whether no error is larger.
+    """
+
+    errors: dict[str, float]
+    allowed: dict[str, float]
+    ok: bool
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        width = max(map(len, self.errors), default=0)
+        lines = [
+            "check passed"
+            if self.ok
+            else "check FAILED: the loss is not the same in chunks as on full logits"
+        ]
+        for name, error in self.errors.items():
+            verdict = "ok" if error <= self.allowed[name] else "WRONG"
+            lines.append(f"  {name:{width}}  error {error:.1e}  allowed {self.allowed[name]:.1e}  {verdict}")
+        return "\n".join(lines)
+
+
+def check(
+    loss: LossSpec,
+    hidden: Tensor | Sequence[Tensor],
+    weight: Tensor | nn.Module,
+    targets: Tensor | None = None,
+    **inputs: object,
+) -> CheckReport:
+    """Compare a loss, as the engine computes it, with ordinary autograd over full logits in fp64.
+
+    The call is made in one chunk (of up to 4,096 tokens), in at least three, and on full logits, on which the
+    loss's own `terms` sees all tokens at once. So it finds what shapes cannot show: values that depend on the
+    other tokens of a chunk, a statistic that `terms` uses but `differentiates` does not name, a loss of groups
+    that looks beyond its group. What `terms` itself computes is taken as meant.
+
+    A result may be off by twice the error of the same computation on full logits in the operands' own dtype,
+    plus 8 eps; a metric by the square root of eps beyond that. Tensors need a gradient here if and only if
+    they require one when given; their `grad` and the state of the random number generators stay as they are.
+
+    Args:
+        loss: what is checked; without tp_group and cp_group.
+        hidden: as in a call of the loss; at most 1 GiB of logits in fp64, 8 * tokens * V bytes.
+        weight: as in a call of the loss: a head, or a module of heads.
+        targets: as in a call of the loss; short sequences with some ignored tokens show most.
+        inputs: what else the call takes.
+    """
+    own, remedy = (
+        is_dataclass(loss) and hasattr(loss, "logits_budget"),
+        "pass a loss object, such as CrossEntropyLoss()",
+    )
+    expect(own, "loss", "a loss", type(loss).__name__, remedy, TypeError)
+    remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
+    for name in ("tp_group", "cp_group"):
+        expect(getattr(loss, name) is None, name, "None in a check", getattr(loss, name), remedy)
+    given = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
+    into, remedy = given.get("accumulate_into"), "leave it out, and let the weight require a gradient"
+    expect(into is None, "accumulate_into", "None in a check", type(into).__name__, remedy)
+    with _undisturbed(given):
+        whole = Passes()
+        results = {ONE_CHUNK: _run(replace(loss, logits_budget=AMPLE_BUDGET), given, whole)}
+        cut = Passes()
+        results[MANY_CHUNKS] = _run(replace(loss, logits_budget=whole.cutting_budget), given, cut)
+        chunks, remedy = max(plan.chunks for plan in cut.plans), "give a batch that can be cut"
+        expect(chunks > 1, "targets", "at least 2 supervised tokens", "fewer", remedy)
+        naive = _run(loss, given, Oracle())
+        truth = _run(replace(loss, accum_dtype=None, logits_dtype=None), given, Oracle(), wide=True)
+    return _compared(results, naive, truth, whole.dtype)
+
+
+@contextmanager
+def _undisturbed(given: Mapping[str, object]) -> Iterator[None]:
+    """Gradients on, no warnings of small budgets, and the random number generators as they were."""
+    tensors = [x for x in _flat(given) if isinstance(x, Tensor) and x.device.type in ("cuda", "xpu")]
+    generators = nullcontext()
+    if tensors:
+        device = tensors[0].device
+        generators = torch.random.fork_rng([device], device_type=device.type)
+    with warnings.catch_warnings(), torch.random.fork_rng([]), generators, torch.enable_grad():
+        warnings.simplefilter("ignore", BudgetWarning)
+        yield
+
+
+def _flat(x: object) -> Iterator[object]:
+    """What is in nested mappings and sequences."""
+    if isinstance(x, Mapping):
+        x = tuple(x.values())
+    if isinstance(x, (tuple, list)):
+        for inner in x:
+            yield from _flat(inner)
+    else:
+        yield x
+
+
+@dataclass
+class Passes:
+    """The engine's own passes, and notes on the calls that they run."""
+
+    plans: list[Plan] = field(default_factory=list)
+    cutting_budget: int = AMPLE_BUDGET  # with which every call has several chunks
+    dtype: torch.dtype = torch.float32  # of the products
+
+    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
+        size, remedy = logits_bytes(heads), "check fewer tokens"
+        got = f"{size / 2**30:.1f} GiB"
+        expect(size <= MOST_LOGITS, "hidden", "at most 1 GiB of logits in fp64", got, remedy)
+        for call in unpack(*pack(heads)):
+            self.cutting_budget, self.dtype = min(self.cutting_budget, _cutting_budget(call)), call.dtype
+        with replaced(None):
+            outcome = run_calls(heads, mode)
+        self.plans.append(outcome.plan)
+        return outcome
+
+
+def _cutting_budget(call: Call) -> int:
+    """A budget of which the logits get so much that they are cut into CHUNKS chunks or more."""
+    rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
+    shape = call.weight.device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
+    costs = call.loss.objective.costs(call, AMPLE_BUDGET)
+    usable = budget = max(1, -(-rows // CHUNKS)) * (call.width * call.logits_dtype.itemsize + costs.row_bytes)
+    # What is fixed depends on the budget, up to a quarter of it.
+    for _ in range(3):
+        budget = usable + call.loss.objective.costs(call, budget).fixed_bytes + piece_bytes(*shape)
+    return budget
+
+
+@dataclass
+class Result:
+    """What a call gave, in one of the ways to compute it."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]  # by d_name
+    starts: list[tuple[Tensor, Tensor | None]]  # those of the oracle, with their gradients
+
+
+def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wide: bool = False) -> Result:
+    """Call the loss on leaves of its own; with `wide`, in fp64."""
+    leaves = Leaves(wide)
+    hidden, weight, targets, *_ = made = [leaves.made(name, x) for name, x in given.items()]
+    inputs = dict(list(zip(given, made, strict=True))[3:])
+    with replaced(stand_in), _without_autocast(wide, leaves):
+        out = loss(hidden, weight, targets, **inputs)
+        value, metrics = (out, {}) if isinstance(out, Tensor) else (out.loss, out.metrics)
+    starts = getattr(stand_in, "starts", [])
+    gradients = [None] * (len(leaves.trained) + len(starts))
+    if value.requires_grad:
+        wanted, upstream = [*leaves.trained.values(), *starts], _upstream(value)
+        gradients = torch.autograd.grad(value, wanted, upstream, allow_unused=True)
+    trained = dict(zip(leaves.trained, gradients))
+    with_gradients = list(zip([x.detach() for x in starts], gradients[len(trained) :], strict=True))
+    return Result(value.detach(), dict(metrics), trained, with_gradients)
+
+
+def _without_autocast(wide: bool, leaves: "Leaves") -> AbstractContextManager:
+    """The truth is not to be computed in half precision."""
+    devices = {x.device.type for x in leaves.tensors()}
+    return torch.autocast(devices.pop(), enabled=False) if wide and devices else nullcontext()
+
+
+def _upstream(value: Tensor) -> Tensor:
+    """1 for a reduced loss, else random numbers, always the same."""
+    if value.dim() == 0:
+        return torch.ones_like(value)
+    random = torch.randn(value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return random.to(value)
+
+
+class Leaves:
+    """Detached copies of what a call takes, which require a gradient where the originals do."""
+
+    def __init__(self, wide: bool):
+        self.trained: dict[str, Tensor] = {}  # by d_name
+        self._wide, self._known = wide, {}
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (x for x in self._known.values() if isinstance(x, Tensor))
+
+    def made(self, name: str, x: object) -> object:
+        if isinstance(x, Mapping):
+            return {key: self.made(f"{name}.{key}", inner) for key, inner in x.items()}
+        if isinstance(x, (tuple, list)):
+            inner = [self.made(f"{name}[{i}]", inner) for i, inner in enumerate(x)]
+            return type(x)(*inner) if hasattr(x, "_fields") else type(x)(inner)
+        if isinstance(x, (Tensor, nn.Module)):
+            # What is given twice is one tensor, with one gradient.
+            if id(x) not in self._known:
+                self._known[id(x)] = self._leaf(name, x) if isinstance(x, Tensor) else self._module(x)
+            return self._known[id(x)]
+        return x
+
+    def _leaf(self, name: str, x: Tensor) -> Tensor:
+        leaf = x.detach()
+        if self._wide and leaf.is_floating_point():
+            leaf = leaf.double()
+        if x.requires_grad:
+            self.trained[f"d_{name}"] = leaf.requires_grad_()
+        return leaf
+
+    def _module(self, x: nn.Module) -> nn.Module:
+        module = copy.deepcopy(x)
+        module = module.double() if self._wide else module
+        self.trained |= {f"d_{name}": p for name, p in module.named_parameters() if p.requires_grad}
+        return module
+
+
+def _compared(results: Mapping[str, Result], naive: Result, truth: Result, dtype: torch.dtype) -> CheckReport:
+    errors: dict[str, float] = {}
+    allowed: dict[str, float] = {}
+    # Of fp64 operands the truth itself is no better than what is checked.
+    slack = torch.finfo(dtype).eps ** 0.5
+    least = slack if dtype == torch.float64 else 0.0
+    for how, result in results.items():
+
+        def note(name: str, error: float, most: float, how: str = how) -> None:
+            errors[f"{how}: {name}"], allowed[f"{how}: {name}"] = error, max(most, least)
+
+        expected = max(_error(naive.loss, truth.loss), _rounding(naive, truth))
+        note("loss", _error(result.loss, truth.loss), allowed_error(expected, result.loss.dtype))
+        for name, gradient in result.gradients.items():
+            triple = [x.gradients[name] for x in (result, naive, truth)]
+            present = next((x for x in triple if x is not None), None)
+            if present is None:
+                continue
+            # No gradient is one of zeros: of two that should be there, one is missing.
+            actual, plain, exact = (torch.zeros_like(present) if x is None else x for x in triple)
+            note(name, _error(actual, exact), allowed_error(_error(plain, exact), _dtype(gradient, plain)))
+        for name, exact in truth.metrics.items():
+            scale = max(1.0, abs(exact.item()))
+            off, plain = ((x.metrics[name] - exact).abs().item() / scale for x in (result, naive))
+            note(name, off, 2 * plain + slack)
+    return CheckReport(errors, allowed, all(errors[name] <= allowed[name] for name in errors))
+
+
+def _dtype(gradient: Tensor | None, plain: Tensor) -> torch.dtype:
+    return plain.dtype if gradient is None else gradient.dtype
+
+
+def _error(actual: Tensor, truth: Tensor) -> float:
+    """Relative, or absolute where the truth is 0."""
+    zero = truth.norm().item() == 0
+    return actual.double().norm().item() if zero else relative_error(actual, truth)
+
+
+def _rounding(naive: Result, truth: Result) -> float:
+    """Error to expect of the loss from those of the numbers that it starts from, to first order, as if independent.
+
+    The error of one naive number can be zero by luck.
+    """
+    total = 0.0
+    for (x, _), (exact, gradient) in zip(naive.starts, truth.starts, strict=True):
+        if gradient is not None:
+            total += torch.where(gradient == 0, 0.0, gradient * (x - exact)).square().sum().item()
+    return math.sqrt(total) / (truth.loss.norm().item() or 1.0)

@@ -1,0 +1,169 @@
+"""A call by its definition: ordinary autograd over all of its logits at once, without plan, chunks or kernels.
+
+`logitless.check` puts it in place of the passes: in fp64 its numbers are the truth, and in the operands' own
+dtype they show which error is to be expected of any computation in that dtype.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.call import Call, Given
+from logitless.engine.function import Mode, Outcome
+from logitless.engine.logits_objective import LogitsObjective
+from logitless.engine.objective import Report, batch_of, settled_metrics
+from logitless.engine.packing import pack, unpack
+from logitless.engine.plan import Span
+from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
+from logitless.engine.rows import Rows
+from logitless.engine.terms import Factors, Terms, evaluate_terms, metric_shares, reduced, unreduced
+
+# Numbers that the engine does not differentiate, whatever a loss does with them.
+CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs")
+
+
+@dataclass
+class Oracle:
+    """Stands in for the passes: see `function.replaced`."""
+
+    # What the losses of the calls are functions of: per-token numbers, or logits.
+    starts: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
+        calls = unpack(*pack(heads))
+        if mode is Mode.PER_TOKEN:
+            return Outcome(None, None, self._numbers(calls[0]), None)
+        losses, metrics = zip(*map(self._solve, calls), strict=True)
+        return Outcome(sum(losses), torch.stack(metrics), {}, None)
+
+    def _solve(self, call: Call) -> tuple[Tensor, Tensor]:
+        """The loss of a head, and (1 + metrics,): the loss without its coefficient, then the metrics."""
+        rows = rows_in_order(call)
+        factors, _ = unit_factors(call, rows, 1.0)
+        terms, metrics = self._terms(call, rows)
+        loss = sum(reduced(terms, factors.loss).values())
+        settled = _settled(call, metrics, factors.metrics)
+        return loss, torch.stack([loss.detach() / call.coefficient, *settled])
+
+    def _numbers(self, call: Call) -> dict[str, Tensor]:
+        """What an unreduced call hands out: per-token numbers, or the values of a loss of logits."""
+        rows, N = rows_in_order(call), call.targets.shape[0]
+        if call.loss.objective is not LogitsObjective:
+            numbers, _ = self._statistics(call, rows)
+            return {name: rows.scattered(x, N) for name, x in numbers.items()}
+        terms, metrics = self._terms(call, rows)
+        counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
+        settled = _settled(call, metrics, metric_factors(counts, call.stat_dtype))
+        named = dict(zip(call.loss.metric_names, settled, strict=True))
+        return {"values": rows.scattered(unreduced(terms), N), **named}
+
+    def _terms(self, call: Call, rows: Rows) -> Terms:
+        """The loss's own terms on the whole call."""
+        if call.loss.objective is not LogitsObjective:
+            numbers, batch = self._statistics(call, rows)
+            return evaluate_terms(call.loss, TokenStats(**numbers), batch)
+        z, batch = self._noted(logits(call, rows)), _whole_batch(call, rows)
+        if call.inputs.get("teacher_hidden") is not None:
+            batch.teacher_logits = other_logits(call, rows, "teacher").detach()
+        return evaluate_terms(call.loss, z, batch)
+
+    def _statistics(self, call: Call, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
+        """Those numbers (rows,) that the engine would have, and the batch that goes with them."""
+        loss, batch, z = call.loss, _whole_batch(call, rows), logits(call, rows)
+        weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
+        found = token_statistics(z, batch, weights)
+        numbers = {}
+        for name in loss.objective.number_names(loss):
+            constant = name in CONSTANT and name not in loss.differentiates
+            numbers[name] = self._noted(found[name].detach() if constant else found[name])
+        if call.inputs.get("ref_hidden") is not None:
+            reference = token_statistics(other_logits(call, rows, "ref"), batch, None)
+            batch.ref_logps = reference["logps"].detach()
+        return numbers, batch
+
+    def _noted(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            self.starts.append(x)
+        return x
+
+
+def logits_bytes(heads: Sequence[Given]) -> int:
+    """Bytes of all logits of a public call in fp64, those of a teacher or a reference included."""
+    widths = [given.weight.shape[0] for given in heads]
+    others = [given.inputs.get(f"{name}_weight") for given in heads for name in ("teacher", "ref")]
+    columns = sum(widths) + sum(x.shape[0] for x in others if x is not None)
+    return heads[0].targets.shape[0] * columns * torch.float64.itemsize
+
+
+def rows_in_order(call: Call) -> Rows:
+    """The rows of a call in its own order: supervised ones, or all where the loss is not to leave any out."""
+    loss, N, S = call.loss, call.targets.shape[0], call.sequence_count
+    supervised = call.targets != loss.ignore_index
+    index = (supervised if loss.compact else torch.ones_like(supervised)).nonzero()[:, 0]
+    count, tokens = index.shape[0], int(supervised.sum())
+    if loss.scope == "token":
+        return Rows(count, tokens, 0, index, None, None)
+    positions = torch.arange(N, device=index.device)
+    if call.cu_seqlens is None:
+        number = positions // max(1, N // max(1, S))
+    else:
+        number = torch.searchsorted(call.cu_seqlens[1:], positions, right=True)
+    sizes = torch.bincount(number[index], minlength=S)
+    chosen = int((supervised & (number < S // 2)).sum())
+    return Rows(count, tokens, chosen, index, None, sizes, S)
+
+
+def _whole_batch(call: Call, rows: Rows) -> Batch:
+    """All rows as one group, whose sequences have a role each: then they come in the order of the call."""
+    return batch_of(call, rows, Span(0, rows.count, 0, 1))
+
+
+def _settled(call: Call, metrics: Mapping, factors: Factors) -> list[Tensor]:
+    report = Report(torch.zeros(()), metric_shares(metrics, factors))
+    return settled_metrics(call.loss, [report], call.stat_dtype)
+
+
+def logits(call: Call, rows: Rows) -> Tensor:
+    """(rows, V) logits as the loss means them, from a product in the dtype of the call."""
+    x, weight, layers = call.hidden[rows.index].to(call.dtype), call.weight.to(call.dtype), call.layers
+    if call.frozen is not None:
+        weight = torch.cat((call.frozen.to(call.dtype), weight), dim=1)
+    if layers is not None:
+        autocast = nullcontext()
+        if layers.autocast is not None:
+            autocast = torch.autocast(x.device.type, dtype=layers.autocast)
+        with autocast:
+            blocks = layers.module.blocks(layers.head)
+            x = torch.func.functional_call(blocks, dict(layers.tensors), (x,)).to(call.dtype)
+    return call.loss.head.logits(x @ weight.t(), call.bias)[0]
+
+
+def other_logits(call: Call, rows: Rows, name: str) -> Tensor:
+    """(rows, V') logits of the teacher or the reference model."""
+    hidden, weight, bias = (call.inputs[f"{name}_{part}"] for part in ("hidden", "weight", "bias"))
+    weight = weight if name == "teacher" else weight.to(call.dtype)
+    return getattr(call.loss, f"{name}_head").logits(hidden[rows.index].to(weight.dtype) @ weight.t(), bias)[
+        0
+    ]
+
+
+def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
+    """Every number of `TokenStats` from logits (n, V), by its definition; 0 where a token is ignored."""
+    target = batch.targets.masked_fill(~batch.supervised, 0)[:, None]
+    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
+    # p = 0 contributes nothing, though its log is -inf.
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    found = {
+        "logps": log_p.gather(1, target)[:, 0],
+        "lse": lse,
+        "lse_residual": torch.zeros_like(lse),
+        "entropy": -(log_p.exp() * finite).sum(-1),
+        "sum_logits": z.sum(-1) if weights is None else z @ weights.to(z.dtype),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
+        "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
+    }
+    return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in found.items()}

@@ -1,0 +1,17 @@
+"""Calls as the engine sees them, made as a public call makes them."""
+
+from torch import Tensor
+
+from logitless.engine.call import Call, Given, Options, prepare
+from logitless.engine.operands import Operands
+from logitless.engine.packing import pack, unpack
+
+
+def given(loss, hidden: Tensor, weight, targets: Tensor, bias: Tensor | None = None, *, num_items=None, shift=False,
+          cu_seqlens=None, **inputs) -> Given:  # fmt: skip
+    return prepare(loss, Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens), inputs)
+
+
+def call(*args, **options) -> Call:
+    (found,) = unpack(*pack([given(*args, **options)]))
+    return found

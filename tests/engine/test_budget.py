@@ -1,0 +1,194 @@
+"""Bytes: the default budget, what a row of a user's own loss takes, and where the warnings point."""
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from logitless import BudgetWarning, CrossEntropyLoss, LogitsLoss, SimPOLoss, Term
+from logitless.engine.budget import PeakBytes, default_budget, measured_row_bytes, warn_once
+from logitless.engine.plan import MIB
+from tests.engine.calls import call
+from tests.support import DEVICE
+
+H, V = 8, 1000
+
+
+def test_default_budget():
+    assert default_budget(torch.device("cpu")) == 256 * MIB
+    assert default_budget(torch.device("meta")) == 512 * MIB  # nothing is known of its memory
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="of a GPU")
+def test_default_budget_of_a_gpu():
+    memory = torch.cuda.get_device_properties(DEVICE).total_memory
+    assert default_budget(DEVICE) == min(1024 * MIB, memory // 32)
+
+
+def test_peak_bytes():
+    with PeakBytes() as watch:
+        a = torch.zeros(100, dtype=torch.float32, device="meta")
+        b = a + 1
+        a.view(10, 10)  # no storage of its own
+        del a
+        c = b * 2
+        del b, c
+        torch.zeros(10, device="meta")
+    assert watch.peak == 800 and watch.live == 0
+
+
+# -- a loss of logits is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Squares(LogitsLoss):
+    """One temporary of the logits' size, and one of its gradient's."""
+
+    def terms(self, logits, batch):
+        return {"squares": Term(logits.square().sum(-1))}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tabled(LogitsLoss):
+    """Reads a tensor that is shared by all tokens."""
+
+    shared_inputs: ClassVar = ("table",)
+    token_inputs: ClassVar = ("weights",)
+    sequence_inputs: ClassVar = ()
+
+    def terms(self, logits, batch):
+        own = batch.table[batch.targets].sum(-1)
+        return {"own": Term(batch.weights * own * logits.logsumexp(-1))}, {}
+
+
+def numbers(*shape: int, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def row_bytes(loss, vocab: int = V, dtype=torch.float32, trainable: bool = True, **inputs) -> int:
+    targets = torch.randint(0, vocab, (5,), device=DEVICE)
+    hidden = numbers(5, H, dtype=dtype).requires_grad_(trainable)
+    return measured_row_bytes(call(loss, hidden, numbers(vocab, H, dtype=dtype), targets, **inputs))
+
+
+def test_a_row_takes_what_its_temporaries_take():
+    found = row_bytes(Squares())
+    # At least the gradient; at most a handful of arrays of the logits' size, in fp32.
+    assert 4 * V <= found <= 6 * 4 * V + 64
+    assert abs(row_bytes(Squares(), 4 * V) - 4 * found) <= 256
+    assert row_bytes(Squares(), trainable=False) < found or DEVICE.type == "cuda"
+    if DEVICE.type == "cpu":
+        assert row_bytes(Squares(), dtype=torch.float64) > 1.5 * found
+
+
+@pytest.mark.parametrize("columns", [1, 3000])
+def test_shared_tensors_are_not_a_rows_memory(columns):
+    """They are there once, however many rows a chunk has: a row reads its own part of them."""
+    shared = {"table": numbers(V, columns), "weights": numbers(5)}
+    found = row_bytes(Tabled(), **shared)
+    assert 4 * V <= found <= 8 * 4 * V + 4 * 4 * columns
+
+
+def test_the_measuring_leaves_nothing_behind():
+    table = numbers(V, 4).requires_grad_()
+    before = table.detach().clone()
+    row_bytes(Tabled(), table=table, weights=numbers(5))
+    assert table.grad is None and torch.equal(table.detach(), before)
+
+
+def test_shared_tensors_of_other_shapes_are_measured_anew():
+    @dataclass(frozen=True, kw_only=True)
+    class Projected(LogitsLoss):
+        shared_inputs: ClassVar = ("basis",)
+
+        def terms(self, logits, batch):
+            return {"own": Term((logits @ batch.basis).square().sum(-1))}, {}
+
+    small, large = (row_bytes(Projected(), basis=numbers(V, width)) for width in (1, 4 * V))
+    assert large > small + 4 * 4 * V
+
+
+# -- warnings
+
+
+def warned(caught: list) -> warnings.WarningMessage:
+    (found,) = [warning for warning in caught if issubclass(warning.category, BudgetWarning)]
+    return found
+
+
+def line() -> int:
+    """The line of the caller."""
+    return inspect.currentframe().f_back.f_lineno
+
+
+class Model(torch.nn.Module):
+    """Calls the loss itself: the warning belongs to its line, and not to what calls it."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, *args):
+        return self.loss(*args), line()
+
+
+LOSSES = {
+    "below one row": (CrossEntropyLoss(logits_budget=1), (6, H), (6,)),
+    "below a pair": (SimPOLoss(logits_budget=200_000), (2, 40, H), (2, 40)),
+}
+warning_losses = pytest.mark.parametrize(("loss", "hidden", "targets"), LOSSES.values(), ids=LOSSES)
+
+
+@pytest.fixture
+def caught():
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield found
+
+
+@warning_losses
+def test_a_warning_points_at_the_callers_line(loss, hidden, targets, caught):
+    hidden, weight = numbers(*hidden).requires_grad_(), numbers(V, H).requires_grad_()
+    targets = torch.zeros(targets, dtype=torch.int64, device=DEVICE)
+    loss(hidden, weight, targets); here = line()  # noqa: E702
+    found = warned(caught)
+    assert (found.filename, found.lineno) == (__file__, here)
+
+
+@warning_losses
+def test_a_warning_points_at_the_line_inside_a_module(loss, hidden, targets, caught):
+    """torch's own frames lie between the caller of a module and its `forward`."""
+    hidden, weight = numbers(*hidden).requires_grad_(), numbers(V, H).requires_grad_()
+    targets = torch.zeros(targets, dtype=torch.int64, device=DEVICE)
+    _, here = Model(loss)(hidden, weight, targets)
+    found = warned(caught)
+    assert (found.filename, found.lineno) == (__file__, here)
+
+
+def test_a_warning_points_at_the_line_of_an_unreduced_loss(caught):
+    loss, targets = CrossEntropyLoss(logits_budget=1, reduction="none"), torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    values = loss(numbers(6, H).requires_grad_(), numbers(V, H).requires_grad_(), targets).loss; here = line()  # noqa: E702
+    found = warned(caught)
+    assert (found.filename, found.lineno) == (__file__, here)
+    values.sum().backward()
+    warned(caught)  # no second one in the backward pass
+
+
+def test_each_warning_comes_once(caught):
+    loss, targets = CrossEntropyLoss(logits_budget=1), torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    for _ in range(3):
+        loss(numbers(6, H), numbers(V, H), targets)
+    warned(caught)
+
+
+@pytest.mark.xfail(strict=True, reason="any folder called torch counts as torch itself")
+def test_a_warning_points_at_a_project_in_a_folder_called_torch(caught):
+    source, file = "loss(hidden, weight, targets)", "/home/someone/torch/train.py"
+    names = {"loss": CrossEntropyLoss(logits_budget=1), "hidden": numbers(6, H), "weight": numbers(V, H)}
+    names["targets"] = torch.zeros(6, dtype=torch.int64, device=DEVICE)
+    exec(compile(source, file, "exec"), names)
+    assert warned(caught).filename == file

@@ -1,0 +1,242 @@
+"""`prepare`: a public call, checked and flattened; what `shift` moves follows from the role of an input."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, LogitsLoss, Term, TokenLoss
+from logitless.engine.spec import Role
+from tests.engine.calls import call, given
+from tests.support import DEVICE
+
+H, V = 4, 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryRole(LogitsLoss):
+    token_inputs: ClassVar = ("weights",)
+    prediction_inputs: ClassVar = ("best",)
+    vocabulary_inputs: ClassVar = ("table",)
+    shared_inputs: ClassVar = ("whole",)
+    teacher: ClassVar = True
+
+    def terms(self, logits, batch):
+        return {"nll": Term(logits.sum(-1))}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfSequences(TokenLoss):
+    scope: ClassVar = "group"
+    unit: ClassVar = "sequences"
+    sequence_inputs: ClassVar = ("offsets",)
+
+    def terms(self, stats, batch):
+        return {"sums": Term(batch.sum_by_sequence(-stats.logps) - batch.offsets, over="sequences")}, {}
+
+
+def head(*shape: int, dtype=torch.float32):
+    """Hidden states (*shape, H), weight and targets that count up from 1."""
+    numel = torch.Size(shape).numel()
+    return torch.randn(*shape, H).to(dtype), torch.randn(V, H).to(dtype), (torch.arange(numel) % V).view(shape)
+
+
+def counted(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+
+
+def inputs(*shape: int, trailing: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
+    return {
+        "weights": counted(*shape, *trailing),
+        "best": counted(*shape, 3),
+        "table": counted(V),
+        "whole": counted(2, 5),
+        "teacher_hidden": counted(*shape, 6),
+        "teacher_weight": counted(V, 6),
+    }
+
+
+def test_roles():
+    assert dict(EveryRole.roles) == {
+        "weights": Role.TOKEN, "best": Role.POSITION, "table": Role.VOCABULARY, "whole": Role.WHOLE,
+        "teacher_hidden": Role.FEATURES, "teacher_weight": Role.HEAD, "teacher_bias": Role.HEAD,
+    }  # fmt: skip
+    assert DistillationLoss.roles["teacher_hidden"] is Role.FEATURES
+    assert DistillationLoss.roles["topk_ids"] is Role.POSITION
+
+
+@pytest.mark.parametrize("trailing", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 2, 3)], ids=str)
+def test_flattened_to_one_row_per_token(shape, trailing):
+    hidden, weight, targets = head(*shape)
+    given_inputs = inputs(*shape, trailing=trailing)
+    found = given(EveryRole(), hidden, weight, targets, **given_inputs)
+    N = targets.numel()
+    assert torch.equal(found.hidden, hidden.view(N, H)) and torch.equal(found.targets, targets.view(N))
+    assert found.targets.dtype == torch.int64 and found.sequence_count == 0
+    for name, x in given_inputs.items():
+        if name in ("weights", "best", "teacher_hidden"):
+            assert torch.equal(found.inputs[name], x.reshape(N, *x.shape[len(shape) :])), name
+        else:
+            assert torch.equal(found.inputs[name], x), name
+    assert found.inputs["teacher_bias"] is None
+    assert list(found.inputs) == list(EveryRole.roles)
+
+
+@pytest.mark.parametrize("trailing", [(), (2,), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 2, 3)], ids=str)
+def test_shift_moves_what_goes_with_the_labels(shape, trailing):
+    """Position i predicts targets[i + 1]: so its token inputs are of i + 1, and what is of the position stays."""
+    hidden, weight, targets = head(*shape)
+    given_inputs = inputs(*shape, trailing=trailing)
+    found = given(EveryRole(), hidden, weight, targets, shift=True, **given_inputs)
+    T = shape[-1]
+    rows = targets.reshape(-1, T).tolist()
+    assert found.targets.tolist() == [label for row in rows for label in (*row[1:], -100)]
+    weights = given_inputs["weights"].reshape(-1, T, *trailing)
+    moved = found.inputs["weights"].view_as(weights)
+    assert torch.equal(moved[:, :-1], weights[:, 1:])
+    for name in ("best", "teacher_hidden"):
+        x = given_inputs[name]
+        assert torch.equal(found.inputs[name], x.reshape(-1, x.shape[-1])), name
+    for name in ("table", "whole", "teacher_weight"):
+        assert torch.equal(found.inputs[name], given_inputs[name]), name
+    assert torch.equal(found.hidden, hidden.view(-1, H))
+
+
+def test_shift_ends_in_the_losss_own_ignore_index():
+    hidden, weight, targets = head(2, 3)
+    found = given(CrossEntropyLoss(ignore_index=7), hidden, weight, targets, shift=True)
+    assert found.targets.view(2, 3)[:, -1].tolist() == [7, 7]
+
+
+BOUNDS = {"two": [0, 4, 7], "empty ones": [0, 0, 3, 3, 7, 7], "single tokens": list(range(8)), "one": [0, 7]}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_shift_stays_in_packed_sequences(bounds):
+    hidden, weight, targets = head(7)
+    given_inputs = inputs(7, trailing=(2,))
+    boundaries = torch.tensor(bounds)
+    found = given(EveryRole(), hidden, weight, targets, shift=True, cu_seqlens=boundaries, **given_inputs)
+    ends = [bound - 1 for bound in bounds[1:]]
+    expected = [-100 if i in ends else targets.tolist()[i + 1] for i in range(7)]
+    assert found.targets.tolist() == expected
+    for i in range(7):
+        if i not in ends:
+            assert torch.equal(found.inputs["weights"][i], given_inputs["weights"][i + 1])
+    assert torch.equal(found.inputs["best"], given_inputs["best"])
+    assert torch.equal(found.inputs["teacher_hidden"], given_inputs["teacher_hidden"])
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_a_shifted_call_equals_one_on_shifted_tensors(form):
+    """End to end, with a token input: the loss of labels shifted by hand."""
+    hidden, weight, targets = head(3, 4)
+    weights = counted(3, 4)
+    options = {"cu_seqlens": torch.tensor([0, 4, 8, 12])} if form == "packed" else {}
+    shape = (12,) if form == "packed" else (3, 4)
+    ours = CrossEntropyLoss()(
+        hidden.view(*shape, H), weight, targets.view(shape), token_weights=weights.view(shape), shift=True, **options
+    )
+    theirs = CrossEntropyLoss()(hidden[:, :-1], weight, targets[:, 1:], token_weights=weights[:, 1:])
+    torch.testing.assert_close(ours.loss, theirs.loss)
+
+
+def test_top_k_of_a_teacher_stays_with_its_position():
+    """They are the teacher's prediction at the position, as its hidden states are."""
+    hidden, weight, targets = head(2, 5)
+    best, loss = torch.randn(2, 5, V).log_softmax(-1).topk(3), DistillationLoss(hard_loss_weight=0.3)
+    ours = loss(hidden, weight, targets, teacher_logprobs_topk=tuple(best), shift=True)
+    sliced = tuple(x[:, :-1] for x in best)
+    theirs = loss(hidden[:, :-1], weight, targets[:, 1:], teacher_logprobs_topk=sliced)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+
+
+# -- sequences and normalizers
+
+
+def test_sequence_count():
+    hidden, weight, targets = head(4, 3)
+    assert given(CrossEntropyLoss(), hidden, weight, targets).sequence_count == 0
+    assert given(OfSequences(), hidden, weight, targets, offsets=counted(4)).sequence_count == 4
+    bounds = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    flat = given(OfSequences(), hidden.view(12, H), weight, targets.view(12), cu_seqlens=bounds, offsets=counted(3, 2))
+    assert flat.sequence_count == 3 and flat.cu_seqlens.dtype == torch.int64 and flat.inputs["offsets"].shape == (3, 2)
+    with pytest.raises(ValueError, match=r"^hidden: expected a multiple of 2 sequences, got 3; "):
+        given(DPOLoss(), hidden[:3], weight, targets[:3], ref_logps=counted(3, 3))
+    with pytest.raises(ValueError, match=r"^hidden: expected shape \(B, T, H\), got \(12, 4\); "):
+        given(OfSequences(), hidden.view(12, H), weight, targets.view(12), offsets=counted(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": counted(3)}, r"^weights: expected a shape that starts with targets' \(2, 3\), got \(3,\); "),
+        ({"best": counted(2, 4, 3)}, r"^best: expected a shape that starts with targets' \(2, 3\), got \(2, 4, 3\); "),
+        ({"table": counted(V + 1)}, rf"^table: expected shape \({V},\), one per token id, got \({V + 1},\); "),
+        ({"teacher_hidden": counted(3, 6)}, r"^teacher_hidden: expected a shape that starts with targets' \(2, 3\)"),
+    ],
+    ids=["weights", "best", "table", "teacher_hidden"],
+)
+def test_inputs_that_do_not_fit_their_role(changes, message):
+    hidden, weight, targets = head(2, 3)
+    with pytest.raises(ValueError, match=message):
+        given(EveryRole(), hidden, weight, targets, **inputs(2, 3) | {k: v.to(DEVICE) for k, v in changes.items()})
+
+
+def test_an_input_that_is_no_tensor():
+    hidden, weight, targets = head(2, 3)
+    with pytest.raises(TypeError, match=r"^weights: expected a tensor, got list; "):
+        given(EveryRole(), hidden, weight, targets, **inputs(2, 3) | {"weights": [[1.0] * 3] * 2})
+
+
+@pytest.mark.parametrize("offsets", [counted(3), counted(1), counted(4, 2).T])
+def test_a_sequence_input_that_does_not_fit(offsets):
+    hidden, weight, targets = head(4, 3)
+    with pytest.raises(ValueError, match=r"^offsets: expected shape \(4,\), one entry per sequence, got \(.*\); "):
+        given(OfSequences(), hidden, weight, targets, offsets=offsets.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_num_items_is_a_tensor_of_the_statistics_dtype(dtype):
+    hidden, weight, targets = head(2, 3, dtype=dtype)
+    found = given(CrossEntropyLoss(), hidden, weight, targets, num_items=7)
+    assert found.num_items.dtype == torch.promote_types(dtype, torch.float32) and found.num_items == 7
+    assert given(CrossEntropyLoss(), hidden, weight, targets).num_items is None
+    with pytest.raises(ValueError, match=r"^num_items: expected a number or a 0-d tensor, got \(1,\); "):
+        given(CrossEntropyLoss(), hidden, weight, targets, num_items=torch.ones(1))
+
+
+def test_dtype_of_the_products():
+    hidden, weight, targets = head(2, 3)
+    assert given(CrossEntropyLoss(), hidden, weight, targets).dtype == torch.float32
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert given(CrossEntropyLoss(), hidden, weight, targets).dtype == torch.bfloat16
+        hidden, weight, targets = head(2, 3, dtype=torch.float64)
+        assert given(CrossEntropyLoss(), hidden, weight, targets).dtype == torch.float64
+    for name in ("accum_dtype", "logits_dtype"):
+        with pytest.raises(ValueError, match=rf"^{name}: expected None, torch.float64 or a wider dtype, got torch.float32; "):
+            given(CrossEntropyLoss(**{name: torch.float32}), hidden, weight, targets)
+
+
+def test_teacher_weights_get_no_gradient():
+    hidden, weight, targets = head(2, 3)
+    teacher = inputs(2, 3)
+    teacher["teacher_weight"].requires_grad_()
+    assert not given(EveryRole(), hidden, weight, targets, **teacher).inputs["teacher_weight"].requires_grad
+
+
+@pytest.mark.parametrize("trainable", [(), (0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_needs(trainable):
+    hidden, weight, targets = head(2, 3)
+    bias = torch.randn(V)
+    for number in trainable:
+        (hidden, weight, bias)[number].requires_grad_()
+    made = call(CrossEntropyLoss(), hidden, weight, targets, bias)
+    assert made.needs[:3] == tuple(number in trainable for number in range(3)) and not made.needs.layers
+    assert made.trainable == bool(trainable)
+    with torch.no_grad():
+        assert not call(CrossEntropyLoss(), hidden, weight, targets, bias).trainable
+    assert (made.V, made.width) == (V, V)

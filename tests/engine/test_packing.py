@@ -1,0 +1,165 @@
+"""A call packed into a flat list of tensors, and back: nothing is lost, and what is shared is there once."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import nn
+
+from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss
+from logitless.engine.call import Given, Layers
+from logitless.engine.operands import SplitHead
+from logitless.engine.packing import pack, unpack
+from tests.engine.calls import given
+
+H, V = 4, 11
+
+
+def head(*shape: int):
+    return torch.randn(*shape, H).requires_grad_(), torch.randn(V, H).requires_grad_(), torch.randint(0, V, shape)
+
+
+def bias() -> torch.Tensor:
+    return torch.randn(V).requires_grad_()
+
+
+def pair() -> Given:
+    hidden, weight, targets = head(8)
+    options = {"ref_logps": torch.randn(8), "cu_seqlens": torch.tensor([0, 3, 8]), "num_items": 3}
+    return given(DPOLoss(), hidden, weight, targets, bias(), **options)
+
+
+def split() -> Given:
+    hidden, weight, targets = head(2, 3)
+    trained = torch.randn(V, 2, requires_grad=True)
+    return given(CrossEntropyLoss(), torch.cat((hidden, hidden[..., :2]), -1), SplitHead(weight, trained), targets)
+
+
+def taught() -> Given:
+    hidden, weight, targets = head(2, 3)
+    teacher = {"teacher_hidden": torch.randn(2, 3, 6), "teacher_weight": torch.randn(V, 6), "teacher_bias": torch.randn(V)}
+    return given(DistillationLoss(), hidden, weight, targets, **teacher)
+
+
+CALLS = {
+    "plain": lambda: given(CrossEntropyLoss(), *head(2, 3)),
+    "bias": lambda: given(CrossEntropyLoss(), *head(2, 3), bias()),
+    "weights": lambda: given(CrossEntropyLoss(), *head(2, 3), class_weights=torch.rand(V), num_items=torch.tensor(5)),
+    "pair": pair,
+    "split head": split,
+    "teacher": taught,
+}
+
+
+def assert_same(found: object, expected: object, name: str) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found is expected, name
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), name
+        for key in expected:
+            assert_same(found[key], expected[key], f"{name}.{key}")
+    else:
+        assert found == expected, name
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_there_and_back(make):
+    before = make()
+    signature, tensors, sequences = pack([before])
+    (after,) = unpack(signature, tensors, sequences)
+    for field in fields(Given):
+        assert_same(getattr(after, field.name), getattr(before, field.name), field.name)
+    trained = [x for x in (before.hidden, before.weight, before.bias) if x is not None]
+    assert len(signature.needs) == len(trained)
+    for slot, x in zip((after.slots.hidden, after.slots.weight, after.slots.bias), (before.hidden, before.weight, before.bias)):
+        assert (slot is None) == (x is None)
+        assert x is None or tensors[slot] is x
+    assert after.needs == (True, True, before.bias is not None, False)
+    # Equal calls have equal signatures, which key compiled functions.
+    again = make()
+    assert pack([again])[0] == signature and hash(pack([again])[0]) == hash(signature)
+
+
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_without_gradients(make):
+    signature, tensors, sequences = pack([make()])
+    (after,) = unpack(signature.without_gradients(), tensors, sequences)
+    assert not any(after.needs) and not after.trainable
+    with torch.no_grad():
+        assert pack([make()])[0].needs == signature.without_gradients().needs
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+
+    def blocks(self, head: int) -> nn.Module:
+        return self.layers[head]
+
+
+def heads(module: Blocks) -> list[Given]:
+    """A base head and two with layers in front, of the same hidden states; the second of them has a weight of its own."""
+    base = given(CrossEntropyLoss(), *head(2, 3), bias())
+    others = []
+    for number in range(2):
+        layers = Layers(module, number, dict(module.blocks(number).named_parameters()))
+        weight = base.weight if number == 0 else torch.randn(V, H).requires_grad_()
+        targets = torch.randint(0, V, (6,))
+        others.append(replace(base, weight=weight, targets=targets, layers=layers, coefficient=0.5 + number))
+    return [base, *others]
+
+
+def test_what_several_heads_share_is_packed_once():
+    module = Blocks()
+    given_heads = heads(module)
+    signature, tensors, sequences = pack(given_heads)
+    trained = tensors[: len(signature.needs)]
+    # Hidden, weight, bias, two parameters of each block, and the second head's weight.
+    assert len(trained) == 3 + 2 + 2 + 1 and all(signature.needs)
+    assert len({id(x) for x in trained}) == len(trained)
+    calls = unpack(signature, tensors, sequences)
+    assert len(calls) == 3
+    base, first, second = calls
+    assert base.slots.hidden == first.slots.hidden == second.slots.hidden
+    assert base.slots.weight == first.slots.weight != second.slots.weight
+    assert base.slots.bias == first.slots.bias == second.slots.bias
+    assert not set(first.slots.layers) & set(second.slots.layers)
+    assert [made.coefficient for made in calls] == [1.0, 0.5, 1.5]
+    for made, before in zip(calls, given_heads, strict=True):
+        for name in ("hidden", "weight", "bias", "targets"):
+            assert getattr(made, name) is getattr(before, name)
+    assert base.layers is None and not base.needs.layers
+    for number, made in enumerate((first, second)):
+        assert made.layers.head == number and made.layers.module is module and made.needs.layers
+        expected = dict(module.blocks(number).named_parameters())
+        assert set(made.layers.trained) == set(expected)
+        assert all(made.layers.tensors[name] is x for name, x in expected.items())
+
+
+def test_layers_that_are_frozen():
+    module = Blocks()
+    module.blocks(0).weight.requires_grad_(False)
+    module.blocks(1).requires_grad_(False)
+    signature, tensors, sequences = pack(heads(module))
+    _, first, second = unpack(signature, tensors, sequences)
+    assert first.layers.trained == ("bias",) and first.needs.layers
+    assert second.layers.trained == () and not second.needs.layers
+
+
+def test_a_tensor_in_two_places_is_packed_once():
+    """Embeddings that are also the hidden states, say: its gradient is the sum of both."""
+    x = torch.randn(V, H, requires_grad=True)
+    tied = given(CrossEntropyLoss(), x, x, torch.randint(0, V, (V,)))
+    signature, tensors, sequences = pack([tied])
+    assert signature.needs == (True,)
+    (made,) = unpack(signature, tensors, sequences)
+    assert made.hidden is x and made.weight is x
+
+
+def test_gradient_of_a_tensor_in_two_places():
+    x = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
+    targets = torch.arange(V).flip(0)
+    (ours,) = torch.autograd.grad(CrossEntropyLoss()(x, x, targets).loss, x)
+    (theirs,) = torch.autograd.grad(nn.functional.cross_entropy(x @ x.T, targets), x)
+    torch.testing.assert_close(ours, theirs)

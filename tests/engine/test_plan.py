@@ -1,0 +1,243 @@
+"""`make_plan` and `chunk_rows`: every row once for each purpose, within the budget, groups whole where the plan says so."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+
+from logitless.engine.plan import GOOD_CHUNKS, TILE, Facts, Pass, Plan, Step, chunk_rows, make_plan
+
+ROW = 10  # bytes
+
+
+class Case(NamedTuple):
+    purpose: Pass
+    groups: tuple[int, ...] | None
+    rows: int
+    differentiable: bool
+    trainable_head: bool
+    linear: bool
+    rereads: bool
+    capacity: int  # rows within the budget; 0: not even one
+
+    def plan(self) -> Plan:
+        facts = Facts(self.rows, self.groups, self.differentiable, self.trainable_head, self.linear, self.rereads)
+        return make_plan(self.purpose, facts, row_bytes=ROW, budget=max(1, self.capacity * ROW + ROW // 2))
+
+
+GROUPS = {
+    "tokens": (None, 23),
+    "no tokens": (None, 0),
+    "no groups": ((), 0),
+    "one group": ((23,), 23),
+    "even groups": ((4,) * 6, 24),
+    "ragged groups": ((3, 1, 12, 2, 5, 9, 1), 33),
+    "empty groups": ((0, 3, 0, 0, 12, 0, 2, 0), 17),
+    "groups without tokens": ((0, 0, 0), 0),
+}
+# Every combination; what trains a head needs something to differentiate.
+CASES = [
+    Case(purpose, groups, rows, differentiable, head, linear, rereads, capacity)
+    for purpose, (groups, rows) in itertools.product(Pass, GROUPS.values())
+    for differentiable, head, linear, rereads in itertools.product((True, False), repeat=4)
+    for capacity in (0, 1, 3, 5, 11, 1000)
+    if differentiable or not head
+]
+
+
+def expected_strategy(case: Case) -> str:
+    """The table at the top of the module."""
+    if case.purpose is not Pass.GRADIENTS and not case.differentiable:
+        return "loss_only"
+    frozen_linear = case.linear and not case.trainable_head
+    if case.purpose is Pass.SOLVE:
+        if case.groups is None:
+            return "fused"
+        if frozen_linear:
+            return "row_scaled"
+        capacity = max(1, case.capacity)
+        kinds = {"recompute" if size > capacity else "resident" for size in case.groups if size} or {"resident"}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+    return "row_scaled" if case.purpose is Pass.NUMBERS and frozen_linear else "recompute"
+
+
+def rows_where(steps: tuple[Step, ...], name: str) -> list[int]:
+    return [row for step in steps if getattr(step, name) for row in range(step.start, step.stop)]
+
+
+def check_coverage(case: Case, plan: Plan) -> None:
+    everything, nothing = list(range(case.rows)), []
+    reads, writes = everything, everything
+    if case.purpose is Pass.GRADIENTS:
+        reads = everything if case.rereads else nothing
+    elif plan.strategy == "loss_only" or (case.purpose is Pass.NUMBERS and plan.strategy == "recompute"):
+        writes = nothing
+    assert rows_where(plan.steps, "read") == reads
+    assert rows_where(plan.steps, "write") == writes
+    idle = [step for step in plan.steps if step.stop > step.start and not (step.read or step.write)]
+    assert not idle, "a chunk is projected for nothing"
+
+
+def check_evaluation(case: Case, plan: Plan) -> None:
+    """Groups and rows once, in order; after they were read, and before the loss's gradient is written."""
+    spans = [(at, step.evaluate) for at, step in enumerate(plan.steps) if step.evaluate is not None]
+    if case.purpose is not Pass.SOLVE:
+        assert not spans
+        return
+    assert spans, "no loss without an evaluation, though there be no rows"
+    groups = case.groups or ()
+    assert [row for _, span in spans for row in range(span.start, span.stop)] == list(range(case.rows))
+    assert [group for _, span in spans for group in range(span.first, span.last)] == list(range(len(groups)))
+    for at, span in spans:
+        if case.groups is not None:
+            bounds = sum(groups[: span.first]), sum(groups[: span.last])
+            assert bounds == (span.start, span.stop) or span.start == span.stop
+        of_span = set(range(span.start, span.stop))
+        assert of_span <= set(rows_where(plan.steps[: at + 1], "read"))
+        if plan.strategy != "row_scaled":
+            assert not of_span & set(rows_where(plan.steps[:at], "write"))
+
+
+def check_groups(case: Case, plan: Plan) -> None:
+    """A resident step has whole groups; a group beyond the capacity is walked twice, alone."""
+    if plan.strategy not in ("resident", "recompute", "mixed") or case.purpose is not Pass.SOLVE or not case.rows:
+        return
+    ends = list(itertools.accumulate(case.groups))
+    once = [step for step in plan.steps if step.read and step.write]
+    for step in once:
+        assert step.evaluate[:2] == (step.start, step.stop)
+        assert step.start in (0, *ends) and step.stop in ends
+    resident = {row for step in once for row in range(step.start, step.stop)}
+    for end, size in zip(ends, case.groups, strict=True):
+        fits = size <= max(1, case.capacity)
+        assert all((row in resident) == fits for row in range(end - size, end))
+    assert set(plan.parts) == ({"resident", "recompute"} if plan.strategy == "mixed" else {plan.strategy})
+
+
+@pytest.mark.parametrize("purpose", Pass, ids=lambda purpose: purpose.name)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_every_plan(purpose, groups):
+    mine = [case for case in CASES if case.purpose is purpose and (case.groups, case.rows) == GROUPS[groups]]
+    assert len(mine) == 72
+    for case in mine:
+        plan = case.plan()
+        assert plan.strategy == expected_strategy(case), case
+        check_coverage(case, plan)
+        check_evaluation(case, plan)
+        check_groups(case, plan)
+        sizes = [step.stop - step.start for step in plan.steps if step.stop > step.start]
+        assert all(size <= max(1, case.capacity) for size in sizes), case
+        assert (plan.chunks, plan.token_chunk) == (len(sizes), max(sizes, default=0))
+        assert plan.rows == case.rows and plan.chunk_bytes == plan.token_chunk * ROW
+
+
+def test_all_strategies_are_met():
+    found = {case.plan().strategy for case in CASES if case.purpose is Pass.SOLVE}
+    assert found == {"fused", "resident", "recompute", "row_scaled", "loss_only", "mixed"}
+
+
+def test_mixed():
+    plan = Case(Pass.SOLVE, (3, 12, 2, 2), 19, True, True, True, False, 5).plan()
+    steps = [(step.start, step.stop, step.read, step.write, step.evaluate) for step in plan.steps]
+    assert steps == [
+        (0, 3, True, True, (0, 3, 0, 1)),
+        (3, 8, True, False, None),
+        (8, 13, True, False, None),
+        (13, 15, True, False, (3, 15, 1, 2)),
+        (3, 8, False, True, None),
+        (8, 13, False, True, None),
+        (13, 15, False, True, None),
+        (15, 19, True, True, (15, 19, 2, 4)),
+    ]
+    assert plan.strategy == "mixed" and set(plan.parts) == {"resident", "recompute"}
+    text = plan.describe()
+    assert "mixed" in text and "resident" in text and "recompute" in text and "19 supervised tokens" in text
+
+
+def test_no_rows_still_evaluate():
+    for groups in (None, (), (0, 0)):
+        for differentiable in (True, False):
+            plan = Case(Pass.SOLVE, groups, 0, differentiable, differentiable, True, False, 5).plan()
+            assert plan.chunks == plan.token_chunk == 0
+            assert sum(step.evaluate is not None for step in plan.steps) == 1
+            assert all(step.start == step.stop for step in plan.steps)
+
+
+def test_a_plan_is_the_same_again_and_has_no_other_numbers():
+    case = Case(Pass.SOLVE, (3, 12, 2, 2), 19, True, True, True, False, 5)
+    assert case.plan() == case.plan()
+    assert case.plan().budget == 55 and case.plan().row_bytes == ROW
+
+
+# -- rows of a chunk
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "expected"),
+    [
+        # All of them, where they fit below a good size.
+        (0, 100, 1),
+        (1, 100, 1),
+        (100, 100, 100),
+        (100, 10_000, 100),
+        (4096, 4096, 4096),
+        (512, 600, 512),
+        # The largest good size that fits.
+        (8 * 12_288, 4096, 4096),
+        (8 * 12_288, 1_000_000, 4096),
+        (8 * 12_288, 4095, 2048),
+        (8 * 12_288, 2047, 1536),
+        (8 * 12_288, 1535, 1024),
+        (8 * 12_288, 1023, 512),
+        # What fits, evened out.
+        (100_000, 511, 511),
+        (1000, 511, 500),
+        (512, 511, 256),
+        (10, 9, 5),
+        (10, 4, 4),
+        (10, 3, 3),
+        (7, 2, 2),
+        (7, 1, 1),
+        (7, 0, 1),  # not even a row
+        # A few rows more in every chunk, in whole tiles, where the last one would be small.
+        (4 * 4096 + 64, 100_000, 4224),
+        (4 * 4096 + 512, 100_000, 4224),
+        (4096 + 100, 4608, 4224),
+        (4096 + 512, 4608, 4608),
+        (4096 + 513, 5000, 4096),  # more than an eighth
+        (4 * 4096 + 64, 4200, 4096),  # beyond the budget
+        (2 * 512 + 10, 600, 512),  # 517 rows are 640 in whole tiles: too many more
+    ],
+)
+def test_chunk_rows(rows, capacity, expected):
+    assert chunk_rows(rows, 7, capacity * 7 + 3) == expected
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2, 100, 511, 512, 600, 1023, 1024, 1536, 2047, 2048, 4095, 4096, 4600, 10_000])
+def test_chunk_rows_in_general(capacity):
+    good = [size for size in GOOD_CHUNKS if size <= capacity]
+    for rows in (*range(0, 1300, 61), *range(1300, 40_000, 997)):
+        C = chunk_rows(rows, 1, capacity) if capacity else chunk_rows(rows, 2, 1)
+        assert 1 <= C <= max(1, capacity)
+        if rows <= capacity and (not good or rows <= good[0]):
+            assert C == max(1, rows)
+        elif good:
+            assert good[0] <= C <= good[0] + good[0] // 8
+            assert C == good[0] or C % TILE == 0
+            # Stretching leaves one chunk less.
+            assert C == good[0] or -(-rows // C) <= rows // good[0]
+        else:
+            # Evened out: no fewer chunks are possible, and the last is nearly as large as the others.
+            chunks = -(-rows // C)
+            assert chunks == -(-rows // max(1, capacity)) and rows - (chunks - 1) * C > C - chunks
+
+
+def test_good_chunks_fall():
+    assert list(GOOD_CHUNKS) == sorted(GOOD_CHUNKS, reverse=True)
+
+
+@pytest.mark.xfail(strict=True, reason="what fits is cut in two: 512 + 88 rows, or 4,096 + 404 as whole tiles would not fit")
+@pytest.mark.parametrize(("rows", "capacity"), [(600, 1000), (4500, 4500)])
+def test_rows_that_fit_are_one_chunk(rows, capacity):
+    """`chunk_rows`: "all of them, else the largest good size"."""
+    assert chunk_rows(rows, 1, capacity) == rows

@@ -1,0 +1,126 @@
+"""Normalizers: factor = m * 2^e with m in [0.5, 1), nothing divided by 0, and Python numbers kept as such."""
+
+import math
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, DPOLoss
+from logitless.engine.passes import choose_rows
+from logitless.engine.reduction import metric_factors, power_of_two, unit_counts, unit_factors
+from tests.engine.calls import call
+
+NUMBERS = [1.0, 0.5, 0.75, 3.0, 1 / 3, 1 / 7, 1e-30, 1.5e30, 2.0**-100, math.nextafter(2.0, 0)]
+
+
+@pytest.mark.parametrize("x", NUMBERS)
+def test_power_of_two(x):
+    """The smallest power of two above x."""
+    expected = next(2.0**e for e in range(-200, 200) if 2.0**e > x)
+    assert power_of_two(x) == expected and isinstance(power_of_two(x), float)
+    tensor = power_of_two(torch.tensor(x, dtype=torch.float64))
+    assert tensor.item() == expected and tensor.dtype == torch.float64 and tensor.dim() == 0
+    assert 0.5 <= x / expected < 1
+
+
+def test_power_of_two_of_several():
+    x = torch.tensor([1.0, 0.3, 5.0])
+    assert power_of_two(x).tolist() == [2.0, 0.5, 8.0]
+
+
+def test_unit_counts():
+    assert unit_counts(7, 3, 4) == {"tokens": 7, "sequences": 4, "pairs": 2, "chosen_tokens": 3}
+    tokens, chosen = torch.tensor(7), torch.tensor(3)
+    assert unit_counts(tokens, chosen, 0) == {"tokens": tokens, "sequences": 0, "pairs": 0, "chosen_tokens": chosen}
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+def test_metric_factors(tensors):
+    make = torch.tensor if tensors else int
+    counts = unit_counts(make(8), make(0), 4)
+    factors = metric_factors(counts, torch.float64)
+    assert {unit: float(x) for unit, x in factors.items()} == {
+        None: 1.0, "tokens": 1 / 8, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1.0,
+    }  # fmt: skip
+    assert isinstance(factors["tokens"], torch.Tensor) == tensors and not isinstance(factors["pairs"], torch.Tensor)
+
+
+def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="mean", **options):
+    torch.manual_seed(0)
+    targets = torch.randint(0, 11, (5,))
+    targets[:ignored] = -100
+    loss = CrossEntropyLoss(reduction=reduction, compact=compact)
+    made = call(loss, torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(11, 4).to(dtype), targets, **options)
+    return made, choose_rows(made)
+
+
+def of_pairs(**options):
+    torch.manual_seed(0)
+    targets = torch.randint(0, 11, (4, 3))
+    targets[0, 0] = targets[3, 1] = -100
+    inputs = {"ref_logps": torch.zeros(4, 3)} | options
+    made = call(DPOLoss(), torch.randn(4, 3, 4).requires_grad_(), torch.randn(11, 4), targets, **inputs)
+    return made, choose_rows(made)
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
+def test_a_mean(compact):
+    made, rows = of_cross_entropy(compact=compact)
+    factors, deferred = unit_factors(made, rows, None)
+    own = float(factors.loss["tokens"])
+    assert 0.5 <= own < 1 and math.log2(float(deferred)).is_integer()
+    assert own * float(deferred) == pytest.approx(1 / 3, rel=1e-7)
+    assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3, rel=1e-7)
+    # What the host knows stays a Python number, so that nothing is launched for it.
+    assert isinstance(deferred, float) == isinstance(factors.loss["tokens"], float) == compact
+
+
+def test_a_sum():
+    made, rows = of_cross_entropy(reduction="sum")
+    factors, deferred = unit_factors(made, rows, None)
+    assert all(float(x) * float(deferred) == 1 for x in factors.loss.values())
+    assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3)  # metrics are means all the same
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_num_items(kind, dtype):
+    made, rows = of_cross_entropy(dtype=dtype, num_items=kind(7.0))
+    factors, deferred = unit_factors(made, rows, None)
+    product = float(factors.loss["tokens"]) * float(deferred)
+    assert product == pytest.approx(1 / 7, rel=1e-15 if dtype == torch.float64 else 1e-6)
+    assert float(factors.metrics["tokens"]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("items", [0.1, 123_456_789.0])
+def test_num_items_in_fp64_loses_nothing(items):
+    made, rows = of_cross_entropy(dtype=torch.float64, num_items=items)
+    factors, deferred = unit_factors(made, rows, None)
+    assert float(factors.loss["tokens"]) * float(deferred) == pytest.approx(1 / items, rel=1e-15)
+
+
+def test_nothing_supervised_divides_by_nothing():
+    made, rows = of_cross_entropy(ignored=5)
+    factors, deferred = unit_factors(made, rows, None)
+    assert all(math.isfinite(float(x)) for x in (*factors.loss.values(), *factors.metrics.values(), deferred))
+
+
+def test_units_of_pairs():
+    made, rows = of_pairs()
+    factors, deferred = unit_factors(made, rows, None)
+    whole = {unit: float(x) * float(deferred) for unit, x in factors.loss.items()}
+    assert whole == pytest.approx({None: 1, "tokens": 1 / 10, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1 / 5})
+    assert 0.5 <= float(factors.loss[made.loss.unit]) < 1
+
+
+def test_num_items_are_of_the_losss_own_unit():
+    made, rows = of_pairs(num_items=5)
+    factors, deferred = unit_factors(made, rows, None)
+    whole = {unit: float(x) * float(deferred) for unit, x in factors.loss.items()}
+    assert whole["pairs"] == pytest.approx(1 / 5) and whole["tokens"] == pytest.approx(1 / 10)
+
+
+def test_a_factor_that_is_given_is_kept():
+    made, rows = of_cross_entropy()
+    factors, deferred = unit_factors(made, rows, 0.125)
+    assert deferred == 0.125 and float(factors.loss["tokens"]) * 0.125 == pytest.approx(1 / 3)

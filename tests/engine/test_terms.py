@@ -1,0 +1,454 @@
+"""What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
+
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from logitless import LogitsLoss, Term, TokenLoss
+from logitless.engine import terms as module
+from logitless.engine.terms import reduced, unreduced
+from tests.support import DEVICE, EngineCalls
+
+H, V = 4, 11
+REDUCTIONS = ["mean", "sum", "none"]
+
+pytestmark = pytest.mark.usefixtures("uncompiled_parts")
+
+
+@pytest.fixture
+def uncompiled_parts(request):
+    """The function of a LogitsLoss stays as it is; tests of torch.compile ask for it themselves."""
+    if "compiling" in request.fixturenames:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
+def compiling():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def own(values: Callable, kind: type = TokenLoss, **attributes) -> type:
+    """A loss class of `values(numbers (n,), batch) -> ({name: Term}, {name: Term})`."""
+
+    def terms(self, given, batch):
+        return values(given.logps if kind is TokenLoss else given.log_softmax(-1)[:, 0], batch)
+
+    return type("Own", (kind,), {"terms": terms, **attributes})
+
+
+def head(*shape: int):
+    generator = torch.Generator("cpu").manual_seed(0)
+    hidden, weight = (torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,)))
+    targets = torch.randint(0, V, shape, generator=generator, device="cpu").to(DEVICE)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+# -- what is refused
+
+BAD = {
+    "a mean": (lambda x: {"nll": Term(-x.mean())}, ValueError, r"Own\.terms\['nll'\]: expected values of shape \(6,\), one per row"),
+    "a sum": (lambda x: {"nll": Term(-x.sum())}, ValueError, r"Own\.terms\['nll'\]: expected values of shape .* got \(\); "),
+    "one number": (lambda x: {"nll": Term(-x.mean()[None])}, ValueError, r"Own\.terms\['nll'\]: .* got \(1,\); "),
+    "a row too few": (lambda x: {"nll": Term(-x[1:])}, ValueError, r"Own\.terms\['nll'\]: .* got \(5,\); "),
+    "a row too many": (lambda x: {"nll": Term(torch.cat((x, x[:1])))}, ValueError, r"Own\.terms\['nll'\]: .* got \(7,\); "),
+    "two columns": (lambda x: {"nll": Term(torch.stack((x, x), 1))}, ValueError, r"Own\.terms\['nll'\]: .* got \(6, 2\); "),
+    "the second term": (lambda x: {"nll": Term(-x), "reg": Term(x.mean())}, ValueError, r"Own\.terms\['reg'\]: expected values"),
+    "no Term": (lambda x: {"nll": -x}, TypeError, r"Own\.terms\['nll'\]: expected a Term, got Tensor; "),
+    "a pair for a Term": (lambda x: {"nll": (-x, "tokens")}, TypeError, r"Own\.terms\['nll'\]: expected a Term, got tuple; "),
+    "no tensor": (lambda x: {"nll": Term(1.0, over=None)}, TypeError, r"Own\.terms\['nll'\]: expected a tensor of values, got float; "),
+    "no unit": (lambda x: {"nll": Term(-x, over="token")}, ValueError, r"Own\.terms\['nll'\]: expected over= one of tokens, .* got 'token'"),
+    "a mask in the loss": (lambda x: {"nll": Term(-x, over=x.exp())}, ValueError, r"Own\.terms\['nll'\]: expected over="),
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("values", "error", "message"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+def test_terms_that_are_refused(kind, values, error, message, reduction):
+    loss = own(lambda x, batch: (values(x), {}), kind)(reduction=reduction)
+    with pytest.raises(error, match=f"^{message}"):
+        loss(*head(6))
+
+
+WHOLE = {
+    "a tensor": lambda x: -x,
+    "a Term": lambda x: Term(-x),
+    "a dict": lambda x: {"nll": Term(-x)},
+    "three": lambda x: ({"nll": Term(-x)}, {}, {}),
+    "lists": lambda x: ([Term(-x)], []),
+    "None": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("values", WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+def test_what_is_no_pair_of_dicts(kind, values, reduction):
+    loss = own(lambda x, batch: values(x), kind)(reduction=reduction)
+    with pytest.raises(TypeError, match=r"^Own\.terms: expected \(\{name: Term\}, \{metric name: Term\}\), got \w+; "):
+        loss(*head(6))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+@pytest.mark.parametrize(("declared", "returned"), [((), ("a",)), (("a",), ()), (("a",), ("b",)), (("a",), ("a", "b"))], ids=str)
+def test_metrics_are_the_declared_ones(kind, declared, returned, reduction):
+    values = lambda x, batch: ({"nll": Term(-x)}, {name: Term(x) for name in returned})  # noqa: E731
+    with pytest.raises(ValueError, match="^metric_names: expected "):
+        own(values, kind, metric_names=declared)(reduction=reduction)(*head(6))
+
+
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_metric_is_checked_like_a_term(kind, reduction):
+    loss = own(lambda x, batch: ({"nll": Term(-x)}, {"a": Term(x.mean())}), kind, metric_names=("a",))
+    with pytest.raises(ValueError, match=r"^Own\.terms\['a'\]: expected values of shape \(6,\)"):
+        loss(reduction=reduction)(*head(6))
+    loss = own(lambda x, batch: ({"nll": Term(-x)}, {"a": Term(x, over=x[1:])}), kind, metric_names=("a",))
+    with pytest.raises(ValueError, match=r"^Own\.terms\['a'\]: expected weights like the values, \(6,\), got \(5,\); "):
+        loss(reduction=reduction)(*head(6))
+
+
+@pytest.mark.parametrize("over", ["tokens", "sequences", "pairs", "chosen_tokens", None])
+def test_one_number_is_right_only_where_nothing_divides_it(over):
+    loss = own(lambda x, batch: ({"nll": Term(-x.sum(), over=over)}, {}))()
+    hidden, weight, targets = head(6)
+    if over is not None:
+        with pytest.raises(ValueError, match=r"^Own\.terms\['nll'\]: expected values of shape"):
+            loss(hidden, weight, targets)
+        return
+    truth = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+    torch.testing.assert_close(loss(hidden, weight, targets).loss, truth)
+
+
+def test_a_sum_of_nothing_else_is_the_same_in_every_chunk_size():
+    hidden, weight, targets = head(16)
+    loss = own(lambda x, batch: ({"nll": Term(-x.sum(), over=None)}, {}), LogitsLoss)
+    whole, cut = loss()(hidden, weight, targets), loss(logits_budget=1)(hidden, weight, targets)
+    assert cut.plan.chunks > whole.plan.chunks
+    torch.testing.assert_close(cut.loss, whole.loss)
+
+
+# -- sequences and pairs
+
+SEQUENCES = {"scope": "group", "unit": "pairs", "sequences_per_group": 2}
+OF_PAIRS = {
+    "rows": (lambda x, sums: x, True),
+    "sequences": (lambda x, sums: sums, True),
+    "pairs": (lambda x, sums: sums.chunk(2)[0], True),
+    "rows but one": (lambda x, sums: x[1:], False),
+    "a sequence too many": (lambda x, sums: torch.cat((sums, sums[:1])), False),
+    "a pair too many": (lambda x, sums: sums[:3], False),
+    "a mean": (lambda x, sums: sums.mean(), False),
+    "one number": (lambda x, sums: sums.mean()[None], False),
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("over", ["pairs", "tokens"])
+@pytest.mark.parametrize(("values", "right"), OF_PAIRS.values(), ids=OF_PAIRS)
+def test_values_of_a_loss_of_pairs(values, right, over, reduction):
+    """One per row, sequence or pair; `over` is the divisor alone."""
+    loss = own(lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES)(reduction=reduction)
+    arguments = head(4, 5)
+    if right:
+        loss(*arguments).loss.sum().backward()
+        return
+    with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape .*per row.*per sequence.*per pair.*, got "):
+        loss(*arguments)
+
+
+@pytest.mark.parametrize("length", [4, 2])
+def test_a_loss_of_tokens_has_no_values_per_sequence(length):
+    """Its slices are of rows, wherever their sequences end."""
+    loss = own(lambda x, batch: ({"own": Term(x[:length])}, {}))()
+    with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape \(20,\), one per row, got"):
+        loss(*head(4, 5))
+
+
+def test_sequence_inputs_of_a_loss_of_tokens_are_refused_where_the_class_is_defined():
+    message = r"^Own\.sequence_inputs: expected none, got .*offsets.* with scope 'token'; set scope to 'group' or 'batch'"
+    for kind in (TokenLoss, LogitsLoss):
+        with pytest.raises(TypeError, match=message):
+            own(lambda x, batch: ({"own": Term(x)}, {}), kind, sequence_inputs=("offsets",))
+    own(lambda x, batch: ({"own": Term(x)}, {}), sequence_inputs=("offsets",), scope="batch")
+
+
+def test_sequence_inputs_are_refused_in_a_decorated_class():
+    with pytest.raises(TypeError, match=r"^Decorated\.sequence_inputs: expected none"):
+
+        @dataclass(frozen=True, kw_only=True)
+        class Decorated(TokenLoss):
+            gamma: float = 1.0
+            sequence_inputs: ClassVar = ("offsets",)
+
+            def terms(self, stats, batch):
+                return {"own": Term(stats.logps)}, {}
+
+
+# -- statistics
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", ["entropy", "sum_logits", "log_sum_sq_probs", "is_top1"])
+def test_a_statistic_that_is_not_declared(name, reduction):
+    class Own(TokenLoss):
+        def terms(self, stats, batch):
+            return {"own": Term(getattr(stats, name) - stats.logps)}, {}
+
+    message = rf"^stats\.{name}: expected .*; add '{name}' to `observes`, or to `differentiates`"
+    with pytest.raises(AttributeError, match=message):
+        Own(reduction=reduction)(*head(6))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", ["entropy", "sum_logits", "log_sum_sq_probs", "is_top1"])
+@pytest.mark.parametrize("by", ["observes", "differentiates"])
+def test_a_statistic_that_is_declared(name, by, reduction):
+    if (name, by) == ("is_top1", "differentiates"):
+        pytest.skip("it has no gradient")
+
+    def terms(self, stats, batch):
+        return {"own": Term(-stats.logps)}, {"seen": Term(getattr(stats, name))}
+
+    names = (name,) if by == "observes" else ("logps", name)
+    loss = type("Own", (TokenLoss,), {"terms": terms, by: names, "metric_names": ("seen",)})(reduction=reduction)
+    assert loss(*head(6)).metrics["seen"].isfinite()
+
+
+def test_only_one_of_two_neighbours_is_declared():
+    """Kernels compute some numbers together: that one is there does not make the other one declared."""
+    neighbours = {"entropy": "is_top1", "is_top1": "entropy", "sum_logits": "log_sum_sq_probs", "log_sum_sq_probs": "sum_logits"}
+    passed = []
+    for declared, other in neighbours.items():
+        terms = lambda self, stats, batch, other=other: ({"own": Term(getattr(stats, other) + stats.logps)}, {})  # noqa: E731
+        loss = type("Own", (TokenLoss,), {"terms": terms, "observes": (declared,)})()
+        try:
+            loss(*head(6))
+            passed.append(other)
+        except AttributeError as error:
+            assert str(error).startswith(f"stats.{other}: expected")
+    assert not passed
+
+
+def test_a_name_that_is_no_statistic():
+    loss = type("Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({"own": Term(stats.entropies)}, {})})()
+    with pytest.raises(AttributeError, match="^stats: expected one of logps, lse.*, got entropies; "):
+        loss(*head(6))
+
+
+# -- inputs that are None
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+def test_an_error_is_noted_with_the_inputs_that_are_none(kind, reduction):
+    values = lambda x, batch: ({"own": Term(batch.weights * x)}, {})  # noqa: E731
+    loss = own(values, kind, token_inputs=("weights", "others"), shared_inputs=("table",))(reduction=reduction)
+    arguments = head(6)
+    with pytest.raises(TypeError) as caught:
+        loss(*arguments, others=torch.ones(6, device=DEVICE))
+    (note,) = caught.value.__notes__
+    assert "None" in note and "weights" in note and "table" in note and "others" not in note and "Own.terms" in note
+    assert loss(*arguments, weights=torch.ones(6, device=DEVICE)).loss.isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_an_error_of_another_kind_has_no_note(reduction):
+    def values(x, batch):
+        raise KeyError("mine")
+
+    loss = own(values, token_inputs=("weights",))(reduction=reduction)
+    with pytest.raises(KeyError, match="mine") as caught:
+        loss(*head(6), weights=torch.ones(6, device=DEVICE))
+    assert not getattr(caught.value, "__notes__", [])
+
+
+# -- once, and when
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The slices (rows) that were checked."""
+    rows, check = [], module.check_terms
+
+    def counted(loss, result, batch):
+        rows.append(batch.targets.shape[0])
+        return check(loss, result, batch)
+
+    monkeypatch.setattr(module, "check_terms", counted)
+    return rows
+
+
+def fresh(kind: type = TokenLoss, **attributes):
+    return own(lambda x, batch: ({"nll": Term(-x)}, {}), kind, **attributes)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+def test_a_loss_is_checked_once(kind, reduction, checks):
+    loss = fresh(kind)(reduction=reduction)
+    for _ in range(3):
+        loss(*head(6))
+    # A LogitsLoss has been run on zeros before, to measure it.
+    assert len(checks) == 1
+    kind_again = type(loss)(reduction=reduction, ignore_index=-1)
+    kind_again(*head(6))
+    assert len(checks) == 2, "keyed by the value of the loss"
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
+def test_one_row_shows_nothing(kind, reduction):
+    """A mean over one row has the shape of a value per row: the next slice must raise."""
+    loss = own(lambda x, batch: ({"nll": Term(-x.mean()[None])}, {}), kind)(reduction=reduction)
+    if kind is TokenLoss:
+        loss(*head(1))
+    else:
+        with pytest.raises(ValueError, match=r"^Own\.terms\['nll'\]"):
+            loss(*head(1))
+            loss(*head(2))
+        return
+    with pytest.raises(ValueError, match=r"^Own\.terms\['nll'\]: expected values of shape \(2,\), one per row, got \(1,\)"):
+        loss(*head(2))
+
+
+def test_one_row_is_checked_again(checks):
+    loss = fresh()()
+    for rows in (1, 1, 2, 1, 7):
+        loss(*head(rows))
+    assert checks == [1, 1, 2]
+
+
+@pytest.mark.parametrize("wrong", ["one number", "a sequence"])
+def test_one_pair_shows_nothing(wrong):
+    """Of one pair, a single number is a value per pair."""
+
+    def values(x, batch):
+        sums = batch.sum_by_sequence(x)
+        return {"own": Term(sums.mean()[None] if wrong == "one number" else sums[:2], over="pairs")}, {}
+
+    loss = own(values, **SEQUENCES)()
+    loss(*head(2, 5))
+    with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape"):
+        loss(*head(6, 5))
+
+
+def test_one_sequence_shows_nothing():
+    loss = own(
+        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x).mean()[None], over="sequences")}, {}), scope="group", unit="sequences"
+    )()
+    loss(*head(1, 5))
+    with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]: expected values of shape"):
+        loss(*head(2, 5))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_checked_for_each_set_of_inputs_that_are_none(reduction):
+    """The branch without an input is another function."""
+
+    def values(x, batch):
+        return {"own": Term(-x if batch.weights is None else (x * batch.weights).mean())}, {}
+
+    loss = own(values, token_inputs=("weights",))(reduction=reduction)
+    hidden, weight, targets = head(6)
+    loss(hidden, weight, targets)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^Own\.terms\['own'\]"):
+            loss(hidden, weight, targets, weights=torch.ones(6, device=DEVICE))
+    loss(hidden, weight, targets)
+
+
+def test_a_refused_loss_is_refused_again():
+    loss = own(lambda x, batch: ({"nll": Term(x.mean())}, {}))()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^Own"):
+            loss(*head(6))
+
+
+# -- while torch.compile traces, and on fake tensors
+
+TRACED = {
+    "a mean": lambda x: ({"nll": Term(-x.mean())}, {}),
+    "a row too few": lambda x: ({"nll": Term(-x[1:])}, {}),
+    "a tensor": lambda x: -x,
+    "no Term": lambda x: ({"nll": -x}, {}),
+    "another metric": lambda x: ({"nll": Term(-x)}, {"surprise": Term(x)}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(TokenLoss):
+    """Wrong in one of the ways above."""
+
+    how: str = "a mean"
+
+    def terms(self, stats, batch):
+        return TRACED[self.how](stats.logps)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("how", TRACED)
+def test_terms_that_are_refused_under_compile(how, reduction, compiling):
+    loss = Traced(how=how, reduction=reduction)
+    compiled = torch.compile(lambda h, w, t: loss(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception) as caught:
+        compiled(*head(6))
+    text = str(caught.value)
+    # Dynamo may wrap an error that it meets while it traces, or report it as its own.
+    expected = "metric_names" if how == "another metric" else "Traced.terms"
+    assert expected in text and "expected" in text, text
+
+
+def test_right_terms_pass_under_compile_and_no_state_is_touched(compiling):
+    loss = own(lambda x, batch: ({"nll": Term(-x)}, {}), LogitsLoss)(reduction="none")
+    own_loss = own(lambda x, batch: ({"nll": Term(-x)}, {}))(reduction="none")
+    for made in (own_loss, loss):
+        compiled = torch.compile(lambda h, w, t, made=made: made(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
+        hidden, weight, targets = head(6)
+        before = set(module._CHECKED)
+        with EngineCalls(uncompiled=True):
+            found = compiled(hidden, weight, targets)
+        if made is own_loss:
+            assert {known for known in module._CHECKED - before if known[0] == made} == set()
+        with torch.compiler.set_stance("force_eager"):
+            torch.testing.assert_close(found, made(hidden * 2, weight, targets).loss)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("how", TRACED)
+def test_terms_that_are_refused_on_fake_tensors(how, reduction):
+    with FakeTensorMode():
+        hidden, weight = torch.empty(6, H, requires_grad=True), torch.empty(V, H)
+        targets = torch.zeros(6, dtype=torch.int64)
+        with pytest.raises((TypeError, ValueError), match=r"^(Traced\.terms.*|metric_names): expected"):
+            Traced(how=how, reduction=reduction, compact=False)(hidden, weight, targets)
+
+
+# -- reductions
+
+
+def test_reduced():
+    values = torch.tensor([1.0, 2.0, 4.0])
+    factors = {None: 1.0, "tokens": 0.5, "sequences": torch.tensor(2.0)}
+    terms = {"a": Term(values), "b": Term(values, over="sequences"), "c": Term(values, over=None), "d": Term(values.sum(), over=None)}
+    assert {name: float(x) for name, x in reduced(terms, factors).items()} == {"a": 3.5, "b": 14.0, "c": 7.0, "d": 7.0}
+
+
+def test_unreduced():
+    values = torch.tensor([1.0, 2.0, 4.0])
+    assert unreduced({"a": Term(values), "b": Term(2 * values)}).tolist() == [3.0, 6.0, 12.0]
+    with pytest.raises(ValueError, match="^reduction: expected 'mean' or 'sum' for a loss of several units, got 'none' with "):
+        unreduced({"a": Term(values), "b": Term(values, over="pairs")})
+
+

@@ -1,0 +1,294 @@
+"""`logitless.check`: passes every loss of the library, and finds what is wrong with a loss of one's own."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import logitless
+from logitless import CrossEntropyLoss, LogitsLoss, MedusaHeads, MultiTokenLoss, Term, TokenLoss
+from logitless.checking import MANY_CHUNKS, MOST_LOGITS, ONE_CHUNK
+from tests.losses import every_loss
+from tests.losses.every_loss import LOSSES, LossCase
+from tests.support import DEVICE, uncompiled
+
+H, V = 8, 50
+CHECKED = [name for name, case in LOSSES.items() if isinstance(case, LossCase)]
+# Of one unit, and one head.
+UNREDUCED = [name for name in CHECKED if name not in ("DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa")]
+HALF = ("cross-entropy, smoothed", "DPO", "GRPO", "JSD", "multi-token", "Medusa", "own TokenLoss", "own LogitsLoss")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    with uncompiled():
+        yield
+
+
+def checked(name: str, dtype: torch.dtype = torch.float32, **options) -> logitless.CheckReport:
+    loss, arguments, inputs = LOSSES[name].prepare(every_loss.given(11, dtype=dtype), every_loss.heads(dtype), **options)
+    return logitless.check(loss, *arguments, **inputs)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_every_loss_passes(name):
+    report = checked(name)
+    assert report.ok, report
+    for how in (ONE_CHUNK, MANY_CHUNKS):
+        compared = {key.removeprefix(f"{how}: ") for key in report.errors if key.startswith(how)}
+        wanted = {"multi-token": "d_hidden[0]", "Medusa": "d_medusa_head.0.0.linear.weight"}
+        assert {"loss", wanted.get(name, "d_weight")} <= compared
+
+
+@pytest.mark.parametrize("name", UNREDUCED)
+def test_every_loss_passes_unreduced(name):
+    report = checked(name, reduction="none")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", HALF)
+def test_losses_pass_in_other_dtypes(name, dtype):
+    report = checked(name, dtype)
+    assert report.ok, report
+
+
+def test_every_row_may_be_walked():
+    report = checked("DPO", compact=False)
+    assert report.ok, report
+
+
+def test_packed_sequences_pass():
+    given = every_loss.given(11).flat()
+    loss, arguments, inputs = LOSSES["DPO"].prepare(given, None)
+    report = logitless.check(loss, *arguments, cu_seqlens=torch.tensor([0, 5, 22, 30, 44], device=DEVICE), **inputs)
+    assert report.ok, report
+
+
+def test_autocast_passes():
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        report = checked("cross-entropy")
+        assert checked("Medusa").ok
+    assert report.ok, report
+    # As much as bf16 products need, and more than fp32 ones would.
+    assert report.allowed["one chunk: d_weight"] > 1e-4
+
+
+# -- losses that are wrong in a way that no shape shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LooksAround(TokenLoss):
+    """A token's value depends on the other tokens of its chunk."""
+
+    def terms(self, stats, batch):
+        return {"variance": Term((stats.logps - stats.logps.mean()) ** 2)}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsLookAround(LogitsLoss):
+    def terms(self, logits, batch):
+        top = logits.amax(-1)
+        return {"variance": Term((top - top.mean()) ** 2)}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetsLse(TokenLoss):
+    """It may read `lse`, but the gradient by it is nobody's."""
+
+    def terms(self, stats, batch):
+        return {"nll": Term(0.1 * stats.lse.square() - stats.logps)}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaresLse(ForgetsLse):
+    differentiates: ClassVar = ("logps", "lse")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetsEntropy(TokenLoss):
+    observes: ClassVar = ("entropy",)
+
+    def terms(self, stats, batch):
+        return {"nll": Term(-stats.logps - stats.entropy)}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividesByBatch(TokenLoss):
+    """A loss of groups that looks at all groups."""
+
+    scope: ClassVar = "group"
+
+    def terms(self, stats, batch):
+        sums = batch.sum_by_sequence(stats.logps)
+        return {"relative": Term((sums - sums.mean()) ** 2, over="sequences")}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaresBatch(DividesByBatch):
+    scope: ClassVar = "batch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongMetric(TokenLoss):
+    metric_names: ClassVar = ("spread",)
+
+    def terms(self, stats, batch):
+        return {"nll": Term(-stats.logps)}, {"spread": Term((stats.logps - stats.logps.mean()).abs())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedInput(TokenLoss):
+    """What comes as an input gets no gradient from the engine."""
+
+    shared_inputs: ClassVar = ("scale",)
+
+    def terms(self, stats, batch):
+        return {"nll": Term(-batch.scale * stats.logps)}, {}
+
+
+def own(loss, dtype: torch.dtype = torch.float32, **inputs) -> logitless.CheckReport:
+    given = every_loss.given(11, dtype=dtype)
+    return logitless.check(loss, given.hidden, given.weight, given.targets, bias=given.bias, **inputs)
+
+
+def wrong(report: logitless.CheckReport) -> set[str]:
+    return {name for name, error in report.errors.items() if not error <= report.allowed[name]}
+
+
+GRADIENTS = ("d_hidden", "d_weight", "d_bias")
+IN_MANY = {f"{MANY_CHUNKS}: {name}" for name in ("loss", *GRADIENTS)}
+EVERY_GRADIENT = {f"{how}: {name}" for how in (ONE_CHUNK, MANY_CHUNKS) for name in GRADIENTS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "loss, where",
+    [
+        (LooksAround(), IN_MANY),
+        (LogitsLookAround(), IN_MANY),
+        (ForgetsLse(), EVERY_GRADIENT),
+        (ForgetsEntropy(), EVERY_GRADIENT),
+        (DividesByBatch(), IN_MANY),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, (TokenLoss, LogitsLoss)) else "",
+)
+def test_wrong_losses_are_found(loss, where, dtype):
+    report = own(loss, dtype)
+    assert not report.ok and not report
+    assert wrong(report) == where, report
+    assert all(("WRONG" in line) == (name in where) for name, line in zip(report.errors, str(report).splitlines()[1:]))
+
+
+def test_a_wrong_metric_is_found():
+    report = own(WrongMetric())
+    assert wrong(report) == {f"{MANY_CHUNKS}: spread"}, report
+
+
+@pytest.mark.parametrize("loss", [DeclaresLse(), DeclaresBatch()], ids=lambda loss: type(loss).__name__)
+def test_their_right_counterparts_pass(loss):
+    report = own(loss)
+    assert report.ok and report, report
+    assert str(report).startswith("check passed") and "WRONG" not in str(report)
+
+
+def test_an_input_that_would_be_trained_is_found():
+    scale = torch.tensor(2.0, device=DEVICE)
+    assert own(TrainedInput(), scale=scale).ok
+    report = own(TrainedInput(), scale=scale.requires_grad_())
+    assert wrong(report) == {f"{how}: d_scale" for how in (ONE_CHUNK, MANY_CHUNKS)}, report
+
+
+# -- what a check leaves alone, and what it refuses
+
+
+def test_nothing_is_disturbed():
+    given, heads = every_loss.given(11), every_loss.heads()
+    loss, arguments, inputs = LOSSES["Medusa"].prepare(given, heads)
+    given.bias.requires_grad_(False)
+    marked = [given.hidden, given.weight, *heads.parameters()]
+    for x in marked:
+        x.grad = torch.full_like(x, 3.0)
+    before = [x.detach().clone() for x in (*marked, given.bias)]
+    state = torch.get_rng_state()
+    report = logitless.check(loss, *arguments, **inputs)
+    assert report.ok, report
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all((x.grad == 3).all() and x.requires_grad for x in marked)
+    assert given.bias.grad is None and not given.bias.requires_grad
+    assert all(map(torch.equal, before, (*marked, given.bias)))
+    assert "one chunk: d_base_weight" in report.errors and "one chunk: d_base_bias" not in report.errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws(TokenLoss):
+    def terms(self, stats, batch):
+        torch.rand(3)
+        return {"nll": Term(-stats.logps)}, {}
+
+
+def test_the_random_state_is_restored():
+    state = torch.get_rng_state()
+    assert own(Draws()).ok
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_gradients_need_not_be_on():
+    with torch.no_grad():
+        assert "many chunks: d_weight" in checked("cross-entropy").errors
+
+
+def test_the_same_tensor_has_one_gradient():
+    given = every_loss.given(11)
+    report = logitless.check(MultiTokenLoss(), (given.hidden, given.hidden), given.weight, given.targets)
+    assert report.ok, report
+    assert "one chunk: d_hidden[0]" in report.errors and "one chunk: d_hidden[1]" not in report.errors
+
+
+def test_the_call_of_many_chunks_has_several(monkeypatch):
+    plans = []
+    original = logitless.checking.run_calls
+
+    def run_calls(heads, mode):
+        outcome = original(heads, mode)
+        plans.append(outcome.plan)
+        return outcome
+
+    monkeypatch.setattr(logitless.checking, "run_calls", run_calls)
+    for name in ("cross-entropy", "DPO", "JSD", "multi-token"):
+        plans.clear()
+        assert checked(name).ok
+        assert [plan.chunks > 2 for plan in plans] == [False, True]
+        assert plans[0].chunks == 1
+
+
+def test_at_most_a_gibibyte_of_logits():
+    rows = MOST_LOGITS // 8 // V + 1
+    hidden = torch.zeros(1, 1, device=DEVICE).expand(rows, 1)
+    targets, weight = torch.zeros(1, dtype=torch.int64, device=DEVICE).expand(rows), torch.zeros(V, 1, device=DEVICE)
+    with pytest.raises(ValueError, match="hidden: expected at most 1 GiB of logits in fp64, got 1.0 GiB; check fewer"):
+        logitless.check(CrossEntropyLoss(), hidden, weight, targets)
+    heads = MedusaHeads(1, V, 2, device=DEVICE)
+    with pytest.raises(ValueError, match="hidden: expected at most 1 GiB"):
+        some = hidden[: rows // 2]
+        logitless.check(logitless.MedusaLoss(), some, heads, targets[: rows // 2], base_weight=weight)
+
+
+@pytest.mark.parametrize("group", ["tp_group", "cp_group"])
+def test_groups_are_refused(group):
+    loss = logitless.DPOLoss(**{group: "a mesh dimension"})
+    with pytest.raises(ValueError, match=f"{group}: expected None in a check"):
+        own(loss)
+
+
+def test_other_bad_calls():
+    given = every_loss.given(11)
+    with pytest.raises(TypeError, match="loss: expected a loss, got function"):
+        own(logitless.linear_cross_entropy)
+    with pytest.raises(ValueError, match="accumulate_into: expected None in a check"):
+        own(CrossEntropyLoss(), accumulate_into=torch.zeros(V, H, device=DEVICE))
+    with pytest.raises(TypeError, match="hidden: expected a tensor"):
+        logitless.check(CrossEntropyLoss(), [1.0], given.weight, given.targets)
+    with pytest.raises(ValueError, match="targets: expected at least 2 supervised tokens"):
+        logitless.check(CrossEntropyLoss(), given.hidden[0, :1], given.weight, given.targets[0, :1])
