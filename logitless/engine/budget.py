@@ -1,4 +1,7 @@
-"""Bytes a chunk may take, and bytes a row of it takes; for a user's own loss of logits those are measured."""
+"""The budget of a chunk in bytes, and the bytes a row takes in a loss of logits without a kernel: measured.
+
+`passes.plan_for` puts them together.
+"""
 
 import functools
 import weakref

@@ -14,7 +14,7 @@ class Chunk:
     step: Step
     at: slice | Tensor  # where its rows are in the flat call: side by side, or anywhere
     logits: Tensor  # (C, V) products, in the loop's one buffer
-    # (C, V) for the gradient: the logits themselves, or their first bytes seen in a narrower dtype.
+    # (C, V) room for the gradient: the logits themselves, or the same memory seen in a narrower dtype.
     place: Tensor
     features: Tensor | None = None  # (C, H) what enters the product
     targets: Tensor | None = None  # (C,) as columns of the logits

@@ -78,7 +78,7 @@ def replaced(stand_in: StandIn | None) -> Iterator[None]:
 def run_calls(
     heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
 ) -> Outcome:
-    """Run the heads of one public call under autograd."""
+    """Run the heads of one public call: from a loss to `passes`, under autograd if anything trains."""
     # In this order Dynamo never meets the ContextVar.
     if not torch.compiler.is_compiling() and (stand_in := _STAND_IN.get()) is not None:
         return stand_in(heads, mode)

@@ -1,4 +1,4 @@
-"""The chunk loop: the one place where a plan is walked.
+"""The chunk loop: the one place where the steps of a plan are carried out.
 
 A feature is a matter of the Projection, of the Objective or of the Gradients; none of them is a branch here.
 """

@@ -139,7 +139,7 @@ def keeps_vectors(call: Call) -> bool:
 
 
 def choose_rows(call: Call) -> Rows:
-    """Which rows are walked; raises what is wrong with the call where only the device can tell."""
+    """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`)."""
     loss, targets, V = call.loss, call.targets, call.V
     supervised = targets != loss.ignore_index
     outside = (supervised & ((targets < 0) | (targets >= V))).sum()
@@ -163,7 +163,7 @@ def choose_rows(call: Call) -> Rows:
 
 
 def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
-    """The plan of a pass within the budget.
+    """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default.
 
     What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
     """

@@ -77,7 +77,7 @@ def select_rows(
     *,
     compact: bool,
 ) -> Rows:
-    """Choose the rows to walk, and raise what is wrong with the call.
+    """Choose the rows to walk, and raise the faults that only the device could tell.
 
     The call's only host sync is here. With compact=False there is none, and every row is walked; of packed
     sequences the host then knows only how many there are, so the caller makes one group of all of them.
