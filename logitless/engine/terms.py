@@ -34,6 +34,8 @@ class Term(NamedTuple):
     over: str | Tensor | None = "tokens"
 
 
+# Statistics that need not be declared.
+ALWAYS_THERE = ("logps", "lse", "lse_residual")
 # What `terms` returns: the parts of the loss, and the metrics, by name.
 Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
 # What the sum over each unit (None: of no unit) is multiplied by.
@@ -105,9 +107,11 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
     What an author can get wrong is checked by shape alone, until a slice that could show it has passed.
     """
     if not isinstance(seen, Tensor):
-        stats = TokenStats()
+        stats, declared = TokenStats(), (*ALWAYS_THERE, *loss.differentiates, *loss.observes)
         for name, x in seen.items():
-            setattr(stats, name, x)
+            # Kernels find some numbers together; that one is declared does not declare the other.
+            if name in declared:
+                setattr(stats, name, x)
         seen = stats
     try:
         result = loss.terms(seen, batch)
@@ -155,12 +159,12 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
 
 def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
     values, over = term
-    kind, expected = type(values).__name__, f"a tensor of values for {whose}"
+    kind, expected = type(values).__name__, f"a tensor of values as {whose}"
     expect(isinstance(values, Tensor), "terms", expected, kind, "pass a tensor", TypeError)
     if isinstance(over, Tensor):
         fits = in_metric and over.shape == values.shape
-        expected = f"weights like the values in {whose}, of a metric"
-        expect(fits, "terms", expected, type(over).__name__, "align them, or name a unit")
+        expected = f"over= a unit, or of a metric weights like the values, {tuple(values.shape)}, in {whose}"
+        expect(fits, "terms", expected, tuple(over.shape), "align them, or name a unit")
     else:
         expected = f"over= one of {', '.join(UNITS)} or None in {whose}"
         expect(over is None or over in UNITS, "terms", expected, repr(over), "name the unit")
@@ -169,4 +173,4 @@ def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metr
         # The text is made here alone: Dynamo would take the lengths in it for constants.
         shapes = " or ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
         remedy = "return unreduced values: a mean over a slice is no part of the mean over the call"
-        expect(False, "terms", f"{whose} as values of shape {shapes}", tuple(values.shape), remedy)
+        expect(False, "terms", f"values of shape {shapes}, as {whose}", tuple(values.shape), remedy)
