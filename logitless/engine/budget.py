@@ -22,6 +22,8 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVoca
 
 # Rows with which a loss of logits is measured.
 MEASURED_ROWS = 64
+# Copies of the logits in fp32 that a loss is taken to need which could not be measured.
+UNMEASURED_COPIES = 8
 
 
 @functools.cache
@@ -83,7 +85,11 @@ def measured_row_bytes(call: Call) -> int:
         device = torch.device("meta")
     vocabulary = LoneShard(None, (call.width,)) if sharded else WHOLE_VOCABULARY
     example = _Example.of(call, teacher_width, device)
-    return teacher_bytes + _measure(loss, example, call.trainable, vocabulary)
+    try:
+        return teacher_bytes + _measure(loss, example, call.trainable, vocabulary)
+    except Exception:
+        # What is wrong with the loss is better told of the call itself, which comes next.
+        return teacher_bytes + UNMEASURED_COPIES * call.width * torch.float32.itemsize
 
 
 class _Example(NamedTuple):
