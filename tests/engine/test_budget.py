@@ -154,7 +154,8 @@ def caught():
 def test_a_warning_points_at_the_callers_line(loss, hidden, targets, caught):
     hidden, weight = numbers(*hidden).requires_grad_(), numbers(V, H).requires_grad_()
     targets = torch.zeros(targets, dtype=torch.int64, device=DEVICE)
-    loss(hidden, weight, targets); here = line()  # noqa: E702
+    loss(hidden, weight, targets)
+    here = line()  # noqa: E702
     found = warned(caught)
     assert (found.filename, found.lineno) == (__file__, here)
 
@@ -170,8 +171,12 @@ def test_a_warning_points_at_the_line_inside_a_module(loss, hidden, targets, cau
 
 
 def test_a_warning_points_at_the_line_of_an_unreduced_loss(caught):
-    loss, targets = CrossEntropyLoss(logits_budget=1, reduction="none"), torch.zeros(6, dtype=torch.int64, device=DEVICE)
-    values = loss(numbers(6, H).requires_grad_(), numbers(V, H).requires_grad_(), targets).loss; here = line()  # noqa: E702
+    loss, targets = (
+        CrossEntropyLoss(logits_budget=1, reduction="none"),
+        torch.zeros(6, dtype=torch.int64, device=DEVICE),
+    )
+    values = loss(numbers(6, H).requires_grad_(), numbers(V, H).requires_grad_(), targets).loss
+    here = line()  # noqa: E702
     found = warned(caught)
     assert (found.filename, found.lineno) == (__file__, here)
     values.sum().backward()

@@ -39,7 +39,11 @@ class OfSequences(TokenLoss):
 def head(*shape: int, dtype=torch.float32):
     """Hidden states (*shape, H), weight and targets that count up from 1."""
     numel = torch.Size(shape).numel()
-    return torch.randn(*shape, H).to(dtype), torch.randn(V, H).to(dtype), (torch.arange(numel) % V).view(shape)
+    return (
+        torch.randn(*shape, H).to(dtype),
+        torch.randn(V, H).to(dtype),
+        (torch.arange(numel) % V).view(shape),
+    )
 
 
 def counted(*shape: int) -> torch.Tensor:
@@ -138,7 +142,12 @@ def test_a_shifted_call_equals_one_on_shifted_tensors(form):
     options = {"cu_seqlens": torch.tensor([0, 4, 8, 12])} if form == "packed" else {}
     shape = (12,) if form == "packed" else (3, 4)
     ours = CrossEntropyLoss()(
-        hidden.view(*shape, H), weight, targets.view(shape), token_weights=weights.view(shape), shift=True, **options
+        hidden.view(*shape, H),
+        weight,
+        targets.view(shape),
+        token_weights=weights.view(shape),
+        shift=True,
+        **options,
     )
     theirs = CrossEntropyLoss()(hidden[:, :-1], weight, targets[:, 1:], token_weights=weights[:, 1:])
     torch.testing.assert_close(ours.loss, theirs.loss)
@@ -162,8 +171,14 @@ def test_sequence_count():
     assert given(CrossEntropyLoss(), hidden, weight, targets).sequence_count == 0
     assert given(OfSequences(), hidden, weight, targets, offsets=counted(4)).sequence_count == 4
     bounds = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
-    flat = given(OfSequences(), hidden.view(12, H), weight, targets.view(12), cu_seqlens=bounds, offsets=counted(3, 2))
-    assert flat.sequence_count == 3 and flat.cu_seqlens.dtype == torch.int64 and flat.inputs["offsets"].shape == (3, 2)
+    flat = given(
+        OfSequences(), hidden.view(12, H), weight, targets.view(12), cu_seqlens=bounds, offsets=counted(3, 2)
+    )
+    assert (
+        flat.sequence_count == 3
+        and flat.cu_seqlens.dtype == torch.int64
+        and flat.inputs["offsets"].shape == (3, 2)
+    )
     with pytest.raises(ValueError, match=r"^hidden: expected a multiple of 2 sequences, got 3; "):
         given(DPOLoss(), hidden[:3], weight, targets[:3], ref_logps=counted(3, 3))
     with pytest.raises(ValueError, match=r"^hidden: expected shape \(B, T, H\), got \(12, 4\); "):
@@ -173,17 +188,35 @@ def test_sequence_count():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": counted(3)}, r"^weights: expected a shape that starts with targets' \(2, 3\), got \(3,\); "),
-        ({"best": counted(2, 4, 3)}, r"^best: expected a shape that starts with targets' \(2, 3\), got \(2, 4, 3\); "),
-        ({"table": counted(V + 1)}, rf"^table: expected shape \({V},\), one per token id, got \({V + 1},\); "),
-        ({"teacher_hidden": counted(3, 6)}, r"^teacher_hidden: expected a shape that starts with targets' \(2, 3\)"),
+        (
+            {"weights": counted(3)},
+            r"^weights: expected a shape that starts with targets' \(2, 3\), got \(3,\); ",
+        ),
+        (
+            {"best": counted(2, 4, 3)},
+            r"^best: expected a shape that starts with targets' \(2, 3\), got \(2, 4, 3\); ",
+        ),
+        (
+            {"table": counted(V + 1)},
+            rf"^table: expected shape \({V},\), one per token id, got \({V + 1},\); ",
+        ),
+        (
+            {"teacher_hidden": counted(3, 6)},
+            r"^teacher_hidden: expected a shape that starts with targets' \(2, 3\)",
+        ),
     ],
     ids=["weights", "best", "table", "teacher_hidden"],
 )
 def test_inputs_that_do_not_fit_their_role(changes, message):
     hidden, weight, targets = head(2, 3)
     with pytest.raises(ValueError, match=message):
-        given(EveryRole(), hidden, weight, targets, **inputs(2, 3) | {k: v.to(DEVICE) for k, v in changes.items()})
+        given(
+            EveryRole(),
+            hidden,
+            weight,
+            targets,
+            **inputs(2, 3) | {k: v.to(DEVICE) for k, v in changes.items()},
+        )
 
 
 def test_an_input_that_is_no_tensor():
@@ -195,7 +228,9 @@ def test_an_input_that_is_no_tensor():
 @pytest.mark.parametrize("offsets", [counted(3), counted(1), counted(4, 2).T])
 def test_a_sequence_input_that_does_not_fit(offsets):
     hidden, weight, targets = head(4, 3)
-    with pytest.raises(ValueError, match=r"^offsets: expected shape \(4,\), one entry per sequence, got \(.*\); "):
+    with pytest.raises(
+        ValueError, match=r"^offsets: expected shape \(4,\), one entry per sequence, got \(.*\); "
+    ):
         given(OfSequences(), hidden, weight, targets, offsets=offsets.to(DEVICE))
 
 
@@ -217,7 +252,9 @@ def test_dtype_of_the_products():
         hidden, weight, targets = head(2, 3, dtype=torch.float64)
         assert given(CrossEntropyLoss(), hidden, weight, targets).dtype == torch.float64
     for name in ("accum_dtype", "logits_dtype"):
-        with pytest.raises(ValueError, match=rf"^{name}: expected None, torch.float64 or a wider dtype, got torch.float32; "):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected None, torch.float64 or a wider dtype, got torch.float32; "
+        ):
             given(CrossEntropyLoss(**{name: torch.float32}), hidden, weight, targets)
 
 

@@ -44,7 +44,9 @@ class Powers(LogitsLoss):
 
 def head(*shape: int):
     generator = torch.Generator("cpu").manual_seed(0)
-    hidden, weight = (torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,)))
+    hidden, weight = (
+        torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,))
+    )
     targets = torch.randint(0, V, shape, generator=generator, device="cpu").to(DEVICE)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
@@ -119,7 +121,10 @@ def test_long_tuples_that_differ_in_the_middle():
 
 
 def test_classes_of_one_name():
-    arguments, compiled = head(6), torch.compile(lambda loss, *x: loss(*x).loss, backend="aot_eager", fullgraph=True)
+    arguments, compiled = (
+        head(6),
+        torch.compile(lambda loss, *x: loss(*x).loss, backend="aot_eager", fullgraph=True),
+    )
     for factor in (1.0, 2.0):
 
         def terms(self, stats, batch, factor=factor):
@@ -168,7 +173,10 @@ def test_a_tensor_that_is_declared_changes_without_a_new_graph():
 
     hidden, weight, targets = head(6)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    loss, compiled = Tabled(), torch.compile(lambda *x, table: Tabled()(*x, table=table).loss, backend=counter, fullgraph=True)
+    loss, compiled = (
+        Tabled(),
+        torch.compile(lambda *x, table: Tabled()(*x, table=table).loss, backend=counter, fullgraph=True),
+    )
     for seed in range(3):
         table = torch.rand(V, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE)
         found = compiled(hidden, weight, targets, table=table)
@@ -274,7 +282,10 @@ UNREDUCED = {
 def test_inductor_of_unreduced_losses(loss, inputs):
     hidden, weight, targets = head(4, 5)
     generator = torch.Generator("cpu").manual_seed(1)
-    inputs = {name: -torch.rand(*shape, generator=generator, device="cpu").to(DEVICE) for name, shape in inputs.items()}
+    inputs = {
+        name: -torch.rand(*shape, generator=generator, device="cpu").to(DEVICE)
+        for name, shape in inputs.items()
+    }
 
     def model(hidden, weight):
         out = loss(hidden * 1.5, weight, targets, **inputs)

@@ -16,7 +16,11 @@ H, V = 4, 11
 
 
 def head(*shape: int):
-    return torch.randn(*shape, H).requires_grad_(), torch.randn(V, H).requires_grad_(), torch.randint(0, V, shape)
+    return (
+        torch.randn(*shape, H).requires_grad_(),
+        torch.randn(V, H).requires_grad_(),
+        torch.randint(0, V, shape),
+    )
 
 
 def bias() -> torch.Tensor:
@@ -32,19 +36,27 @@ def pair() -> Given:
 def split() -> Given:
     hidden, weight, targets = head(2, 3)
     trained = torch.randn(V, 2, requires_grad=True)
-    return given(CrossEntropyLoss(), torch.cat((hidden, hidden[..., :2]), -1), SplitHead(weight, trained), targets)
+    return given(
+        CrossEntropyLoss(), torch.cat((hidden, hidden[..., :2]), -1), SplitHead(weight, trained), targets
+    )
 
 
 def taught() -> Given:
     hidden, weight, targets = head(2, 3)
-    teacher = {"teacher_hidden": torch.randn(2, 3, 6), "teacher_weight": torch.randn(V, 6), "teacher_bias": torch.randn(V)}
+    teacher = {
+        "teacher_hidden": torch.randn(2, 3, 6),
+        "teacher_weight": torch.randn(V, 6),
+        "teacher_bias": torch.randn(V),
+    }
     return given(DistillationLoss(), hidden, weight, targets, **teacher)
 
 
 CALLS = {
     "plain": lambda: given(CrossEntropyLoss(), *head(2, 3)),
     "bias": lambda: given(CrossEntropyLoss(), *head(2, 3), bias()),
-    "weights": lambda: given(CrossEntropyLoss(), *head(2, 3), class_weights=torch.rand(V), num_items=torch.tensor(5)),
+    "weights": lambda: given(
+        CrossEntropyLoss(), *head(2, 3), class_weights=torch.rand(V), num_items=torch.tensor(5)
+    ),
     "pair": pair,
     "split head": split,
     "teacher": taught,
@@ -71,7 +83,10 @@ def test_there_and_back(make):
         assert_same(getattr(after, field.name), getattr(before, field.name), field.name)
     trained = [x for x in (before.hidden, before.weight, before.bias) if x is not None]
     assert len(signature.needs) == len(trained)
-    for slot, x in zip((after.slots.hidden, after.slots.weight, after.slots.bias), (before.hidden, before.weight, before.bias)):
+    for slot, x in zip(
+        (after.slots.hidden, after.slots.weight, after.slots.bias),
+        (before.hidden, before.weight, before.bias),
+    ):
         assert (slot is None) == (x is None)
         assert x is None or tensors[slot] is x
     assert after.needs == (True, True, before.bias is not None, False)

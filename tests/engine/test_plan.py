@@ -21,7 +21,9 @@ class Case(NamedTuple):
     capacity: int  # rows within the budget; 0: not even one
 
     def plan(self) -> Plan:
-        facts = Facts(self.rows, self.groups, self.differentiable, self.trainable_head, self.linear, self.rereads)
+        facts = Facts(
+            self.rows, self.groups, self.differentiable, self.trainable_head, self.linear, self.rereads
+        )
         return make_plan(self.purpose, facts, row_bytes=ROW, budget=max(1, self.capacity * ROW + ROW // 2))
 
 
@@ -56,7 +58,9 @@ def expected_strategy(case: Case) -> str:
         if frozen_linear:
             return "row_scaled"
         capacity = max(1, case.capacity)
-        kinds = {"recompute" if size > capacity else "resident" for size in case.groups if size} or {"resident"}
+        kinds = {"recompute" if size > capacity else "resident" for size in case.groups if size} or {
+            "resident"
+        }
         return kinds.pop() if len(kinds) == 1 else "mixed"
     return "row_scaled" if case.purpose is Pass.NUMBERS and frozen_linear else "recompute"
 
@@ -100,7 +104,11 @@ def check_evaluation(case: Case, plan: Plan) -> None:
 
 def check_groups(case: Case, plan: Plan) -> None:
     """A resident step has whole groups; a group beyond the capacity is walked twice, alone."""
-    if plan.strategy not in ("resident", "recompute", "mixed") or case.purpose is not Pass.SOLVE or not case.rows:
+    if (
+        plan.strategy not in ("resident", "recompute", "mixed")
+        or case.purpose is not Pass.SOLVE
+        or not case.rows
+    ):
         return
     ends = list(itertools.accumulate(case.groups))
     once = [step for step in plan.steps if step.read and step.write]
@@ -213,7 +221,9 @@ def test_chunk_rows(rows, capacity, expected):
     assert chunk_rows(rows, 7, capacity * 7 + 3) == expected
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 2, 100, 511, 512, 600, 1023, 1024, 1536, 2047, 2048, 4095, 4096, 4600, 10_000])
+@pytest.mark.parametrize(
+    "capacity", [0, 1, 2, 100, 511, 512, 600, 1023, 1024, 1536, 2047, 2048, 4095, 4096, 4600, 10_000]
+)
 def test_chunk_rows_in_general(capacity):
     good = [size for size in GOOD_CHUNKS if size <= capacity]
     for rows in (*range(0, 1300, 61), *range(1300, 40_000, 997)):
@@ -236,7 +246,9 @@ def test_good_chunks_fall():
     assert list(GOOD_CHUNKS) == sorted(GOOD_CHUNKS, reverse=True)
 
 
-@pytest.mark.xfail(strict=True, reason="what fits is cut in two: 512 + 88 rows, or 4,096 + 404 as whole tiles would not fit")
+@pytest.mark.xfail(
+    strict=True, reason="what fits is cut in two: 512 + 88 rows, or 4,096 + 404 as whole tiles would not fit"
+)
 @pytest.mark.parametrize(("rows", "capacity"), [(600, 1000), (4500, 4500)])
 def test_rows_that_fit_are_one_chunk(rows, capacity):
     """`chunk_rows`: "all of them, else the largest good size"."""

@@ -31,7 +31,12 @@ def test_power_of_two_of_several():
 def test_unit_counts():
     assert unit_counts(7, 3, 4) == {"tokens": 7, "sequences": 4, "pairs": 2, "chosen_tokens": 3}
     tokens, chosen = torch.tensor(7), torch.tensor(3)
-    assert unit_counts(tokens, chosen, 0) == {"tokens": tokens, "sequences": 0, "pairs": 0, "chosen_tokens": chosen}
+    assert unit_counts(tokens, chosen, 0) == {
+        "tokens": tokens,
+        "sequences": 0,
+        "pairs": 0,
+        "chosen_tokens": chosen,
+    }
 
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
@@ -42,7 +47,9 @@ def test_metric_factors(tensors):
     assert {unit: float(x) for unit, x in factors.items()} == {
         None: 1.0, "tokens": 1 / 8, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1.0,
     }  # fmt: skip
-    assert isinstance(factors["tokens"], torch.Tensor) == tensors and not isinstance(factors["pairs"], torch.Tensor)
+    assert isinstance(factors["tokens"], torch.Tensor) == tensors and not isinstance(
+        factors["pairs"], torch.Tensor
+    )
 
 
 def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="mean", **options):
@@ -50,7 +57,9 @@ def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="me
     targets = torch.randint(0, 11, (5,))
     targets[:ignored] = -100
     loss = CrossEntropyLoss(reduction=reduction, compact=compact)
-    made = call(loss, torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(11, 4).to(dtype), targets, **options)
+    made = call(
+        loss, torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(11, 4).to(dtype), targets, **options
+    )
     return made, choose_rows(made)
 
 
@@ -109,7 +118,9 @@ def test_units_of_pairs():
     made, rows = of_pairs()
     factors, deferred = unit_factors(made, rows, None)
     whole = {unit: float(x) * float(deferred) for unit, x in factors.loss.items()}
-    assert whole == pytest.approx({None: 1, "tokens": 1 / 10, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1 / 5})
+    assert whole == pytest.approx(
+        {None: 1, "tokens": 1 / 10, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1 / 5}
+    )
     assert 0.5 <= float(factors.loss[made.loss.unit]) < 1
 
 

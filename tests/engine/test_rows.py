@@ -54,7 +54,9 @@ GROUPED = {
 }
 
 forms = pytest.mark.parametrize(("form", "name"), FORMS, ids=[", ".join(form) for form in FORMS])
-groups_of_sequences = pytest.mark.parametrize(("form", "name", "roles", "compact"), GROUPED.values(), ids=GROUPED)
+groups_of_sequences = pytest.mark.parametrize(
+    ("form", "name", "roles", "compact"), GROUPED.values(), ids=GROUPED
+)
 both = pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
 
 
@@ -140,7 +142,9 @@ def test_tokens_that_stand_alone(ignored, compact):
     flat = [p for p in range(5) if case.supervised[p] or not compact]
     assert rows.count == len(flat) and positions(rows, case) == flat
     assert int(rows.tokens) == 5 - len(ignored) and int(rows.chosen_tokens) == 0
-    assert rows.group_sizes is None and rows.sequence_sizes is None and rows.segments(rows.count, 0, 0) is None
+    assert (
+        rows.group_sizes is None and rows.sequence_sizes is None and rows.segments(rows.count, 0, 0) is None
+    )
     # Nothing is gathered where every row is walked in place.
     assert (rows.index is None) == (rows.count == 5)
 
@@ -195,31 +199,44 @@ def test_a_fault_is_raised_with_its_text(grouping):
     assert select(case, grouping, "packed", True, (fault(0), fault(0))).count == 3
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a device-side assertion ends the process's use of the GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a device-side assertion ends the process's use of the GPU"
+)
 def test_a_fault_is_asserted_on_the_device_where_nothing_is_read():
     with pytest.raises(RuntimeError, match="targets: expected ids below 7, got others; mask them"):
         select(Case([2, 2], []), Grouping(), "padded", False, (fault(2),))
 
 
-@pytest.mark.parametrize("bounds", [[0, 3, 4, 6], [1, 3, 4, 7], [0, 4, 3, 7], [0, 3, 4, 9], [-1, 3, 4, 7]], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [[0, 3, 4, 6], [1, 3, 4, 7], [0, 4, 3, 7], [0, 3, 4, 9], [-1, 3, 4, 7]], ids=str
+)
 @pytest.mark.parametrize("roles", [1, 3])
 def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
     supervised = torch.ones(7, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: expected rising boundaries from 0 to 7, got .*; .*\.$"):
+    with pytest.raises(
+        ValueError, match=r"^cu_seqlens: expected rising boundaries from 0 to 7, got .*; .*\.$"
+    ):
         select_rows(supervised, (), Grouping(3, roles, True), torch.tensor(bounds), compact=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a device-side assertion ends the process's use of the GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a device-side assertion ends the process's use of the GPU"
+)
 def test_boundaries_are_asserted_on_the_device_where_nothing_is_read():
     with pytest.raises(RuntimeError, match="cu_seqlens: expected rising boundaries"):
-        select_rows(torch.ones(7, dtype=torch.bool), (), Grouping(2, 2, True), torch.tensor([0, 3, 6]), compact=False)
+        select_rows(
+            torch.ones(7, dtype=torch.bool), (), Grouping(2, 2, True), torch.tensor([0, 3, 6]), compact=False
+        )
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
 def test_nothing_is_read_back_where_every_row_is_walked(form):
     """Fake tensors have no numbers to read."""
     with FakeTensorMode():
-        supervised, faults = torch.ones(12, dtype=torch.bool), (Fault(torch.zeros(()).long(), "a", "b", "c", "d"),)
+        supervised, faults = (
+            torch.ones(12, dtype=torch.bool),
+            (Fault(torch.zeros(()).long(), "a", "b", "c", "d"),),
+        )
         cu_seqlens = torch.arange(5) * 3 if form == "packed" else None
         roles = 4 if form == "packed" else 2
         rows = select_rows(supervised, faults, Grouping(4, roles, True), cu_seqlens, compact=False)

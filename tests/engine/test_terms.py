@@ -1,6 +1,5 @@
 """What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
 
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +49,9 @@ def own(values: Callable, kind: type = TokenLoss, **attributes) -> type:
 
 def head(*shape: int):
     generator = torch.Generator("cpu").manual_seed(0)
-    hidden, weight = (torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,)))
+    hidden, weight = (
+        torch.randn(*size, H, generator=generator, device="cpu").to(DEVICE) for size in (shape, (V,))
+    )
     targets = torch.randint(0, V, shape, generator=generator, device="cpu").to(DEVICE)
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
@@ -64,18 +65,62 @@ def of_measured_rows(message: str) -> str:
 
 
 BAD = {
-    "a mean": (lambda x: {"nll": Term(-x.mean())}, ValueError, r"terms: expected 'nll' of Own as values of shape \(6,\), one per row"),
-    "a sum": (lambda x: {"nll": Term(-x.sum())}, ValueError, r"terms: expected 'nll' of Own as values of shape .* got \(\); "),
-    "one number": (lambda x: {"nll": Term(-x.mean()[None])}, ValueError, r"terms: expected 'nll' of Own as .* got \(1,\); "),
-    "a row too few": (lambda x: {"nll": Term(-x[1:])}, ValueError, r"terms: expected 'nll' of Own as .* got \(5,\); "),
-    "a row too many": (lambda x: {"nll": Term(torch.cat((x, x[:1])))}, ValueError, r"terms: expected 'nll' of Own as .* got \(7,\); "),
-    "two columns": (lambda x: {"nll": Term(torch.stack((x, x), 1))}, ValueError, r"terms: expected 'nll' of Own as .* got \(6, 2\); "),
-    "the second term": (lambda x: {"nll": Term(-x), "reg": Term(x.mean())}, ValueError, r"terms: expected 'reg' of Own as values"),
+    "a mean": (
+        lambda x: {"nll": Term(-x.mean())},
+        ValueError,
+        r"terms: expected 'nll' of Own as values of shape \(6,\), one per row",
+    ),
+    "a sum": (
+        lambda x: {"nll": Term(-x.sum())},
+        ValueError,
+        r"terms: expected 'nll' of Own as values of shape .* got \(\); ",
+    ),
+    "one number": (
+        lambda x: {"nll": Term(-x.mean()[None])},
+        ValueError,
+        r"terms: expected 'nll' of Own as .* got \(1,\); ",
+    ),
+    "a row too few": (
+        lambda x: {"nll": Term(-x[1:])},
+        ValueError,
+        r"terms: expected 'nll' of Own as .* got \(5,\); ",
+    ),
+    "a row too many": (
+        lambda x: {"nll": Term(torch.cat((x, x[:1])))},
+        ValueError,
+        r"terms: expected 'nll' of Own as .* got \(7,\); ",
+    ),
+    "two columns": (
+        lambda x: {"nll": Term(torch.stack((x, x), 1))},
+        ValueError,
+        r"terms: expected 'nll' of Own as .* got \(6, 2\); ",
+    ),
+    "the second term": (
+        lambda x: {"nll": Term(-x), "reg": Term(x.mean())},
+        ValueError,
+        r"terms: expected 'reg' of Own as values",
+    ),
     "no Term": (lambda x: {"nll": -x}, TypeError, r"terms: expected a Term as 'nll' of Own, got Tensor; "),
-    "a pair for a Term": (lambda x: {"nll": (-x, "tokens")}, TypeError, r"terms: expected a Term as 'nll' of Own, got tuple; "),
-    "no tensor": (lambda x: {"nll": Term(1.0, over=None)}, TypeError, r"terms: expected a tensor of values for 'nll' of Own, got float; "),
-    "no unit": (lambda x: {"nll": Term(-x, over="token")}, ValueError, r"terms: expected over= one of .* in 'nll' of Own, got 'token'"),
-    "a mask in the loss": (lambda x: {"nll": Term(-x, over=x.exp())}, ValueError, r"terms: expected .* in 'nll' of Own, "),
+    "a pair for a Term": (
+        lambda x: {"nll": (-x, "tokens")},
+        TypeError,
+        r"terms: expected a Term as 'nll' of Own, got tuple; ",
+    ),
+    "no tensor": (
+        lambda x: {"nll": Term(1.0, over=None)},
+        TypeError,
+        r"terms: expected a tensor of values for 'nll' of Own, got float; ",
+    ),
+    "no unit": (
+        lambda x: {"nll": Term(-x, over="token")},
+        ValueError,
+        r"terms: expected over= one of .* in 'nll' of Own, got 'token'",
+    ),
+    "a mask in the loss": (
+        lambda x: {"nll": Term(-x, over=x.exp())},
+        ValueError,
+        r"terms: expected .* in 'nll' of Own, ",
+    ),
 }
 
 
@@ -105,13 +150,18 @@ WHOLE = {
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
 def test_what_is_no_pair_of_dicts(kind, values, reduction):
     loss = own(lambda x, batch: values(x), kind)(reduction=reduction)
-    with pytest.raises(TypeError, match=r"^terms: expected \(\{name: Term\}, \{metric name: Term\}\) from Own\.terms, got \w+; "):
+    with pytest.raises(
+        TypeError,
+        match=r"^terms: expected \(\{name: Term\}, \{metric name: Term\}\) from Own\.terms, got \w+; ",
+    ):
         loss(*head(6))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-@pytest.mark.parametrize(("declared", "returned"), [((), ("a",)), (("a",), ()), (("a",), ("b",)), (("a",), ("a", "b"))], ids=str)
+@pytest.mark.parametrize(
+    ("declared", "returned"), [((), ("a",)), (("a",), ()), (("a",), ("b",)), (("a",), ("a", "b"))], ids=str
+)
 def test_metrics_are_the_declared_ones(kind, declared, returned, reduction):
     values = lambda x, batch: ({"nll": Term(-x)}, {name: Term(x) for name in returned})  # noqa: E731
     with pytest.raises(ValueError, match="^metric_names: expected "):
@@ -170,12 +220,17 @@ OF_PAIRS = {
 @pytest.mark.parametrize(("values", "right"), OF_PAIRS.values(), ids=OF_PAIRS)
 def test_values_of_a_loss_of_pairs(values, right, over, reduction):
     """One per row, sequence or pair; `over` is the divisor alone."""
-    loss = own(lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES)(reduction=reduction)
+    loss = own(
+        lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES
+    )(reduction=reduction)
     arguments = head(4, 5)
     if right:
         loss(*arguments).loss.sum().backward()
         return
-    with pytest.raises(ValueError, match=r"^terms: expected 'own' of Own as values of shape .*per row.*per sequence.*per pair.*, got "):
+    with pytest.raises(
+        ValueError,
+        match=r"^terms: expected 'own' of Own as values of shape .*per row.*per sequence.*per pair.*, got ",
+    ):
         loss(*arguments)
 
 
@@ -183,7 +238,9 @@ def test_values_of_a_loss_of_pairs(values, right, over, reduction):
 def test_a_loss_of_tokens_has_no_values_per_sequence(length):
     """Its slices are of rows, wherever their sequences end."""
     loss = own(lambda x, batch: ({"own": Term(x[:length])}, {}))()
-    with pytest.raises(ValueError, match=r"^terms: expected 'own' of Own as values of shape \(20,\), one per row, got"):
+    with pytest.raises(
+        ValueError, match=r"^terms: expected 'own' of Own as values of shape \(20,\), one per row, got"
+    ):
         loss(*head(4, 5))
 
 
@@ -226,7 +283,11 @@ def test_a_statistic_that_is_not_declared(name, reduction):
 @pytest.mark.parametrize(
     ("by", "name"),
     [
-        *((by, name) for by in ("observes", "differentiates") for name in ("entropy", "sum_logits", "log_sum_sq_probs")),
+        *(
+            (by, name)
+            for by in ("observes", "differentiates")
+            for name in ("entropy", "sum_logits", "log_sum_sq_probs")
+        ),
         ("observes", "is_top1"),
     ],
 )
@@ -235,17 +296,29 @@ def test_a_statistic_that_is_declared(name, by, reduction):
         return {"own": Term(-stats.logps)}, {"seen": Term(getattr(stats, name))}
 
     names = (name,) if by == "observes" else ("logps", name)
-    loss = type("Own", (TokenLoss,), {"terms": terms, by: names, "metric_names": ("seen",)})(reduction=reduction)
+    loss = type("Own", (TokenLoss,), {"terms": terms, by: names, "metric_names": ("seen",)})(
+        reduction=reduction
+    )
     assert loss(*head(6)).metrics["seen"].isfinite()
 
 
-@pytest.mark.xfail(strict=True, reason="entropy and is_top1, sum_logits and log_sum_sq_probs come together, declared or not")
+@pytest.mark.xfail(
+    strict=True, reason="entropy and is_top1, sum_logits and log_sum_sq_probs come together, declared or not"
+)
 def test_only_one_of_two_neighbours_is_declared():
     """Kernels compute some numbers together: that one is there does not make the other one declared."""
-    neighbours = {"entropy": "is_top1", "is_top1": "entropy", "sum_logits": "log_sum_sq_probs", "log_sum_sq_probs": "sum_logits"}
+    neighbours = {
+        "entropy": "is_top1",
+        "is_top1": "entropy",
+        "sum_logits": "log_sum_sq_probs",
+        "log_sum_sq_probs": "sum_logits",
+    }
     passed = []
     for declared, other in neighbours.items():
-        terms = lambda self, stats, batch, other=other: ({"own": Term(getattr(stats, other) + stats.logps)}, {})  # noqa: E731
+        terms = lambda self, stats, batch, other=other: (
+            {"own": Term(getattr(stats, other) + stats.logps)},
+            {},
+        )  # noqa: E731
         loss = type("Own", (TokenLoss,), {"terms": terms, "observes": (declared,)})()
         try:
             loss(*head(6))
@@ -256,7 +329,9 @@ def test_only_one_of_two_neighbours_is_declared():
 
 
 def test_a_name_that_is_no_statistic():
-    loss = type("Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({"own": Term(stats.entropies)}, {})})()
+    loss = type(
+        "Own", (TokenLoss,), {"terms": lambda self, stats, batch: ({"own": Term(stats.entropies)}, {})}
+    )()
     with pytest.raises(AttributeError, match="^stats: expected one of logps, lse.*, got entropies; "):
         loss(*head(6))
 
@@ -268,7 +343,9 @@ def test_a_name_that_is_no_statistic():
 @pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
 def test_an_error_is_noted_with_the_inputs_that_are_none(kind, reduction):
     values = lambda x, batch: ({"own": Term(batch.weights * x)}, {})  # noqa: E731
-    loss = own(values, kind, token_inputs=("weights", "others"), shared_inputs=("table",))(reduction=reduction)
+    loss = own(values, kind, token_inputs=("weights", "others"), shared_inputs=("table",))(
+        reduction=reduction
+    )
     arguments = head(6)
     with pytest.raises(TypeError) as caught:
         loss(*arguments, others=torch.ones(6, device=DEVICE))
@@ -349,7 +426,9 @@ def test_one_row_shows_nothing(kind, reduction):
             loss(*head(1))
         return
     loss(*head(1))
-    with pytest.raises(ValueError, match=r"^terms: expected 'nll' of Own as values of shape \(2,\), one per row, got \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"^terms: expected 'nll' of Own as values of shape \(2,\), one per row, got \(1,\)"
+    ):
         loss(*head(2))
 
 
@@ -376,7 +455,9 @@ def test_one_pair_shows_nothing(wrong):
 
 def test_one_sequence_shows_nothing():
     loss = own(
-        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x).mean()[None], over="sequences")}, {}), scope="group", unit="sequences"
+        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x).mean()[None], over="sequences")}, {}),
+        scope="group",
+        unit="sequences",
     )()
     loss(*head(1, 5))
     with pytest.raises(ValueError, match=r"^terms: expected 'own' of Own as values of shape"):
@@ -444,7 +525,9 @@ def test_right_terms_pass_under_compile_and_no_state_is_touched(compiling):
     loss = own(lambda x, batch: ({"nll": Term(-x)}, {}), LogitsLoss)(reduction="none")
     own_loss = own(lambda x, batch: ({"nll": Term(-x)}, {}))(reduction="none")
     for made in (own_loss, loss):
-        compiled = torch.compile(lambda h, w, t, made=made: made(h * 2, w, t).loss, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(
+            lambda h, w, t, made=made: made(h * 2, w, t).loss, backend="aot_eager", fullgraph=True
+        )
         hidden, weight, targets = head(6)
         before = set(module._CHECKED)
         with EngineCalls(uncompiled=True):
@@ -471,14 +554,24 @@ def test_terms_that_are_refused_on_fake_tensors(how, reduction):
 def test_reduced():
     values = torch.tensor([1.0, 2.0, 4.0])
     factors = {None: 1.0, "tokens": 0.5, "sequences": torch.tensor(2.0)}
-    terms = {"a": Term(values), "b": Term(values, over="sequences"), "c": Term(values, over=None), "d": Term(values.sum(), over=None)}
-    assert {name: float(x) for name, x in reduced(terms, factors).items()} == {"a": 3.5, "b": 14.0, "c": 7.0, "d": 7.0}
+    terms = {
+        "a": Term(values),
+        "b": Term(values, over="sequences"),
+        "c": Term(values, over=None),
+        "d": Term(values.sum(), over=None),
+    }
+    assert {name: float(x) for name, x in reduced(terms, factors).items()} == {
+        "a": 3.5,
+        "b": 14.0,
+        "c": 7.0,
+        "d": 7.0,
+    }
 
 
 def test_unreduced():
     values = torch.tensor([1.0, 2.0, 4.0])
     assert unreduced({"a": Term(values), "b": Term(2 * values)}).tolist() == [3.0, 6.0, 12.0]
-    with pytest.raises(ValueError, match="^reduction: expected 'mean' or 'sum' for a loss of several units, got 'none' with "):
+    with pytest.raises(
+        ValueError, match="^reduction: expected 'mean' or 'sum' for a loss of several units, got 'none' with "
+    ):
         unreduced({"a": Term(values), "b": Term(values, over="pairs")})
-
-
