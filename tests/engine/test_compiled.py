@@ -1,4 +1,4 @@
-"""The compiled part of a LogitsLoss: errors of the compiler alone leave it uncompiled, that loss and no other."""
+"""The compiled part of a LogitsLoss: only errors of the compiler leave it uncompiled, it alone."""
 
 import warnings
 from dataclasses import dataclass
@@ -176,7 +176,7 @@ def test_out_of_memory_in_terms():
 
 
 def test_out_of_memory_in_terms_while_it_is_traced():
-    """The real compiler: what `terms` raises while it is traced is the author's, and the loss stays compiled."""
+    """The real compiler: what `terms` raises while it is traced is no failure of the compiler."""
     torch._dynamo.reset()
     compiled_chunk_function.cache_clear()
     loss, (hidden, weight, targets) = Failing(), head()

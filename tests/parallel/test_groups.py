@@ -44,6 +44,6 @@ def test_groups_that_are_none(name):
     message = rf"^{name}: expected a dimension of weight's device mesh, one of \(\), got 'tp'; or pass a Proc"
     with pytest.raises(ValueError, match=message):
         process_group(name, "tp", weight)
-    message = rf"^{name}: expected a ProcessGroup, a DeviceMesh or the name of a mesh dimension, got int; pass one of them\.$"
+    message = rf"^{name}: expected a ProcessGroup, a DeviceMesh or the name of a mesh dimension, got int; "
     with pytest.raises(TypeError, match=message):
         process_group(name, 3, weight)
