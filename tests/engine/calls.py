@@ -7,21 +7,9 @@ from logitless.engine.operands import Operands
 from logitless.engine.packing import pack, unpack
 
 
-def given(
-    loss,
-    hidden: Tensor,
-    weight,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    *,
-    num_items=None,
-    shift=False,
-    cu_seqlens=None,
-    **inputs,
-) -> Given:
-    return prepare(
-        loss, Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens), inputs
-    )
+def given(loss, hidden: Tensor, weight, targets: Tensor, bias: Tensor | None = None, **inputs) -> Given:
+    options = {name: inputs.pop(name) for name in Options._fields if name in inputs}
+    return prepare(loss, Operands(hidden, weight, targets, bias), Options(**options), inputs)
 
 
 def call(*args, **options) -> Call:

@@ -63,14 +63,9 @@ def inputs(*shape: int, trailing: tuple[int, ...] = ()) -> dict[str, torch.Tenso
 
 def test_roles():
     assert dict(EveryRole.roles) == {
-        "weights": Role.TOKEN,
-        "best": Role.POSITION,
-        "table": Role.VOCABULARY,
-        "whole": Role.WHOLE,
-        "teacher_hidden": Role.FEATURES,
-        "teacher_weight": Role.HEAD,
-        "teacher_bias": Role.HEAD,
-    }
+        "weights": Role.TOKEN, "best": Role.POSITION, "table": Role.VOCABULARY, "whole": Role.WHOLE,
+        "teacher_hidden": Role.FEATURES, "teacher_weight": Role.HEAD, "teacher_bias": Role.HEAD,
+    }  # fmt: skip
     assert DistillationLoss.roles["teacher_hidden"] is Role.FEATURES
     assert DistillationLoss.roles["topk_ids"] is Role.POSITION
 
@@ -96,8 +91,7 @@ def test_flattened_to_one_row_per_token(shape, trailing):
 @pytest.mark.parametrize("trailing", [(), (2,), (3, 2)], ids=str)
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 2, 3)], ids=str)
 def test_shift_moves_what_goes_with_the_labels(shape, trailing):
-    """Position i predicts targets[i + 1]: so its token inputs are of i + 1, and what is of the position
-    stays."""
+    """Position i predicts targets[i + 1]: so go its token inputs, and what is of the position stays."""
     hidden, weight, targets = head(*shape)
     given_inputs = inputs(*shape, trailing=trailing)
     found = given(EveryRole(), hidden, weight, targets, shift=True, **given_inputs)

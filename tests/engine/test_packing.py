@@ -114,8 +114,7 @@ class Blocks(nn.Module):
 
 
 def heads(module: Blocks) -> list[Given]:
-    """A base head and two with layers in front, of the same hidden states; the second of them has a weight of
-    its own."""
+    """A base head and two with layers in front; the second of them has a weight of its own."""
     base = given(CrossEntropyLoss(), *head(2, 3), bias())
     others = []
     for number in range(2):

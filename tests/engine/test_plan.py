@@ -1,5 +1,4 @@
-"""`make_plan` and `chunk_rows`: every row once for each purpose, within the budget, groups whole where the
-plan says so."""
+"""`make_plan` and `chunk_rows`: every row once for each purpose, and within the budget."""
 
 import itertools
 from typing import NamedTuple

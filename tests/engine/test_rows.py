@@ -44,8 +44,7 @@ PACKED = PADDED | {
 }
 FORMS = [("padded", name) for name in PADDED] + [("packed", name) for name in PACKED]
 ROLES = {"single": 1, "pairs": 2, "triples": 3, "everything": 6}
-# Where every row of packed sequences is walked, the lengths stay on the device: the caller makes one group of
-# all.
+# Where every row of packed sequences is walked, lengths stay on the device: one group of all.
 GROUPED = {
     f"{form}, {name}, {group}, {'compact' if compact else 'every row'}": (form, name, roles, compact)
     for form, name in FORMS

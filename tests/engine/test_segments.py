@@ -1,5 +1,4 @@
-"""Sums over sequences and their transpose: exact, contained in their sequence, deterministic and
-differentiable."""
+"""Sums over sequences and their transpose: exact, apart, deterministic and differentiable."""
 
 import math
 from dataclasses import replace
@@ -101,8 +100,7 @@ def test_gradients(lengths, roles):
 )
 @pytest.mark.parametrize("strided", [False, True], ids=["", "strided"])
 def test_sums_in_fp32_are_exact(lengths, strided):
-    """As exact as a sum in fp64 that is rounded; added one by one, 16k numbers like these lose 1e-5 to
-    1e-4."""
+    """As exact as a rounded sum in fp64; added one by one, 16k numbers like these lose 1e-5 to 1e-4."""
     segments = segments_of(lengths, 1)
     x = (-5 - random(sum(lengths)).abs()).float()
     if strided:
