@@ -109,13 +109,14 @@ def launches(monkeypatch):
 def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
     """Every way into the kernels for one choice of dtypes and head."""
     for trainable, (smoothing, entropy) in itertools.product(("all", "hidden"), ((0.0, False), (0.1, "metric"), (0.1, True))):
-        h, w, targets, b = operands((6,), 40, 30, torch.float32 if autocast else dtype)
+        # Nothing is computed, so the CPU will do, and autocast below is the CPU's.
+        h, w, targets, b = (x.cpu() for x in operands((6,), 40, 30, torch.float32 if autocast else dtype))
         h.requires_grad_(trainable != "nothing")
         w.requires_grad_(trainable == "all")
         head = {"softcap": softcap, "logits_dtype": logits_dtype}
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             losses = []
-            for weights in (None, *(torch.ones(30, dtype=x) for x in DTYPES.values())):
+            for weights in (None, *(torch.ones(30, dtype=x, device="cpu") for x in DTYPES.values())):
                 for reduction in ("mean", "none"):
                     loss = CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction, **head)
                     losses.append(loss(h, w, targets, bias=b if bias else None, class_weights=weights).loss)
