@@ -7,12 +7,33 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and DEVICE == "cpu"
+from tests.support import DEVICE
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and DEVICE.type == "cpu"
+# Where the PyTorch twins are what is tested.
+TWINS = DEVICE.type == "cpu" and not INTERPRETED
+
+
+class Random:
+    """Random tensors on DEVICE: the same numbers on every device, whatever PyTorch's default device is."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device="cpu").to(DEVICE)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Between 0.5 and 1.5."""
+        return torch.rand(shape, generator=self._generator, device="cpu").to(DEVICE) + 0.5
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        """From 0 up to, without, `high`."""
+        return torch.randint(high, shape, generator=self._generator, device="cpu").to(DEVICE)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Memory as nobody left it: whatever is not written stays NaN."""
+    """A tensor full of NaN: what a kernel leaves out shows."""
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 

@@ -9,16 +9,15 @@ import torch
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
+from logitless.losses import reference
+from logitless.losses.reference.distillation import generalized_jsd, kl
 from logitless.parallel.vocabulary import ShardedVocabulary
-from tests import reference
 from tests.cases import covering_array
-from tests.kernels.support import DEVICE, poisoned
-from tests.reference.distillation import generalized_jsd, kl
+from tests.kernels.support import DEVICE, Random, poisoned
 from tests.support import relative_error
 
 needs_triton = pytest.mark.skipif(
-    not uses_triton(torch.device(DEVICE), torch.float32),
-    reason="no Triton; the twin is tested with the losses",
+    not uses_triton(DEVICE, torch.float32), reason="no Triton; the twin is tested with the losses"
 )
 
 MODES = {
@@ -53,18 +52,17 @@ def has_effect(case: dict) -> bool:
 def test_options(case):
     C, (V, V_teacher) = 6, case["vocab"]
     dtype, grad_dtype = (TYPES[name] for name in case["dtypes"])
-    generator = torch.Generator().manual_seed(case["seed"])
-    random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    student = (random(C, V) * 3).to(dtype).to(DEVICE)
-    teacher = (random(C, V_teacher) * 3).to(dtype).to(DEVICE)
+    random = Random(case["seed"])
+    student = (random.normal(C, V) * 3).to(dtype)
+    teacher = (random.normal(C, V_teacher) * 3).to(dtype)
     if case["close"] and V == V_teacher:
-        teacher = (student.float() * (1 + 1e-2 * random(C, V).to(DEVICE))).to(dtype)
+        teacher = (student.float() * (1 + 1e-2 * random.normal(C, V))).to(dtype)
         teacher[0] = student[0]
-    bias, teacher_bias = (random(width).to(DEVICE) if case["bias"] else None for width in (V, V_teacher))
-    labels = torch.randint(0, V, (C,), generator=generator).to(DEVICE) if case["labels"] else None
+    bias, teacher_bias = (random.normal(width) if case["bias"] else None for width in (V, V_teacher))
+    labels = random.integers(V, C) if case["labels"] else None
     if labels is not None:
         labels[2] = -100
-    factors = (random(C) * 2).to(DEVICE)
+    factors = random.normal(C) * 2
     factors[3] = 0.0
     head = Head(case["softcap"] or None, case["scale"], case["temperature"])
     teacher_head = Head(case["softcap"] / 2 or None, 1.2, case["temperature"])
@@ -78,20 +76,12 @@ def test_options(case):
         "temperature": case["temperature"],
     }
     values, _ = reference.distillation(
-        z,
-        torch.eye(V, dtype=torch.float64, device=DEVICE),
-        torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
-        teacher_hidden=teacher.double(),
-        teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
-        bias=None if bias is None else bias.double(),
-        teacher_bias=None if teacher_bias is None else teacher_bias.double(),
-        softcap=head.softcap,
-        logit_scale=head.logit_scale,
-        teacher_softcap=teacher_head.softcap,
-        teacher_logit_scale=1.2,
-        reduction="none",
-        **maths,
-    )
+        z, torch.eye(V, dtype=torch.float64, device=DEVICE), torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
+        teacher_hidden=teacher.double(), teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
+        bias=None if bias is None else bias.double(), teacher_bias=None if teacher_bias is None else teacher_bias.double(),
+        softcap=head.softcap, logit_scale=head.logit_scale, teacher_softcap=teacher_head.softcap, teacher_logit_scale=1.2,
+        reduction="none", **maths,
+    )  # fmt: skip
     # The row without a label has no cross-entropy.
     rows = torch.ones(C, device=DEVICE, dtype=torch.bool)
     if labels is not None and case["hard"]:
@@ -102,19 +92,9 @@ def test_options(case):
     if case["write"]:
         gradient = student if grad_dtype == dtype else student.view(grad_dtype)[:, :V]
     found = kernels.fused_divergence(
-        student,
-        teacher,
-        labels,
-        factors if case["write"] else None,
-        gradient=gradient,
-        divergence=divergence,
-        beta=beta,
-        hard_weight=case["hard"],
-        head=head,
-        teacher_head=teacher_head,
-        bias=bias,
-        teacher_bias=teacher_bias,
-    )
+        student, teacher, labels, factors if case["write"] else None, gradient=gradient, divergence=divergence, beta=beta,
+        hard_weight=case["hard"], head=head, teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
+    )  # fmt: skip
     total = case["hard"] * found.hard + (1 - case["hard"]) * found.soft
     assert relative_error(total[rows], values.detach()[rows]) < 2e-5
     check_numbers(found, z.detach(), teacher.double(), labels, head, teacher_head, bias, teacher_bias)
@@ -145,20 +125,12 @@ def check_numbers(found, z, teacher, labels, head, teacher_head, bias, teacher_b
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_rows_give_exactly_nothing(mode):
     divergence, beta = MODES[mode]
-    student = (torch.randn(3, 2100) * 5).to(DEVICE)
+    student = Random().normal(3, 2100) * 5
     gradient = poisoned(3, 2100, dtype=torch.float32)
     found = kernels.fused_divergence(
-        student,
-        student.clone(),
-        None,
-        torch.ones(3, device=DEVICE),
-        gradient=gradient,
-        divergence=divergence,
-        beta=beta,
-        hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
-    )
+        student, student.clone(), None, torch.ones(3, device=DEVICE), gradient=gradient, divergence=divergence, beta=beta, hard_weight=0.0,
+        head=Head(), teacher_head=Head(),
+    )  # fmt: skip
     assert not found.soft.any() and not gradient.any() and found.agreement.all()
 
 
@@ -167,11 +139,10 @@ def test_equal_rows_give_exactly_nothing(mode):
 @pytest.mark.parametrize("rise", [40.0, 200.0])
 def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
     divergence, beta = MODES[mode]
-    student, teacher = torch.randn(2, 4, 3000, generator=torch.Generator().manual_seed(0))
+    student, teacher = Random().normal(2, 4, 3000)
     student[0, 2990], teacher[1, 2990] = rise, rise
     student[2, 5], teacher[2, 5] = rise, rise
     student[3, 5], teacher[3, 2990] = rise, rise
-    student, teacher = student.to(DEVICE), teacher.to(DEVICE)
 
     def maths(dtype):
         z, eye = student.to(dtype).requires_grad_(), torch.eye(3000, dtype=dtype, device=DEVICE)
@@ -188,17 +159,9 @@ def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
 
     (values, truth), (_, naive) = maths(torch.float64), maths(torch.float32)
     found = kernels.fused_divergence(
-        student,
-        teacher,
-        None,
-        torch.ones(4, device=DEVICE),
-        gradient=student,
-        divergence=divergence,
-        beta=beta,
-        hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
-    )
+        student, teacher, None, torch.ones(4, device=DEVICE), gradient=student, divergence=divergence, beta=beta, hard_weight=0.0,
+        head=Head(), teacher_head=Head(),
+    )  # fmt: skip
     assert relative_error(found.soft, values) < 1e-5
     # A certain row's own gradient is the difference of two ones.
     assert relative_error(student, truth) < 2 * relative_error(naive, truth) + 3e-4
@@ -207,17 +170,17 @@ def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
 @pytest.mark.parametrize("gap", [1e-6, 1e-3, 1.0, 50.0, 1000.0])
 def test_twin_of_any_gap(gap):
     """Values down to 1e-13, and log-ratios beyond what exp can hold."""
-    student = torch.randn(5, 40, dtype=torch.float64).log_softmax(-1)
-    teacher = (student + gap * torch.randn(5, 40, dtype=torch.float64)).log_softmax(-1)
+    random = Random()
+    student = random.normal(5, 40).double().log_softmax(-1)
+    teacher = (student + gap * random.normal(5, 40)).log_softmax(-1)
     for ours, theirs in (
         (kernels.kl(student, teacher), kl(student, teacher)),
         (kernels.jsd(student, teacher, 0.3), generalized_jsd(student, teacher, 0.3)),
     ):
         assert relative_error(ours, theirs) < 1e-6
     assert not kernels.jsd(student, student, 0.3).any()
-    assert kernels.jsd(
-        torch.tensor([[0.0, -math.inf]]), torch.tensor([[-math.inf, 0.0]]), 0.5
-    ).item() == pytest.approx(math.log(2))
+    apart = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]], device=DEVICE)
+    assert kernels.jsd(apart[:1], apart[1:], 0.5).item() == pytest.approx(math.log(2))
 
 
 @needs_triton
@@ -227,17 +190,9 @@ def test_the_first_of_equal_maxima_counts():
     student[:, [5, 9, 1500]] = 3.0
     teacher[0, [5, 9, 1500]], teacher[1, [9, 1500]], teacher[2, 1500], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
     found = kernels.fused_divergence(
-        student,
-        teacher,
-        torch.tensor([5, 9, 1500, 5], device=DEVICE),
-        None,
-        gradient=None,
-        divergence="jsd",
-        beta=0.5,
-        hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
-    )
+        student, teacher, torch.tensor([5, 9, 1500, 5], device=DEVICE), None, gradient=None, divergence="jsd", beta=0.5, hard_weight=0.0,
+        head=Head(), teacher_head=Head(),
+    )  # fmt: skip
     assert found.agreement.tolist() == [1, 0, 0, 1]
     assert found.is_top1.tolist() == [1, 0, 0, 1]
 
@@ -280,16 +235,15 @@ def test_shards_are_the_whole(case):
     C, sizes = 5, (1300, 40, 1100)
     V = sum(sizes)
     dtype, grad_dtype = (TYPES[name] for name in case["dtypes"])
-    generator = torch.Generator().manual_seed(case["seed"])
-    random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    student, teacher = ((random(C, V) * 3).to(dtype).to(DEVICE) for _ in range(2))
-    bias, teacher_bias = (random(V).to(DEVICE) if case["bias"] else None for _ in range(2))
+    random = Random(case["seed"])
+    student, teacher = ((random.normal(C, V) * 3).to(dtype) for _ in range(2))
+    bias, teacher_bias = (random.normal(V) if case["bias"] else None for _ in range(2))
     labels = (
         torch.tensor([3, 1310, -100, V - 1, 900], device=DEVICE)
         if case["labels"]
         else torch.full((C,), -100, device=DEVICE)
     )
-    factors = (random(C) * 2).to(DEVICE) if case["write"] else None
+    factors = random.normal(C) * 2 if case["write"] else None
     head = Head(case["softcap"] or None, 1.0, case["temperature"])
     divergence, beta = MODES[case["mode"]]
     options = {

@@ -6,7 +6,7 @@ import torch
 
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from tests.cases import DTYPES
-from tests.kernels.support import DEVICE, poisoned
+from tests.kernels.support import Random, poisoned
 from tests.support import assert_close, relative_error
 
 C, H = 13, 24
@@ -19,7 +19,7 @@ pairs = pytest.mark.parametrize(
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+    return Random(seed).normal(*shape).to(dtype)
 
 
 def rounding(truth: torch.Tensor, dtype: torch.dtype) -> float:

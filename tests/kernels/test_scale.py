@@ -7,7 +7,7 @@ import torch
 
 from logitless.kernels.scale import scale
 from tests.cases import DTYPES
-from tests.kernels.support import DEVICE, poisoned, rounded
+from tests.kernels.support import DEVICE, Random, poisoned, rounded
 
 SHAPES = [(1, 1), (5, 17), (3, 5003), (4, 2048), (6, 1024), (3, 512), (2, 4100)]
 PAIRS = {f"{x} to {out}": (DTYPES[x], DTYPES[out]) for x, out in itertools.product(DTYPES, DTYPES)}
@@ -17,9 +17,9 @@ PAIRS = {f"{x} to {out}": (DTYPES[x], DTYPES[out]) for x, out in itertools.produ
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dtype", "out_dtype"), PAIRS.values(), ids=PAIRS)
 def test_rounds_once(dtype, out_dtype, shape, per_row):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
-    factor = (torch.randn(shape[0] if per_row else (), generator=generator) * 3).to(DEVICE)
+    random = Random()
+    x = random.normal(*shape).to(dtype)
+    factor = random.normal(*(shape[:1] if per_row else ())) * 3
     expected = rounded(x.float() * (factor[:, None] if per_row else factor), out_dtype)
     out = poisoned(*shape, dtype=out_dtype)
     kept = x.clone()

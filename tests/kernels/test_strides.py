@@ -22,19 +22,19 @@ from logitless.kernels.divergence import fused_divergence, sharded_divergence
 from logitless.kernels.head import Head
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from logitless.kernels.scale import scale
-from tests.kernels.support import DEVICE, LAYOUTS, poisoned
+from tests.kernels.support import DEVICE, LAYOUTS, Random, poisoned
 
 C, V, H, IGNORED = 6, 37, 5, -7
 HEAD, TEACHER_HEAD = Head(6.0, 0.8, 1.3), Head(None, 1.2, 1.0)
 PAIRS = {"fp32": (torch.float32, torch.float32), "to bf16": (torch.float32, torch.bfloat16)}
 pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS.values(), ids=PAIRS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-triton_runs = uses_triton(torch.device(DEVICE), torch.float32)
+triton_runs = uses_triton(DEVICE, torch.float32)
 needs_triton = pytest.mark.skipif(not triton_runs, reason="no Triton; the twins are functions of autograd")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(DEVICE)
+    return Random(seed).normal(*shape)
 
 
 def operands(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def statistics(x: dict[str, Tensor], *names: str) -> TokenBuffers:
-    stats = allocate_stats(names, C, torch.float32, torch.device(DEVICE))
+    stats = allocate_stats(names, C, torch.float32, DEVICE)
     options = {"class_weights": x["class_weights"]} if "sum_logits" in names else {}
     token_statistics(
         x["logits"], x["targets"], stats, head=HEAD, bias=x["bias"], ignore_index=IGNORED, **options
@@ -89,7 +89,7 @@ def test_token_statistics(names, operand, layout):
 @pytest.mark.parametrize("names", [(), ("entropy",)], ids=str)
 def test_logprob_gradient(names, operand, layout, dtype, gradient_dtype):
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
-        stats = allocate_stats(names, C, torch.float32, torch.device(DEVICE))
+        stats = allocate_stats(names, C, torch.float32, DEVICE)
         gradient = poisoned(C, V, dtype=gradient_dtype)
         row_scale = logprob_gradient(
             x["logits"],
@@ -333,7 +333,7 @@ def test_fp64_logits_keep_the_digits_of_fp64_vectors():
     exact = {"bias": x["bias"] + 1e-12, "class_weights": x["class_weights"] * (1 + 1e-12)}
 
     def sums(vectors: dict[str, Tensor]) -> Tensor:
-        stats = allocate_stats(("sum_logits",), C, torch.float64, torch.device(DEVICE))
+        stats = allocate_stats(("sum_logits",), C, torch.float64, DEVICE)
         token_statistics(x["logits"], x["targets"], stats, head=Head(), ignore_index=IGNORED, **vectors)
         return stats.sum_logits
 
