@@ -302,9 +302,6 @@ def test_a_statistic_that_is_declared(name, by, reduction):
     assert loss(*head(6)).metrics["seen"].isfinite()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="entropy and is_top1, sum_logits and log_sum_sq_probs come together, declared or not"
-)
 def test_only_one_of_two_neighbours_is_declared():
     """Kernels compute some numbers together: that one is there does not make the other one declared."""
     neighbours = {
@@ -365,7 +362,6 @@ def test_an_error_of_another_kind_has_no_note(reduction):
     assert not getattr(caught.value, "__notes__", [])
 
 
-@pytest.mark.xfail(strict=True, reason="the note also names teacher_logits, which this loss does not declare")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_the_note_names_declared_inputs_alone(reduction):
     def values(x, batch):
