@@ -1,6 +1,15 @@
 """A committed list of small breakages, each of which the tests must notice: `make mutants` applies them one by one."""
 
-from tests.mutants import beyond_eager, calls, distillation, foundation, multi_token, parallel, policy, preference
+from tests.mutants import (
+    beyond_eager,
+    calls,
+    distillation,
+    foundation,
+    multi_token,
+    parallel,
+    policy,
+    preference,
+)
 
 MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

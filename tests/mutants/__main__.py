@@ -34,21 +34,41 @@ def passes(tests: str, interpreted: bool, mutant: Mutant | None = None) -> tuple
             path = Path(folder, mutant.path)
             path.write_text(mutant.applied(path.read_text()))
         python_path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": python_path,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         environment.pop("TRITON_INTERPRET", None)
         if interpreted:
             environment["TRITON_INTERPRET"] = "1"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            *tests.split(),
+        ]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.strip()] or [done.stderr[-200:]]
     # 1: tests failed. Anything else but 0 (no tests found, a file that does not import) shows nothing about the tests.
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"mutant {mutant and mutant.name!r}: pytest ended with {done.returncode}: {lines[-1]}")
-    return done.returncode == 0, next((line for line in reversed(lines) if line.startswith("FAILED")), lines[-1])
+        raise RuntimeError(
+            f"mutant {mutant and mutant.name!r}: pytest ended with {done.returncode}: {lines[-1]}"
+        )
+    return done.returncode == 0, next(
+        (line for line in reversed(lines) if line.startswith("FAILED")), lines[-1]
+    )
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Run only the mutants whose name contains one of these.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Run only the mutants whose name contains one of these.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="How many to run at once.")] = 2,
 ) -> None:
     """Break the code in small ways, one at a time, and expect a test to notice each."""
@@ -58,8 +78,13 @@ def main(
     with ThreadPoolExecutor(jobs) as pool:
         # A test that fails anyway catches nothing.
         clean = dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in chosen)
-        for (tests, interpreted), (passed, last) in zip(clean, pool.map(lambda case: passes(*case), clean), strict=True):
-            print(f"{'passes' if passed else 'FAILS'} without a mutant: {tests}{', interpreted' * interpreted}", flush=True)
+        for (tests, interpreted), (passed, last) in zip(
+            clean, pool.map(lambda case: passes(*case), clean), strict=True
+        ):
+            print(
+                f"{'passes' if passed else 'FAILS'} without a mutant: {tests}{', interpreted' * interpreted}",
+                flush=True,
+            )
             if not passed:
                 raise SystemExit(last)
 
@@ -67,7 +92,12 @@ def main(
             start = time.perf_counter()
             alive, last = passes(mutant.tests, mutant.interpreted, mutant)
             print(f"{'SURVIVES' if alive else 'caught':8} {mutant.name}: {last[:150]}", flush=True)
-            return mutant.name, mutant.path, "SURVIVES" if alive else "caught", f"{time.perf_counter() - start:.0f} s"
+            return (
+                mutant.name,
+                mutant.path,
+                "SURVIVES" if alive else "caught",
+                f"{time.perf_counter() - start:.0f} s",
+            )
 
         rows = list(pool.map(run, chosen))
     alive = sum(row[2] == "SURVIVES" for row in rows)

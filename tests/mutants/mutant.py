@@ -35,7 +35,9 @@ class Mutant:
             raise ValueError(f"{told} {where}, got nothing of that name; bring it up to date.")
         counts = ["".join(lines[place]).count(self.old) for place in places]
         if sum(counts) != 1:
-            raise ValueError(f"{told} `old` once in {where}, got it {sum(counts)} times; bring it up to date.")
+            raise ValueError(
+                f"{told} `old` once in {where}, got it {sum(counts)} times; bring it up to date."
+            )
         place = places[counts.index(1)]
         lines[place] = ["".join(lines[place]).replace(self.old, self.new)]
         return "".join(lines)
@@ -50,7 +52,9 @@ def spans(text: str, name: str) -> list[tuple[int, int]]:
     """First and last line of each function, class or assignment of that dotted name: several if it is defined again."""
     found: list[ast.AST] = [ast.parse(text)]
     for part in name.split("."):
-        found = [statement for scope in found for statement in statements(scope) if part in names_of(statement)]
+        found = [
+            statement for scope in found for statement in statements(scope) if part in names_of(statement)
+        ]
     return [(first_line(node), node.end_lineno) for node in found]
 
 
@@ -66,7 +70,9 @@ def statements(scope: ast.AST) -> Iterator[ast.stmt]:
 def names_of(statement: ast.stmt) -> list[str]:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
-    targets = {ast.Assign: lambda: statement.targets, ast.AnnAssign: lambda: [statement.target]}.get(type(statement), list)()
+    targets = {ast.Assign: lambda: statement.targets, ast.AnnAssign: lambda: [statement.target]}.get(
+        type(statement), list
+    )()
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
