@@ -83,4 +83,20 @@ MUTANTS = [
         ("not straight", "solve", "= gradients.deferred, [], []", "= None, [], []"),
         prefix="main gradient: ",
     ),
+    *of_file(
+        "losses/declarations.py",
+        "tests/losses/test_declarations.py",
+        ("identity without values", "identity_of", "({values})", ""),
+        prefix="graph: ",
+    ),
+    *of_file(
+        "engine/compiled.py",
+        "tests/engine/test_compiled.py",
+        (
+            "any error taken for the compiler's",
+            "_is_of_the_compiler",
+            "return isinstance(error, kinds)",
+            "return True",
+        ),
+    ),
 ]

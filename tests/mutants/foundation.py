@@ -5,12 +5,18 @@ from tests.mutants.mutant import of_file
 TEST_BAD_INPUT = "tests/losses/test_bad_input.py"
 TEST_BASE = "tests/losses/test_base.py"
 TEST_CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
+TEST_ENGINE_ROWS = "tests/engine/test_rows.py"
+TEST_ENGINE_SHIFTED = "tests/engine/test_shifted.py"
 TEST_KERNELS_CROSS_ENTROPY = "tests/kernels/test_cross_entropy.py"
 TEST_LOGPROBS = "tests/losses/test_logprobs.py"
+CROSS_ENTROPY_TRITON = "kernels/cross_entropy_triton.py"
 FUNCTION = "engine/function.py"
 GRADIENTS = "engine/gradients.py"
+OPERANDS = "engine/operands.py"
 PASSES = "engine/passes.py"
 PROJECTION = "engine/projection.py"
+REDUCTION = "engine/reduction.py"
+ROWS = "engine/rows.py"
 
 MUTANTS = [
     *of_file(
@@ -54,7 +60,7 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        "kernels/cross_entropy_triton.py",
+        CROSS_ENTROPY_TRITON,
         TEST_KERNELS_CROSS_ENTROPY,
         ("d logp at the target has the wrong sign", "logits_gradient_kernel", "p_y + g_logp", "p_y - g_logp"),
         (
@@ -179,7 +185,7 @@ MUTANTS = [
     *of_file(
         GRADIENTS,
         TEST_BASE,
-        ("gradients of an empty call not zeroed", "Gradients.close", "total.zero_()", "pass"),
+        ("gradients of an empty call not zeroed", "Gradients.close", "total.total.zero_()", "pass"),
     ),
     *of_file(
         "engine/plan.py",
@@ -203,7 +209,7 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        "engine/reduction.py",
+        REDUCTION,
         TEST_CROSS_ENTROPY,
         ("num_items ignored", "unit_factors", "if call.num_items is not None:", "if False:"),
     ),
@@ -275,8 +281,8 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        "engine/operands.py",
-        "tests/engine/test_shifted.py",
+        OPERANDS,
+        TEST_ENGINE_SHIFTED,
         ("shift off by one", "shifted", "x.roll(-1, dim)", "x"),
     ),
     *of_file(
@@ -291,8 +297,8 @@ MUTANTS = [
         ("bad targets unchecked", "Fault.raise_", "expect(False,", "expect(True,"),
     ),
     *of_file(
-        "engine/rows.py",
-        "tests/engine/test_rows.py",
+        ROWS,
+        TEST_ENGINE_ROWS,
         (
             "boundaries of packed sequences unchecked",
             "select_rows",
@@ -336,5 +342,89 @@ MUTANTS = [
             "torch.where(supervised, of_targets(weights, targets), 0.0)",
             "of_targets(weights, targets)",
         ),
+    ),
+    *of_file(
+        PASSES,
+        "tests/losses/test_bad_input.py -k num_items_of_0",
+        (
+            "num_items of 0 unnoticed",
+            "choose_rows",
+            'if call.num_items is not None and loss.reduction == "mean":',
+            "if False:",
+        ),
+        ("num_items of 0 refused without supervised tokens", "choose_rows", " & supervised.any()", ""),
+    ),
+    *of_file(
+        ROWS,
+        TEST_ENGINE_ROWS,
+        (
+            "faults raised with another's text",
+            "_supervised_rows",
+            "zip(faults, numbers)",
+            "zip(faults[::-1], numbers)",
+        ),
+        (
+            "sizes of groups read from the faults",
+            "_supervised_rows",
+            "numbers[len(faults) :]",
+            "numbers[max(0, len(faults) - 1) :]",
+        ),
+        ("chosen tokens: of padded sequences, one too many", "_padded", "< N // 2", "<= N // 2"),
+    ),
+    *of_file(
+        "engine/segments.py",
+        "tests/engine/test_segments.py",
+        ("sequences summed in fp32", "sum_runs", ".cpu().double()", ".cpu()"),
+    ),
+    *of_file(
+        "engine/call.py",
+        "tests/engine/test_call.py",
+        (
+            "inputs of predictions moved by shift",
+            "prepare",
+            "loss.roles[name] is Role.TOKEN",
+            "loss.roles[name] in (Role.TOKEN, Role.POSITION)",
+        ),
+    ),
+    *of_file(
+        OPERANDS,
+        TEST_ENGINE_SHIFTED,
+        ("shift across packed sequences", "shifted", "if cu_seqlens is not None:", "if False:"),
+    ),
+    *of_file(
+        PASSES,
+        TEST_CROSS_ENTROPY,
+        (
+            "deferred factor left out of the loss",
+            "solve",
+            "objective.reports) * deferred",
+            "objective.reports)",
+        ),
+    ),
+    *of_file(
+        REDUCTION,
+        "tests/engine/test_reduction.py",
+        ("deferred factor applied in the chunk too", "unit_factors", "factor / deferred", "factor"),
+    ),
+    *of_file(
+        "engine/terms.py",
+        "tests/engine/test_terms.py",
+        (
+            "values unchecked",
+            "check_terms",
+            "_check_values(whose, term, lengths, in_metric=key in metrics)",
+            "pass",
+        ),
+        ("metrics unchecked", "check_terms", "expect(set(metrics) == set(loss.metric_names)", "expect(True"),
+        ("one row is proof enough", "evaluate_terms", "if batch.shows_shapes:", "if True:"),
+        prefix="terms: ",
+    ),
+    *of_file(
+        CROSS_ENTROPY_TRITON,
+        "tests/kernels/test_strides.py",
+        ("targets with gaps read as dense", "row_pass", "grad, dense(targets)", "grad, targets"),
+        ("numbers with gaps read as dense", "logits_gradient", "dense(stats.lse)", "stats.lse"),
+        ("gaps of written numbers unnoticed", "row_pass", "check_written(**dict(out.items()))", "pass"),
+        prefix="kernel: ",
     ),
 ]

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import of_file
 
 TEST_MULTI_TOKEN = "tests/losses/test_multi_token.py"
+GRADIENTS = "engine/gradients.py"
 MEDUSA = "losses/medusa.py"
 
 MUTANTS = [
@@ -46,7 +47,7 @@ MUTANTS = [
         prefix="multi-token: ",
     ),
     *of_file(
-        "engine/gradients.py",
+        GRADIENTS,
         TEST_MULTI_TOKEN,
         (
             "d_hidden of the last head alone",
@@ -94,6 +95,12 @@ MUTANTS = [
             "self.layers.backward(chunk.d_features)",
             "(self.layers.backward(chunk.d_features), chunk.d_features)[1]",
         ),
+        prefix="multi-token: ",
+    ),
+    *of_file(
+        GRADIENTS,
+        TEST_MULTI_TOKEN,
+        ("shared d_bias overwritten", "Gradients.open", "written=known", "written=False"),
         prefix="multi-token: ",
     ),
 ]
