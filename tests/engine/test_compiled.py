@@ -1,65 +1,191 @@
-"""A loss of logits runs uncompiled where the compiler fails, and nowhere else: other errors are the call's own."""
+"""The compiled part of a LogitsLoss: only errors of the compiler leave it uncompiled, it alone."""
 
 import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch._dynamo.exc import Unsupported
 
 from logitless import LogitsLoss, Term
 from logitless.engine import compiled
-from logitless.engine.compiled import ChunkInputs
-from logitless.engine.terms import UNITS, UnitFactors
+from logitless.engine.compiled import compiled_chunk_function
+from tests.support import DEVICE
+
+H, V = 8, 40
 
 
 @dataclass(frozen=True, kw_only=True)
-class SumOfSquares(LogitsLoss):
+class Squares(LogitsLoss):
+    factor: float = 1.0
+
     def terms(self, logits, batch):
-        return {"squares": Term(logits.square().sum(-1))}, {}
+        return {"squares": Term(self.factor * logits.square().sum(-1))}, {}
 
 
-def given(rows: int) -> ChunkInputs:
-    units = dict.fromkeys((*UNITS, None), torch.ones(()))
-    return ChunkInputs(None, torch.zeros(rows, dtype=torch.int64), {}, UnitFactors(units, units), None)
+def head(rows: int = 6):
+    generator = torch.Generator("cpu").manual_seed(0)
+    hidden, weight = (
+        torch.randn(*size, generator=generator, device="cpu").to(DEVICE) for size in ((rows, H), (V, H))
+    )
+    return hidden.requires_grad_(), weight, torch.zeros(rows, dtype=torch.int64, device=DEVICE)
 
 
-ERRORS = {
-    "the compiler's": (Unsupported("a graph break"), True),
-    "a wrong value": (ValueError("terms: expected X, got Y; Z."), False),
-    "of a kernel": (RuntimeError("shapes do not match"), False),
-    "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), False),
-}
+def truth(hidden, weight, factor: float = 1.0):
+    return factor * (hidden @ weight.T).square().sum(-1).mean()
+
+
+class Compiler:
+    """Stands in for torch.compile: raises what it is told when a function that it "compiled" is called."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.calls: list[str] = []
+
+    def __call__(self, function, **options):
+        def run(*args):
+            self.calls.append("compiled")
+            if self.error is not None:
+                raise self.error
+            return function(*args)
+
+        return run
 
 
 @pytest.fixture
-def failing(monkeypatch):
-    """A chunk's function for whose compiled form an error can be chosen, and how often that form was called."""
-
-    def make(error: Exception):
-        calls = []
-
-        def fail(*_):
-            calls.append(error)
-            raise error
-
-        monkeypatch.setattr(torch, "compile", lambda function, **_: fail)
-        return compiled.compiled_chunk_function.__wrapped__(SumOfSquares(), True), calls
-
-    return make
+def compiler(monkeypatch):
+    compiled_chunk_function.cache_clear()
+    stand_in = Compiler()
+    monkeypatch.setattr(compiled.torch, "compile", stand_in)
+    yield stand_in
+    compiled_chunk_function.cache_clear()
 
 
-@pytest.mark.parametrize(("error", "is_of_the_compiler"), ERRORS.values(), ids=ERRORS)
-def test_what_is_taken_for_an_error_of_the_compiler(failing, error, is_of_the_compiler):
-    (evaluate, calls), z = failing(error), torch.randn(3, 5)
-    if not is_of_the_compiler:
-        with warnings.catch_warnings(), pytest.raises(type(error)):
-            warnings.simplefilter("error")
-            evaluate(z, given(3))
-        return
-    with pytest.warns(UserWarning, match=f"SumOfSquares runs uncompiled.*{type(error).__name__}"):
-        gradient, found = evaluate(z, given(3))
-    torch.testing.assert_close(gradient, 2 * z)
-    torch.testing.assert_close(found.total, z.square().sum())
-    evaluate(z, given(3))
-    assert len(calls) == 1, "it is not tried again"
+def backend_failure() -> Exception:
+    return torch._dynamo.exc.BackendCompilerFailed(lambda: None, ValueError("no code for this"), None)
+
+
+def inductor_failure() -> Exception:
+    from torch._inductor.exc import InductorError
+
+    return InductorError(RuntimeError("no code for this"), None)
+
+
+COMPILER_ERRORS = {
+    "backend": backend_failure,
+    "inductor": inductor_failure,
+    "dynamo": lambda: torch._dynamo.exc.Unsupported("cannot trace this"),
+    "internal": lambda: torch._dynamo.exc.InternalTorchDynamoError("cannot trace this"),
+}
+OWN_ERRORS = {
+    "out of memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "runtime": RuntimeError("device-side assert triggered"),
+    "value": ValueError("mine"),
+    "type": TypeError("mine"),
+    "interrupt": KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("make", COMPILER_ERRORS.values(), ids=COMPILER_ERRORS)
+def test_a_failure_of_the_compiler(make, compiler):
+    """One warning, at the caller's line, and the loss runs uncompiled from then on."""
+    loss, (hidden, weight, targets) = Squares(), head()
+    compiler.error = make()
+    with pytest.warns(UserWarning, match="^Squares runs uncompiled") as caught:
+        found = loss(hidden, weight, targets).loss
+    assert len(caught) == 1 and caught[0].filename == __file__
+    torch.testing.assert_close(found, truth(hidden, weight))
+    tries = len(compiler.calls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = loss(hidden, weight, targets).loss
+    assert len(compiler.calls) == tries, "the compiler is not asked again"
+    torch.testing.assert_close(
+        torch.autograd.grad(again, hidden), torch.autograd.grad(truth(hidden, weight), hidden)
+    )
+
+
+def test_a_failure_of_the_compiler_is_of_one_loss(compiler):
+    hidden, weight, targets = head()
+    compiler.error = backend_failure()
+    with pytest.warns(UserWarning, match="uncompiled"):
+        Squares()(hidden, weight, targets)
+    compiler.error = None
+    compiler.calls.clear()
+    other = Squares(factor=2.0)(hidden, weight, targets).loss
+    assert compiler.calls, "another loss is compiled"
+    torch.testing.assert_close(other, truth(hidden, weight, 2.0))
+    compiler.calls.clear()
+    Squares()(hidden, weight, targets)
+    assert not compiler.calls, "the one that failed is not"
+
+
+@pytest.mark.parametrize("error", OWN_ERRORS.values(), ids=OWN_ERRORS)
+def test_an_error_of_the_call_itself(error, compiler):
+    """It propagates, and the loss stays compiled."""
+    loss, (hidden, weight, targets) = Squares(), head()
+    loss(hidden, weight, targets)
+    compiler.error = error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(type(error)) as caught:
+            loss(hidden, weight, targets)
+        assert caught.value is error
+        compiler.error = None
+        compiler.calls.clear()
+        torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))
+    assert compiler.calls
+
+
+def test_out_of_memory_while_compiling_is_the_calls_own(compiler):
+    """Inductor runs kernels to choose among them, and wraps what they raise."""
+    loss, (hidden, weight, targets) = Squares(), head()
+    compiler.error = torch._dynamo.exc.BackendCompilerFailed(
+        lambda: None, torch.OutOfMemoryError("out of memory"), None
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(type(compiler.error)):
+            loss(hidden, weight, targets)
+    compiler.error = None
+    compiler.calls.clear()
+    loss(hidden, weight, targets)
+    assert compiler.calls
+
+
+FAILING: list[Exception] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(LogitsLoss):
+    def terms(self, logits, batch):
+        if FAILING and logits.device.type != "meta":
+            raise FAILING[0]
+        return {"squares": Term(logits.square().sum(-1))}, {}
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_out_of_memory_in_terms():
+    loss, (hidden, weight, targets) = Failing(), head()
+    FAILING.append(torch.OutOfMemoryError("CUDA out of memory"))
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            loss(hidden, weight, targets)
+    finally:
+        FAILING.clear()
+    torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))
+
+
+def test_out_of_memory_in_terms_while_it_is_traced():
+    """The real compiler: what `terms` raises while it is traced is no failure of the compiler."""
+    torch._dynamo.reset()
+    compiled_chunk_function.cache_clear()
+    loss, (hidden, weight, targets) = Failing(), head()
+    FAILING.append(torch.OutOfMemoryError("CUDA out of memory"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(torch.OutOfMemoryError):
+                loss(hidden, weight, targets)
+    finally:
+        FAILING.clear()
+    torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))
