@@ -2,65 +2,101 @@
 
 from tests.mutants.mutant import of_file
 
-HEADS = "losses/multi_head.py"
-WALK = "losses/walk.py"
-ENGINE = "losses/engine.py"
-ACCUMULATION = "losses/accumulation.py"
-COMPILE = "tests/losses/test_compile.py -k heads"
-PRECISION = "tests/losses/test_precision.py"
-ADDED = "tests/losses/test_accumulation.py"
+TEST_ACCUMULATION = "tests/losses/test_accumulation.py"
+TEST_COMPILE_HEADS = "tests/losses/test_compile.py -k heads"
+TEST_PRECISION = "tests/losses/test_precision.py"
+GRADIENTS = "engine/gradients.py"
+OPERATORS = "engine/operators.py"
+PASSES = "engine/passes.py"
 
 MUTANTS = [
     *of_file(
-        HEADS,
-        COMPILE,
-        (
-            "blocks outside of autocast",
-            "Totals.solve",
-            "self.call.dtype if self.call.autocast else None",
-            "None",
-        ),
-        ("d_hidden of several heads too narrow", "_", "stat if index in hidden else x.dtype", "x.dtype"),
-        (
-            "the first module's blocks for all",
-            "BlockHeads.registered",
-            "{type(self).__qualname__}#{len(_MODULES)}",
-            "",
-        ),
+        "engine/packing.py",
+        TEST_COMPILE_HEADS,
+        ("blocks outside of autocast", "_layers", "signature.dtype if signature.autocast else None", "None"),
         prefix="graph: ",
     ),
     *of_file(
-        ENGINE,
-        "tests/losses/test_own_loss.py",
+        OPERATORS,
+        TEST_COMPILE_HEADS,
         (
-            "all rows: packed groups of equal sizes",
-            "_rows",
-            "(grouped and not loss.compact and problem.cu_seqlens is not None)",
-            "False",
+            "d_hidden of several heads too narrow",
+            "_fake_sums",
+            "stat if several else signature.dtype",
+            "signature.dtype",
         ),
+        ("the first module's blocks for all", "register_module", "#{next(_NUMBERS)}", ""),
+        prefix="graph: ",
     ),
     *of_file(
-        WALK,
-        PRECISION,
-        ("bias: rounded factor", "Walk._add_bias", "(column - high)", "(high - high)"),
-        ("torch.func under hooks", "LogitsWalk._evaluate", "with _no_hooks():", "with nullcontext():"),
+        PASSES,
+        "tests/losses/test_own_loss.py",
+        ("packed groups of equal sizes", "choose_rows", "(grouped and not loss.compact and packed)", "False"),
+        prefix="all rows: ",
     ),
     *of_file(
-        ACCUMULATION,
-        ADDED,
-        ("grad_scale dropped", "_accumulate", "coefficient=grad_scale", "coefficient=1.0"),
+        GRADIENTS,
+        TEST_PRECISION,
+        ("rounded factor", "Gradients._add_bias", "(factor - column)", "(factor - factor)"),
+        prefix="bias: ",
+    ),
+    *of_file(
+        "engine/logits_objective.py",
+        TEST_PRECISION,
+        ("torch.func under hooks", "LogitsObjective._evaluate", "with no_hooks():", "if True:"),
+    ),
+    *of_file(
+        OPERATORS,
+        TEST_ACCUMULATION,
+        ("grad_scale dropped", "accumulate", "coefficient=grad_scale", "coefficient=1.0"),
+        prefix="main gradient: ",
+    ),
+    *of_file(
+        "engine/function.py",
+        TEST_ACCUMULATION,
         ("upstream unchecked", "_expect_one", "expect(upstream.item() == 1", "expect(True"),
         ("upstream not asserted", "_expect_one", "upstream == 1, f", "upstream == upstream, f"),
-        ("d_bias unscaled", "_accumulate", "(d_bias, solved.pending", "(d_bias, 2 * solved.pending"),
         prefix="main gradient: ",
     ),
     *of_file(
-        ENGINE,
-        ADDED,
-        ("fp16 flushes", "solve", "straight and problem.dtype == torch.float16", "False"),
-        ("left shrunk in fp16", "solve", "d_weight.mul_(pending)", "pass"),
-        ("not shrunk in fp16", "solve", "d_weight.div_(pending)", "pass"),
-        ("not straight", "solve", "pending = 1.0 if straight and not shrinks else pending", "pass"),
+        OPERATORS,
+        TEST_ACCUMULATION,
+        ("d_bias unscaled", "accumulate", "finish(d_bias, solved", "finish(d_bias, 2 * solved"),
         prefix="main gradient: ",
+    ),
+    *of_file(
+        GRADIENTS,
+        TEST_ACCUMULATION,
+        (
+            "fp16 flushes",
+            "Gradients.__init__",
+            "main is None or calls[0].dtype == torch.float16",
+            "main is None",
+        ),
+        ("left shrunk in fp16", "Gradients.close", "self._main.mul_(deferred)", "pass"),
+        ("not shrunk in fp16", "Gradients.open", "self._main.div_(deferred)", "pass"),
+        prefix="main gradient: ",
+    ),
+    *of_file(
+        PASSES,
+        TEST_ACCUMULATION,
+        ("not straight", "solve", "= gradients.deferred, [], []", "= None, [], []"),
+        prefix="main gradient: ",
+    ),
+    *of_file(
+        "losses/declarations.py",
+        "tests/losses/test_declarations.py",
+        ("identity without values", "identity_of", "({values})", ""),
+        prefix="graph: ",
+    ),
+    *of_file(
+        "engine/compiled.py",
+        "tests/engine/test_compiled.py",
+        (
+            "any error taken for the compiler's",
+            "_is_of_the_compiler",
+            "return isinstance(error, kinds)",
+            "return True",
+        ),
     ),
 ]

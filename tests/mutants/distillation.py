@@ -2,16 +2,12 @@
 
 from tests.mutants.mutant import of_file
 
-LOSS = "losses/distillation.py"
-TWIN = "kernels/divergence.py"
-TRITON = "kernels/divergence_triton.py"
-TESTS = "tests/losses/test_distillation.py"
-KERNEL = "tests/kernels/test_divergence.py"
+TEST_DISTILLATION = "tests/losses/test_distillation.py"
 
 MUTANTS = [
     *of_file(
-        TWIN,
-        TESTS,
+        "kernels/divergence.py",
+        TEST_DISTILLATION,
         ("phi's sign", "kl_terms", "p * (torch.expm1(near) - near)", "p * (near - torch.expm1(near))"),
         (
             "plain sum that cancels",
@@ -31,15 +27,15 @@ MUTANTS = [
         prefix="divergence: ",
     ),
     *of_file(
-        LOSS,
-        TESTS,
+        "losses/distillation.py",
+        TEST_DISTILLATION,
         ("forward and reverse swapped", "DIVERGENCES", "kl(teacher, student)", "kl(student, teacher) + 0"),
         ("total variation doubled", "DIVERGENCES", "0.5 * (student.exp()", "(student.exp()"),
         (
             "cosine of raw logits",
             "DistillationLoss.terms",
-            "z / batch.norm(z).clamp(min=TINY) - t / batch.norm(t).clamp(min=TINY)",
-            "z - t",
+            "z, t = z / batch.norm(z).clamp(min=TINY), t / batch.norm(t).clamp(min=TINY)",
+            "pass",
         ),
         (
             "vocabularies not cut",
@@ -68,8 +64,8 @@ MUTANTS = [
         prefix="distillation: ",
     ),
     *of_file(
-        TRITON,
-        KERNEL,
+        "kernels/divergence_triton.py",
+        "tests/kernels/test_divergence.py",
         ("gradient's sign", "divergence_kernel", "s * (score - average)", "s * (average - score)"),
         ("mean of the score dropped", "divergence_kernel", "s * (score - average)", "s * score"),
         ("forward gradient's sign", "divergence_kernel", "soft_factor * (s - t)", "soft_factor * (t - s)"),

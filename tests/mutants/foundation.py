@@ -2,31 +2,33 @@
 
 from tests.mutants.mutant import of_file
 
-KERNELS = "tests/kernels/test_cross_entropy.py"
-CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
-LOGPROBS = "tests/losses/test_logprobs.py"
-BASE = "tests/losses/test_base.py"
-BAD_INPUT = "tests/losses/test_bad_input.py"
-SPLIT_HEAD = "tests/losses/test_split_head.py"
-TWIN = "kernels/cross_entropy.py"
-TRITON = "kernels/cross_entropy_triton.py"
-SCALE = "kernels/scale_triton.py"
-ENGINE = "losses/engine.py"
-WALK = "losses/walk.py"
-CE = "losses/cross_entropy.py"
-PLAN = "losses/plan.py"
+TEST_BAD_INPUT = "tests/losses/test_bad_input.py"
+TEST_BASE = "tests/losses/test_base.py"
+TEST_CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
+TEST_ENGINE_ROWS = "tests/engine/test_rows.py"
+TEST_ENGINE_SHIFTED = "tests/engine/test_shifted.py"
+TEST_KERNELS_CROSS_ENTROPY = "tests/kernels/test_cross_entropy.py"
+TEST_LOGPROBS = "tests/losses/test_logprobs.py"
+CROSS_ENTROPY_TRITON = "kernels/cross_entropy_triton.py"
+FUNCTION = "engine/function.py"
+GRADIENTS = "engine/gradients.py"
+OPERANDS = "engine/operands.py"
+PASSES = "engine/passes.py"
+PROJECTION = "engine/projection.py"
+REDUCTION = "engine/reduction.py"
+ROWS = "engine/rows.py"
 
 MUTANTS = [
     *of_file(
-        TWIN,
-        KERNELS,
+        "kernels/cross_entropy.py",
+        TEST_KERNELS_CROSS_ENTROPY,
         (
             "d logp at the target has the wrong sign",
             "_logits_gradient_twin",
-            "torch.where(here, g_logp[rows], 0.0)",
-            "-torch.where(here, g_logp[rows], 0.0)",
+            "- g_logp * torch.expm1",
+            "+ g_logp * torch.expm1",
         ),
-        ("d lse has the wrong sign", "_logits_gradient_twin", "grads.lse - g_logp", "-grads.lse - g_logp"),
+        ("d lse has the wrong sign", "_logits_gradient_twin", "g_softmax = g_lse", "g_softmax = -g_lse"),
         ("d entropy has the wrong sign", "_logits_gradient_twin", "value=-1", "value=1"),
         ("d sum_logits has the wrong sign", "_logits_gradient_twin", "g += grads", "g -= grads"),
         (
@@ -49,7 +51,7 @@ MUTANTS = [
     ),
     *of_file(
         "kernels/head.py",
-        KERNELS,
+        TEST_KERNELS_CROSS_ENTROPY,
         (
             "slope of the softcap dropped",
             "Head.logits",
@@ -58,10 +60,15 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        TRITON,
-        KERNELS,
-        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "g_logp, 0.0", "-g_logp, 0.0"),
-        ("d lse has the wrong sign", "logits_gradient_kernel", "g_softmax = tl.load", "g_softmax = -tl.load"),
+        CROSS_ENTROPY_TRITON,
+        TEST_KERNELS_CROSS_ENTROPY,
+        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "p_y + g_logp", "p_y - g_logp"),
+        (
+            "d lse has the wrong sign",
+            "logits_gradient_kernel",
+            "g = (g_lse - g_logp)",
+            "g = (-g_lse - g_logp)",
+        ),
         ("d entropy has the wrong sign", "logits_gradient_kernel", "g -= g_entropy *", "g += g_entropy *"),
         ("d sum_logits has the wrong sign", "logits_gradient_kernel", "g += g_sum *", "g -= g_sum *"),
         ("row_scale has the wrong sign", "row_kernel", "row_scale_ptr + row, -1", "row_scale_ptr + row, 1"),
@@ -87,11 +94,11 @@ MUTANTS = [
         ),
         ("slope of the softcap dropped", "head_logits", "* (1.0 - squashed * squashed)", "+ 0.0 * squashed"),
         ("arg-max is the last of equals", "row_kernel", "beaten = (best >= z_y)", "beaten = (best > z_y)"),
-        ("lse_residual dropped", "logits_gradient_kernel", "log_p = (z - lse) - residual", "log_p = z - lse"),
+        ("lse_residual dropped", "logits_gradient_kernel", "1.0 - complement(-residual)", "1.0"),
         prefix="kernel: ",
     ),
     *of_file(
-        SCALE,
+        "kernels/scale_triton.py",
         "tests/kernels/test_scale.py",
         ("factor's stride dropped", "scale_kernel", "row * factor_stride", "row * 0"),
         ("columns beyond a block left out", "scale", "triton.cdiv(columns, BLOCK)", "1"),
@@ -110,96 +117,140 @@ MUTANTS = [
         ("last piece of the vocabulary dropped", "_vocabulary_pieces", "V, step", "max(V - step, 1), step"),
     ),
     *of_file(
-        WALK,
-        CROSS_ENTROPY,
+        GRADIENTS,
+        TEST_CROSS_ENTROPY,
         (
             "zero d_weight",
-            "Walk._add",
-            "accumulate(self.d_weight, gradient, x, first=first)",
-            "self.d_weight.zero_()",
+            "Gradients.add",
+            "accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)",
+            "self._weight.total.zero_()",
         ),
-        ("every chunk is the first one", "Walk.run", "                first = False\n", ""),
-        ("bias gradient dropped", "Walk._add", "_add_bias(gradient, column, first)", "d_bias.zero_()"),
-        ("row_scale left out of d_hidden", "Walk._add", "scale(d_hidden, row_scale, d_hidden)", "pass"),
-        (
-            "row_scale left out of d_weight",
-            "Walk._add",
-            "x = scale(x, row_scale, x if ours else torch.empty_like(x))",
-            "pass",
-        ),
-        ("row_scale without the loss's gradient", "TokenWalk._write", "row_scale * grads.logps", "row_scale"),
+        ("every chunk is the first one", "Gradients.add", "first=not self._weight.written", "first=True"),
+        ("bias gradient dropped", "Gradients.add", "self._add_bias(chunk)", "pass"),
     ),
     *of_file(
-        WALK,
-        LOGPROBS,
-        ("d lse has the wrong sign", "scale_rows", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
+        PROJECTION,
+        TEST_CROSS_ENTROPY,
+        (
+            "row_scale left out of d_hidden",
+            "Projection.reduce",
+            "scale(chunk.d_features, chunk.factor, chunk.d_features)",
+            "pass",
+        ),
+        (
+            "row_scale left out of d_weight",
+            "Projection.trained_features",
+            "return scale(x, chunk.factor, x if own else torch.empty_like(x))",
+            "return x",
+        ),
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        TEST_CROSS_ENTROPY,
+        (
+            "row_scale without the loss's gradient",
+            "TokenObjective.factor",
+            "chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]",
+            "chunk.factor",
+        ),
+    ),
+    *of_file(
+        "engine/row_vectors.py",
+        TEST_LOGPROBS,
+        ("d lse has the wrong sign", "_scaled", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
         (
             "row of the target dropped",
-            "scale_rows",
-            "torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))",
-            "scaled",
+            "_scaled",
+            "call.vocabulary.rows_of(head.weight, known).to(vectors.dtype)",
+            "torch.zeros_like(vectors)",
         ),
-        ("slope of the head dropped", "scale_rows", "head.derivative_at(stats.logps + stats.lse)", "1.0"),
+        (
+            "slope of the head dropped",
+            "_scaled",
+            "call.loss.head.derivative_at(stats.logps + stats.lse)",
+            "1.0",
+        ),
         prefix="frozen head: ",
     ),
     *of_file(
-        WALK,
-        BASE,
+        PROJECTION,
+        TEST_BASE,
         (
             "d_hidden not zeroed where rows are ignored",
-            "Walk.run",
-            "make = torch.empty if plan.rows == N else torch.zeros",
-            "make = torch.empty",
+            "Projection.__init__",
+            "torch.empty if rows.count == call.hidden.shape[0] else torch.zeros",
+            "torch.empty",
         ),
-        ("gradients of an empty call not zeroed", "Walk.run", "total.zero_()", "pass"),
     ),
     *of_file(
-        PLAN,
-        CROSS_ENTROPY,
-        ("last chunk dropped", "make_plan.chunks", "(start, stop, C)", "(start, max(stop - C, 1), C)"),
+        GRADIENTS,
+        TEST_BASE,
+        ("gradients of an empty call not zeroed", "Gradients.close", "total.total.zero_()", "pass"),
     ),
     *of_file(
-        ENGINE,
-        CROSS_ENTROPY,
+        "engine/plan.py",
+        TEST_CROSS_ENTROPY,
+        ("last chunk dropped", "_chunks", "(start, stop, C)", "(start, max(stop - C, 1), C)"),
+    ),
+    *of_file(
+        PASSES,
+        TEST_CROSS_ENTROPY,
         (
             "power of two dropped from the gradients",
             "solve",
-            "return Solved(loss_value, stacked, tokens, pending,",
-            "return Solved(loss_value, stacked, tokens, torch.ones_like(pending),",
+            "torch.stack(metrics), tokens, deferred",
+            "torch.stack(metrics), tokens, torch.ones_like(deferred)",
         ),
-        ("normalizer applied twice", "solve", "* pending", "* pending * factors.loss[loss.unit]"),
-        ("num_items ignored", "scales", "if problem.num_items is not None:", "if False:"),
+        (
+            "normalizer applied twice",
+            "solve",
+            "objective.reports) * deferred",
+            "objective.reports) * deferred * factors.loss[call.loss.unit]",
+        ),
+    ),
+    *of_file(
+        REDUCTION,
+        TEST_CROSS_ENTROPY,
+        ("num_items ignored", "unit_factors", "if call.num_items is not None:", "if False:"),
+    ),
+    *of_file(
+        GRADIENTS,
+        TEST_CROSS_ENTROPY,
         (
             "d_weight summed in bf16 whatever the chunks",
-            "accumulation_dtype",
-            "problem.stat_dtype if several_chunks else problem.dtype",
-            "problem.dtype",
+            "Gradients.open",
+            "call.stat_dtype if wide else call.dtype",
+            "call.dtype",
         ),
     ),
     *of_file(
-        ENGINE,
-        LOGPROBS,
-        ("power of two dropped from later gradients", "token_gradients", "return pending", "return one"),
+        PASSES,
+        TEST_LOGPROBS,
+        (
+            "power of two dropped from later gradients",
+            "token_gradients",
+            "return deferred, gradients",
+            "return one, gradients",
+        ),
     ),
     *of_file(
-        "losses/function.py",
-        CROSS_ENTROPY,
-        ("upstream gradient skipped", "FusedLinearBase.backward", "pending * upstream[0]", "pending"),
+        FUNCTION,
+        TEST_CROSS_ENTROPY,
+        ("upstream gradient skipped", "_backward_solved", "deferred * upstream[0]", "deferred"),
     ),
     *of_file(
-        "losses/function.py",
-        BASE,
+        FUNCTION,
+        TEST_BASE,
         (
             "retained gradients scaled in place",
-            "FusedLinearBase.backward",
-            "owned = not compiling and not (ctx.solved and "
-            "torch._C._autograd._get_current_graph_task_keep_graph())",
+            "_backward_solved",
+            "owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()",
             "owned = True",
         ),
     ),
     *of_file(
-        "losses/function.py",
-        BAD_INPUT,
+        FUNCTION,
+        TEST_BAD_INPUT,
         (
             "create_graph unnoticed",
             "FusedLinearBase.backward",
@@ -208,55 +259,66 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        WALK,
-        SPLIT_HEAD,
-        ("gradient of the frozen columns", "Walk._add", "self.frozen_columns :", ": -self.frozen_columns"),
+        PROJECTION,
+        "tests/losses/test_split_head.py",
+        (
+            "gradient of the frozen columns",
+            "Projection.trained_features",
+            "self.frozen_columns :",
+            ": -self.frozen_columns",
+        ),
         (
             "hidden states of a split head scaled in place",
-            "Walk._add",
+            "Projection.trained_features",
             "x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True",
             "x[:, self.frozen_columns :], True",
         ),
-    ),
-    *of_file(
-        "losses/function.py",
-        SPLIT_HEAD,
         (
             "frozen columns joined on the wrong side",
-            "_problem",
-            "joined[:, :columns], joined[:, columns:] = frozen, weight",
-            "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]] = frozen, weight",
+            "_joined",
+            "joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :]",
+            "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]]",
         ),
     ),
     *of_file(
-        "losses/arguments.py",
-        CROSS_ENTROPY,
-        ("shift off by one", "shifted", "torch.cat((x[..., 1:], torch", "torch.cat((x[..., :-1], torch"),
+        OPERANDS,
+        TEST_ENGINE_SHIFTED,
+        ("shift off by one", "shifted", "x.roll(-1, dim)", "x"),
     ),
     *of_file(
-        "losses/batch.py",
-        BAD_INPUT,
-        ("bad targets unchecked without compaction", "select_rows", "bad == 0", "bad >= 0"),
-        ("bad targets unchecked", "select_rows", "expect(not wrong,", "expect(True,"),
+        "engine/spec.py",
+        TEST_BAD_INPUT,
+        (
+            "bad targets unchecked without compaction",
+            "Fault.assert_async",
+            "self.count == 0",
+            "self.count >= 0",
+        ),
+        ("bad targets unchecked", "Fault.raise_", "expect(False,", "expect(True,"),
     ),
     *of_file(
-        "losses/batch.py",
-        "tests/losses/test_preference.py -k bad_input",
-        ("boundaries of packed sequences unchecked", "select_rows", "expect(not gaps,", "expect(True,"),
+        ROWS,
+        TEST_ENGINE_ROWS,
+        (
+            "boundaries of packed sequences unchecked",
+            "select_rows",
+            "faults = (*faults, _boundary_fault(cu_seqlens, N))",
+            "pass",
+        ),
     ),
     *of_file(
-        "losses/batch.py",
-        CROSS_ENTROPY,
+        "engine/batch.py",
+        TEST_CROSS_ENTROPY,
         (
             "ignored tokens not masked out of the terms",
             "Batch.masked.mask",
-            "torch.where(self._ignored, 0.0, x) if per_token else x",
+            "torch.where(self.ignored, 0.0, x) if per_token else x",
             "x",
         ),
     ),
     *of_file(
-        CE,
-        CROSS_ENTROPY,
+        "losses/cross_entropy.py",
+        TEST_CROSS_ENTROPY,
         ("z-loss dropped", "CrossEntropyLoss.terms", "nll + z_loss if self.z_loss else nll", "nll"),
         ("z-loss gradient dropped", "CrossEntropyLoss.terms", "lse.square()", "lse.detach().square()"),
         ("gradient of the smoothing's lse dropped", "CrossEntropyLoss.terms", ".lse -", ".lse.detach() -"),
@@ -277,8 +339,92 @@ MUTANTS = [
         (
             "class weights of ignored tokens in the normalizer",
             "CrossEntropyLoss.normalizers",
-            "torch.where(supervised, wide[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
-            "wide[targets.clamp(0, weights.shape[0] - 1)]",
+            "torch.where(supervised, of_targets(weights, targets), 0.0)",
+            "of_targets(weights, targets)",
         ),
+    ),
+    *of_file(
+        PASSES,
+        "tests/losses/test_bad_input.py -k num_items_of_0",
+        (
+            "num_items of 0 unnoticed",
+            "choose_rows",
+            'if call.num_items is not None and loss.reduction == "mean":',
+            "if False:",
+        ),
+        ("num_items of 0 refused without supervised tokens", "choose_rows", " & supervised.any()", ""),
+    ),
+    *of_file(
+        ROWS,
+        TEST_ENGINE_ROWS,
+        (
+            "faults raised with another's text",
+            "_supervised_rows",
+            "zip(faults, numbers)",
+            "zip(faults[::-1], numbers)",
+        ),
+        (
+            "sizes of groups read from the faults",
+            "_supervised_rows",
+            "numbers[len(faults) :]",
+            "numbers[max(0, len(faults) - 1) :]",
+        ),
+        ("chosen tokens: of padded sequences, one too many", "_padded", "< N // 2", "<= N // 2"),
+    ),
+    *of_file(
+        "engine/segments.py",
+        "tests/engine/test_segments.py",
+        ("sequences summed in fp32", "sum_runs", ".cpu().double()", ".cpu()"),
+    ),
+    *of_file(
+        "engine/call.py",
+        "tests/engine/test_call.py",
+        (
+            "inputs of predictions moved by shift",
+            "prepare",
+            "loss.roles[name] is Role.TOKEN",
+            "loss.roles[name] in (Role.TOKEN, Role.POSITION)",
+        ),
+    ),
+    *of_file(
+        OPERANDS,
+        TEST_ENGINE_SHIFTED,
+        ("shift across packed sequences", "shifted", "if cu_seqlens is not None:", "if False:"),
+    ),
+    *of_file(
+        PASSES,
+        TEST_CROSS_ENTROPY,
+        (
+            "deferred factor left out of the loss",
+            "solve",
+            "objective.reports) * deferred",
+            "objective.reports)",
+        ),
+    ),
+    *of_file(
+        REDUCTION,
+        "tests/engine/test_reduction.py",
+        ("deferred factor applied in the chunk too", "unit_factors", "factor / deferred", "factor"),
+    ),
+    *of_file(
+        "engine/terms.py",
+        "tests/engine/test_terms.py",
+        (
+            "values unchecked",
+            "check_terms",
+            "_check_values(whose, term, lengths, in_metric=key in metrics)",
+            "pass",
+        ),
+        ("metrics unchecked", "check_terms", "expect(set(metrics) == set(loss.metric_names)", "expect(True"),
+        ("one row is proof enough", "evaluate_terms", "if batch.shows_shapes:", "if True:"),
+        prefix="terms: ",
+    ),
+    *of_file(
+        CROSS_ENTROPY_TRITON,
+        "tests/kernels/test_strides.py",
+        ("targets with gaps read as dense", "row_pass", "grad, dense(targets)", "grad, targets"),
+        ("numbers with gaps read as dense", "logits_gradient", "dense(stats.lse)", "stats.lse"),
+        ("gaps of written numbers unnoticed", "row_pass", "check_written(**dict(out.items()))", "pass"),
+        prefix="kernel: ",
     ),
 ]

@@ -2,13 +2,14 @@
 
 from tests.mutants.mutant import of_file
 
+TEST_POLICY = "tests/losses/test_policy.py"
+GRPO = "losses/grpo.py"
 POLICY = "losses/policy.py"
-TESTS = "tests/losses/test_policy.py"
 
 MUTANTS = [
     *of_file(
-        POLICY,
-        TESTS,
+        "losses/grpo_types.py",
+        TEST_POLICY,
         ("surrogate's sign", "clipped", "return -torch.minimum", "return torch.minimum"),
         ("maximum for minimum", "clipped", "-torch.minimum(", "-torch.maximum("),
         ("lower bound dropped", "clipped", "(1 - loss.epsilon, 1 + loss.upper)", "(max=1 + loss.upper)"),
@@ -25,6 +26,11 @@ MUTANTS = [
         ),
         ("sapo without 4 / tau", "sapo", "return -4 / tau *", "return -4 *"),
         ("vespo's sign", "vespo", "return -phi * advantages", "return phi * advantages"),
+        prefix="policy: ",
+    ),
+    *of_file(
+        GRPO,
+        TEST_POLICY,
         (
             "vespo: k of the other sign",
             "GRPOLoss.phi",
@@ -78,27 +84,42 @@ MUTANTS = [
             "* weight * entropy, over=None)",
             "* entropy, over=self.unit)",
         ),
+        prefix="policy: ",
+    ),
+    *of_file(
+        POLICY,
+        TEST_POLICY,
         (
             "mask ignored",
             "PolicyLoss.__call__",
             "targets = torch.where(mask.bool(), targets, self.ignore_index)",
             "pass",
         ),
+        prefix="policy: ",
+    ),
+    *of_file(
+        GRPO,
+        TEST_POLICY,
         (
             "clip ratio by tokens at the sequence level",
             "GRPOLoss.laid_out",
             "1 / (lengths * layout.sequences) if once",
             "inputs['entropy_weight'].expand(layout.sequences) if once",
         ),
+        prefix="policy: ",
+    ),
+    *of_file(
+        "losses/rloo.py",
+        TEST_POLICY,
         ("rloo: mean for sum", "RLOOLoss.terms", "filled)", "filled / batch.lengths.clamp(min=1))"),
         ("rloo: sums ignored", "RLOOLoss.terms", "old = batch.old_sums", "pass"),
         ("reinforce's sign", "REINFORCELoss.terms", "-batch.advantages * stats", "batch.advantages * stats"),
-        (
-            "per-token inputs left behind by shift",
-            "Layout.per_token",
-            "x = shifted(x, fill) if self.shift else x",
-            "x = x",
-        ),
+        prefix="policy: ",
+    ),
+    *of_file(
+        POLICY,
+        TEST_POLICY,
+        ("per-token inputs left behind by shift", "Layout.per_token", "x = self.aligned(x, fill)", "pass"),
         (
             "what stands at uncounted tokens counts",
             "Layout.per_token",

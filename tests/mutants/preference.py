@@ -2,22 +2,32 @@
 
 from tests.mutants.mutant import of_file
 
-EQUALS = "tests/losses/test_preference.py -k equals_the_reference"
-PREF = "losses/preference.py"
-PAIRED = "losses/paired.py"
-WALK = "losses/walk.py"
+TEST_PREFERENCE_EQUALS_THE_REFERENCE = "tests/losses/test_preference.py -k equals_the_reference"
+DPO_TYPES = "losses/dpo_types.py"
+KTO = "losses/kto.py"
+PREFERENCE = "losses/preference.py"
 
 MUTANTS = [
     *of_file(
-        PREF,
-        EQUALS,
+        DPO_TYPES,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         ("sigmoid's sign", "DPO_LOSSES", "loss.beta * p.delta, loss", "-loss.beta * p.delta, loss"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        PREFERENCE,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "label smoothing dropped",
             "smoothed",
             "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)",
             "-logsigmoid(x)",
         ),
+        prefix="preference: ",
+    ),
+    *of_file(
+        DPO_TYPES,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         ("hinge without beta", "DPO_LOSSES", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
         ("ipo of sums", "DPO_LOSSES", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
         ("exo: odds swapped", "exo_pair", "(-x) - math.log(epsilon)", "(-x) - math.log1p(-epsilon)"),
@@ -39,6 +49,11 @@ MUTANTS = [
         ("forward_kl's sign", "DIVERGENCES", "1 - bounded_exp(-ratios)", "1 - bounded_exp(ratios)"),
         ("js without log 2", "DIVERGENCES", "math.log(2) + logsigmoid(ratios)", "logsigmoid(ratios).exp()"),
         ("alpha off by one", "alpha_divergence", "f_alpha_divergence_coef - 1", "f_alpha_divergence_coef"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        "losses/dpo.py",
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "reference dropped",
             "DPOLoss.pairs",
@@ -46,11 +61,21 @@ MUTANTS = [
             "torch.zeros_like(policy) if self.needs_reference",
         ),
         ("ld_alpha off by one", "DPOLoss.pairs", "positions >= batch.spread", "positions > batch.spread"),
-        ("weights of pairs dropped", "DPOLoss.terms", "values * factor", "values"),
+        ("weights of pairs dropped", "DPOLoss.terms", "sum(values) * factor", "sum(values)"),
         ("weights of pairs differentiated", "DPOLoss.pair_weights", "stats.logps.detach()", "stats.logps"),
         ("weights of sft dropped", "DPOLoss.terms", "batch.spread(torch.cat((factor, factor))) if", "1.0 if"),
-        ("sft over all tokens", "DPOLoss.terms", "stats.logps * batch.is_chosen", "stats.logps"),
+        (
+            "sft over all tokens",
+            "DPOLoss.terms",
+            "factor * chosen_nll(stats, batch)",
+            "factor * -stats.logps",
+        ),
         ("loss weights dropped", "DPOLoss.terms", "weight * DPO_LOSSES[name]", "1 * DPO_LOSSES[name]"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        "losses/reference_free.py",
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "orpo: odds without 1 - p",
             "ORPOLoss.terms",
@@ -63,13 +88,18 @@ MUTANTS = [
             "batch.sum_by_sequence(batch.completion.to(logps.dtype))",
             "lengths",
         ),
-        ("orpo: NLL over all tokens", "ORPOLoss.terms", "-stats.logps * batch.is_chosen", "-stats.logps"),
+        ("orpo: NLL over all tokens", "ORPOLoss.terms", "Term(chosen_nll(stats, batch)", "Term(-stats.logps"),
         ("orpo: odds ratio's sign", "ORPOLoss.terms", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
         ("cpo: alpha dropped", "CPOLoss.terms", "if self.alpha else logps", "if False else logps"),
         ("cpo: NLL dropped", "CPOLoss.terms", "if self.cpo_alpha:", "if False:"),
         ("cpo: margin dropped", "CPO_LOSSES", "loss.beta * delta - loss.simpo_gamma", "loss.beta * delta"),
         ("cpo: sums for means", "CPOLoss.terms", 'if self.loss_type in ("ipo", "simpo"):', "if False:"),
         ("simpo: margin dropped", "SimPOLoss.terms", "chosen - rejected) - self.gamma", "chosen - rejected)"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        KTO,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "kto: kl's sign",
             "KTO_LOSSES",
@@ -86,13 +116,13 @@ MUTANTS = [
         prefix="preference: ",
     ),
     *of_file(
-        PAIRED,
-        EQUALS,
+        PREFERENCE,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "sides of the metrics swapped",
             "preference_metrics",
-            '"chosen": ours * chosen, "rejected": ours * ~chosen',
-            '"chosen": ours * ~chosen, "rejected": ours * chosen',
+            '"chosen": ours & chosen, "rejected": ours & ~chosen',
+            '"chosen": ours & ~chosen, "rejected": ours & chosen',
         ),
         (
             "reference without its tail's weight",
@@ -103,20 +133,32 @@ MUTANTS = [
         prefix="preference: ",
     ),
     *of_file(
-        PREF,
-        "tests/losses/test_preference.py -k second_set",
-        ("kto: negative kl kept", "KTOLoss._kl", "targets.shape[0]).clamp(min=0)", "targets.shape[0])"),
+        KTO,
+        "tests/losses/test_kto.py",
+        ("negative kl kept", "KTOLoss.__call__", '"kl": kl.clamp(min=0)', '"kl": kl'),
+        prefix="kto: ",
     ),
     *of_file(
-        WALK,
-        EQUALS,
-        ("reference walked with the trained head", "TokenWalk._read_reference", "loss.ref_head", "loss.head"),
-        ("reference without its bias", "TokenWalk._read_reference", 'self.inputs["ref_bias"]', "None"),
+        "engine/token_objective.py",
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
+        (
+            "reference walked with the trained head",
+            "TokenObjective._read_reference",
+            "loss.ref_head",
+            "loss.head",
+        ),
+        ("reference without its bias", "TokenObjective._read_reference", 'inputs["ref_bias"]', "None"),
     ),
     *of_file(
-        "losses/batch.py",
-        EQUALS,
-        ("metrics: weights of ignored tokens counted", "Batch.masked.masked", "mask(term.over)", "term.over"),
-        ("chosen tokens: half a sequence too many", "select_rows", "sequences // 2", "sequences // 2 + 1"),
+        "engine/batch.py",
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
+        ("weights of ignored tokens counted", "Batch.masked", "*map(mask, term)", "mask(term[0]), *term[1:]"),
+        prefix="metrics: ",
+    ),
+    *of_file(
+        "engine/rows.py",
+        "tests/engine/test_rows.py",
+        ("half a sequence too many", "_packed", "sequences // 2", "sequences // 2 + 1"),
+        prefix="chosen tokens: ",
     ),
 ]
