@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from logitless.losses.reference.distillation import generalized_jsd, kl
+from tests.reference.distillation import generalized_jsd, kl
 
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
-from logitless.losses import reference
+from tests import reference
 from logitless.parallel.vocabulary import ShardedVocabulary
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random, poisoned
