@@ -1126,7 +1126,7 @@ def eager_medusa_with_plan(*arguments):
     from logitless import LossOutput
     from logitless.engine.plan import Plan
 
-    return LossOutput(eager_medusa(*arguments), {}, Plan("fused", (), 1, 1, 2**20))
+    return LossOutput(eager_medusa(*arguments), {}, Plan("fused", (), 1, 1, 2**20, 1, 1))
 
 
 def test_the_memory_goal_of_medusa_knows_no_heads():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.batch import Batch
 from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome
 from logitless.engine.logits_objective import LogitsObjective
@@ -65,7 +65,7 @@ class Oracle:
         """The loss's own terms on the whole call."""
         if call.loss.objective is not LogitsObjective:
             numbers, batch = self._statistics(call, rows)
-            return evaluate_terms(call.loss, TokenStats(**numbers), batch)
+            return evaluate_terms(call.loss, numbers, batch)
         z, batch = self._noted(logits(call, rows)), _whole_batch(call, rows)
         if call.inputs.get("teacher_hidden") is not None:
             batch.teacher_logits = other_logits(call, rows, "teacher").detach()

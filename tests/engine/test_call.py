@@ -47,7 +47,7 @@ def head(*shape: int, dtype=torch.float32):
 
 
 def counted(*shape: int) -> torch.Tensor:
-    return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+    return torch.arange(1.0, torch.Size(shape).numel() + 1, device=DEVICE).view(shape)
 
 
 def inputs(*shape: int, trailing: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:
@@ -63,9 +63,14 @@ def inputs(*shape: int, trailing: tuple[int, ...] = ()) -> dict[str, torch.Tenso
 
 def test_roles():
     assert dict(EveryRole.roles) == {
-        "weights": Role.TOKEN, "best": Role.POSITION, "table": Role.VOCABULARY, "whole": Role.WHOLE,
-        "teacher_hidden": Role.FEATURES, "teacher_weight": Role.HEAD, "teacher_bias": Role.HEAD,
-    }  # fmt: skip
+        "weights": Role.TOKEN,
+        "best": Role.POSITION,
+        "table": Role.VOCABULARY,
+        "whole": Role.WHOLE,
+        "teacher_hidden": Role.FEATURES,
+        "teacher_weight": Role.HEAD,
+        "teacher_bias": Role.HEAD,
+    }
     assert DistillationLoss.roles["teacher_hidden"] is Role.FEATURES
     assert DistillationLoss.roles["topk_ids"] is Role.POSITION
 

@@ -45,8 +45,12 @@ def test_metric_factors(tensors):
     counts = unit_counts(make(8), make(0), 4)
     factors = metric_factors(counts, torch.float64)
     assert {unit: float(x) for unit, x in factors.items()} == {
-        None: 1.0, "tokens": 1 / 8, "sequences": 1 / 4, "pairs": 1 / 2, "chosen_tokens": 1.0,
-    }  # fmt: skip
+        None: 1.0,
+        "tokens": 1 / 8,
+        "sequences": 1 / 4,
+        "pairs": 1 / 2,
+        "chosen_tokens": 1.0,
+    }
     assert isinstance(factors["tokens"], torch.Tensor) == tensors and not isinstance(
         factors["pairs"], torch.Tensor
     )

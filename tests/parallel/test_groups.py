@@ -32,7 +32,9 @@ def test_a_quantized_parameter_is_refused():
         local_parameter("weight", x, None)
 
 
-@pytest.mark.parametrize("x", [None, 3, "weight", torch.ones(2), nn.Parameter(torch.ones(2))], ids=str)
+@pytest.mark.parametrize(
+    "x", [None, 3, "weight", torch.ones(2, device="cpu"), nn.Parameter(torch.ones(2, device="cpu"))], ids=str
+)
 def test_what_is_no_dtensor(x):
     assert not is_dtensor(x)
 

@@ -19,7 +19,11 @@ def test_whole_sequences_change_nothing():
 
 @pytest.mark.parametrize(
     "tokens",
-    [(3, 2), (torch.tensor(3), torch.tensor(2)), (3, torch.tensor(2))],
+    [
+        (3, 2),
+        (torch.tensor(3, device="cpu"), torch.tensor(2, device="cpu")),
+        (3, torch.tensor(2, device="cpu")),
+    ],
     ids=["numbers", "tensors", "both"],
 )
 def test_counts_stay_what_they_are(tokens):

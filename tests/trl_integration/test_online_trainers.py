@@ -14,6 +14,7 @@ from tests.support import AllocationWatcher
 
 from .test_log_prob_trainers import (
     ROLLOUTS,
+    RTOL,
     assert_same,
     preference_dataset,
     prompt_dataset,
@@ -137,7 +138,10 @@ def test_tpo(tmp_path, changes):
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "mixtral"])
 def test_tpo_heads_of_families(tmp_path, family):
-    assert_same(*side_by_side(tmp_path, "TPO", triple_dataset(), family=family))
+    # Gemma 2's third gradient is five times the second: a difference of 1e-5 in that one, which is rounding,
+    # is 1e-4 there.
+    rtol = 2e-4 if family == "gemma2" else RTOL
+    assert_same(*side_by_side(tmp_path, "TPO", triple_dataset(), family=family), rtol=rtol)
 
 
 def test_tpo_with_lora(tmp_path):
