@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.projection import Projection
-from logitless.engine.token_objective import TokenObjective
+from logitless.engine.token_objective import TokenObjective, target_apart
 from logitless.kernels.cross_entropy import TokenBuffers
 
 # Rows that are scaled at a time: a few [rows, H] temporaries, small beside d_hidden.
@@ -34,17 +34,20 @@ def _scaled(
 ) -> Tensor:
     """d loss / d hidden of some rows.
 
-    What is left when d logp / d hidden is taken from d z(target) / d hidden, a row of the head, is d lse / d
-    hidden.
+    For a loss of lse, W[target] is left out of the vectors (`TokenObjective.target_apart`) and added here:
+    taken as a difference from it, d lse / d hidden would lose the digits of a token whose own gradient is
+    small.
     """
     call, vectors = head.call, vectors.to(stats.lse.dtype)
-    if grads.lse is None:
+    g_lse = 0.0 if grads.lse is None else grads.lse
+    if target_apart(call.loss):
+        own = g_lse * stats.logps.exp() - grads.logps * torch.expm1(stats.logps)
+    elif grads.lse is not None:
+        own = grads.lse
+    else:
         return vectors * grads.logps[:, None]
-    slope = grads.lse * call.loss.head.derivative_at(stats.logps + stats.lse)
-    vectors = vectors * (grads.logps - grads.lse)[:, None]
-    known = torch.where(
-        slope != 0, call.targets[at], 0
-    )  # with compact=False a row may have no target, nor a gradient
-    return torch.addcmul(
-        vectors, slope[:, None], call.vocabulary.rows_of(head.weight, known).to(vectors.dtype)
-    )
+    targets = call.targets[at]
+    supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
+    own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)
+    rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0)).to(vectors.dtype)
+    return torch.addcmul(vectors * (grads.logps - g_lse)[:, None], own[:, None], rows)

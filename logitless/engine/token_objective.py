@@ -108,6 +108,8 @@ class TokenObjective:
                 chunk.logits, chunk.targets, stats, gradient=chunk.place, **options
             )
             chunk.factor = vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)
+            if self.vectors and target_apart(loss):
+                _clear_target(chunk)
             return
         kernels.token_statistics(
             chunk.logits, chunk.targets, stats, class_weights=self._sum_weights(), **options
@@ -155,8 +157,24 @@ class TokenObjective:
         options |= {"gradient": chunk.place, "class_weights": self._sum_weights()}
         kernels.logits_gradient(chunk.logits, chunk.targets, stats, grads, **options)
         chunk.gradient = chunk.place
+        if self.vectors and target_apart(loss):
+            _clear_target(chunk)
 
     def factor(self, chunk: Chunk) -> Tensor | None:
         if chunk.factor is None or self.vectors:
             return chunk.factor
         return chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]
+
+
+def target_apart(loss: LossSpec) -> bool:
+    """Whether d logp / d hidden is kept without its target's own row of the head, which is added in the
+    end."""
+    return "lse" in loss.differentiates
+
+
+def _clear_target(chunk: Chunk) -> None:
+    """Zero the target's entry of a chunk's gradient, where the target is among these columns."""
+    columns, gradient = chunk.targets, chunk.gradient
+    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignored)
+    at = torch.where(here, columns, 0)[:, None]
+    gradient.scatter_(1, at, torch.where(here[:, None], 0.0, gradient.gather(1, at)))

@@ -229,6 +229,16 @@ def test_extreme_rows(name, reduction, dtype):
     compare({"reduction": reduction}, h, w, torch.tensor(targets))
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_lse_of_a_frozen_head_keeps_its_digits(reduction, softcap):
+    """With dft, d_hidden is nearly that of the z-loss: a mean of many rows of the head, a hundredth of the
+    target's."""
+    h, w, targets, _ = operands((32,), 8, 50257, torch.float32, ignored=0.2)
+    options = {"reduction": reduction, "dft": True, "z_loss": 0.1, "softcap": softcap}
+    compare(options, h, w, targets, requires=("hidden",))
+
+
 def test_fp16_survives_probabilities_below_its_smallest_number():
     tokens, hidden, vocab, num_items = 64, 16, 4099, 20_000
     h, w, targets, _ = operands((tokens,), hidden, vocab, torch.float16)

@@ -255,3 +255,12 @@ def test_every_loss_of_logps_and_lse_with_a_frozen_head(head):
     logps, _, lse = reference.token_logprobs(theirs, w, targets, bias=b, **head)
     (logps.square().sum() + (lse.square() * 0.3).sum()).backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("name", ["logps", "lse"])
+def test_ignored_tokens_have_no_gradient_from_a_frozen_head(name, compact):
+    h, w, targets, b = operands((3, 20), 16, 300, torch.float32, ignored=0.3)
+    found = linear_logprobs(h.requires_grad_(), w, targets, bias=b, compact=compact)
+    (d_hidden,) = torch.autograd.grad(getattr(found, name).sum(), h)
+    assert d_hidden[targets != -100].any(-1).all() and not d_hidden[targets == -100].any()

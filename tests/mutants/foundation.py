@@ -157,12 +157,12 @@ MUTANTS = [
     *of_file(
         "engine/row_vectors.py",
         TEST_LOGPROBS,
-        ("d lse has the wrong sign", "_scaled", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
+        ("d lse has the wrong sign", "_scaled", "(grads.logps - g_lse)", "(grads.logps + g_lse)"),
         (
             "row of the target dropped",
             "_scaled",
-            "call.vocabulary.rows_of(head.weight, known).to(vectors.dtype)",
-            "torch.zeros_like(vectors)",
+            "own[:, None], rows)",
+            "own[:, None], 0 * rows)",
         ),
         (
             "slope of the head dropped",
@@ -170,6 +170,8 @@ MUTANTS = [
             "call.loss.head.derivative_at(stats.logps + stats.lse)",
             "1.0",
         ),
+        ("gradient of ignored tokens", "_scaled", "torch.where(supervised, own *", "torch.where(True, own *"),
+        ("target's own gradient dropped", "_scaled", "- grads.logps * torch.expm1(stats.logps)", ""),
         prefix="frozen head: ",
     ),
     *of_file(
