@@ -2,65 +2,79 @@
 
 from tests.mutants.mutant import of_file
 
-HEADS = "losses/multi_head.py"
-WALK = "losses/walk.py"
-ENGINE = "losses/engine.py"
-ACCUMULATION = "losses/accumulation.py"
 COMPILE = "tests/losses/test_compile.py -k heads"
 PRECISION = "tests/losses/test_precision.py"
 ADDED = "tests/losses/test_accumulation.py"
 
 MUTANTS = [
     *of_file(
-        HEADS,
+        "engine/packing.py",
         COMPILE,
         (
-            "blocks outside of autocast",
-            "Totals.solve",
-            "self.call.dtype if self.call.autocast else None",
+            "graph: blocks outside of autocast",
+            "_layers",
+            "signature.dtype if signature.autocast else None",
             "None",
         ),
-        ("d_hidden of several heads too narrow", "_", "stat if index in hidden else x.dtype", "x.dtype"),
+    ),
+    *of_file(
+        "engine/operators.py",
+        COMPILE,
+        ("d_hidden of several heads too narrow", "_fake_sums", "stat if several else signature", "signature"),
         (
             "the first module's blocks for all",
-            "BlockHeads.registered",
-            "{type(self).__qualname__}#{len(_MODULES)}",
+            "register_module",
+            "{type(module).__qualname__}#{next(_NUMBERS)}",
             "",
         ),
         prefix="graph: ",
     ),
     *of_file(
-        ENGINE,
+        "engine/passes.py",
         "tests/losses/test_own_loss.py",
         (
             "all rows: packed groups of equal sizes",
-            "_rows",
-            "(grouped and not loss.compact and problem.cu_seqlens is not None)",
+            "choose_rows",
+            "(grouped and not loss.compact and packed)",
             "False",
         ),
     ),
     *of_file(
-        WALK,
+        "engine/gradients.py",
         PRECISION,
-        ("bias: rounded factor", "Walk._add_bias", "(column - high)", "(high - high)"),
-        ("torch.func under hooks", "LogitsWalk._evaluate", "with _no_hooks():", "with nullcontext():"),
+        ("bias: rounded factor", "Gradients._add_bias", "(factor - column)", "(column - column)"),
     ),
     *of_file(
-        ACCUMULATION,
+        "engine/logits_objective.py",
+        PRECISION,
+        (
+            "torch.func under hooks",
+            "LogitsObjective._evaluate",
+            "with no_hooks():",
+            "with torch.set_grad_enabled(torch.is_grad_enabled()):",
+        ),
+    ),
+    *of_file(
+        "engine/operators.py",
         ADDED,
-        ("grad_scale dropped", "_accumulate", "coefficient=grad_scale", "coefficient=1.0"),
-        ("upstream unchecked", "_expect_one", "expect(upstream.item() == 1", "expect(True"),
-        ("upstream not asserted", "_expect_one", "upstream == 1, f", "upstream == upstream, f"),
-        ("d_bias unscaled", "_accumulate", "(d_bias, solved.pending", "(d_bias, 2 * solved.pending"),
+        ("grad_scale dropped", "accumulate", "coefficient=grad_scale", "coefficient=1.0"),
+        ("d_bias unscaled", "accumulate", "d_bias, solved.deferred", "d_bias, 2 * solved.deferred"),
         prefix="main gradient: ",
     ),
     *of_file(
-        ENGINE,
+        "engine/function.py",
         ADDED,
-        ("fp16 flushes", "solve", "straight and problem.dtype == torch.float16", "False"),
-        ("left shrunk in fp16", "solve", "d_weight.mul_(pending)", "pass"),
-        ("not shrunk in fp16", "solve", "d_weight.div_(pending)", "pass"),
-        ("not straight", "solve", "pending = 1.0 if straight and not shrinks else pending", "pass"),
+        ("upstream unchecked", "_expect_one", "expect(upstream.item() == 1", "expect(True"),
+        ("upstream not asserted", "_expect_one", "upstream == 1, f", "upstream == upstream, f"),
+        prefix="main gradient: ",
+    ),
+    *of_file(
+        "engine/gradients.py",
+        ADDED,
+        ("fp16 flushes", "Gradients.__init__", "is None or calls[0].dtype == torch.float16", "is None"),
+        ("left shrunk in fp16", "Gradients.close", "self._main.mul_(deferred)", "pass"),
+        ("not shrunk in fp16", "Gradients.open", "self._main.div_(deferred)", "pass"),
+        ("not straight", "Gradients.__init__", "else 1.0", "else 2.0"),
         prefix="main gradient: ",
     ),
 ]

@@ -1,24 +1,32 @@
 """What the calls of losses refuse."""
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import of_file
 
-KEYWORDS, MEDUSA, TESTS = "losses/keywords.py", "losses/medusa.py", "tests/losses/test_bad_calls.py"
+KEYWORDS = "losses/keywords.py"
+TESTS = "tests/losses/test_bad_calls.py"
+MEDUSA = "losses/medusa.py"
 
 MUTANTS = [
-    Mutant(f"calls: {name}", file, old, new, TESTS)
-    for name, file, old, new in (
-        ("unknown keywords pass", KEYWORDS, "if name not in self.keywords and", "if False and"),
-        ("lists pass", KEYWORDS, "if x is not None and not isinstance(x, Tensor):", "if False:"),
-        ("declared inputs are no keywords", KEYWORDS, "for inputs in declared if", "for inputs in () if"),
-        ("refused keywords are passed on", KEYWORDS, 'if rest in ([], ["unknown"]):', "if not rest:"),
+    *of_file(
+        KEYWORDS,
+        TESTS,
+        ("unknown keywords pass", "CheckedCall.check_call", "name not in self.keywords and", "False and"),
+        ("lists pass", "CheckedCall.check_call", "x is not None and not isinstance(x, Tensor):", "False:"),
+        ("declared inputs are no keywords", "call_keywords", "for inputs in declared", "for inputs in ()"),
+        ("refused keywords are passed on", "call_keywords", 'if rest in ([], ["unknown"]):', "if not rest:"),
+        ("internal inputs are keywords", "call_keywords", "(names - set(cls.internal_inputs))", "(names)"),
         (
-            "internal inputs are keywords",
-            KEYWORDS,
-            "sorted(names - set(cls.internal_inputs))",
-            "sorted(names)",
+            "any remedy for a tuple",
+            "CheckedCall.check_call",
+            "isinstance(x, (tuple, list)) and self._remedy(name)",
+            "None",
         ),
-        ("any remedy for a tuple", KEYWORDS, "isinstance(x, (tuple, list)) and self._remedy(name)", "None"),
-        ("options of functions pass", KEYWORDS, "if name not in known]", "if False]"),
-        ("any heads", MEDUSA, "ours, got = isinstance(heads, MedusaHeads)", "ours, got = True"),
-    )
+        ("options of functions pass", "check_options", "if name not in known]", "if False]"),
+        prefix="calls: ",
+    ),
+    *of_file(
+        MEDUSA,
+        TESTS,
+        ("calls: any heads", "MedusaLoss.__call__", "got = isinstance(heads, MedusaHeads)", "got = True"),
+    ),
 ]

@@ -2,31 +2,23 @@
 
 from tests.mutants.mutant import of_file
 
+TWIN = "kernels/cross_entropy.py"
 KERNELS = "tests/kernels/test_cross_entropy.py"
+TRITON = "kernels/cross_entropy_triton.py"
+SCALE = "kernels/scale_triton.py"
 CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
 LOGPROBS = "tests/losses/test_logprobs.py"
 BASE = "tests/losses/test_base.py"
 BAD_INPUT = "tests/losses/test_bad_input.py"
 SPLIT_HEAD = "tests/losses/test_split_head.py"
-TWIN = "kernels/cross_entropy.py"
-TRITON = "kernels/cross_entropy_triton.py"
-SCALE = "kernels/scale_triton.py"
-ENGINE = "losses/engine.py"
-WALK = "losses/walk.py"
 CE = "losses/cross_entropy.py"
-PLAN = "losses/plan.py"
 
 MUTANTS = [
     *of_file(
         TWIN,
         KERNELS,
-        (
-            "d logp at the target has the wrong sign",
-            "_logits_gradient_twin",
-            "torch.where(here, g_logp[rows], 0.0)",
-            "-torch.where(here, g_logp[rows], 0.0)",
-        ),
-        ("d lse has the wrong sign", "_logits_gradient_twin", "grads.lse - g_logp", "-grads.lse - g_logp"),
+        ("d logp at the target has the wrong sign", "_logits_gradient_twin", "- g_logp *", "+ g_logp *"),
+        ("d lse has the wrong sign", "_logits_gradient_twin", "g_softmax = g_lse", "g_softmax = -g_lse"),
         ("d entropy has the wrong sign", "_logits_gradient_twin", "value=-1", "value=1"),
         ("d sum_logits has the wrong sign", "_logits_gradient_twin", "g += grads", "g -= grads"),
         (
@@ -60,8 +52,8 @@ MUTANTS = [
     *of_file(
         TRITON,
         KERNELS,
-        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "g_logp, 0.0", "-g_logp, 0.0"),
-        ("d lse has the wrong sign", "logits_gradient_kernel", "g_softmax = tl.load", "g_softmax = -tl.load"),
+        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "+ g_logp", "- g_logp"),
+        ("d lse has the wrong sign", "logits_gradient_kernel", "(g_lse - g_logp) *", "(-g_lse - g_logp) *"),
         ("d entropy has the wrong sign", "logits_gradient_kernel", "g -= g_entropy *", "g += g_entropy *"),
         ("d sum_logits has the wrong sign", "logits_gradient_kernel", "g += g_sum *", "g -= g_sum *"),
         ("row_scale has the wrong sign", "row_kernel", "row_scale_ptr + row, -1", "row_scale_ptr + row, 1"),
@@ -87,7 +79,7 @@ MUTANTS = [
         ),
         ("slope of the softcap dropped", "head_logits", "* (1.0 - squashed * squashed)", "+ 0.0 * squashed"),
         ("arg-max is the last of equals", "row_kernel", "beaten = (best >= z_y)", "beaten = (best > z_y)"),
-        ("lse_residual dropped", "logits_gradient_kernel", "log_p = (z - lse) - residual", "log_p = z - lse"),
+        ("lse_residual dropped", "logits_gradient_kernel", "1.0 - complement(-residual)", "1.0"),
         prefix="kernel: ",
     ),
     *of_file(
@@ -110,95 +102,120 @@ MUTANTS = [
         ("last piece of the vocabulary dropped", "_vocabulary_pieces", "V, step", "max(V - step, 1), step"),
     ),
     *of_file(
-        WALK,
+        "engine/gradients.py",
         CROSS_ENTROPY,
         (
             "zero d_weight",
-            "Walk._add",
-            "accumulate(self.d_weight, gradient, x, first=first)",
-            "self.d_weight.zero_()",
+            "Gradients.add",
+            "accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)",
+            "self._weight.total.zero_()",
         ),
-        ("every chunk is the first one", "Walk.run", "                first = False\n", ""),
-        ("bias gradient dropped", "Walk._add", "_add_bias(gradient, column, first)", "d_bias.zero_()"),
-        ("row_scale left out of d_hidden", "Walk._add", "scale(d_hidden, row_scale, d_hidden)", "pass"),
+        ("every chunk is the first one", "Gradients.add", "first=not self._weight.written", "first=True"),
+        ("bias gradient dropped", "Gradients.add", "self._add_bias(chunk)", "pass"),
         (
-            "row_scale left out of d_weight",
-            "Walk._add",
-            "x = scale(x, row_scale, x if ours else torch.empty_like(x))",
-            "pass",
+            "d_weight summed in bf16 whatever the chunks",
+            "Gradients.open",
+            "call.stat_dtype if wide else call.dtype",
+            "call.dtype",
         ),
-        ("row_scale without the loss's gradient", "TokenWalk._write", "row_scale * grads.logps", "row_scale"),
     ),
     *of_file(
-        WALK,
-        LOGPROBS,
-        ("d lse has the wrong sign", "scale_rows", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
+        "engine/projection.py",
+        CROSS_ENTROPY,
         (
-            "row of the target dropped",
-            "scale_rows",
-            "torch.addcmul(scaled, slope[:, None], weight[known].to(scaled.dtype))",
-            "scaled",
+            "row_scale left out of d_hidden",
+            "Projection.reduce",
+            "scale(chunk.d_features, chunk.factor, chunk.d_features)",
+            "pass",
         ),
-        ("slope of the head dropped", "scale_rows", "head.derivative_at(stats.logps + stats.lse)", "1.0"),
+        (
+            "row_scale left out of d_weight",
+            "Projection.trained_features",
+            "return scale(x, chunk.factor, x if own else torch.empty_like(x))",
+            "return x",
+        ),
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        CROSS_ENTROPY,
+        (
+            "row_scale without the loss's gradient",
+            "TokenObjective.factor",
+            "return chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]",
+            "return chunk.factor",
+        ),
+    ),
+    *of_file(
+        "engine/row_vectors.py",
+        LOGPROBS,
+        ("d lse has the wrong sign", "_scaled", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
+        ("row of the target dropped", "_scaled", "vectors, slope[:, None]", "vectors, 0 * slope[:, None]"),
+        (
+            "slope of the head dropped",
+            "_scaled",
+            "grads.lse * call.loss.head.derivative_at(stats.logps + stats.lse)",
+            "grads.lse * 1.0",
+        ),
         prefix="frozen head: ",
     ),
     *of_file(
-        WALK,
+        "engine/projection.py",
         BASE,
         (
             "d_hidden not zeroed where rows are ignored",
-            "Walk.run",
-            "make = torch.empty if plan.rows == N else torch.zeros",
+            "Projection.__init__",
+            "make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros",
             "make = torch.empty",
         ),
-        ("gradients of an empty call not zeroed", "Walk.run", "total.zero_()", "pass"),
     ),
     *of_file(
-        PLAN,
+        "engine/gradients.py",
+        BASE,
+        ("gradients of an empty call not zeroed", "Gradients.close", "total.total.zero_()", "pass"),
+    ),
+    *of_file(
+        "engine/plan.py",
         CROSS_ENTROPY,
-        ("last chunk dropped", "make_plan.chunks", "(start, stop, C)", "(start, max(stop - C, 1), C)"),
+        ("last chunk dropped", "_chunks", "range(start, stop, C)", "range(start, max(stop - C, 1), C)"),
     ),
     *of_file(
-        ENGINE,
+        "engine/passes.py",
         CROSS_ENTROPY,
         (
             "power of two dropped from the gradients",
             "solve",
-            "return Solved(loss_value, stacked, tokens, pending,",
-            "return Solved(loss_value, stacked, tokens, torch.ones_like(pending),",
+            "tokens, deferred, gradients, plan)",
+            "tokens, torch.ones_like(deferred), gradients, plan)",
         ),
-        ("normalizer applied twice", "solve", "* pending", "* pending * factors.loss[loss.unit]"),
-        ("num_items ignored", "scales", "if problem.num_items is not None:", "if False:"),
-        (
-            "d_weight summed in bf16 whatever the chunks",
-            "accumulation_dtype",
-            "problem.stat_dtype if several_chunks else problem.dtype",
-            "problem.dtype",
-        ),
+        ("normalizer applied twice", "solve", "* deferred", "* deferred * factors.loss[call.loss.unit]"),
     ),
     *of_file(
-        ENGINE,
+        "engine/passes.py",
         LOGPROBS,
-        ("power of two dropped from later gradients", "token_gradients", "return pending", "return one"),
+        ("power of two dropped from later gradients", "token_gradients", "return deferred", "return one"),
     ),
     *of_file(
-        "losses/function.py",
+        "engine/reduction.py",
         CROSS_ENTROPY,
-        ("upstream gradient skipped", "FusedLinearBase.backward", "pending * upstream[0]", "pending"),
+        ("num_items ignored", "unit_factors", "if call.num_items is not None:", "if False:"),
     ),
     *of_file(
-        "losses/function.py",
+        "engine/function.py",
+        CROSS_ENTROPY,
+        ("upstream gradient skipped", "_backward_solved", "deferred * upstream[0]", "deferred"),
+    ),
+    *of_file(
+        "engine/function.py",
         BASE,
         (
             "retained gradients scaled in place",
-            "FusedLinearBase.backward",
-            "owned = not compiling and not (ctx.solved and "
-            "torch._C._autograd._get_current_graph_task_keep_graph())",
+            "_backward_solved",
+            "owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()",
             "owned = True",
         ),
     ),
     *of_file(
-        "losses/function.py",
+        "engine/function.py",
         BAD_INPUT,
         (
             "create_graph unnoticed",
@@ -208,49 +225,54 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        WALK,
+        "engine/projection.py",
         SPLIT_HEAD,
-        ("gradient of the frozen columns", "Walk._add", "self.frozen_columns :", ": -self.frozen_columns"),
+        (
+            "gradient of the frozen columns",
+            "Projection.trained_features",
+            "x[:, self.frozen_columns :]",
+            "x[:, : -self.frozen_columns]",
+        ),
         (
             "hidden states of a split head scaled in place",
-            "Walk._add",
-            "x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True",
-            "x[:, self.frozen_columns :], True",
+            "Projection.trained_features",
+            "[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format)",
+            "[:, self.frozen_columns :]",
         ),
-    ),
-    *of_file(
-        "losses/function.py",
-        SPLIT_HEAD,
         (
             "frozen columns joined on the wrong side",
-            "_problem",
-            "joined[:, :columns], joined[:, columns:] = frozen, weight",
+            "_joined",
+            "joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :] = frozen, weight",
             "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]] = frozen, weight",
         ),
     ),
     *of_file(
-        "losses/arguments.py",
+        "engine/operands.py",
         CROSS_ENTROPY,
-        ("shift off by one", "shifted", "torch.cat((x[..., 1:], torch", "torch.cat((x[..., :-1], torch"),
+        ("shift off by one", "shifted", "x.roll(-1, dim)", "x.roll(0, dim)"),
     ),
     *of_file(
-        "losses/batch.py",
+        "engine/spec.py",
         BAD_INPUT,
-        ("bad targets unchecked without compaction", "select_rows", "bad == 0", "bad >= 0"),
-        ("bad targets unchecked", "select_rows", "expect(not wrong,", "expect(True,"),
+        ("bad targets unchecked without compaction", "Fault.assert_async", "count == 0", "count >= 0"),
     ),
     *of_file(
-        "losses/batch.py",
+        "engine/passes.py",
+        BAD_INPUT,
+        ("bad targets unchecked", "choose_rows", "faults = [Fault(outside,", "faults = [Fault(0 * outside,"),
+    ),
+    *of_file(
+        "engine/rows.py",
         "tests/losses/test_preference.py -k bad_input",
-        ("boundaries of packed sequences unchecked", "select_rows", "expect(not gaps,", "expect(True,"),
+        ("boundaries of packed sequences unchecked", "_boundary_fault", "wrong.long()", "0 * wrong.long()"),
     ),
     *of_file(
-        "losses/batch.py",
+        "engine/batch.py",
         CROSS_ENTROPY,
         (
             "ignored tokens not masked out of the terms",
             "Batch.masked.mask",
-            "torch.where(self._ignored, 0.0, x) if per_token else x",
+            "torch.where(self.ignored, 0.0, x) if per_token else x",
             "x",
         ),
     ),
@@ -277,8 +299,23 @@ MUTANTS = [
         (
             "class weights of ignored tokens in the normalizer",
             "CrossEntropyLoss.normalizers",
-            "torch.where(supervised, wide[targets.clamp(0, weights.shape[0] - 1)], 0.0)",
-            "wide[targets.clamp(0, weights.shape[0] - 1)]",
+            "torch.where(supervised, of_targets(weights, targets), 0.0)",
+            "of_targets(weights, targets)",
+        ),
+    ),
+    *of_file(
+        CE,
+        "tests/losses/test_cross_entropy.py -k ignored_id",
+        ("class weight of an ignored id", "of_targets", "(0, class_weights.shape[0] - 1)", "(min=0)"),
+    ),
+    *of_file(
+        CE,
+        "tests/losses/test_cross_entropy.py -k fp64_operands",
+        (
+            "class weights summed in their own dtype",
+            "CrossEntropyLoss.__call__",
+            "class_weights = class_weights.to(wide)",
+            "pass",
         ),
     ),
 ]

@@ -4,112 +4,144 @@ from tests.mutants.mutant import of_file
 
 FSDP = "tests/losses/test_fsdp.py"
 SLICES = "tests/losses/test_context_parallel.py"
-SHARDS = "tests/losses/test_shard.py"
-ARGUMENTS = "losses/arguments.py"
-PARALLEL = "losses/parallel.py"
-SHARD = "losses/shard.py"
-BATCH = "losses/batch.py"
-ENGINE = "losses/engine.py"
-PAIRED = "losses/paired.py"
 PREFERENCE = "losses/preference.py"
-WALK = "losses/walk.py"
+KTO = "losses/kto.py"
+SHARDS = "tests/losses/test_shard.py"
 
 MUTANTS = [
     *of_file(
-        ARGUMENTS,
+        "parallel/groups.py",
         FSDP,
-        ("parallel: gradient of a gathered head summed", "_gathered", '[Partial("avg")]', '[Partial("sum")]'),
+        ("parallel: gradient of a gathered head summed", "gathered", '[Partial("avg")]', '[Partial("sum")]'),
     ),
     *of_file(
-        PARALLEL,
+        "parallel/normalizers.py",
         FSDP,
         ("num_items of all ranks", "global_num_items", "total / dist.get_world_size(group)", "total"),
         ("num_items counts ignored targets", "global_num_items", "items != ignore_index", "items == items"),
         prefix="parallel: ",
     ),
     *of_file(
-        BATCH,
+        "engine/rows.py",
         FSDP,
-        ("parallel: pairs of no tokens", "select_rows", "sequences // roles, length", "-1, length"),
+        ("parallel: pairs of no tokens", "_padded", "roles, grouping.groups, length", "roles, -1, length"),
     ),
     *of_file(
-        BATCH,
+        "parallel/sequences.py",
         SLICES,
-        ("shares of a term not summed", "reduced.total", "slices is None or term.over in WHOLE", "True"),
-        ("whole terms summed", "reduced.total", "slices is None or term.over in WHOLE", "slices is None"),
-        ("weights of a metric not summed", "tallied", "sum() if slices is None", "sum() if True"),
-        ("lengths of a slice", "Batch.lengths", "if self._slices is None", "if True"),
-        ("positions in a slice", "Batch.positions", "_own_positions + self", "_own_positions + 0 * self"),
+        ("shares of a term not summed", "SlicedSequences.sum_unless_whole", "else self.sum(x)", "else x"),
+        (
+            "whole terms summed",
+            "SlicedSequences.sum_unless_whole",
+            'x if unit in ("sequences", "pairs") else self.sum(x)',
+            "self.sum(x)",
+        ),
+        ("positions count this rank's too", "SlicedSequences.before", "group.rank()", "group.rank() + 1"),
         (
             "gradient of what is spread, of one rank",
-            "Batch.spread",
-            "if self._slices is not None and x.requires_grad",
-            "if False",
+            "SlicedSequences.shared",
+            "GroupShared.apply(x, self.group) if x.requires_grad else x",
+            "x",
+        ),
+        (
+            "tokens of a slice as normalizer",
+            "SlicedSequences.counts",
+            "return self.sum(torch.stack([torch.as_tensor(x, device=device) for x in tokens])).unbind()",
+            "return tokens",
         ),
         prefix="parallel: ",
     ),
     *of_file(
-        PARALLEL,
+        "engine/terms.py",
         SLICES,
-        ("parallel: positions count this rank's too", "SequenceSlices.before", "rank()", "rank() + 1"),
+        (
+            "parallel: weights of a metric not summed",
+            "metric_shares",
+            "sequences.sum(weight.sum())",
+            "weight.sum()",
+        ),
     ),
     *of_file(
-        ENGINE,
+        "engine/batch.py",
         SLICES,
-        ("tokens of a slice as normalizer", "counted", "if loss.slices is None:\n        return", "return"),
-        ("ranks meet group by group", "_rows", "or loss.cp_group is not None or (", "or ("),
+        ("lengths of a slice", "Batch.lengths", "_sequences.sum(self._own_lengths)", "_own_lengths"),
+        ("positions in a slice", "Batch.positions", "_own_positions + self", "_own_positions + 0 * self"),
         prefix="parallel: ",
     ),
     *of_file(
-        PAIRED,
+        "engine/passes.py",
         SLICES,
-        ("packed slices of few tokens", "ReferencedLoss.__call__", "per_token = not others.item()", "pass"),
-        ("mean logits of a slice", "mean_logits_over_positions", "sums = loss.slices.sum(sums)", "pass"),
-        prefix="parallel: ",
+        ("parallel: ranks meet group by group", "choose_rows", "or loss.cp_group is not None or (", "or ("),
     ),
     *of_file(
         PREFERENCE,
         SLICES,
-        ("kl of a slice", "KTOLoss._kl", "sums = self.slices.sum(sums[0]),", "sums = sums[0],"),
-        ("reference's kl summed", "KTOLoss._kl", "sum(sums[1]) if per_token", "sum(sums[1]) if True"),
+        (
+            "packed slices of few tokens",
+            "ReferencedLoss.is_per_token",
+            "per_token = not self.sequences.sum(others).item()",
+            "pass",
+        ),
+        ("mean logits of a slice", "mean_logits_over_positions", "sums = loss.sequences.sum(sums)", "pass"),
         prefix="parallel: ",
     ),
     *of_file(
-        WALK,
+        KTO,
+        SLICES,
+        ("kl of a slice", "KTOLoss._mean_log_ratio", "self.sequences.sum(sums[0])", "sums[0]"),
+        ("reference's kl summed", "KTOLoss._mean_log_ratio", "[1]) if per_token else sums[1]", "[1])"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "parallel/vocabulary.py",
         SHARDS,
-        ("d_hidden of one rank", "Walk._add", "self.shard.all_reduce_async(d_hidden)", "None"),
-        ("row_scale of one rank", "TokenWalk._read", "row_scale * self.shard", "row_scale + 0 * self.shard"),
-        ("share of none", "TokenWalk._read", ".clamp(min=-40).exp()", ".exp()"),
+        (
+            "d_hidden of one rank",
+            "ShardedVocabulary.start_sum",
+            "dist.all_reduce(x, group=self.group, async_op=True)",
+            "None",
+        ),
+        (
+            "row_scale of one rank",
+            "ShardedVocabulary.combine_gradient",
+            "factor * self.combine(stats, columns).clamp(min=-40).exp()",
+            "factor + 0 * self.combine(stats, columns)",
+        ),
+        ("share of none", "ShardedVocabulary.combine_gradient", ".clamp(min=-40).exp()", ".exp()"),
         (
             "target's entry of one rank",
-            "TokenWalk._read",
-            "self.shard.set_target(gradient, targets, out, row_scale, self.loss.head)",
+            "ShardedVocabulary.combine_gradient",
+            "gradient.scatter_(1, at, torch.where(here[:, None], entry, gradient.gather(1, at)))",
             "pass",
         ),
-        ("reference of one rank", "TokenWalk._read_reference", "self.shard.combine(found, targets)", "pass"),
-        ("ranks of the frozen head", "scale_rows", "shard.all_reduce(rows)", "rows"),
-        prefix="shard: ",
-    ),
-    *of_file(
-        SHARD,
-        SHARDS,
-        ("class weights of another rank", "VocabShard.rows_of", "self.start : self.start + self", ": self"),
-        ("shares of the entropy", "VocabShard.combine", " - torch.xlogy(shares, shares)", ""),
-        ("squares of one rank", "VocabShard.combine", "(2 * shares.log() + shards", "(shares.log() + shards"),
-        ("tie goes to the last", "VocabShard.combine", "earlier, shards", "~earlier, shards"),
-        ("confident tokens", "VocabShard.combine", "torch.expm1(-logps_r)", "-torch.expm1(logps_r)"),
-        ("softcap of the target", "VocabShard.set_target", "(stats.logps + stats.lse)", "(0 * stats.lse)"),
+        ("class weights of another rank", "ShardedVocabulary.local", "self.start : self.start +", ":"),
+        ("ranks of the frozen head", "ShardedVocabulary.rows_of", "self.all_reduce(torch", "(torch"),
+        ("shares of the entropy", "ShardedVocabulary.combine", " - torch.xlogy(shares, shares)", ""),
+        ("squares of one rank", "ShardedVocabulary.combine", "2 * shares.log()", "shares.log()"),
+        ("tie goes to the last", "ShardedVocabulary.combine", "earlier, shards", "~earlier, shards"),
+        ("confident tokens", "ShardedVocabulary.combine", "torch.expm1(-logps_r)", "-torch.expm1(logps_r)"),
+        ("softcap of the target", "ShardedVocabulary.combine_gradient", "stats.logps + stats", "0 * stats"),
         (
             "gradient of a log-sum-exp of one rank",
-            "VocabShard.shared",
-            "return GroupShared.apply(x, self.group)",
-            "return x",
+            "ShardedVocabulary.shared",
+            "GroupShared.apply(x, self.group)",
+            "x",
         ),
         prefix="shard: ",
     ),
     *of_file(
-        ENGINE,
+        "engine/token_objective.py",
         SHARDS,
-        ("shard: chunks of another size", "Problem.width", "max(self.shard.sizes)", "self.weight.shape[0]"),
+        (
+            "shard: reference of one rank",
+            "TokenObjective._read_reference",
+            "call.vocabulary.combine(stats, chunk.targets)",
+            "pass",
+        ),
+    ),
+    *of_file(
+        "engine/packing.py",
+        SHARDS,
+        ("shard: chunks of another size", "unpack", "max(vocabulary.sizes)", "rows"),
     ),
 ]

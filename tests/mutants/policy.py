@@ -2,12 +2,15 @@
 
 from tests.mutants.mutant import of_file
 
-POLICY = "losses/policy.py"
+TYPES = "losses/grpo_types.py"
 TESTS = "tests/losses/test_policy.py"
+GRPO = "losses/grpo.py"
+SHARED = "losses/policy.py"
+RLOO = "losses/rloo.py"
 
 MUTANTS = [
     *of_file(
-        POLICY,
+        TYPES,
         TESTS,
         ("surrogate's sign", "clipped", "return -torch.minimum", "return torch.minimum"),
         ("maximum for minimum", "clipped", "-torch.minimum(", "-torch.maximum("),
@@ -25,6 +28,11 @@ MUTANTS = [
         ),
         ("sapo without 4 / tau", "sapo", "return -4 / tau *", "return -4 *"),
         ("vespo's sign", "vespo", "return -phi * advantages", "return phi * advantages"),
+        prefix="policy: ",
+    ),
+    *of_file(
+        GRPO,
+        TESTS,
         (
             "vespo: k of the other sign",
             "GRPOLoss.phi",
@@ -79,26 +87,23 @@ MUTANTS = [
             "* entropy, over=self.unit)",
         ),
         (
-            "mask ignored",
-            "PolicyLoss.__call__",
-            "targets = torch.where(mask.bool(), targets, self.ignore_index)",
-            "pass",
-        ),
-        (
             "clip ratio by tokens at the sequence level",
             "GRPOLoss.laid_out",
             "1 / (lengths * layout.sequences) if once",
             "inputs['entropy_weight'].expand(layout.sequences) if once",
         ),
-        ("rloo: mean for sum", "RLOOLoss.terms", "filled)", "filled / batch.lengths.clamp(min=1))"),
-        ("rloo: sums ignored", "RLOOLoss.terms", "old = batch.old_sums", "pass"),
-        ("reinforce's sign", "REINFORCELoss.terms", "-batch.advantages * stats", "batch.advantages * stats"),
+        prefix="policy: ",
+    ),
+    *of_file(
+        SHARED,
+        TESTS,
         (
-            "per-token inputs left behind by shift",
-            "Layout.per_token",
-            "x = shifted(x, fill) if self.shift else x",
-            "x = x",
+            "mask ignored",
+            "PolicyLoss.__call__",
+            "targets = torch.where(mask.bool(), targets, self.ignore_index)",
+            "pass",
         ),
+        ("per-token inputs left behind by shift", "Layout.per_token", "x = self.aligned(x, fill)", "pass"),
         (
             "what stands at uncounted tokens counts",
             "Layout.per_token",
@@ -106,5 +111,23 @@ MUTANTS = [
             "x.detach().to(self.dtype)",
         ),
         prefix="policy: ",
+    ),
+    *of_file(
+        RLOO,
+        TESTS,
+        ("rloo: mean for sum", "RLOOLoss.terms", "filled)", "filled / batch.lengths.clamp(min=1))"),
+        ("rloo: sums ignored", "RLOOLoss.terms", "old = batch.old_sums", "pass"),
+        ("reinforce's sign", "REINFORCELoss.terms", "-batch.advantages * stats", "batch.advantages * stats"),
+        prefix="policy: ",
+    ),
+    *of_file(
+        "engine/operands.py",
+        "tests/engine/test_shifted.py tests/losses/test_policy.py -k packed",
+        (
+            "shift: a sequence predicts the next one",
+            "shifted",
+            "is_last = is_last | torch.isin(after, cu_seqlens[1:].to(x.device))",
+            "pass",
+        ),
     ),
 ]

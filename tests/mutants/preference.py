@@ -2,22 +2,20 @@
 
 from tests.mutants.mutant import of_file
 
+TYPES = "losses/dpo_types.py"
 EQUALS = "tests/losses/test_preference.py -k equals_the_reference"
-PREF = "losses/preference.py"
-PAIRED = "losses/paired.py"
-WALK = "losses/walk.py"
+SHARED = "losses/preference.py"
+DPO = "losses/dpo.py"
+FREE = "losses/reference_free.py"
+KTO = "losses/kto.py"
+REFERENCE_POINT = "tests/losses/test_kto.py"
+LABELS = "tests/losses/test_reference_free.py"
 
 MUTANTS = [
     *of_file(
-        PREF,
+        TYPES,
         EQUALS,
         ("sigmoid's sign", "DPO_LOSSES", "loss.beta * p.delta, loss", "-loss.beta * p.delta, loss"),
-        (
-            "label smoothing dropped",
-            "smoothed",
-            "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)",
-            "-logsigmoid(x)",
-        ),
         ("hinge without beta", "DPO_LOSSES", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
         ("ipo of sums", "DPO_LOSSES", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
         ("exo: odds swapped", "exo_pair", "(-x) - math.log(epsilon)", "(-x) - math.log1p(-epsilon)"),
@@ -39,6 +37,34 @@ MUTANTS = [
         ("forward_kl's sign", "DIVERGENCES", "1 - bounded_exp(-ratios)", "1 - bounded_exp(ratios)"),
         ("js without log 2", "DIVERGENCES", "math.log(2) + logsigmoid(ratios)", "logsigmoid(ratios).exp()"),
         ("alpha off by one", "alpha_divergence", "f_alpha_divergence_coef - 1", "f_alpha_divergence_coef"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        SHARED,
+        EQUALS,
+        (
+            "label smoothing dropped",
+            "smoothed",
+            "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)",
+            "-logsigmoid(x)",
+        ),
+        (
+            "sides of the metrics swapped",
+            "preference_metrics",
+            '"chosen": ours & chosen, "rejected": ours & ~chosen',
+            '"chosen": ours & ~chosen, "rejected": ours & chosen',
+        ),
+        (
+            "reference without its tail's weight",
+            "ReferencedLoss.sequence_ref_logps",
+            "batch.ref_logps if weights is None else batch.ref_logps * weights",
+            "batch.ref_logps",
+        ),
+        prefix="preference: ",
+    ),
+    *of_file(
+        DPO,
+        EQUALS,
         (
             "reference dropped",
             "DPOLoss.pairs",
@@ -46,11 +72,21 @@ MUTANTS = [
             "torch.zeros_like(policy) if self.needs_reference",
         ),
         ("ld_alpha off by one", "DPOLoss.pairs", "positions >= batch.spread", "positions > batch.spread"),
-        ("weights of pairs dropped", "DPOLoss.terms", "values * factor", "values"),
+        ("weights of pairs dropped", "DPOLoss.terms", "sum(values) * factor", "sum(values)"),
         ("weights of pairs differentiated", "DPOLoss.pair_weights", "stats.logps.detach()", "stats.logps"),
         ("weights of sft dropped", "DPOLoss.terms", "batch.spread(torch.cat((factor, factor))) if", "1.0 if"),
-        ("sft over all tokens", "DPOLoss.terms", "stats.logps * batch.is_chosen", "stats.logps"),
+        (
+            "sft over all tokens",
+            "DPOLoss.terms",
+            "weight * factor * chosen_nll(stats, batch)",
+            "-weight * factor * stats.logps",
+        ),
         ("loss weights dropped", "DPOLoss.terms", "weight * DPO_LOSSES[name]", "1 * DPO_LOSSES[name]"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        FREE,
+        EQUALS,
         (
             "orpo: odds without 1 - p",
             "ORPOLoss.terms",
@@ -63,13 +99,18 @@ MUTANTS = [
             "batch.sum_by_sequence(batch.completion.to(logps.dtype))",
             "lengths",
         ),
-        ("orpo: NLL over all tokens", "ORPOLoss.terms", "-stats.logps * batch.is_chosen", "-stats.logps"),
+        ("orpo: NLL over all tokens", "ORPOLoss.terms", "chosen_nll(stats, batch)", "-stats.logps"),
         ("orpo: odds ratio's sign", "ORPOLoss.terms", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
         ("cpo: alpha dropped", "CPOLoss.terms", "if self.alpha else logps", "if False else logps"),
         ("cpo: NLL dropped", "CPOLoss.terms", "if self.cpo_alpha:", "if False:"),
         ("cpo: margin dropped", "CPO_LOSSES", "loss.beta * delta - loss.simpo_gamma", "loss.beta * delta"),
         ("cpo: sums for means", "CPOLoss.terms", 'if self.loss_type in ("ipo", "simpo"):', "if False:"),
         ("simpo: margin dropped", "SimPOLoss.terms", "chosen - rejected) - self.gamma", "chosen - rejected)"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        KTO,
+        EQUALS,
         (
             "kto: kl's sign",
             "KTO_LOSSES",
@@ -86,37 +127,59 @@ MUTANTS = [
         prefix="preference: ",
     ),
     *of_file(
-        PAIRED,
+        KTO,
+        REFERENCE_POINT,
+        ("negative kl kept", "KTOLoss.__call__", '"kl": kl.clamp(min=0)', '"kl": kl'),
+        ("kl of unshifted labels", "KTOLoss._mean_log_ratio", "if shift:", "if False:"),
+        ("kl by tokens", "KTOLoss._check_kl", "return starts.shape[0] - 1", "return targets.shape[0]"),
+        prefix="kto: ",
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        EQUALS,
+        ("reference walked with the trained head", "TokenObjective._read_reference", "ref_head", "head"),
+        ("reference without its bias", "TokenObjective._read_reference", 'inputs["ref_bias"]', "None"),
+    ),
+    *of_file(
+        "engine/batch.py",
         EQUALS,
         (
-            "sides of the metrics swapped",
-            "preference_metrics",
-            '"chosen": ours * chosen, "rejected": ours * ~chosen',
-            '"chosen": ours * ~chosen, "rejected": ours * chosen',
+            "metrics: weights of ignored tokens counted",
+            "Batch.masked",
+            "type(term)(*map(mask, term))",
+            "type(term)(mask(term[0]), term[1])",
         ),
+    ),
+    *of_file(
+        "engine/rows.py",
+        EQUALS,
+        ("chosen tokens: half a sequence too many", "_packed", "[sequences // 2]", "[sequences // 2 + 1]"),
+    ),
+    *of_file(
+        SHARED,
+        "tests/losses/test_preference.py -k masked_vocabulary",
         (
-            "reference without its tail's weight",
-            "ReferencedLoss.sequence_ref_logps",
-            "batch.ref_logps if weights is None else batch.ref_logps * weights",
-            "batch.ref_logps",
+            "preference: infinite numbers of the other side",
+            "mean_over",
+            "torch.where(mask, values, 0.0)",
+            "values * mask",
         ),
-        prefix="preference: ",
     ),
     *of_file(
-        PREF,
-        "tests/losses/test_preference.py -k second_set",
-        ("kto: negative kl kept", "KTOLoss._kl", "targets.shape[0]).clamp(min=0)", "targets.shape[0])"),
+        SHARED,
+        "tests/losses/test_preference.py -k beside_reference",
+        (
+            "preference: unreduced reference beside its labels",
+            "ReferencedLoss.__call__",
+            "ref_logps.roll(1, -1) if shift else ref_logps",
+            "ref_logps",
+        ),
     ),
     *of_file(
-        WALK,
-        EQUALS,
-        ("reference walked with the trained head", "TokenWalk._read_reference", "loss.ref_head", "loss.head"),
-        ("reference without its bias", "TokenWalk._read_reference", 'self.inputs["ref_bias"]', "None"),
-    ),
-    *of_file(
-        "losses/batch.py",
-        EQUALS,
-        ("metrics: weights of ignored tokens counted", "Batch.masked.masked", "mask(term.over)", "term.over"),
-        ("chosen tokens: half a sequence too many", "select_rows", "sequences // 2", "sequences // 2 + 1"),
+        FREE,
+        LABELS,
+        ("rejected labels contradict", "_contradicting", "(chosen & (targets", "((targets"),
+        ("prompts contradict", "_contradicting", "(targets != ignore_index) & (nll", "(nll"),
+        prefix="orpo: ",
     ),
 ]

@@ -12,7 +12,9 @@ PAGE = Path(__file__).with_name("TABLE.md")
 FORMER = 254
 
 # Name -> "replaced by " and the names of others, separated by "; ", or "dropped because " and the reason.
-CHANGED: dict[str, str] = {}
+CHANGED: dict[str, str] = {
+    "multi-token: upstream gradient dropped": "replaced by upstream gradient skipped",
+}
 
 
 def former() -> dict[str, str]:
