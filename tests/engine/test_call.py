@@ -47,7 +47,7 @@ def head(*shape: int, dtype=torch.float32):
 
 
 def counted(*shape: int) -> torch.Tensor:
-    return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+    return torch.arange(1.0, torch.Size(shape).numel() + 1, device=DEVICE).view(shape)
 
 
 def inputs(*shape: int, trailing: tuple[int, ...] = ()) -> dict[str, torch.Tensor]:

@@ -12,7 +12,13 @@ from tests import reference
 from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
 from tests.support import DEVICE, assert_close, relative_error, run, sum_error
 
-NUM_ITEMS = {"": None, "int": 7, "float": 2.5, "tensor": torch.tensor(33), "float tensor": torch.tensor(2.5)}
+NUM_ITEMS = {
+    "": None,
+    "int": 7,
+    "float": 2.5,
+    "tensor": torch.tensor(33, device=DEVICE),
+    "float tensor": torch.tensor(2.5, device=DEVICE),
+}
 BUDGETS = {"": None, "few rows": lambda tokens, row: 10 * row, "third": lambda tokens, row: tokens * row // 3}
 
 FACTORS = {
@@ -168,9 +174,13 @@ EXTREME_VOCAB = 5003
 
 
 def one_peak(position: int, height: float) -> Tensor:
-    logits = torch.zeros(EXTREME_VOCAB)
+    logits = torch.zeros(EXTREME_VOCAB, device=DEVICE)
     logits[position] = height
     return logits
+
+
+def line(start: float, end: float, length: int = EXTREME_VOCAB) -> Tensor:
+    return torch.linspace(start, end, length, device=DEVICE)
 
 
 EXTREME = {
@@ -182,25 +192,21 @@ EXTREME = {
         [0, EXTREME_VOCAB - 1, 2500, EXTREME_VOCAB - 1],
     ),
     "drift of 11": (
-        [torch.linspace(-6, 6, EXTREME_VOCAB), torch.linspace(6, -6, EXTREME_VOCAB)] * 2,
+        [line(-6, 6), line(6, -6)] * 2,
         [0, 0, 5002, 5002],
     ),
     "drift of 200": (
-        [torch.linspace(-100, 100, EXTREME_VOCAB), torch.linspace(100, -100, EXTREME_VOCAB)] * 2,
+        [line(-100, 100), line(100, -100)] * 2,
         [0, 0, 5002, 5002],
     ),
     "jump up at the end": (
-        [torch.cat([torch.full((5000,), -50.0), torch.full((3,), 50.0)])] * 3,
+        [torch.cat([line(-50, -50, 5000), line(50, 50, 3)])] * 3,
         [0, 5000, 5002],
     ),
     # d_hidden is a sum of 5,003 numbers up to 1,000 that leaves one of order 1: 16 rows, as the naive error
     # of a few may be small by luck.
     "far from zero": (
-        [
-            sign * torch.linspace(999 + i / 7, 1001 + i / 5, EXTREME_VOCAB)
-            for i in range(8)
-            for sign in (1, -1)
-        ],
+        [sign * line(999 + i / 7, 1001 + i / 5) for i in range(8) for sign in (1, -1)],
         [77 + 300 * i for i in range(16)],
     ),
 }
@@ -383,8 +389,11 @@ GRADCHECK = {
     "none": {"reduction": "none"},
     "none smoothed": {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.1},
     "z_loss": {"z_loss": 0.1, "label_smoothing": 0.2},
-    "class_weights": {"class_weights": torch.tensor([0.5, 2.0, 1.0, 0.0, 1.5]), "label_smoothing": 0.2},
-    "token_weights": {"token_weights": torch.tensor([0.5, 2.0, 0.0, 1.0]), "z_loss": 0.1},
+    "class_weights": {
+        "class_weights": torch.tensor([0.5, 2.0, 1.0, 0.0, 1.5], device=DEVICE),
+        "label_smoothing": 0.2,
+    },
+    "token_weights": {"token_weights": torch.tensor([0.5, 2.0, 0.0, 1.0], device=DEVICE), "z_loss": 0.1},
     "head": {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7, "z_loss": 0.1},
     "num_items": {"num_items": 3, "shift": True},
 }

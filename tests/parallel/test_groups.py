@@ -6,6 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from logitless.parallel.groups import is_dtensor, local_parameter, process_group
+from tests.support import DEVICE
+
+ONES = torch.ones(2, device=DEVICE)
 
 
 def test_a_plain_parameter_is_multiplied_with_as_it_is():
@@ -32,7 +35,7 @@ def test_a_quantized_parameter_is_refused():
         local_parameter("weight", x, None)
 
 
-@pytest.mark.parametrize("x", [None, 3, "weight", torch.ones(2), nn.Parameter(torch.ones(2))], ids=str)
+@pytest.mark.parametrize("x", [None, 3, "weight", ONES, nn.Parameter(ONES)], ids=str)
 def test_what_is_no_dtensor(x):
     assert not is_dtensor(x)
 

@@ -7,6 +7,9 @@ import torch
 
 from logitless import CrossEntropyLoss
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
+from tests.support import DEVICE
+
+TWO, THREE = torch.tensor(2, device=DEVICE), torch.tensor(3, device=DEVICE)
 
 
 def test_whole_sequences_change_nothing():
@@ -19,7 +22,7 @@ def test_whole_sequences_change_nothing():
 
 @pytest.mark.parametrize(
     "tokens",
-    [(3, 2), (torch.tensor(3), torch.tensor(2)), (3, torch.tensor(2))],
+    [(3, 2), (THREE, TWO), (3, TWO)],
     ids=["numbers", "tensors", "both"],
 )
 def test_counts_stay_what_they_are(tokens):
