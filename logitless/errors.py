@@ -6,8 +6,10 @@ import sys
 import warnings
 from collections.abc import Iterable
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_BETWEEN = (_PACKAGE, f"{os.sep}torch{os.sep}")
+import torch
+
+# Where the frames between a caller and a warning come from.
+_BETWEEN = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 
 
 def expect(
@@ -37,6 +39,6 @@ def check_choice(argument: str, value: object, choices: Iterable) -> None:
 def warn(message: str, category: type[Warning]) -> None:
     """A warning at the line that called the library: the first frame outside of it and of torch."""
     level, frame = 1, sys._getframe()
-    while frame is not None and any(part in frame.f_code.co_filename for part in _BETWEEN):
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -114,6 +114,7 @@ class _Example(NamedTuple):
     def arguments(self, loss: LossSpec) -> tuple[Tensor, ChunkInputs]:
         """Zeros of these shapes, as a chunk's function takes them."""
         make = functools.partial(torch.zeros, device=self.device)
+        # As a chunk's own: what is not given is None.
         inputs: dict[str, Tensor | None] = dict.fromkeys(loss.roles)
         inputs |= {name: make(shape, dtype=dtype) for name, shape, dtype in self.inputs}
         if self.teacher_width:

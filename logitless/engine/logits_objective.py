@@ -23,7 +23,7 @@ from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
-from logitless.engine.spec import LossSpec
+from logitless.engine.spec import LossSpec, Role
 from logitless.engine.terms import UnitFactors
 from logitless.kernels.matmul import project
 
@@ -94,18 +94,14 @@ class LogitsObjective:
     def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
         """The loss on the logits of a span and, for a chunk that is to be written, its gradient."""
         call, batch = self.call, batch_of(self.call, self.rows, span)
-        if call.inputs.get("teacher_hidden") is not None:
-            batch.teacher_logits = self._teacher_logits(span, logits)
+        if call.loss.teacher:
+            taught = call.inputs["teacher_hidden"] is not None
+            batch.teacher_logits = self._teacher_logits(span, logits) if taught else None
         upstream = None if self.upstream is None else self.upstream[span.start : span.stop]
         if call.loss.has_kernel(logits.device, logits.dtype, call.inputs):
             found = self._by_kernel(logits, batch, upstream, written)
         else:
-            names = [*call.loss.roles, "teacher_logits"]
-            inputs = {
-                name: getattr(batch, name, None)
-                for name in names
-                if name not in ("teacher_hidden", "teacher_weight")
-            }
+            inputs = {name: getattr(batch, name) for name in _inputs_of_terms(call.loss)}
             given = ChunkInputs(call.bias, batch.targets, inputs, self.factors.tensors(logits), upstream)
             evaluate = compiled.compiled_chunk_function(call.loss, written is not None, call.vocabulary)
             with no_hooks():
@@ -145,3 +141,9 @@ def _unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
     """Factors where only metrics are reduced."""
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     return UnitFactors(None, metric_factors(counts, call.stat_dtype))
+
+
+def _inputs_of_terms(loss: LossSpec) -> list[str]:
+    """Names of what `terms` finds in its batch: a teacher's logits in the place of its hidden states."""
+    names = [name for name, role in loss.roles.items() if role not in (Role.FEATURES, Role.HEAD)]
+    return [*names, "teacher_logits", "teacher_bias"] if loss.teacher else names

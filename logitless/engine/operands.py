@@ -57,7 +57,8 @@ class Operands(NamedTuple):
         """
         hidden, weight, targets, bias, frozen = self
         for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-            if not (isinstance(x, Tensor) and x.dtype in FLOATS and x.layout == torch.strided):
+            fits = isinstance(x, Tensor) and x.dtype in FLOATS and x.layout == torch.strided
+            if not fits and not (x is None and name == "bias"):
                 _check_floats(name, x)
         if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
             _check_ids(targets)
@@ -102,8 +103,6 @@ class Operands(NamedTuple):
 
 
 def _check_floats(name: str, x: object) -> None:
-    if x is None and name == "bias":
-        return
     remedies = {
         "hidden": "pass the hidden states, such as model.model(ids).last_hidden_state",
         "weight": "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",

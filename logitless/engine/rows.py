@@ -137,7 +137,7 @@ def _every_row(supervised: Tensor, grouping: Grouping, layout: _Layout | None) -
     if layout is None:
         return Rows(N, tokens, 0, None, None, None)
     groups = grouping.groups
-    group_sizes = [N // groups] * groups if grouping.grouped else None
+    group_sizes = [N // max(1, groups)] * groups if grouping.grouped else None
     return Rows(N, tokens, layout.chosen, layout.order, group_sizes, layout.sizes, grouping.roles)
 
 

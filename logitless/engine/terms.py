@@ -159,11 +159,11 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
 
 def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
     values, over = term
-    kind, expected = type(values).__name__, f"a tensor of values as {whose}"
+    kind, expected = type(values).__name__, f"a tensor of values for {whose}"
     expect(isinstance(values, Tensor), "terms", expected, kind, "pass a tensor", TypeError)
     if isinstance(over, Tensor):
         fits = in_metric and over.shape == values.shape
-        expected = f"over= a unit, or of a metric weights like the values, {tuple(values.shape)}, in {whose}"
+        expected = f"weights like the values in {whose}, of a metric"
         expect(fits, "terms", expected, tuple(over.shape), "align them, or name a unit")
     else:
         expected = f"over= one of {', '.join(UNITS)} or None in {whose}"
@@ -173,4 +173,4 @@ def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metr
         # The text is made here alone: Dynamo would take the lengths in it for constants.
         shapes = " or ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
         remedy = "return unreduced values: a mean over a slice is no part of the mean over the call"
-        expect(False, "terms", f"values of shape {shapes}, as {whose}", tuple(values.shape), remedy)
+        expect(False, "terms", f"{whose} as values of shape {shapes}", tuple(values.shape), remedy)

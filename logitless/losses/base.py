@@ -1,272 +1,21 @@
-"""The two ways to write a loss, `TokenLoss` and `LogitsLoss`, and what every loss has."""
+"""The two ways to write a loss, `TokenLoss` and `LogitsLoss`."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Options, prepare
-from logitless.engine.function import Mode, run_calls
+from logitless.engine.batch import Batch
 from logitless.engine.logits_objective import LogitsObjective
-from logitless.engine.main_gradient import check_main_gradient
-from logitless.engine.operands import Operands, SplitHead
-from logitless.engine.operators import constant_in_graphs, register_loss
-from logitless.engine.plan import Plan
-from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.token_objective import TokenObjective
-from logitless.engine.unreduced import unreduced_loss
-from logitless.errors import check_choice, expect
+from logitless.errors import expect
 from logitless.kernels.head import Head
-from logitless.losses.declarations import check_class, check_fields, identity_of
-from logitless.losses.keywords import CheckedCall
-from logitless.parallel.groups import process_group
-from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
+from logitless.losses.linear import LinearLoss, LossOutput
 
-if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
-
-REDUCTIONS = ("mean", "sum", "none")
-SCOPES = ("token", "group", "batch")
-
-
-class LossOutput(NamedTuple):
-    """What a loss returns.
-
-    Args:
-        loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
-        metrics: detached 0-d tensors by name.
-        plan: what ran; None inside a compiled graph, which is traced before anything runs.
-        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where
-            ignored: logps, lse, what else the loss looked at, and (unless reduction="none" or accumulate_into
-            is given) d_logps, the loss's gradient with respect to logps. Else empty.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    plan: Plan | None
-    tokens: dict[str, Tensor] = MappingProxyType({})
-
-    @property
-    def logps(self) -> Tensor | None:
-        """Log-probabilities of the targets; None unless `return_logps`."""
-        return self.tokens.get("logps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearLoss(CheckedCall):
-    """What every loss has: how logits come from the head, and how the work is bounded.
-
-    Args:
-        ignore_index: targets with this id are not supervised; they are never projected.
-        reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
-        softcap, logit_scale, temperature: z = softcap * tanh(logit_scale * (h·w + b) / softcap) /
-            temperature.
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default 1 GiB, less on small
-            cards and CPUs.
-        accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
-        logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
-            rounding noise.
-        compact: leave unsupervised rows out before the first product, at the price of one host sync. False
-            reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
-            belong to groups are taken for one group.
-        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias
-            (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
-            the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
-            read by the host in every call. Also a one-dimensional DeviceMesh or, for a DTensor weight, the
-            name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
-        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
-            like `tp_group`; of losses of pairs and whole sequences. What comes per token is this rank's, in
-            the order of the ranks and shifted before it was sliced, what comes per sequence is whole. Every
-            rank gets the whole loss and its metrics, d_hidden of its own tokens, and their share of d_weight:
-            the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP),
-            backpropagate the loss times the size of the group.
-    """
-
-    ignore_index: int = -100
-    reduction: str = "mean"
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    logits_budget: int | None = None
-    accum_dtype: torch.dtype | None = None
-    logits_dtype: torch.dtype | None = None
-    compact: bool = True
-    tp_group: "ProcessGroup | DeviceMesh | str | None" = None
-    cp_group: "ProcessGroup | DeviceMesh | str | None" = None
-
-    # Tokens that must be seen together: "token", "group" (`sequences_per_group` sequences, 2 for a pair) or
-    # "batch".
-    scope: ClassVar[str] = "token"
-    # The unit that `num_items` counts, and whose normalizer stays out of the chunk.
-    unit: ClassVar[str] = "tokens"
-    # Names of the tensors that the call takes besides the head's: in targets' shape, aligned with the targets
-    # (`shift` moves them along) or with the positions that predict (it does not); (B,) per sequence; (V,) per
-    # token id; or whole.
-    token_inputs: ClassVar[tuple[str, ...]] = ()
-    prediction_inputs: ClassVar[tuple[str, ...]] = ()
-    sequence_inputs: ClassVar[tuple[str, ...]] = ()
-    vocabulary_inputs: ClassVar[tuple[str, ...]] = ()
-    shared_inputs: ClassVar[tuple[str, ...]] = ()
-    metric_names: ClassVar[tuple[str, ...]] = ()
-    sequences_per_group: ClassVar[int] = 1
-    teacher: ClassVar[bool] = False
-    reference: ClassVar[bool] = False
-    return_logps: ClassVar[bool] = False
-    # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
-    sum_logits_weights: ClassVar[str | None] = None
-    # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
-    vocab_parallel: ClassVar[bool] = True
-    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens
-    # through the batch alone, and its values are per sequence or pair exactly where their unit is, else per
-    # token.
-    context_parallel: ClassVar[bool] = False
-    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of
-    # `Fault`: read in the call's one sync. None: nothing can be.
-    faults: ClassVar[Callable | None] = None
-    # The values of the fields as a text, which Dynamo guards on; empty for a loss made inside a graph.
-    identity: ClassVar[str] = ""
-    # Derived from the declarations above.
-    roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
-
-    def __init_subclass__(cls, **options) -> None:
-        super().__init_subclass__(**options)
-        cls.roles = MappingProxyType(roles_of(cls))
-        complete = cls.terms.__module__ != __name__  # not a base of other losses
-        if complete and cls.scope == "token":
-            got = f"{cls.sequence_inputs} with scope 'token'"
-            remedy = "set scope to 'group' or 'batch'"
-            expect(
-                not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError
-            )
-
-    def __post_init__(self) -> None:
-        check_class(type(self), LinearLoss)
-        check_fields(self)
-        if not torch.compiler.is_compiling():
-            object.__setattr__(self, "identity", identity_of(self))
-        check_choice("reduction", self.reduction, REDUCTIONS)
-        check_choice("scope", self.scope, SCOPES)
-        name = type(self).__name__
-        sharded, remedy = (
-            self.tp_group is None or self.vocab_parallel,
-            "write its terms for shards and set vocab_parallel",
-        )
-        expect(sharded, "tp_group", f"None for {name}", self.tp_group, remedy)
-        remedy = (
-            "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank "
-            "whole sequences"
-        )
-        expect(
-            self.cp_group is None or self.context_parallel,
-            "cp_group",
-            f"None for {name}",
-            self.cp_group,
-            remedy,
-        )
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "identity"}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self.__dict__["identity"] = identity_of(self)
-
-    @constant_in_graphs
-    def name_in_graphs(self) -> str:
-        """A name that stands for this loss in a compiled graph."""
-        return register_loss(self)
-
-    @property
-    def head(self) -> Head:
-        """The transform of the logits."""
-        return Head(self.softcap, self.logit_scale, self.temperature)
-
-    @property
-    def sequences(self) -> WholeSequences:
-        """Which part of each sequence this rank has."""
-        return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
-
-    def terms(self, stats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""
-        raise NotImplementedError
-
-    def normalizers(
-        self, counts: Mapping[str, Tensor], targets: Tensor, inputs: Mapping[str, Tensor | None]
-    ) -> dict[str, Tensor]:
-        """What the sum over each unit is divided by in a mean: how many of it the call contains."""
-        return dict(counts)
-
-    def resolved(self, weight: Tensor | SplitHead) -> "LinearLoss":
-        """The loss with its groups as process groups, whatever names them."""
-        given = {
-            name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
-        }
-        groups = {name: process_group(name, group, weight) for name, group in given.items()}
-        return (
-            self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
-        )
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        bias: Tensor | None = None,
-        num_items: float | Tensor | None = None,
-        shift: bool = False,
-        cu_seqlens: Tensor | None = None,
-        accumulate_into: Tensor | None = None,
-        grad_scale: float = 1.0,
-        **inputs: Tensor | None,
-    ) -> LossOutput:
-        """
-        Args:
-            hidden: (..., H); (B, T, H), or flat (N, H) with `cu_seqlens`, where sequences matter.
-            weight: (V, H), in hidden's dtype (any, under autocast).
-            targets: (...) int64 token ids, or `ignore_index`.
-            bias: (V,).
-            num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global
-                count / world size.
-            shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
-                position i predicts targets[i + 1], and the last position of every sequence nothing.
-            cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
-                pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
-                other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
-                reference's, too) a second time: 4 products for 3; a group beyond the budget takes 5 for 4.
-                At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one
-                product more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
-            grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of
-                micro-batches for example: the loss itself must be differentiated as it is. An upstream
-                gradient other than 1 is an error, at the price of a host sync in the backward pass; with
-                compact=False it asserts on the device.
-            inputs: the tensors that the loss declares.
-        """
-        if not inputs.keys() <= self.roles.keys():
-            self.check_call(inputs)
-        remedy = "shift whole sequences, whose slices then follow each other"
-        expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
-        loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
-        operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
-        given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED
-        if accumulate_into is not None:
-            check_main_gradient(given, weight, accumulate_into, grad_scale)
-            mode = Mode.INTO_MAIN
-        elif grad_scale != 1.0:
-            expect(False, "grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
-        if loss.reduction == "none":
-            value, metrics, tokens, plan = unreduced_loss(given, targets.shape)
-        else:
-            value, metrics, tokens, plan = run_calls([given], mode, accumulate_into, grad_scale)
-            metrics = metrics[0, 1:]
-        tokens = {name: x.view(targets.shape) for name, x in tokens.items()}
-        return LossOutput(value, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)
+__all__ = ["LinearLoss", "LogitsLoss", "LossOutput", "TokenLoss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +35,6 @@ class TokenLoss(LinearLoss):
     differentiates: ClassVar[tuple[str, ...]] = ("logps",)
     observes: ClassVar[tuple[str, ...]] = ()
     objective: ClassVar[type] = TokenObjective
-
-    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +64,6 @@ class LogitsLoss(LinearLoss):
     @property
     def teacher_head(self) -> Head:
         return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
-
-    def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        raise NotImplementedError
 
     def has_kernel(
         self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]

@@ -19,8 +19,7 @@ def check_class(cls: type, base: type) -> None:
     """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
-    owner = next(parent for parent in cls.__mro__ if "terms" in parent.__dict__)
-    written = not owner.__module__.startswith(base.__module__)
+    written = cls.terms is not base.terms
     remedy = "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss"
     expect(written, "terms", f"a method of {cls.__name__}", "none", remedy, TypeError)
     for parent in cls.__mro__:
@@ -58,6 +57,10 @@ def check_fields(loss) -> None:
         dtype, remedy = getattr(loss, name), "leave it None for the default"
         fits = dtype is None or dtype.is_floating_point
         expect(fits, name, "a floating-point dtype or None", dtype, remedy)
+
+
+def _holds_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) or isinstance(value, tuple) and any(map(_holds_tensor, value))
 
 
 def _check_hashable(loss) -> None:

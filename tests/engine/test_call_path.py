@@ -77,12 +77,10 @@ def test_the_trace_sees_the_call_and_its_first_product(warm_call):
     assert 0 < warm_call.before_product < len(warm_call.functions)
 
 
-@pytest.mark.xfail(strict=False, reason="the engine is being rebuilt")
 def test_a_warm_call_passes_few_functions(warm_call):
     assert len(warm_call.functions) <= MOST, listed(warm_call.functions)
 
 
-@pytest.mark.xfail(strict=False, reason="the engine is being rebuilt")
 def test_few_functions_come_before_the_first_product(warm_call):
     before = warm_call.functions[: warm_call.before_product]
     assert len(before) <= MOST_BEFORE_PRODUCT, listed(before)

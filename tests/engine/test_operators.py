@@ -149,7 +149,6 @@ def test_a_tensor_as_a_field_is_refused(kind):
         replace(Tabled(), table=kind(torch.ones(3)))
 
 
-@pytest.mark.xfail(strict=True, reason="check_fields looks at the field itself, and not into tuples")
 @pytest.mark.parametrize("nested", [lambda x: (x,), lambda x: ("a", (1, x))], ids=["tuple", "tuples"])
 def test_a_tensor_inside_a_field_is_refused(nested):
     @dataclass(frozen=True, kw_only=True)

@@ -244,12 +244,3 @@ def test_chunk_rows_in_general(capacity):
 
 def test_good_chunks_fall():
     assert list(GOOD_CHUNKS) == sorted(GOOD_CHUNKS, reverse=True)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="what fits is cut in two: 512 + 88 rows, or 4,096 + 404 as whole tiles would not fit"
-)
-@pytest.mark.parametrize(("rows", "capacity"), [(600, 1000), (4500, 4500)])
-def test_rows_that_fit_are_one_chunk(rows, capacity):
-    """`chunk_rows`: "all of them, else the largest good size"."""
-    assert chunk_rows(rows, 1, capacity) == rows

@@ -245,11 +245,14 @@ def test_options(case, dtype, gradient_dtype):
     targets = torch.tensor(targets, device=DEVICE)
     targets[{"": [], "some": [1, 4], "all but one": [0, 1, 2, 4, 5, 6]}[case["ignored"]]] = IGNORED
     c = chunk(
-        logits, targets, dtype, gradient_dtype,
+        logits,
+        targets,
+        dtype,
+        gradient_dtype,
         head=Head(case["softcap"], case["logit_scale"], case["temperature"]),
         bias=random.normal(vocab).to(gradient_dtype) if case["bias"] else None,
         class_weights=random.uniform(vocab) if case["class_weights"] else None,
-    )  # fmt: skip
+    )
     # A sum of logits of both signs cancels: what fp32 leaves of 5,003 of them.
     check_everything(c, tiny=1e-3)
 

@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
+from logitless.losses.reference.distillation import generalized_jsd, kl
 
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
 from logitless.losses import reference
-from logitless.losses.reference.distillation import generalized_jsd, kl
 from logitless.parallel.vocabulary import ShardedVocabulary
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random, poisoned
@@ -76,12 +76,20 @@ def test_options(case):
         "temperature": case["temperature"],
     }
     values, _ = reference.distillation(
-        z, torch.eye(V, dtype=torch.float64, device=DEVICE), torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
-        teacher_hidden=teacher.double(), teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
-        bias=None if bias is None else bias.double(), teacher_bias=None if teacher_bias is None else teacher_bias.double(),
-        softcap=head.softcap, logit_scale=head.logit_scale, teacher_softcap=teacher_head.softcap, teacher_logit_scale=1.2,
-        reduction="none", **maths,
-    )  # fmt: skip
+        z,
+        torch.eye(V, dtype=torch.float64, device=DEVICE),
+        torch.full((C,), 0, device=DEVICE) if labels is None else labels.clamp(min=0),
+        teacher_hidden=teacher.double(),
+        teacher_weight=torch.eye(V_teacher, dtype=torch.float64, device=DEVICE),
+        bias=None if bias is None else bias.double(),
+        teacher_bias=None if teacher_bias is None else teacher_bias.double(),
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        teacher_softcap=teacher_head.softcap,
+        teacher_logit_scale=1.2,
+        reduction="none",
+        **maths,
+    )
     # The row without a label has no cross-entropy.
     rows = torch.ones(C, device=DEVICE, dtype=torch.bool)
     if labels is not None and case["hard"]:
@@ -92,9 +100,19 @@ def test_options(case):
     if case["write"]:
         gradient = student if grad_dtype == dtype else student.view(grad_dtype)[:, :V]
     found = kernels.fused_divergence(
-        student, teacher, labels, factors if case["write"] else None, gradient=gradient, divergence=divergence, beta=beta,
-        hard_weight=case["hard"], head=head, teacher_head=teacher_head, bias=bias, teacher_bias=teacher_bias,
-    )  # fmt: skip
+        student,
+        teacher,
+        labels,
+        factors if case["write"] else None,
+        gradient=gradient,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=case["hard"],
+        head=head,
+        teacher_head=teacher_head,
+        bias=bias,
+        teacher_bias=teacher_bias,
+    )
     total = case["hard"] * found.hard + (1 - case["hard"]) * found.soft
     assert relative_error(total[rows], values.detach()[rows]) < 2e-5
     check_numbers(found, z.detach(), teacher.double(), labels, head, teacher_head, bias, teacher_bias)
@@ -128,9 +146,17 @@ def test_equal_rows_give_exactly_nothing(mode):
     student = Random().normal(3, 2100) * 5
     gradient = poisoned(3, 2100, dtype=torch.float32)
     found = kernels.fused_divergence(
-        student, student.clone(), None, torch.ones(3, device=DEVICE), gradient=gradient, divergence=divergence, beta=beta, hard_weight=0.0,
-        head=Head(), teacher_head=Head(),
-    )  # fmt: skip
+        student,
+        student.clone(),
+        None,
+        torch.ones(3, device=DEVICE),
+        gradient=gradient,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
     assert not found.soft.any() and not gradient.any() and found.agreement.all()
 
 
@@ -159,9 +185,17 @@ def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
 
     (values, truth), (_, naive) = maths(torch.float64), maths(torch.float32)
     found = kernels.fused_divergence(
-        student, teacher, None, torch.ones(4, device=DEVICE), gradient=student, divergence=divergence, beta=beta, hard_weight=0.0,
-        head=Head(), teacher_head=Head(),
-    )  # fmt: skip
+        student,
+        teacher,
+        None,
+        torch.ones(4, device=DEVICE),
+        gradient=student,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
     assert relative_error(found.soft, values) < 1e-5
     # A certain row's own gradient is the difference of two ones.
     assert relative_error(student, truth) < 2 * relative_error(naive, truth) + 3e-4
@@ -190,9 +224,17 @@ def test_the_first_of_equal_maxima_counts():
     student[:, [5, 9, 1500]] = 3.0
     teacher[0, [5, 9, 1500]], teacher[1, [9, 1500]], teacher[2, 1500], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
     found = kernels.fused_divergence(
-        student, teacher, torch.tensor([5, 9, 1500, 5], device=DEVICE), None, gradient=None, divergence="jsd", beta=0.5, hard_weight=0.0,
-        head=Head(), teacher_head=Head(),
-    )  # fmt: skip
+        student,
+        teacher,
+        torch.tensor([5, 9, 1500, 5], device=DEVICE),
+        None,
+        gradient=None,
+        divergence="jsd",
+        beta=0.5,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
     assert found.agreement.tolist() == [1, 0, 0, 1]
     assert found.is_top1.tolist() == [1, 0, 0, 1]
 

@@ -2,19 +2,37 @@
 
 from tests.mutants.mutant import of_file
 
-KEYWORDS = "losses/keywords.py"
-TESTS = "tests/losses/test_bad_calls.py"
-MEDUSA = "losses/medusa.py"
+TEST_BAD_CALLS = "tests/losses/test_bad_calls.py"
 
 MUTANTS = [
     *of_file(
-        KEYWORDS,
-        TESTS,
-        ("unknown keywords pass", "CheckedCall.check_call", "name not in self.keywords and", "False and"),
-        ("lists pass", "CheckedCall.check_call", "x is not None and not isinstance(x, Tensor):", "False:"),
-        ("declared inputs are no keywords", "call_keywords", "for inputs in declared", "for inputs in ()"),
+        "losses/keywords.py",
+        TEST_BAD_CALLS,
+        (
+            "unknown keywords pass",
+            "CheckedCall.check_call",
+            "if name not in self.keywords and",
+            "if False and",
+        ),
+        (
+            "lists pass",
+            "CheckedCall.check_call",
+            "if x is not None and not isinstance(x, Tensor):",
+            "if False:",
+        ),
+        (
+            "declared inputs are no keywords",
+            "call_keywords",
+            "for inputs in declared if",
+            "for inputs in () if",
+        ),
         ("refused keywords are passed on", "call_keywords", 'if rest in ([], ["unknown"]):', "if not rest:"),
-        ("internal inputs are keywords", "call_keywords", "(names - set(cls.internal_inputs))", "(names)"),
+        (
+            "internal inputs are keywords",
+            "call_keywords",
+            "sorted(names - set(cls.internal_inputs))",
+            "sorted(names)",
+        ),
         (
             "any remedy for a tuple",
             "CheckedCall.check_call",
@@ -25,8 +43,14 @@ MUTANTS = [
         prefix="calls: ",
     ),
     *of_file(
-        MEDUSA,
-        TESTS,
-        ("calls: any heads", "MedusaLoss.__call__", "got = isinstance(heads, MedusaHeads)", "got = True"),
+        "losses/medusa.py",
+        TEST_BAD_CALLS,
+        (
+            "any heads",
+            "MedusaLoss.__call__",
+            "ours, got = isinstance(heads, MedusaHeads)",
+            "ours, got = True",
+        ),
+        prefix="calls: ",
     ),
 ]

@@ -2,16 +2,12 @@
 
 from tests.mutants.mutant import of_file
 
-TWIN = "kernels/divergence.py"
-TESTS = "tests/losses/test_distillation.py"
-LOSS = "losses/distillation.py"
-TRITON = "kernels/divergence_triton.py"
-KERNEL = "tests/kernels/test_divergence.py"
+TEST_DISTILLATION = "tests/losses/test_distillation.py"
 
 MUTANTS = [
     *of_file(
-        TWIN,
-        TESTS,
+        "kernels/divergence.py",
+        TEST_DISTILLATION,
         ("phi's sign", "kl_terms", "p * (torch.expm1(near) - near)", "p * (near - torch.expm1(near))"),
         (
             "plain sum that cancels",
@@ -31,8 +27,8 @@ MUTANTS = [
         prefix="divergence: ",
     ),
     *of_file(
-        LOSS,
-        TESTS,
+        "losses/distillation.py",
+        TEST_DISTILLATION,
         ("forward and reverse swapped", "DIVERGENCES", "kl(teacher, student)", "kl(student, teacher) + 0"),
         ("total variation doubled", "DIVERGENCES", "0.5 * (student.exp()", "(student.exp()"),
         (
@@ -68,8 +64,8 @@ MUTANTS = [
         prefix="distillation: ",
     ),
     *of_file(
-        TRITON,
-        KERNEL,
+        "kernels/divergence_triton.py",
+        "tests/kernels/test_divergence.py",
         ("gradient's sign", "divergence_kernel", "s * (score - average)", "s * (average - score)"),
         ("mean of the score dropped", "divergence_kernel", "s * (score - average)", "s * score"),
         ("forward gradient's sign", "divergence_kernel", "soft_factor * (s - t)", "soft_factor * (t - s)"),

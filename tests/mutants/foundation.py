@@ -2,22 +2,32 @@
 
 from tests.mutants.mutant import of_file
 
-TWIN = "kernels/cross_entropy.py"
-KERNELS = "tests/kernels/test_cross_entropy.py"
-TRITON = "kernels/cross_entropy_triton.py"
-SCALE = "kernels/scale_triton.py"
-CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
-LOGPROBS = "tests/losses/test_logprobs.py"
-BASE = "tests/losses/test_base.py"
-BAD_INPUT = "tests/losses/test_bad_input.py"
-SPLIT_HEAD = "tests/losses/test_split_head.py"
-CE = "losses/cross_entropy.py"
+TEST_BAD_INPUT = "tests/losses/test_bad_input.py"
+TEST_BASE = "tests/losses/test_base.py"
+TEST_CROSS_ENTROPY = "tests/losses/test_cross_entropy.py"
+TEST_ENGINE_ROWS = "tests/engine/test_rows.py"
+TEST_ENGINE_SHIFTED = "tests/engine/test_shifted.py"
+TEST_KERNELS_CROSS_ENTROPY = "tests/kernels/test_cross_entropy.py"
+TEST_LOGPROBS = "tests/losses/test_logprobs.py"
+CROSS_ENTROPY_TRITON = "kernels/cross_entropy_triton.py"
+FUNCTION = "engine/function.py"
+GRADIENTS = "engine/gradients.py"
+OPERANDS = "engine/operands.py"
+PASSES = "engine/passes.py"
+PROJECTION = "engine/projection.py"
+REDUCTION = "engine/reduction.py"
+ROWS = "engine/rows.py"
 
 MUTANTS = [
     *of_file(
-        TWIN,
-        KERNELS,
-        ("d logp at the target has the wrong sign", "_logits_gradient_twin", "- g_logp *", "+ g_logp *"),
+        "kernels/cross_entropy.py",
+        TEST_KERNELS_CROSS_ENTROPY,
+        (
+            "d logp at the target has the wrong sign",
+            "_logits_gradient_twin",
+            "- g_logp * torch.expm1",
+            "+ g_logp * torch.expm1",
+        ),
         ("d lse has the wrong sign", "_logits_gradient_twin", "g_softmax = g_lse", "g_softmax = -g_lse"),
         ("d entropy has the wrong sign", "_logits_gradient_twin", "value=-1", "value=1"),
         ("d sum_logits has the wrong sign", "_logits_gradient_twin", "g += grads", "g -= grads"),
@@ -41,7 +51,7 @@ MUTANTS = [
     ),
     *of_file(
         "kernels/head.py",
-        KERNELS,
+        TEST_KERNELS_CROSS_ENTROPY,
         (
             "slope of the softcap dropped",
             "Head.logits",
@@ -50,10 +60,15 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        TRITON,
-        KERNELS,
-        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "+ g_logp", "- g_logp"),
-        ("d lse has the wrong sign", "logits_gradient_kernel", "(g_lse - g_logp) *", "(-g_lse - g_logp) *"),
+        CROSS_ENTROPY_TRITON,
+        TEST_KERNELS_CROSS_ENTROPY,
+        ("d logp at the target has the wrong sign", "logits_gradient_kernel", "p_y + g_logp", "p_y - g_logp"),
+        (
+            "d lse has the wrong sign",
+            "logits_gradient_kernel",
+            "g = (g_lse - g_logp)",
+            "g = (-g_lse - g_logp)",
+        ),
         ("d entropy has the wrong sign", "logits_gradient_kernel", "g -= g_entropy *", "g += g_entropy *"),
         ("d sum_logits has the wrong sign", "logits_gradient_kernel", "g += g_sum *", "g -= g_sum *"),
         ("row_scale has the wrong sign", "row_kernel", "row_scale_ptr + row, -1", "row_scale_ptr + row, 1"),
@@ -83,7 +98,7 @@ MUTANTS = [
         prefix="kernel: ",
     ),
     *of_file(
-        SCALE,
+        "kernels/scale_triton.py",
         "tests/kernels/test_scale.py",
         ("factor's stride dropped", "scale_kernel", "row * factor_stride", "row * 0"),
         ("columns beyond a block left out", "scale", "triton.cdiv(columns, BLOCK)", "1"),
@@ -102,8 +117,8 @@ MUTANTS = [
         ("last piece of the vocabulary dropped", "_vocabulary_pieces", "V, step", "max(V - step, 1), step"),
     ),
     *of_file(
-        "engine/gradients.py",
-        CROSS_ENTROPY,
+        GRADIENTS,
+        TEST_CROSS_ENTROPY,
         (
             "zero d_weight",
             "Gradients.add",
@@ -112,16 +127,10 @@ MUTANTS = [
         ),
         ("every chunk is the first one", "Gradients.add", "first=not self._weight.written", "first=True"),
         ("bias gradient dropped", "Gradients.add", "self._add_bias(chunk)", "pass"),
-        (
-            "d_weight summed in bf16 whatever the chunks",
-            "Gradients.open",
-            "call.stat_dtype if wide else call.dtype",
-            "call.dtype",
-        ),
     ),
     *of_file(
-        "engine/projection.py",
-        CROSS_ENTROPY,
+        PROJECTION,
+        TEST_CROSS_ENTROPY,
         (
             "row_scale left out of d_hidden",
             "Projection.reduce",
@@ -137,76 +146,101 @@ MUTANTS = [
     ),
     *of_file(
         "engine/token_objective.py",
-        CROSS_ENTROPY,
+        TEST_CROSS_ENTROPY,
         (
             "row_scale without the loss's gradient",
             "TokenObjective.factor",
-            "return chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]",
-            "return chunk.factor",
+            "chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]",
+            "chunk.factor",
         ),
     ),
     *of_file(
         "engine/row_vectors.py",
-        LOGPROBS,
+        TEST_LOGPROBS,
         ("d lse has the wrong sign", "_scaled", "(grads.logps - grads.lse)", "(grads.logps + grads.lse)"),
-        ("row of the target dropped", "_scaled", "vectors, slope[:, None]", "vectors, 0 * slope[:, None]"),
+        (
+            "row of the target dropped",
+            "_scaled",
+            "call.vocabulary.rows_of(head.weight, known).to(vectors.dtype)",
+            "torch.zeros_like(vectors)",
+        ),
         (
             "slope of the head dropped",
             "_scaled",
-            "grads.lse * call.loss.head.derivative_at(stats.logps + stats.lse)",
-            "grads.lse * 1.0",
+            "call.loss.head.derivative_at(stats.logps + stats.lse)",
+            "1.0",
         ),
         prefix="frozen head: ",
     ),
     *of_file(
-        "engine/projection.py",
-        BASE,
+        PROJECTION,
+        TEST_BASE,
         (
             "d_hidden not zeroed where rows are ignored",
             "Projection.__init__",
-            "make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros",
-            "make = torch.empty",
+            "torch.empty if rows.count == call.hidden.shape[0] else torch.zeros",
+            "torch.empty",
         ),
     ),
     *of_file(
-        "engine/gradients.py",
-        BASE,
+        GRADIENTS,
+        TEST_BASE,
         ("gradients of an empty call not zeroed", "Gradients.close", "total.total.zero_()", "pass"),
     ),
     *of_file(
         "engine/plan.py",
-        CROSS_ENTROPY,
-        ("last chunk dropped", "_chunks", "range(start, stop, C)", "range(start, max(stop - C, 1), C)"),
+        TEST_CROSS_ENTROPY,
+        ("last chunk dropped", "_chunks", "(start, stop, C)", "(start, max(stop - C, 1), C)"),
     ),
     *of_file(
-        "engine/passes.py",
-        CROSS_ENTROPY,
+        PASSES,
+        TEST_CROSS_ENTROPY,
         (
             "power of two dropped from the gradients",
             "solve",
-            "tokens, deferred, gradients, plan)",
-            "tokens, torch.ones_like(deferred), gradients, plan)",
+            "torch.stack(metrics), tokens, deferred",
+            "torch.stack(metrics), tokens, torch.ones_like(deferred)",
         ),
-        ("normalizer applied twice", "solve", "* deferred", "* deferred * factors.loss[call.loss.unit]"),
+        (
+            "normalizer applied twice",
+            "solve",
+            "objective.reports) * deferred",
+            "objective.reports) * deferred * factors.loss[call.loss.unit]",
+        ),
     ),
     *of_file(
-        "engine/passes.py",
-        LOGPROBS,
-        ("power of two dropped from later gradients", "token_gradients", "return deferred", "return one"),
-    ),
-    *of_file(
-        "engine/reduction.py",
-        CROSS_ENTROPY,
+        REDUCTION,
+        TEST_CROSS_ENTROPY,
         ("num_items ignored", "unit_factors", "if call.num_items is not None:", "if False:"),
     ),
     *of_file(
-        "engine/function.py",
-        CROSS_ENTROPY,
+        GRADIENTS,
+        TEST_CROSS_ENTROPY,
+        (
+            "d_weight summed in bf16 whatever the chunks",
+            "Gradients.open",
+            "call.stat_dtype if wide else call.dtype",
+            "call.dtype",
+        ),
+    ),
+    *of_file(
+        PASSES,
+        TEST_LOGPROBS,
+        (
+            "power of two dropped from later gradients",
+            "token_gradients",
+            "return deferred, gradients",
+            "return one, gradients",
+        ),
+    ),
+    *of_file(
+        FUNCTION,
+        TEST_CROSS_ENTROPY,
         ("upstream gradient skipped", "_backward_solved", "deferred * upstream[0]", "deferred"),
     ),
     *of_file(
-        "engine/function.py",
-        BASE,
+        FUNCTION,
+        TEST_BASE,
         (
             "retained gradients scaled in place",
             "_backward_solved",
@@ -215,8 +249,8 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        "engine/function.py",
-        BAD_INPUT,
+        FUNCTION,
+        TEST_BAD_INPUT,
         (
             "create_graph unnoticed",
             "FusedLinearBase.backward",
@@ -225,50 +259,56 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        "engine/projection.py",
-        SPLIT_HEAD,
+        PROJECTION,
+        "tests/losses/test_split_head.py",
         (
             "gradient of the frozen columns",
             "Projection.trained_features",
-            "x[:, self.frozen_columns :]",
-            "x[:, : -self.frozen_columns]",
+            "self.frozen_columns :",
+            ": -self.frozen_columns",
         ),
         (
             "hidden states of a split head scaled in place",
             "Projection.trained_features",
-            "[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format)",
-            "[:, self.frozen_columns :]",
+            "x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True",
+            "x[:, self.frozen_columns :], True",
         ),
         (
             "frozen columns joined on the wrong side",
             "_joined",
-            "joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :] = frozen, weight",
-            "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]] = frozen, weight",
+            "joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :]",
+            "joined[:, weight.shape[1] :], joined[:, : weight.shape[1]]",
         ),
     ),
     *of_file(
-        "engine/operands.py",
-        CROSS_ENTROPY,
-        ("shift off by one", "shifted", "x.roll(-1, dim)", "x.roll(0, dim)"),
+        OPERANDS,
+        TEST_ENGINE_SHIFTED,
+        ("shift off by one", "shifted", "x.roll(-1, dim)", "x"),
     ),
     *of_file(
         "engine/spec.py",
-        BAD_INPUT,
-        ("bad targets unchecked without compaction", "Fault.assert_async", "count == 0", "count >= 0"),
+        TEST_BAD_INPUT,
+        (
+            "bad targets unchecked without compaction",
+            "Fault.assert_async",
+            "self.count == 0",
+            "self.count >= 0",
+        ),
+        ("bad targets unchecked", "Fault.raise_", "expect(False,", "expect(True,"),
     ),
     *of_file(
-        "engine/passes.py",
-        BAD_INPUT,
-        ("bad targets unchecked", "choose_rows", "faults = [Fault(outside,", "faults = [Fault(0 * outside,"),
-    ),
-    *of_file(
-        "engine/rows.py",
-        "tests/losses/test_preference.py -k bad_input",
-        ("boundaries of packed sequences unchecked", "_boundary_fault", "wrong.long()", "0 * wrong.long()"),
+        ROWS,
+        TEST_ENGINE_ROWS,
+        (
+            "boundaries of packed sequences unchecked",
+            "select_rows",
+            "faults = (*faults, _boundary_fault(cu_seqlens, N))",
+            "pass",
+        ),
     ),
     *of_file(
         "engine/batch.py",
-        CROSS_ENTROPY,
+        TEST_CROSS_ENTROPY,
         (
             "ignored tokens not masked out of the terms",
             "Batch.masked.mask",
@@ -277,8 +317,8 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        CE,
-        CROSS_ENTROPY,
+        "losses/cross_entropy.py",
+        TEST_CROSS_ENTROPY,
         ("z-loss dropped", "CrossEntropyLoss.terms", "nll + z_loss if self.z_loss else nll", "nll"),
         ("z-loss gradient dropped", "CrossEntropyLoss.terms", "lse.square()", "lse.detach().square()"),
         ("gradient of the smoothing's lse dropped", "CrossEntropyLoss.terms", ".lse -", ".lse.detach() -"),
@@ -304,18 +344,87 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        CE,
-        "tests/losses/test_cross_entropy.py -k ignored_id",
-        ("class weight of an ignored id", "of_targets", "(0, class_weights.shape[0] - 1)", "(min=0)"),
+        PASSES,
+        "tests/losses/test_bad_input.py -k num_items_of_0",
+        (
+            "num_items of 0 unnoticed",
+            "choose_rows",
+            'if call.num_items is not None and loss.reduction == "mean":',
+            "if False:",
+        ),
+        ("num_items of 0 refused without supervised tokens", "choose_rows", " & supervised.any()", ""),
     ),
     *of_file(
-        CE,
-        "tests/losses/test_cross_entropy.py -k fp64_operands",
+        ROWS,
+        TEST_ENGINE_ROWS,
         (
-            "class weights summed in their own dtype",
-            "CrossEntropyLoss.__call__",
-            "class_weights = class_weights.to(wide)",
+            "faults raised with another's text",
+            "_supervised_rows",
+            "zip(faults, numbers)",
+            "zip(faults[::-1], numbers)",
+        ),
+        (
+            "sizes of groups read from the faults",
+            "_supervised_rows",
+            "numbers[len(faults) :]",
+            "numbers[max(0, len(faults) - 1) :]",
+        ),
+        ("chosen tokens: of padded sequences, one too many", "_padded", "< N // 2", "<= N // 2"),
+    ),
+    *of_file(
+        "engine/segments.py",
+        "tests/engine/test_segments.py",
+        ("sequences summed in fp32", "sum_runs", ".cpu().double()", ".cpu()"),
+    ),
+    *of_file(
+        "engine/call.py",
+        "tests/engine/test_call.py",
+        (
+            "inputs of predictions moved by shift",
+            "prepare",
+            "loss.roles[name] is Role.TOKEN",
+            "loss.roles[name] in (Role.TOKEN, Role.POSITION)",
+        ),
+    ),
+    *of_file(
+        OPERANDS,
+        TEST_ENGINE_SHIFTED,
+        ("shift across packed sequences", "shifted", "if cu_seqlens is not None:", "if False:"),
+    ),
+    *of_file(
+        PASSES,
+        TEST_CROSS_ENTROPY,
+        (
+            "deferred factor left out of the loss",
+            "solve",
+            "objective.reports) * deferred",
+            "objective.reports)",
+        ),
+    ),
+    *of_file(
+        REDUCTION,
+        "tests/engine/test_reduction.py",
+        ("deferred factor applied in the chunk too", "unit_factors", "factor / deferred", "factor"),
+    ),
+    *of_file(
+        "engine/terms.py",
+        "tests/engine/test_terms.py",
+        (
+            "values unchecked",
+            "check_terms",
+            "_check_values(whose, term, lengths, in_metric=key in metrics)",
             "pass",
         ),
+        ("metrics unchecked", "check_terms", "expect(set(metrics) == set(loss.metric_names)", "expect(True"),
+        ("one row is proof enough", "evaluate_terms", "if batch.shows_shapes:", "if True:"),
+        prefix="terms: ",
+    ),
+    *of_file(
+        CROSS_ENTROPY_TRITON,
+        "tests/kernels/test_strides.py",
+        ("targets with gaps read as dense", "row_pass", "grad, dense(targets)", "grad, targets"),
+        ("numbers with gaps read as dense", "logits_gradient", "dense(stats.lse)", "stats.lse"),
+        ("gaps of written numbers unnoticed", "row_pass", "check_written(**dict(out.items()))", "pass"),
+        prefix="kernel: ",
     ),
 ]

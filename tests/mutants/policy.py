@@ -2,16 +2,14 @@
 
 from tests.mutants.mutant import of_file
 
-TYPES = "losses/grpo_types.py"
-TESTS = "tests/losses/test_policy.py"
+TEST_POLICY = "tests/losses/test_policy.py"
 GRPO = "losses/grpo.py"
-SHARED = "losses/policy.py"
-RLOO = "losses/rloo.py"
+POLICY = "losses/policy.py"
 
 MUTANTS = [
     *of_file(
-        TYPES,
-        TESTS,
+        "losses/grpo_types.py",
+        TEST_POLICY,
         ("surrogate's sign", "clipped", "return -torch.minimum", "return torch.minimum"),
         ("maximum for minimum", "clipped", "-torch.minimum(", "-torch.maximum("),
         ("lower bound dropped", "clipped", "(1 - loss.epsilon, 1 + loss.upper)", "(max=1 + loss.upper)"),
@@ -32,7 +30,7 @@ MUTANTS = [
     ),
     *of_file(
         GRPO,
-        TESTS,
+        TEST_POLICY,
         (
             "vespo: k of the other sign",
             "GRPOLoss.phi",
@@ -86,6 +84,22 @@ MUTANTS = [
             "* weight * entropy, over=None)",
             "* entropy, over=self.unit)",
         ),
+        prefix="policy: ",
+    ),
+    *of_file(
+        POLICY,
+        TEST_POLICY,
+        (
+            "mask ignored",
+            "PolicyLoss.__call__",
+            "targets = torch.where(mask.bool(), targets, self.ignore_index)",
+            "pass",
+        ),
+        prefix="policy: ",
+    ),
+    *of_file(
+        GRPO,
+        TEST_POLICY,
         (
             "clip ratio by tokens at the sequence level",
             "GRPOLoss.laid_out",
@@ -95,14 +109,16 @@ MUTANTS = [
         prefix="policy: ",
     ),
     *of_file(
-        SHARED,
-        TESTS,
-        (
-            "mask ignored",
-            "PolicyLoss.__call__",
-            "targets = torch.where(mask.bool(), targets, self.ignore_index)",
-            "pass",
-        ),
+        "losses/rloo.py",
+        TEST_POLICY,
+        ("rloo: mean for sum", "RLOOLoss.terms", "filled)", "filled / batch.lengths.clamp(min=1))"),
+        ("rloo: sums ignored", "RLOOLoss.terms", "old = batch.old_sums", "pass"),
+        ("reinforce's sign", "REINFORCELoss.terms", "-batch.advantages * stats", "batch.advantages * stats"),
+        prefix="policy: ",
+    ),
+    *of_file(
+        POLICY,
+        TEST_POLICY,
         ("per-token inputs left behind by shift", "Layout.per_token", "x = self.aligned(x, fill)", "pass"),
         (
             "what stands at uncounted tokens counts",
@@ -111,23 +127,5 @@ MUTANTS = [
             "x.detach().to(self.dtype)",
         ),
         prefix="policy: ",
-    ),
-    *of_file(
-        RLOO,
-        TESTS,
-        ("rloo: mean for sum", "RLOOLoss.terms", "filled)", "filled / batch.lengths.clamp(min=1))"),
-        ("rloo: sums ignored", "RLOOLoss.terms", "old = batch.old_sums", "pass"),
-        ("reinforce's sign", "REINFORCELoss.terms", "-batch.advantages * stats", "batch.advantages * stats"),
-        prefix="policy: ",
-    ),
-    *of_file(
-        "engine/operands.py",
-        "tests/engine/test_shifted.py tests/losses/test_policy.py -k packed",
-        (
-            "shift: a sequence predicts the next one",
-            "shifted",
-            "is_last = is_last | torch.isin(after, cu_seqlens[1:].to(x.device))",
-            "pass",
-        ),
     ),
 ]

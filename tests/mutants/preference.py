@@ -2,20 +2,32 @@
 
 from tests.mutants.mutant import of_file
 
-TYPES = "losses/dpo_types.py"
-EQUALS = "tests/losses/test_preference.py -k equals_the_reference"
-SHARED = "losses/preference.py"
-DPO = "losses/dpo.py"
-FREE = "losses/reference_free.py"
+TEST_PREFERENCE_EQUALS_THE_REFERENCE = "tests/losses/test_preference.py -k equals_the_reference"
+DPO_TYPES = "losses/dpo_types.py"
 KTO = "losses/kto.py"
-REFERENCE_POINT = "tests/losses/test_kto.py"
-LABELS = "tests/losses/test_reference_free.py"
+PREFERENCE = "losses/preference.py"
 
 MUTANTS = [
     *of_file(
-        TYPES,
-        EQUALS,
+        DPO_TYPES,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         ("sigmoid's sign", "DPO_LOSSES", "loss.beta * p.delta, loss", "-loss.beta * p.delta, loss"),
+        prefix="preference: ",
+    ),
+    *of_file(
+        PREFERENCE,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
+        (
+            "label smoothing dropped",
+            "smoothed",
+            "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)",
+            "-logsigmoid(x)",
+        ),
+        prefix="preference: ",
+    ),
+    *of_file(
+        DPO_TYPES,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         ("hinge without beta", "DPO_LOSSES", "relu(1 - loss.beta * p.delta)", "relu(1 - p.delta)"),
         ("ipo of sums", "DPO_LOSSES", "(p.mean_delta - 0.5 / loss.beta)", "(p.delta - 0.5 / loss.beta)"),
         ("exo: odds swapped", "exo_pair", "(-x) - math.log(epsilon)", "(-x) - math.log1p(-epsilon)"),
@@ -40,31 +52,8 @@ MUTANTS = [
         prefix="preference: ",
     ),
     *of_file(
-        SHARED,
-        EQUALS,
-        (
-            "label smoothing dropped",
-            "smoothed",
-            "-(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)",
-            "-logsigmoid(x)",
-        ),
-        (
-            "sides of the metrics swapped",
-            "preference_metrics",
-            '"chosen": ours & chosen, "rejected": ours & ~chosen',
-            '"chosen": ours & ~chosen, "rejected": ours & chosen',
-        ),
-        (
-            "reference without its tail's weight",
-            "ReferencedLoss.sequence_ref_logps",
-            "batch.ref_logps if weights is None else batch.ref_logps * weights",
-            "batch.ref_logps",
-        ),
-        prefix="preference: ",
-    ),
-    *of_file(
-        DPO,
-        EQUALS,
+        "losses/dpo.py",
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "reference dropped",
             "DPOLoss.pairs",
@@ -78,15 +67,15 @@ MUTANTS = [
         (
             "sft over all tokens",
             "DPOLoss.terms",
-            "weight * factor * chosen_nll(stats, batch)",
-            "-weight * factor * stats.logps",
+            "factor * chosen_nll(stats, batch)",
+            "factor * -stats.logps",
         ),
         ("loss weights dropped", "DPOLoss.terms", "weight * DPO_LOSSES[name]", "1 * DPO_LOSSES[name]"),
         prefix="preference: ",
     ),
     *of_file(
-        FREE,
-        EQUALS,
+        "losses/reference_free.py",
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "orpo: odds without 1 - p",
             "ORPOLoss.terms",
@@ -99,7 +88,7 @@ MUTANTS = [
             "batch.sum_by_sequence(batch.completion.to(logps.dtype))",
             "lengths",
         ),
-        ("orpo: NLL over all tokens", "ORPOLoss.terms", "chosen_nll(stats, batch)", "-stats.logps"),
+        ("orpo: NLL over all tokens", "ORPOLoss.terms", "Term(chosen_nll(stats, batch)", "Term(-stats.logps"),
         ("orpo: odds ratio's sign", "ORPOLoss.terms", "Term(-self.beta * ratio", "Term(self.beta * ratio"),
         ("cpo: alpha dropped", "CPOLoss.terms", "if self.alpha else logps", "if False else logps"),
         ("cpo: NLL dropped", "CPOLoss.terms", "if self.cpo_alpha:", "if False:"),
@@ -110,7 +99,7 @@ MUTANTS = [
     ),
     *of_file(
         KTO,
-        EQUALS,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
         (
             "kto: kl's sign",
             "KTO_LOSSES",
@@ -127,59 +116,49 @@ MUTANTS = [
         prefix="preference: ",
     ),
     *of_file(
+        PREFERENCE,
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
+        (
+            "sides of the metrics swapped",
+            "preference_metrics",
+            '"chosen": ours & chosen, "rejected": ours & ~chosen',
+            '"chosen": ours & ~chosen, "rejected": ours & chosen',
+        ),
+        (
+            "reference without its tail's weight",
+            "ReferencedLoss.sequence_ref_logps",
+            "batch.ref_logps if weights is None else batch.ref_logps * weights",
+            "batch.ref_logps",
+        ),
+        prefix="preference: ",
+    ),
+    *of_file(
         KTO,
-        REFERENCE_POINT,
+        "tests/losses/test_kto.py",
         ("negative kl kept", "KTOLoss.__call__", '"kl": kl.clamp(min=0)', '"kl": kl'),
-        ("kl of unshifted labels", "KTOLoss._mean_log_ratio", "if shift:", "if False:"),
-        ("kl by tokens", "KTOLoss._check_kl", "return starts.shape[0] - 1", "return targets.shape[0]"),
         prefix="kto: ",
     ),
     *of_file(
         "engine/token_objective.py",
-        EQUALS,
-        ("reference walked with the trained head", "TokenObjective._read_reference", "ref_head", "head"),
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
+        (
+            "reference walked with the trained head",
+            "TokenObjective._read_reference",
+            "loss.ref_head",
+            "loss.head",
+        ),
         ("reference without its bias", "TokenObjective._read_reference", 'inputs["ref_bias"]', "None"),
     ),
     *of_file(
         "engine/batch.py",
-        EQUALS,
-        (
-            "metrics: weights of ignored tokens counted",
-            "Batch.masked",
-            "type(term)(*map(mask, term))",
-            "type(term)(mask(term[0]), term[1])",
-        ),
+        TEST_PREFERENCE_EQUALS_THE_REFERENCE,
+        ("weights of ignored tokens counted", "Batch.masked", "*map(mask, term)", "mask(term[0]), *term[1:]"),
+        prefix="metrics: ",
     ),
     *of_file(
         "engine/rows.py",
-        EQUALS,
-        ("chosen tokens: half a sequence too many", "_packed", "[sequences // 2]", "[sequences // 2 + 1]"),
-    ),
-    *of_file(
-        SHARED,
-        "tests/losses/test_preference.py -k masked_vocabulary",
-        (
-            "preference: infinite numbers of the other side",
-            "mean_over",
-            "torch.where(mask, values, 0.0)",
-            "values * mask",
-        ),
-    ),
-    *of_file(
-        SHARED,
-        "tests/losses/test_preference.py -k beside_reference",
-        (
-            "preference: unreduced reference beside its labels",
-            "ReferencedLoss.__call__",
-            "ref_logps.roll(1, -1) if shift else ref_logps",
-            "ref_logps",
-        ),
-    ),
-    *of_file(
-        FREE,
-        LABELS,
-        ("rejected labels contradict", "_contradicting", "(chosen & (targets", "((targets"),
-        ("prompts contradict", "_contradicting", "(targets != ignore_index) & (nll", "(nll"),
-        prefix="orpo: ",
+        "tests/engine/test_rows.py",
+        ("half a sequence too many", "_packed", "sequences // 2", "sequences // 2 + 1"),
+        prefix="chosen tokens: ",
     ),
 ]
