@@ -163,7 +163,7 @@ def sharded_divergence(
 ) -> DivergenceStats:
     """`fused_divergence` of a shard: three passes as there, and what each of them sums crosses the ranks
     after it."""
-    from logitless.kernels import divergence_triton
+    from logitless.kernels import divergence_shard_triton
 
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
@@ -200,10 +200,10 @@ def sharded_divergence(
         "teacher_bias": teacher_bias,
     }
     sums = torch.empty(2, len(labels), device=student.device)
-    divergence_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
+    divergence_shard_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
     if factors is not None:
-        divergence_triton.shard_pass(
+        divergence_shard_triton.shard_pass(
             student, teacher, labels, factors, known, sums, gradient=gradient, **options
         )
     hard = torch.where(labels < 0, 0.0, -plain.logps)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import DRIFT
-from logitless.kernels.layout import check_rows, check_written, dense
+from logitless.kernels.layout import check_rows, dense
 
 BLOCK, WARPS = 1024, 4
 JSD, FORWARD, REVERSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -261,157 +261,13 @@ def divergence_kernel(
     tl.store(entropy_ptr + row, tl.sum(entropy, 0))
 
 
-@triton.jit
-def shard_kernel(
-    student_ptr,
-    teacher_ptr,
-    grad_ptr,
-    labels_ptr,
-    factors_ptr,
-    bias_ptr,
-    teacher_bias_ptr,
-    known_ptr,
-    sums_ptr,
-    student_stride,
-    teacher_stride,
-    grad_stride,
-    V,
-    rows,
-    scale,
-    softcap,
-    teacher_scale,
-    teacher_softcap,
-    cold,
-    beta,
-    hard_weight,
-    MODE: tl.constexpr,
-    PLAIN: tl.constexpr,
-    HARD: tl.constexpr,
-    WRITE: tl.constexpr,
-    ALIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Passes 2 and 3 of a shard of the vocabulary, a launch each, as what they sum crosses the ranks between
-    them.
-
-    `known` holds what the first pass found in the whole vocabulary: log-sum-exp and its residual of the
-        student, of the teacher, and of
-    the student at temperature 1. `sums`: the divergence and the mean of the score; this shard's are written,
-    those of all are read.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
-    grad_ptr += row * grad_stride
-    lane = tl.arange(0, BLOCK)
-    lse_s, rest_s = tl.load(known_ptr + row), tl.load(known_ptr + rows + row)
-    lse_t, rest_t = tl.load(known_ptr + 2 * rows + row), tl.load(known_ptr + 3 * rows + row)
-    loss = tl.zeros([BLOCK], tl.float32)
-    mean = tl.zeros([BLOCK], tl.float32)
-    if WRITE:
-        average = tl.load(sums_ptr + rows + row)
-        factor = tl.load(factors_ptr + row)
-        soft_factor, hard_factor = factor * (1.0 - hard_weight) * cold, factor * hard_weight
-        y = tl.load(labels_ptr + row)
-        lse_1, rest_1 = tl.load(known_ptr + 4 * rows + row), tl.load(known_ptr + 5 * rows + row)
-    for start in range(0, V, BLOCK):
-        cols = start + lane
-        mask = cols < V
-        z, slope = head_at_one(
-            tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
-        )
-        t, slope_t = head_at_one(
-            tl.load(teacher_ptr + cols, mask=mask, other=0.0),
-            teacher_bias_ptr,
-            cols,
-            mask,
-            teacher_scale,
-            teacher_softcap,
-            PLAIN,
-        )
-        log_s = tl.maximum((z * cold - lse_s) - rest_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        log_t = tl.maximum((t * cold - lse_t) - rest_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        log_s, log_t = tl.where(mask, log_s, NOTHING), tl.where(mask, log_t, NOTHING)
-        p_t = tl.exp(log_t)
-        s, terms, score, means = scored(log_s, log_t, p_t, beta, MODE)
-        if WRITE:
-            g = soft_factor * (s - p_t) if MODE == FORWARD else soft_factor * s * (score - average)
-            if HARD:
-                p = tl.exp((z - lse_1) - rest_1)
-                g += tl.where(y >= 0, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
-            g = tl.where(factor == 0.0, 0.0, g * slope)
-            if ALIAS:
-                # Everybody has read this block before anybody stores over it.
-                tl.debug_barrier()
-            tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask)
-        else:
-            loss += terms
-            mean += means
-    if not WRITE:
-        tl.store(sums_ptr + row, tl.sum(loss, 0))
-        tl.store(sums_ptr + rows + row, tl.sum(mean, 0))
-
-
-def shard_pass(
-    student: Tensor,
-    teacher: Tensor,
-    labels: Tensor,
-    factors: Tensor | None,
-    known: Tensor,
-    sums: Tensor,
-    *,
-    gradient: Tensor | None,
-    divergence: str,
-    beta: float,
-    hard_weight: float,
-    head,
-    teacher_head,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-) -> None:
-    (C, V), write = student.shape, gradient is not None
-    plain, biases = _biases(student, V, head, teacher_head, bias, teacher_bias)
-    grad = gradient if write else student
-    check_rows(student=student, teacher=teacher, gradient=grad)
-    check_written(sums=sums)
-    shard_kernel[(C,)](
-        student,
-        teacher,
-        grad,
-        dense(labels),
-        dense(factors) if write else sums,
-        *biases,
-        dense(known),
-        sums,
-        student.stride(0),
-        teacher.stride(0),
-        grad.stride(0),
-        V,
-        C,
-        head.logit_scale,
-        head.softcap or 0.0,
-        teacher_head.logit_scale,
-        teacher_head.softcap or 0.0,
-        1.0 / head.temperature,
-        beta,
-        hard_weight,
-        MODE=mode_of(divergence, beta),
-        PLAIN=plain,
-        HARD=write and hard_weight > 0.0,
-        WRITE=write,
-        ALIAS=grad.dtype != student.dtype,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
-
-
 def mode_of(divergence: str, beta: float) -> int:
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse_kl" if beta else "forward_kl"
     return MODES[divergence]
 
 
-def _biases(
+def biases(
     student: Tensor, common: int, head, teacher_head, bias: Tensor | None, teacher_bias: Tensor | None
 ) -> tuple[bool, list[Tensor]]:
     """Whether the logits are plain multiples of the products, and both biases as the kernels read them."""
@@ -439,7 +295,7 @@ def divergence_pass(
 ) -> tuple[Tensor, ...]:
     (C, V), common = student.shape, min(student.shape[1], teacher.shape[1])
     found = [torch.empty(C, device=student.device) for _ in range(5)]
-    plain, biases = _biases(student, common, head, teacher_head, bias, teacher_bias)
+    plain, vectors = biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
     divergence_kernel[(C,)](
@@ -448,7 +304,7 @@ def divergence_pass(
         grad,
         torch.full((C,), -1, device=student.device) if labels is None else dense(labels),
         found[0] if factors is None else dense(factors),
-        *biases,
+        *vectors,
         *found,
         student.stride(0),
         teacher.stride(0),

@@ -39,9 +39,8 @@ def check_fields(loss) -> None:
     for field in fields(loss):
         value = getattr(loss, field.name)
         remedy = f"declare {field.name!r} in shared_inputs and pass it to the call"
-        expect(
-            not isinstance(value, Tensor), field.name, "a constant as a field", "a tensor", remedy, TypeError
-        )
+        constant = not _holds_tensor(value)
+        expect(constant, field.name, "a constant as a field", "a tensor", remedy, TypeError)
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
     budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"

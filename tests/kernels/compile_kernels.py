@@ -130,7 +130,12 @@ def compile_all(backend: str, architecture: str) -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from logitless.kernels import cross_entropy_triton, divergence_triton, scale_triton
+    from logitless.kernels import (
+        cross_entropy_triton,
+        divergence_shard_triton,
+        divergence_triton,
+        scale_triton,
+    )
 
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
@@ -142,7 +147,7 @@ def compile_all(backend: str, architecture: str) -> int:
     binary = "cubin" if backend == "cuda" else "hsaco"
     wanted = combinations()
     for number, c in enumerate(wanted):
-        modules = cross_entropy_triton, divergence_triton, scale_triton
+        modules = cross_entropy_triton, divergence_triton, divergence_shard_triton, scale_triton
         kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
         types = signature(kernel.arg_names, c)
         # Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized,

@@ -102,6 +102,7 @@ def launches(monkeypatch):
         cross_entropy,
         cross_entropy_triton,
         divergence,
+        divergence_shard_triton,
         divergence_triton,
         scale,
         scale_triton,
@@ -114,7 +115,7 @@ def launches(monkeypatch):
         (cross_entropy_triton, "row_kernel"),
         (cross_entropy_triton, "logits_gradient_kernel"),
         (divergence_triton, "divergence_kernel"),
-        (divergence_triton, "shard_kernel"),
+        (divergence_shard_triton, "shard_kernel"),
         (scale_triton, "scale_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))

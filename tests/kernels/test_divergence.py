@@ -5,15 +5,15 @@ import math
 
 import pytest
 import torch
-from logitless.losses.reference.distillation import generalized_jsd, kl
 
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
-from logitless.losses import reference
 from logitless.parallel.vocabulary import ShardedVocabulary
+from tests import reference
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random, poisoned
+from tests.reference.distillation import generalized_jsd, kl
 from tests.support import relative_error
 
 needs_triton = pytest.mark.skipif(

@@ -97,6 +97,11 @@ MUTANTS = [
         ),
         ("drift ignored", "grow", "if top > shift + DRIFT:", "if shift < -1e29:"),
         ("softcap's slope dropped", "head_at_one", "* (1.0 - squashed * squashed)", "+ 0.0 * squashed"),
+        prefix="divergence kernel: ",
+    ),
+    *of_file(
+        "kernels/divergence_shard_triton.py",
+        "tests/kernels/test_divergence.py",
         ("shard's gradient's sign", "shard_kernel", "s * (score - average)", "s * (average - score)"),
         ("shard's label of another rank", "shard_kernel", "y >= 0, hard", "(y >= 0) & (y < V), hard"),
         ("shard's temperature dropped", "shard_kernel", "(1.0 - hard_weight) * cold", "(1.0 - hard_weight)"),
