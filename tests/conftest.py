@@ -26,8 +26,7 @@ ON_DEVICE = ("losses", "engine", "parallel")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` the tests of a module run in one process, which makes what they share
-    once.
+    """With `-n 2 --dist loadgroup` a module's tests run in one process, which makes what they share once.
 
     Those of the offline compilation share nothing, and take a minute each: they go wherever there is room.
     """

@@ -1,7 +1,7 @@
 """Several processes of one process group, over gloo and on the CPU, for the tests of what ranks do together.
 
-They are forked from a server that has imported torch and the library once: most of a process's time went into
-    that.
+They are forked from a server that has imported torch and the library once: most of a process's time went
+into that.
 """
 
 import multiprocessing
@@ -30,8 +30,10 @@ IMPORTED = [
 
 
 def in_processes(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)` in each of `world` processes; what each returned, by rank. `function` is one that a
-    module holds."""
+    """`function(*args)` in each of `world` processes; what each returned, by rank.
+
+    `function` is one that a module holds.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""):
         multiprocessing.set_forkserver_preload(IMPORTED)

@@ -112,8 +112,7 @@ def run(
 
 
 def uncompiled() -> AbstractContextManager:
-    """A LogitsLoss evaluates its function as it is: compiling takes seconds for each, and the numbers are the
-    same.
+    """A LogitsLoss evaluates its function as it is: compiling takes seconds, and the numbers are the same.
 
     Nothing else is compiled either. Tests of an outer `torch.compile` put it into `set_stance("default")`, or
     have the function alone left as it is by `EngineCalls(uncompiled=True)`.
@@ -122,8 +121,7 @@ def uncompiled() -> AbstractContextManager:
 
 
 class EngineCalls(TorchDispatchMode):
-    """Notes our operators (namespace `logitless`) that compiled graphs run while this is on: `operators`,
-    their names in order.
+    """Notes the operators of namespace `logitless` that compiled graphs run: `operators`, by name, in order.
 
     A pass through the engine is one operator in a graph, whatever the number of chunks. In eager mode none is
     called: see `eager_calls`.

@@ -1,9 +1,9 @@
 """The operators over one chunk of logits `[C, V]` that every loss of log-probabilities is made of.
 
     token_statistics   logits -> log p(target), log-sum-exp and, on request, entropy, weighted sum of logits,
-    log sum p^2, arg-max hit
+                       log sum p^2, arg-max hit
     logprob_gradient   the same, and in the same pass d log p(target) / d logits, in place: the fused
-        cross-entropy primitive
+                       cross-entropy primitive
     logits_gradient    logits -> d loss / d logits, in place, from the gradients of those per-token numbers
 
 With z the logits after the head transform (`kernels/head.py`), p = softmax(z) and y the target:

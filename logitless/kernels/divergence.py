@@ -3,9 +3,10 @@ student's gradient in place.
 
 With s and t the two distributions, d = log t - log s, and m = beta t + (1 - beta) s:
 
-    jsd           beta KL(t||m) + (1 - beta) KL(s||m)       d z = s (score - sum s score),  score = (1 - beta)
-    log(s / m) reverse_kl    KL(s||t)                                  d z = s (score - sum s score),  score =
-    -d forward_kl    KL(t||s)                                  d z = s - t
+    jsd           beta KL(t||m) + (1 - beta) KL(s||m)     d z = s (score - sum s score)
+                                                          with score = (1 - beta) log(s / m)
+    reverse_kl    KL(s||t)                                d z = s (score - sum s score),  score = -d
+    forward_kl    KL(t||s)                                d z = s - t
 
 Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r: no term is negative, so that
 nothing cancels where the two are nearly equal, and equal ones give exactly 0 (a plain sum of p log p/q loses
