@@ -12,7 +12,7 @@ With z the logits after the head transform (`kernels/head.py`), p = softmax(z) a
     class_weights
 
 Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch
-    twin below, which
+twin below, which
 takes a few rows at a time so that its temporaries stay small beside the chunk. "In place" means into
 `gradient`, which is `logits` itself or a narrower tensor overlaid on it.
 

@@ -55,7 +55,7 @@ def shard_kernel(
     them.
 
     `known` holds what the first pass found in the whole vocabulary: log-sum-exp and its residual of the
-        student, of the teacher, and of
+    student, of the teacher, and of
     the student at temperature 1. `sums`: the divergence and the mean of the score; this shard's are written,
     those of all are read.
     """

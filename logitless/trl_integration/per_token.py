@@ -25,7 +25,7 @@ class PerTokenScore:
     differentiable as TRL's are.
 
     The head is walked twice where it trains (4 products) and once where it is frozen (2): one vector per
-        token is kept for it.
+    token is kept for it.
     """
 
     def __init__(

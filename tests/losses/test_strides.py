@@ -2,7 +2,7 @@
 changes a result.
 
 Triton kernels see addresses and not strides, so this file goes through them where it can: on a GPU, or with
-    TRITON_INTERPRET=1.
+TRITON_INTERPRET=1.
 """
 
 import functools

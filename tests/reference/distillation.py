@@ -55,7 +55,7 @@ def distillation(
     There is no factor `temperature²`. The teacher is a constant: no gradient reaches it.
 
     Vocabularies of different sizes are cut to the ids that both have, before the softmax: the logits from
-        `min(V, V')` on are
+    `min(V, V')` on are
     -inf for both, so that every divergence is finite. The entropy and the agreement look at the same cut
     distributions, the cross-entropy and the accuracy at the student's whole vocabulary.
 
