@@ -41,7 +41,7 @@ class Form(NamedTuple):
     out_dtype: torch.dtype  # of y
     multiplier: float = 1.0
     center: bool = False  # LayerNorm
-    add_after: bool = False  # residual + n(x)
+    added: str | None = None  # the residual: "before" or "after" the norm, or there is none
 
 
 class Wanted(NamedTuple):
@@ -65,7 +65,7 @@ def rms_norm(
 
     Args:
         x: `(..., H)`, any floating-point dtype.
-        weight: `(H,)` or None for none. Its dtype may differ from x's.
+        weight: `(H,)` or None; its dtype may differ from x's.
         eps: added to the mean square.
         rounding: "llama" (round, times weight), "single" (round once) or "gemma" (1 + weight, round once).
         out_dtype: dtype of the result; None means x's dtype, with "llama" the wider of x's and weight's.
@@ -103,9 +103,8 @@ def add_rms_norm(
     Returns:
         `(y, h)`. h has the wider dtype of x and residual, and is rounded to it before it is normalized.
     """
-    return _normalize(
-        x, residual, weight, None, _form(x, residual, weight, eps, rounding, out_dtype, multiplier)
-    )
+    form = _form(x, residual, weight, eps, rounding, out_dtype, multiplier, "before")
+    return _normalize(x, residual, weight, None, form)
 
 
 def rms_norm_add(
@@ -120,8 +119,8 @@ def rms_norm_add(
 
     Arguments as in `add_rms_norm`. The sum is rounded once, to the wider dtype of residual and `rms_norm(x)`.
     """
-    form = _form(x, residual, weight, eps, rounding, None)
-    return _normalize(x, residual, weight, None, form._replace(add_after=True))
+    form = _form(x, residual, weight, eps, rounding, None, added="after")
+    return _normalize(x, residual, weight, None, form)
 
 
 def layer_norm(
@@ -157,7 +156,7 @@ def add_layer_norm(
 
     Arguments and result `(y, h)` as in `add_rms_norm`.
     """
-    form = _form(x, residual, weight, eps, "single", out_dtype, multiplier)
+    form = _form(x, residual, weight, eps, "single", out_dtype, multiplier, "before")
     return _normalize(x, residual, weight, bias, form._replace(center=True))
 
 
@@ -169,41 +168,42 @@ def _form(
     rounding: str,
     out_dtype: torch.dtype | None,
     multiplier: float = 1.0,
+    added: str | None = None,
 ) -> Form:
     if rounding not in ROUNDINGS:
         choices = ", ".join(map(repr, ROUNDINGS))
         raise ValueError(f"rounding: expected one of {choices}, got {rounding!r}; pick one of these.")
-    check_floating(x=x, residual=residual, weight=weight)
+    check_floating(x=x)
+    check_floating(optional=added is None, residual=residual)
+    check_floating(optional=True, weight=weight)
     if out_dtype is None:
         out_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         if rounding == "llama" and weight is not None:
             out_dtype = torch.promote_types(out_dtype, weight.dtype)
-    return Form(eps, rounding, out_dtype, multiplier)
+    return Form(eps, rounding, out_dtype, multiplier, added=added)
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
     # Messages are built only when they are needed: this runs twice a decoder layer.
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
-            f"x: expected shape (..., H) with H of at least 1, got {tuple(x.shape)}; pass hidden states."
+            f"x: expected shape (..., H), H at least 1, got {tuple(x.shape)}; pass hidden states."
         )
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(
-            f"residual: expected x's shape {tuple(x.shape)}, got {tuple(residual.shape)}; "
-            "pass the residual stream that x is added to."
-        )
+        shapes = f"expected x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
+        raise ValueError(f"residual: {shapes}; pass the residual stream that x is added to.")
     check_vector(x.shape[-1], weight=weight, bias=bias)
     check_device(x.device, "x", residual=residual, weight=weight, bias=bias)
 
 
 def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form):
     """y, or (y, h) where h is a sum."""
-    check_floating(bias=bias)
+    check_floating(optional=True, bias=bias)
     _check(x, residual, weight, bias)
     if torch.compiler.is_compiling():
         # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
-        y, h, _, _ = _forward_twin(x, residual, weight, bias, form)
-        return y if residual is None or form.add_after else (y, h)
+        y, h, *_ = _forward_twin(x, residual, weight, bias, form)
+        return (y, h) if form.added == "before" else y
     return _Norm.apply(x, residual, weight, bias, form)
 
 
@@ -214,13 +214,14 @@ class _Norm(torch.autograd.Function):
         if _runs_triton(x, residual, weight, bias):
             from logitless.kernels import norm_triton
 
-            y, h, mean, rstd = norm_triton.forward(x, residual, weight, bias, form)
+            forward = norm_triton.forward
         else:
-            y, h, mean, rstd = _forward_twin(x, residual, weight, bias, form)
+            forward = _forward_twin
+        y, h, mean, rstd = forward(x, residual, weight, bias, form)
         ctx.save_for_backward(h, weight, mean, rstd)
         ctx.form = form
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
-        return y if residual is None or form.add_after else (y, h)
+        return (y, h) if form.added == "before" else y
 
     @staticmethod
     @once_differentiable
@@ -235,7 +236,7 @@ class _Norm(torch.autograd.Function):
         h, weight, mean, rstd = ctx.saved_tensors
         wanted = Wanted(
             x_dtype,
-            None if form.add_after else residual_dtype,
+            residual_dtype if form.added == "before" else None,
             weight_dtype if ctx.needs_input_grad[2] else None,
             bias_dtype if ctx.needs_input_grad[3] else None,
         )
@@ -246,7 +247,7 @@ class _Norm(torch.autograd.Function):
         else:
             backward = _backward_twin
         d_x, d_residual, d_weight, d_bias = backward(d_y, d_h, h, weight, mean, rstd, form, wanted)
-        if form.add_after:
+        if form.added == "after":
             d_residual = d_y.to(residual_dtype)
         return d_x, d_residual, d_weight, d_bias, None
 
@@ -257,11 +258,10 @@ def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
 
 def _forward_twin(x, residual, weight, bias, form: Form):
     """y, h, and each row's mean (or None) and 1 / root mean square. Autograd can differentiate it."""
-    wide = functools.reduce(
-        torch.promote_types, [t.dtype for t in (x, residual, weight, bias) if t is not None], torch.float32
-    )
+    dtypes = [t.dtype for t in (x, residual, weight, bias) if t is not None]
+    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
     h = x
-    if residual is not None and not form.add_after:
+    if form.added == "before":
         h = residual.to(wide) + form.multiplier * x.to(wide)
         h = h.to(torch.promote_types(x.dtype, residual.dtype))
     z, mean = h.to(wide), None
@@ -276,7 +276,7 @@ def _forward_twin(x, residual, weight, bias, form: Form):
         y = y.to(wide) * (weight.to(wide) + 1 if form.rounding == "gemma" else weight.to(wide))
     if bias is not None:
         y = y + bias.to(wide)
-    if form.add_after:
+    if form.added == "after":
         y = residual.to(wide) + y
     return y.to(form.out_dtype), h, mean, rstd
 

@@ -4,7 +4,7 @@ Both are bound by memory traffic. A program takes ROWS whole rows at a time: sev
 that enough loads are under way, and with so few warps that the sum over a row seldom has to cross them.
 
 The backward pass starts a few programs a multiprocessor. Each walks over many rows and keeps its share of
-d_weight in registers; `column_sum_kernel` adds the shares in a fixed order, so that every run gives the same bits.
+d_weight in registers; `column_sum_kernel` adds the shares, in a fixed order: every run gives the same bits.
 """
 
 import torch
@@ -171,7 +171,7 @@ def forward_tile(columns: int) -> dict[str, int]:
 
 
 def backward_tile(columns: int) -> dict[str, int]:
-    """Half as many numbers a thread, as more tensors are alive; `programs` is their number a multiprocessor."""
+    """Half as many numbers a thread, as more tensors are alive; and the programs for a multiprocessor."""
     block = triton.next_power_of_2(columns)
     warps = min(max(2, block // 512), 16)
     return {
@@ -190,7 +190,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
     x_rows, x_stride = as_rows(x)
     residual_rows, residual_stride = (None, 0) if residual is None else as_rows(residual)
     h, h_out = x, None
-    if residual is not None and not form.add_after:
+    if form.added == "before":
         h = h_out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
     y = torch.empty(x.shape, dtype=form.out_dtype, device=x.device)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)

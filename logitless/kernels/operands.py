@@ -8,9 +8,9 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TRITON_DTYPES, uses_triton
 
 
-def check_floating(**operands: Tensor | None) -> None:
+def check_floating(*, optional: bool = False, **operands: Tensor | None) -> None:
     for name, x in operands.items():
-        if x is not None and not (isinstance(x, Tensor) and x.is_floating_point()):
+        if not (isinstance(x, Tensor) and x.is_floating_point()) and not (optional and x is None):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name}: expected a floating-point tensor, got {got}; pass {name} as one.")
 

@@ -438,12 +438,12 @@ def test_addresses_in_64_bits():
         ),
         (
             ValueError,
-            r"x: expected shape \(..., H\) with H of at least 1, got \(\); ",
+            r"x: expected shape \(..., H\), H at least 1, got \(\); ",
             {"x": torch.tensor(1.0)},
         ),
         (
             ValueError,
-            r"x: expected shape \(..., H\) with H of at least 1, got \(4, 0\); ",
+            r"x: expected shape \(..., H\), H at least 1, got \(4, 0\); ",
             {"x": torch.ones(4, 0)},
         ),
     ],
