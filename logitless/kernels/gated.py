@@ -6,8 +6,8 @@
 
     d_a = d_out b act'(a)        d_b = d_out act(a)
 
-act(a) is computed in fp32 and rounded to a's dtype before it is multiplied, as a model does it in two steps.
-Saved are a and b alone; act is computed again in the backward pass.
+act(a) is computed in fp32 and rounded to a's dtype before it is multiplied, as a model does it in
+two steps. Saved are a and b alone; act is computed again in the backward pass.
 """
 
 import math

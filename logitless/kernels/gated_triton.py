@@ -1,7 +1,8 @@
 """Triton kernels of `gated.py`: each tensor is read or written once.
 
-A program takes one block of one row: the halves of a packed tensor are two pointers with a row stride, and
-whole tensors are one long row. Blocks lie along the grid's first dimension, the only one that may be long.
+A program takes one block of one row: the halves of a packed tensor are two pointers with a row
+stride, and whole tensors are one long row. Blocks lie along the grid's first dimension, the only
+one that may be long.
 """
 
 import torch

@@ -4,19 +4,19 @@
     add_rms_norm    h = residual + multiplier * x,  y = n(h)     between two blocks; h is the residual stream
     rms_norm_add    y = residual + n(x)                          after a block (Gemma 2 and 3, OLMo 2)
 
-with n(h) = h / sqrt(mean(h^2) + eps) * weight. `layer_norm` subtracts the mean first and adds a bias.
+with n(h) = h / sqrt(mean(h^2) + eps) * weight. LayerNorm subtracts the mean first and adds a bias.
 
 With z the normalized row, g = d_y * weight and s = 1 / sqrt(mean(h^2) + eps):
 
     d_h = s (g - z mean(g z)), LayerNorm: - s mean(g)            d_weight = sum over rows of d_y z
 
-Everything inside is fp32. What is stored is rounded as `rounding` says, which is how the models do it:
+Everything inside is fp32. Results are rounded as the models do it, which `rounding` tells:
 
     llama    z is rounded to h's dtype, then multiplied by weight: the result has the wider dtype of the two
     single   z * weight is rounded once, to h's dtype (OLMo 2, gpt-oss)
     gemma    z * (1 + weight) is rounded once, to h's dtype
 
-Saved for the backward pass are h (x itself where nothing is added) and one or two fp32 numbers a row.
+Saved for the backward pass are h (x where nothing is added) and one or two fp32 numbers a row.
 """
 
 import functools
@@ -119,8 +119,9 @@ def rms_norm_add(
 
     Arguments as in `add_rms_norm`. The sum is rounded once, to the wider dtype of residual and `rms_norm(x)`.
     """
-    form = _form(x, residual, weight, eps, rounding, None, added="after")
-    return _normalize(x, residual, weight, None, form)
+    return _normalize(
+        x, residual, weight, None, _form(x, residual, weight, eps, rounding, None, added="after")
+    )
 
 
 def layer_norm(

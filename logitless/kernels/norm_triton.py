@@ -1,10 +1,12 @@
-"""Triton kernels of `norm.py`: each tensor is read or written once, and a row lies in registers in between.
+"""Triton kernels of `norm.py`: each tensor is read or written once, with its rows in registers in between.
 
-Both are bound by memory traffic. A program takes ROWS whole rows at a time: several where rows are short, so
-that enough loads are under way, and with so few warps that the sum over a row seldom has to cross them.
+Both are bound by memory traffic. A program takes ROWS whole rows at a time: several where rows are
+short, so that enough loads are under way, and with so few warps that the sum over a row seldom has
+to cross them.
 
-The backward pass starts a few programs a multiprocessor. Each walks over many rows and keeps its share of
-d_weight in registers; `column_sum_kernel` adds the shares, in a fixed order: every run gives the same bits.
+The backward pass starts a few programs a multiprocessor. Each walks over many rows and keeps its
+share of d_weight in registers; `column_sum_kernel` adds the shares, in a fixed order: every run
+gives the same bits.
 """
 
 import torch
