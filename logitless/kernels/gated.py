@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from logitless.kernels.operands import all_triton, check_device, check_floating
+from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -56,9 +56,7 @@ def gated(
 
 
 def _check(a: Tensor, b: Tensor | None, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        choices = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"activation: expected one of {choices}, got {activation!r}; pick one of these.")
+    check_choice("activation", activation, ACTIVATIONS)
     check_floating(a=a)
     check_floating(optional=True, b=b)
     if a.dim() == 0:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitless.kernels.operands import all_triton, check_device, check_floating, check_vector
+from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating, check_vector
 
 ROUNDINGS = ("llama", "single", "gemma")
 # A row lies in one program's registers. Wider ones take the twin, on any device.
@@ -171,9 +171,7 @@ def _form(
     multiplier: float = 1.0,
     added: str | None = None,
 ) -> Form:
-    if rounding not in ROUNDINGS:
-        choices = ", ".join(map(repr, ROUNDINGS))
-        raise ValueError(f"rounding: expected one of {choices}, got {rounding!r}; pick one of these.")
+    check_choice("rounding", rounding, ROUNDINGS)
     check_floating(x=x)
     check_floating(optional=added is None, residual=residual)
     check_floating(optional=True, weight=weight)

@@ -1,11 +1,18 @@
 """What the layer operators (norm, rope, gated) ask of their operands, and how their kernels see them."""
 
 import functools
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from logitless.kernels.cross_entropy import TRITON_DTYPES, uses_triton
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        valid = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: expected one of {valid}, got {value!r}; pick one of these.")
 
 
 def check_floating(*, optional: bool = False, **operands: Tensor | None) -> None:

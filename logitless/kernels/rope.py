@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from logitless.kernels.norm import ROUNDINGS
-from logitless.kernels.operands import all_triton, check_device, check_floating, check_vector
+from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating, check_vector
 
 
 class Form(NamedTuple):
@@ -94,9 +94,7 @@ def qk_norm_rope(
     Returns:
         Normalized and rotated q and k, in their dtypes. Differentiable once in both and in the weights.
     """
-    if rounding not in ROUNDINGS:
-        choices = ", ".join(map(repr, ROUNDINGS))
-        raise ValueError(f"rounding: expected one of {choices}, got {rounding!r}; pick one of these.")
+    check_choice("rounding", rounding, ROUNDINGS)
     width = cos.shape[-1] if rotary_dim is None else rotary_dim
     return _rotate(
         q, k, cos, sin, q_weight, k_weight, Form(width, interleaved, True, eps, rounding == "gemma")

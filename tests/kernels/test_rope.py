@@ -1,4 +1,4 @@
-"""Rotary position embedding, alone and after the norms, against fp64 and what the models of transformers do."""
+"""Rotary position embedding, alone and after norms, against fp64 and what the models of transformers do."""
 
 import pytest
 import torch
