@@ -179,7 +179,7 @@ def _form(
         out_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         if rounding == "llama" and weight is not None:
             out_dtype = torch.promote_types(out_dtype, weight.dtype)
-    return Form(eps, rounding, out_dtype, multiplier, added=added)
+    return Form(float(eps), rounding, out_dtype, float(multiplier), added=added)
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:

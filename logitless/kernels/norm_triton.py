@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless.kernels.operands import as_rows, multiprocessors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr,
     residual_ptr,  # or None
@@ -69,7 +69,7 @@ def norm_kernel(
     tl.store(y_ptr + row * columns + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     d_y_ptr,
     d_h_ptr,  # or None
@@ -140,7 +140,7 @@ def norm_backward_kernel(
         tl.store(d_bias_ptr + share, tl.sum(d_bias, 0), mask=cols < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def column_sum_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -77,7 +77,7 @@ def heads_backward(
     return share_a, share_b
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "length"])
 def norm_rope_backward_kernel(
     d_q_out_ptr,  # or None
     d_k_out_ptr,  # or None

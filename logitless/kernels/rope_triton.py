@@ -144,7 +144,7 @@ def rotate_heads(
         store_pairs(out_ptr, out_row + head * out_stride, mask, a, b, D, R, HALF, INTERLEAVED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def rope_kernel(
     q_ptr,  # or None
     k_ptr,  # or None

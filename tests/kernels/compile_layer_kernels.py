@@ -1,10 +1,10 @@
-"""Compiles the kernels of norm, rope and gated for one target, as their launchers ask for them, without a GPU.
+"""Compiles the kernels of norm, rope and gated for one target, as their launchers ask for it; needs no GPU.
 
     python -m tests.kernels.compile_layer_kernels cuda 90        # or: hip gfx942
 
-The public functions run forward and backward on tensors without memory, over covering arrays of dtypes, options
-and sizes. A recorder in the kernels' place notes what each launch would have been compiled for. Which Triton
-compiles is decided by PYTHONPATH, see `test_compile_layers.py`.
+The public functions run forward and backward on tensors without memory, over covering arrays of dtypes,
+options and sizes. A recorder in the kernels' place notes what each launch would have been compiled for.
+Which Triton compiles is decided by PYTHONPATH, see `test_compile_layers.py`.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Variant(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a kernel and specializes as Triton does: on None, on 1, on multiples of 16, on 64 bits."""
+    """Stands in for a kernel; specializes as Triton does, on None, on 1, on multiples of 16, on 64 bits."""
 
     def __init__(self, kernel, name: str, found: dict[Variant, object]) -> None:
         self.kernel, self.name, self.found = kernel, name, found
@@ -49,6 +49,8 @@ class Recorder:
                 divisible += [name] if value.storage_offset() * value.itemsize % 16 == 0 else []
             elif isinstance(value, float):
                 types[name] = "fp32"
+            elif name in self.kernel.do_not_specialize:
+                types[name] = "i32"
             elif value is None or value == 1:
                 constants[name] = value
             else:

@@ -1,4 +1,4 @@
-"""The kernels of norm, rope and gated compile offline for every GPU, under the oldest and the newest Triton."""
+"""The kernels of norm, rope and gated compile offline for every GPU under the oldest and newest Triton."""
 
 import os
 import subprocess
