@@ -4,9 +4,10 @@
     python -m benchmarks.layer_kernels --sweep --only add_rms    tile sizes, to choose those of the launchers
     python -m benchmarks.layer_kernels --tiny                    any device: shows that everything runs
 
-An operator whose result or gradients are wrong gets no time. GPU times come from a CUDA graph of several calls,
-each on operands of its own and together larger than the L2 cache: they hold no launches and no cached reads.
-TB/s counts what must be read and written once, not what a kernel happens to move.
+An operator whose result or gradients are wrong gets no time. GPU times come from a CUDA graph of
+several calls, each on operands of its own and together larger than the L2 cache: they hold no
+launches and no cached reads. TB/s counts what must be read and written once, not what a kernel
+happens to move.
 """
 
 import argparse

@@ -47,11 +47,11 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
                 if 8 <= r * block / (32 * warps) <= 64:
                     yield (
                         f"rows {r} warps {warps}",
-                        [patch(norm_triton, "forward_tile", lambda _, t=tile: dict(t))],
+                        [patch(norm_triton, "forward_tile", lambda _, t=tile: t)],
                     )
         else:
             for r, warps, stages, programs in product(rows, (1, 2, 4, 8, 16), (1, 2, 3), (1, 2, 4, 8, 16)):
-                tile = {"ROWS": r, "BLOCK": block, "num_warps": warps, "STAGES": stages, "programs": programs}
+                tile = {"ROWS": r, "BLOCK": block, "num_warps": warps, "STAGES": stages}
                 if 8 <= r * block / (32 * warps) <= 32 and 8 <= warps * programs <= 32:
                     label = f"rows {r} warps {warps} stages {stages} programs {programs}"
-                    yield label, [patch(norm_triton, "backward_tile", lambda _, t=tile: dict(t))]
+                    yield label, [patch(norm_triton, "backward_tile", lambda _, t=tile, p=programs: (t, p))]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating
+from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating, on_device
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -88,7 +88,8 @@ class _Gated(torch.autograd.Function):
         if all_triton(a, b):
             from logitless.kernels import gated_triton
 
-            return gated_triton.forward(*_halves(a, b), activation)
+            with on_device(a):
+                return gated_triton.forward(*_halves(a, b), activation)
         return _forward_twin(*_halves(a, b), activation)
 
     @staticmethod
@@ -105,7 +106,7 @@ class _Gated(torch.autograd.Function):
             backward = _backward_twin
         if b is not None:
             return *backward(d_out, a, b, ctx.activation, None), None
-        packed = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+        packed = torch.empty_like(a, memory_format=torch.contiguous_format)
         backward(d_out, *_halves(a, None), ctx.activation, packed.chunk(2, -1))
         return packed, None, None
 
@@ -125,7 +126,7 @@ def _slope(a: Tensor, activation: str) -> Tensor:
         s = torch.sigmoid(2 * c * (a + 0.044715 * a**3))
         return s + a * s * (1 - s) * 2 * c * (1 + 3 * 0.044715 * a * a)
     density = torch.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
-    return torch.special.ndtr(a) + a * density
+    return 0.5 * (1 + torch.erf(a / math.sqrt(2))) + a * density
 
 
 def _backward_twin(d_out, a, b, activation, out: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.operands import as_rows
+from logitless.kernels.operands import as_rows, widest
 
 BLOCK, WARPS = 1024, 4
 KINDS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
@@ -93,7 +93,7 @@ def _walk(*tensors: Tensor) -> tuple[int, int]:
 
 
 def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
-    out = torch.empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype), device=a.device)
+    out = torch.empty_like(a, dtype=widest(a, b), memory_format=torch.contiguous_format)
     rows, columns = _walk(a, b)
     (a, a_stride), (b, b_stride) = as_rows(a), as_rows(b)
     gated_kernel[(rows * triton.cdiv(columns, BLOCK),)](
@@ -105,7 +105,7 @@ def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
 def backward(d_out: Tensor, a: Tensor, b: Tensor, activation: str, out: tuple[Tensor, Tensor] | None):
     """d_a and d_b, written into `out`, two halves of one tensor, where it is given."""
     if out is None:
-        out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
+        out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))
     rows, columns = _walk(d_out, a, b, *out)
     (d_out, d_out_stride), (a, a_stride), (b, b_stride) = as_rows(d_out), as_rows(a), as_rows(b)
     d_a, d_stride = as_rows(out[0])

@@ -19,14 +19,21 @@ Everything inside is fp32. Results are rounded as the models do it, which `round
 Saved for the backward pass are h (x where nothing is added) and one or two fp32 numbers a row.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating, check_vector
+from logitless.kernels.operands import (
+    all_triton,
+    check_choice,
+    check_device,
+    check_floating,
+    check_vector,
+    on_device,
+    widest,
+)
 
 ROUNDINGS = ("llama", "single", "gemma")
 # A row lies in one program's registers. Wider ones take the twin, on any device.
@@ -38,10 +45,15 @@ class Form(NamedTuple):
 
     eps: float
     rounding: str
-    out_dtype: torch.dtype  # of y
+    out_dtype: torch.dtype | None = None  # of y, if it is not to be that of the model
     multiplier: float = 1.0
-    center: bool = False  # LayerNorm
     added: str | None = None  # the residual: "before" or "after" the norm, or there is none
+    center: bool = False  # LayerNorm
+
+    def y_dtype(self, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> torch.dtype:
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return widest(x, residual, weight if self.rounding == "llama" else None)
 
 
 class Wanted(NamedTuple):
@@ -79,7 +91,7 @@ def rms_norm(
 
     Reference: Zhang and Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467.
     """
-    return _normalize(x, None, weight, None, _form(x, None, weight, eps, rounding, out_dtype))
+    return _normalize(x, None, weight, None, Form(eps, rounding, out_dtype))
 
 
 def add_rms_norm(
@@ -103,8 +115,7 @@ def add_rms_norm(
     Returns:
         `(y, h)`. h has the wider dtype of x and residual, and is rounded to it before it is normalized.
     """
-    form = _form(x, residual, weight, eps, rounding, out_dtype, multiplier, "before")
-    return _normalize(x, residual, weight, None, form)
+    return _normalize(x, residual, weight, None, Form(eps, rounding, out_dtype, multiplier, "before"))
 
 
 def rms_norm_add(
@@ -119,9 +130,7 @@ def rms_norm_add(
 
     Arguments as in `add_rms_norm`. The sum is rounded once, to the wider dtype of residual and `rms_norm(x)`.
     """
-    return _normalize(
-        x, residual, weight, None, _form(x, residual, weight, eps, rounding, None, added="after")
-    )
+    return _normalize(x, residual, weight, None, Form(eps, rounding, added="after"))
 
 
 def layer_norm(
@@ -138,9 +147,7 @@ def layer_norm(
 
     Reference: Ba, Kiros and Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450.
     """
-    return _normalize(
-        x, None, weight, bias, _form(x, None, weight, eps, "single", out_dtype)._replace(center=True)
-    )
+    return _normalize(x, None, weight, bias, Form(eps, "single", out_dtype, center=True))
 
 
 def add_layer_norm(
@@ -157,33 +164,17 @@ def add_layer_norm(
 
     Arguments and result `(y, h)` as in `add_rms_norm`.
     """
-    form = _form(x, residual, weight, eps, "single", out_dtype, multiplier, "before")
-    return _normalize(x, residual, weight, bias, form._replace(center=True))
+    return _normalize(x, residual, weight, bias, Form(eps, "single", out_dtype, multiplier, "before", True))
 
 
-def _form(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    rounding: str,
-    out_dtype: torch.dtype | None,
-    multiplier: float = 1.0,
-    added: str | None = None,
-) -> Form:
-    check_choice("rounding", rounding, ROUNDINGS)
-    check_floating(x=x)
-    check_floating(optional=added is None, residual=residual)
-    check_floating(optional=True, weight=weight)
-    if out_dtype is None:
-        out_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        if rounding == "llama" and weight is not None:
-            out_dtype = torch.promote_types(out_dtype, weight.dtype)
-    return Form(float(eps), rounding, out_dtype, float(multiplier), added=added)
-
-
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> None:
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
+) -> None:
     # Messages are built only when they are needed: this runs twice a decoder layer.
+    check_choice("rounding", form.rounding, ROUNDINGS)
+    check_floating(x=x)
+    check_floating(optional=form.added is None, residual=residual)
+    check_floating(optional=True, weight=weight, bias=bias)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"x: expected shape (..., H), H at least 1, got {tuple(x.shape)}; pass hidden states."
@@ -197,8 +188,7 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tens
 
 def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form):
     """y, or (y, h) where h is a sum."""
-    check_floating(optional=True, bias=bias)
-    _check(x, residual, weight, bias)
+    _check(x, residual, weight, bias, form)
     if torch.compiler.is_compiling():
         # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
         y, h, *_ = _forward_twin(x, residual, weight, bias, form)
@@ -213,10 +203,10 @@ class _Norm(torch.autograd.Function):
         if _runs_triton(x, residual, weight, bias):
             from logitless.kernels import norm_triton
 
-            forward = norm_triton.forward
+            with on_device(x):
+                y, h, mean, rstd = norm_triton.forward(x, residual, weight, bias, form)
         else:
-            forward = _forward_twin
-        y, h, mean, rstd = forward(x, residual, weight, bias, form)
+            y, h, mean, rstd = _forward_twin(x, residual, weight, bias, form)
         ctx.save_for_backward(h, weight, mean, rstd)
         ctx.form = form
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
@@ -257,8 +247,7 @@ def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
 
 def _forward_twin(x, residual, weight, bias, form: Form):
     """y, h, and each row's mean (or None) and 1 / root mean square. Autograd can differentiate it."""
-    dtypes = [t.dtype for t in (x, residual, weight, bias) if t is not None]
-    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    wide = torch.promote_types(widest(x, residual, weight, bias), torch.float32)
     h = x
     if form.added == "before":
         h = residual.to(wide) + form.multiplier * x.to(wide)
@@ -277,7 +266,7 @@ def _forward_twin(x, residual, weight, bias, form: Form):
         y = y + bias.to(wide)
     if form.added == "after":
         y = residual.to(wide) + y
-    return y.to(form.out_dtype), h, mean, rstd
+    return y.to(form.y_dtype(x, residual, weight)), h, mean, rstd
 
 
 def _backward_twin(d_y, d_h, h, weight, mean, rstd, form: Form, wanted: Wanted):

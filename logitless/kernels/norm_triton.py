@@ -9,12 +9,14 @@ share of d_weight in registers; `column_sum_kernel` adds the shares, in a fixed 
 gives the same bits.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.operands import as_rows, multiprocessors
+from logitless.kernels.operands import as_rows, multiprocessors, widest
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -79,16 +81,16 @@ def norm_backward_kernel(
     rstd_ptr,
     d_x_ptr,  # or None, where d_sum serves x as well
     d_sum_ptr,  # gradient of h: the residual's, or x's where nothing was added or both are the same
-    d_weight_ptr,  # (programs, columns) fp32, or None
-    d_bias_ptr,  # (programs, columns) fp32, or None
+    shares_ptr,  # (programs, D_WEIGHT + D_BIAS, columns) fp32, or None
     d_y_stride,
     d_h_stride,
     h_stride,
-    share_stride,
     rows,
     columns,
     multiplier,
     GEMMA: tl.constexpr,
+    D_WEIGHT: tl.constexpr,
+    D_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -100,9 +102,9 @@ def norm_backward_kernel(
         weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
         if GEMMA:
             weight += 1.0
-    if d_weight_ptr is not None:
+    if D_WEIGHT:
         d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    if d_bias_ptr is not None:
+    if D_BIAS:
         d_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         each = block * ROWS + lane
@@ -117,9 +119,9 @@ def norm_backward_kernel(
         if mean_ptr is not None:
             z -= tl.load(mean_ptr + each, mask=each < rows, other=0.0)[:, None]
         z *= rstd
-        if d_bias_ptr is not None:
+        if D_BIAS:
             d_bias += g
-        if d_weight_ptr is not None:
+        if D_WEIGHT:
             d_weight += g * z
         if weight_ptr is not None:
             g *= weight
@@ -133,11 +135,11 @@ def norm_backward_kernel(
         if d_x_ptr is not None:
             tl.store(d_x_ptr + row * columns + col, (multiplier * d).to(d_x_ptr.dtype.element_ty), mask=mask)
     cols = tl.arange(0, BLOCK)
-    share = program.to(tl.int64) * share_stride + cols
-    if d_weight_ptr is not None:
-        tl.store(d_weight_ptr + share, tl.sum(d_weight, 0), mask=cols < columns)
-    if d_bias_ptr is not None:
-        tl.store(d_bias_ptr + share, tl.sum(d_bias, 0), mask=cols < columns)
+    share = program.to(tl.int64) * (D_WEIGHT + D_BIAS) * columns + cols
+    if D_WEIGHT:
+        tl.store(shares_ptr + share, tl.sum(d_weight, 0), mask=cols < columns)
+    if D_BIAS:
+        tl.store(shares_ptr + share + D_WEIGHT * columns, tl.sum(d_bias, 0), mask=cols < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -157,32 +159,35 @@ SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
 
 
 def column_sum(shares: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of fp32 `shares` (programs, columns) over the programs, in a fixed order, rounded to `dtype`."""
-    programs, columns = shares.shape
-    out = torch.empty(columns, dtype=dtype, device=shares.device)
+    """Sum of fp32 `shares` (programs, ...) over the programs, in a fixed order, flat and in `dtype`."""
+    programs = shares.shape[0]
+    columns = shares.numel() // programs
+    out = shares.new_empty(columns, dtype=dtype)
     column_sum_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
         shares, out, programs, columns, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS, num_warps=SUM_WARPS
     )
     return out
 
 
+@functools.cache
 def forward_tile(columns: int) -> dict[str, int]:
     """Rows and columns of a program, and its warps: 32 numbers a thread, up to 1,024 columns in one warp."""
     block = triton.next_power_of_2(columns)
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": min(max(1, block // 1024), 16)}
 
 
-def backward_tile(columns: int) -> dict[str, int]:
-    """Half as many numbers a thread, as more tensors are alive; and the programs for a multiprocessor."""
+@functools.cache
+def backward_tile(columns: int) -> tuple[dict[str, int], int]:
+    """Half as many numbers a thread, as more tensors are alive; and the programs of a multiprocessor."""
     block = triton.next_power_of_2(columns)
     warps = min(max(2, block // 512), 16)
-    return {
-        "ROWS": max(1, 1024 // block),
-        "BLOCK": block,
-        "num_warps": warps,
-        "STAGES": 1,
-        "programs": max(1, min(8, 32 // warps)),
-    }
+    tile = {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": warps, "STAGES": 1}
+    return tile, max(1, min(8, 16 // warps))
+
+
+def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # `torch.empty` with a shape, a dtype and a device costs the host five times as much.
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form):
@@ -193,9 +198,9 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
     residual_rows, residual_stride = (None, 0) if residual is None else as_rows(residual)
     h, h_out = x, None
     if form.added == "before":
-        h = h_out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=x.device)
-    y = torch.empty(x.shape, dtype=form.out_dtype, device=x.device)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+        h = h_out = _new(x, widest(x, residual))
+    y = _new(x, form.y_dtype(x, residual, weight))
+    rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if form.center else None
     tile = forward_tile(columns)
     norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
@@ -211,8 +216,8 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
         residual_stride,
         rows,
         columns,
-        form.multiplier,
-        form.eps,
+        float(form.multiplier),
+        float(form.eps),
         ROUND=form.rounding == "llama",
         GEMMA=form.rounding == "gemma",
         **tile,
@@ -228,18 +233,13 @@ def backward(
     rows = h.numel() // columns
     (d_y_rows, d_y_stride), (h_rows, h_stride) = as_rows(d_y), as_rows(h)
     d_h_rows, d_h_stride = (None, 0) if d_h is None else as_rows(d_h)
-    d_sum = torch.empty(h.shape, dtype=wanted.residual or wanted.x, device=h.device)
-    d_x = None
+    d_sum, d_x = _new(h, wanted.residual or wanted.x), None
     if d_sum.dtype != wanted.x or form.multiplier != 1.0:
-        d_x = torch.empty(h.shape, dtype=wanted.x, device=h.device)
-    tile = backward_tile(columns)
-    programs = min(triton.cdiv(rows, tile["ROWS"]), tile.pop("programs") * multiprocessors(h.device))
+        d_x = _new(h, wanted.x)
+    tile, programs = backward_tile(columns)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), programs * multiprocessors(h.device))
     vectors = [dtype for dtype in (wanted.weight, wanted.bias) if dtype]
-    shares = (
-        torch.empty(programs, len(vectors), columns, dtype=torch.float32, device=h.device)
-        if vectors
-        else None
-    )
+    shares = h.new_empty((programs, len(vectors), columns), dtype=torch.float32) if vectors else None
     norm_backward_kernel[(programs,)](
         d_y_rows,
         d_h_rows,
@@ -249,21 +249,21 @@ def backward(
         rstd,
         d_x,
         d_sum,
-        shares[:, 0] if wanted.weight else None,
-        shares[:, -1] if wanted.bias else None,
+        shares,
         d_y_stride,
         d_h_stride,
         h_stride,
-        len(vectors) * columns,
         rows,
         columns,
-        form.multiplier,
+        float(form.multiplier),
         GEMMA=form.rounding == "gemma",
+        D_WEIGHT=wanted.weight is not None,
+        D_BIAS=wanted.bias is not None,
         **tile,
     )
     d_weight = d_bias = None
     if vectors:
-        summed = column_sum(shares.view(programs, -1), vectors[0])
-        d_weight = summed[:columns] if wanted.weight else None
+        summed = column_sum(shares, vectors[0])
+        d_weight = None if wanted.weight is None else summed[:columns] if wanted.bias else summed
         d_bias = summed[-columns:].to(wanted.bias) if wanted.bias else None
     return d_sum if d_x is None else d_x, d_sum if wanted.residual else None, d_weight, d_bias

@@ -1,5 +1,6 @@
 """What the layer operators (norm, rope, gated) ask of their operands, and how their kernels see them."""
 
+import contextlib
 import functools
 from collections.abc import Collection
 
@@ -39,6 +40,15 @@ def check_vector(size: int, **operands: Tensor | None) -> None:
             )
 
 
+def widest(x: Tensor, *others: Tensor | None) -> torch.dtype:
+    """The dtype that torch promotes these operands to."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype != dtype:
+            dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
 def all_triton(x: Tensor, *others: Tensor | None) -> bool:
     """Whether the kernels take these operands of one device. Without elements nothing is launched."""
     if not uses_triton(x.device, x.dtype) or x.numel() == 0:
@@ -54,6 +64,21 @@ def as_rows(x: Tensor) -> tuple[Tensor, int]:
     if x.stride(1) != 1:
         x = x.contiguous()
     return x, x.stride(0)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes x's GPU the current one: Triton launches there, whatever GPU its pointers belong to.
+
+    They differ where the layers of one model lie on several GPUs.
+    """
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    if x.device.type == "xpu" and x.device.index != torch.xpu.current_device():
+        return torch.xpu.device(x.device)
+    return _HERE
 
 
 @functools.cache

@@ -207,7 +207,7 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
     d_q, d_k = None if d_q_out is None else like(q), None if d_k_out is None else like(k)
     shape = tile(q_count, k.shape[1], D, form)
     programs = min(B * T, max(1, WARPS // shape["num_warps"]) * multiprocessors(q.device))
-    shares = torch.empty(programs, 2 * D, dtype=torch.float32, device=q.device) if any(wanted) else None
+    shares = q.new_empty((programs, 2 * D), dtype=torch.float32) if any(wanted) else None
     (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)
     (q, q_strides), (k, k_strides) = seen(q), seen(k)
     cos, sin, angle_strides = angles(cos, sin)

@@ -16,7 +16,6 @@ Queries and keys are `(B, heads, T, D)` of any strides: a view of `(B, T, heads 
 it lies, and the kernels' results and gradients lie in memory in that order as well.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from logitless.kernels.norm import ROUNDINGS
-from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating, check_vector
+from logitless.kernels.operands import (
+    all_triton,
+    check_choice,
+    check_device,
+    check_floating,
+    check_vector,
+    on_device,
+    widest,
+)
 
 
 class Form(NamedTuple):
@@ -152,16 +159,15 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, q_weight, k_weight, form):
         ctx.set_materialize_grads(False)
-        if all_triton(q, k, cos, sin, q_weight, k_weight):
-            from logitless.kernels import rope_triton
-
-            forward = rope_triton.forward
-        else:
-            forward = _forward_twin
         # A rotation is turned back without knowing what was rotated.
         ctx.save_for_backward(cos, sin, *((q, k) if form.normalized else (None, None)), q_weight, k_weight)
         ctx.form = form
-        return forward(q, k, cos, sin, q_weight, k_weight, form)
+        if all_triton(q, k, cos, sin, q_weight, k_weight):
+            from logitless.kernels import rope_triton
+
+            with on_device(q):
+                return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, form)
+        return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
 
     @staticmethod
     @once_differentiable
@@ -209,9 +215,8 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, form: Form, *, back: bool = False
     return torch.cat((turned, x[..., form.rotary_dim :]), -1)
 
 
-def _wide(*operands: Tensor | None) -> torch.dtype:
-    dtypes = [x.dtype for x in operands if x is not None]
-    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+def _wide(x: Tensor, *others: Tensor | None) -> torch.dtype:
+    return torch.promote_types(widest(x, *others), torch.float32)
 
 
 def _forward_twin(q, k, cos, sin, q_weight, k_weight, form: Form):

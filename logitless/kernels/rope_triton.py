@@ -282,10 +282,9 @@ def new(x: Tensor | None, by_token: bool = True) -> Tensor | None:
     """A tensor like x: in memory token by token, as the products around have it, or head by head."""
     if x is None:
         return None
-    B, heads, T, D = x.shape
-    if not by_token:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch.empty(B, T, heads, D, dtype=x.dtype, device=x.device).transpose(1, 2)
+    if by_token:
+        return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def like(x: Tensor | None) -> Tensor | None:

@@ -303,6 +303,15 @@ def test_again_is_the_same_and_nothing_is_overwritten(position, dtypes):
         assert torch.equal(a, b)
 
 
+def test_leaves_do_not_share_their_gradients():
+    """x and residual get one gradient; as `.grad` of two leaves it must be two tensors, which an optimizer may change."""
+    leaves = {name: x.requires_grad_() for name, x in operands((6, 40), DTYPES["fp32"]).items()}
+    y, h = add_rms_norm(**leaves)
+    torch.autograd.backward((y, h), (torch.ones_like(y), torch.ones_like(h)))
+    x, residual = leaves["x"].grad, leaves["residual"].grad
+    assert torch.equal(x, residual) and x.data_ptr() != residual.data_ptr()
+
+
 def test_saves_only_h_and_a_number_a_row():
     given = operands((6, 40), DTYPES["bf16"])
     leaves = {name: x.requires_grad_() for name, x in given.items()}
