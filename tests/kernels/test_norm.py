@@ -304,7 +304,7 @@ def test_again_is_the_same_and_nothing_is_overwritten(position, dtypes):
 
 
 def test_leaves_do_not_share_their_gradients():
-    """x and residual get one gradient; as `.grad` of two leaves it must be two tensors, which an optimizer may change."""
+    """x and residual get one gradient. As `.grad` of two leaves it must be two tensors."""
     leaves = {name: x.requires_grad_() for name, x in operands((6, 40), DTYPES["fp32"]).items()}
     y, h = add_rms_norm(**leaves)
     torch.autograd.backward((y, h), (torch.ones_like(y), torch.ones_like(h)))
