@@ -108,6 +108,26 @@ def test_strided_operands_and_gradients(kind, dtypes):
     torch.testing.assert_close(gradient, torch.cat([expected["d_a"], expected["d_b"]], -1))
 
 
+@pytest.mark.parametrize("only", ["a", "b"])
+def test_one_strided_operand(only):
+    given = operands((4, 3, 24), DTYPES["fp32"])
+    expected = outcome(gated, given)
+    found = outcome(lambda **leaves: gated(**leaves | {only: strided(leaves[only], "sliced")}), given)
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name])
+
+
+@activations
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_rounds_where_the_model_does(dtype, activation):
+    """Nearly every number has the model's bits; with act(a) unrounded, a quarter of them would not."""
+    given = operands((8, 512), (dtype, dtype))
+    found = outcome(lambda a, b: gated(a, b, activation=activation), given)
+    expected = outcome(lambda a, b: ACT2FN[STOCK[activation]](a) * b, given)
+    for name in ("result 0", "d_b"):
+        assert (found[name] == expected[name]).double().mean() > 0.95, name
+
+
 def test_expanded_gradient():
     given = operands((4, 24), DTYPES["fp32"])
     leaves = [x.requires_grad_() for x in given.values()]

@@ -21,7 +21,7 @@ from tests.kernels.layer_support import (
     randn,
     strided,
 )
-from tests.kernels.support import DEVICE
+from tests.kernels.support import DEVICE, INTERPRETED
 
 EPS = 1e-3  # large enough that forgetting it shows
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -185,6 +185,18 @@ def test_layer_norm_is_as_good_as_torch(case):
     assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(stock, given))
 
 
+@pytest.mark.parametrize("position", ["alone", "before"])
+@modules
+def test_rounds_where_the_model_does(module, position):
+    """Nearly every number has the model's bits; rounded once more or less, a quarter would not."""
+    given = operands((16, 512), DTYPES["bf16"], residual=position != "alone", weight=module != "llama4")
+    ours, _, stock = rms_variants(module, position, 512)
+    found, expected = outcome(ours, given), outcome(stock, given)
+    for name in found:
+        if name.startswith("result"):
+            assert (found[name] == expected[name]).double().mean() > 0.99, name
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_layer_norm_is_cohere_s(dtype):
     given = operands((5, 48), (dtype,) * 3, residual=False)
@@ -233,6 +245,15 @@ def test_strided_operands_and_gradients(position, kind, dtypes):
         torch.testing.assert_close(y, expected[f"result {i}"])
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[f"d_{name}"])
+
+
+@pytest.mark.parametrize("only", ["x", "residual"])
+def test_one_strided_operand(only):
+    given = operands((4, 5, 24), DTYPES["fp32"])
+    expected = outcome(add_rms_norm, given)
+    found = outcome(lambda **leaves: add_rms_norm(**leaves | {only: strided(leaves[only], "sliced")}), given)
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name])
 
 
 def test_expanded_gradients():
@@ -383,6 +404,16 @@ def test_compiles_into_one_graph(position):
     for name, x in found.items():
         assert x.dtype == expected[name].dtype
         assert torch.allclose(x.float(), expected[name].float(), atol=0.1, rtol=0.02), name
+
+
+@pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="a kernel's own")
+@pytest.mark.parametrize("shape", [(1, 5), (256, 16), (300, 33), (1025, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_column_sum(dtype, shape):
+    from logitless.kernels.norm_triton import column_sum
+
+    shares = randn(*shape, seed=0)
+    torch.testing.assert_close(column_sum(shares, dtype), shares.double().sum(0).to(dtype))
 
 
 def test_addresses_in_64_bits():
