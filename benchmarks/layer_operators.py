@@ -1,0 +1,180 @@
+"""The layer operators to be measured: shapes, what stock models compute, and the bytes that must be moved.
+
+Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from logitless.kernels import gated as gated_file
+from logitless.kernels import norm, rope
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator at one shape."""
+
+    name: str
+    inputs: Callable[[int], dict[str, Tensor]]  # seed -> leaves
+    ours: Callable[..., tuple[Tensor, ...]]
+    stock: Callable[..., tuple[Tensor, ...]]
+    forward_bytes: int
+    backward_bytes: int
+
+
+class Maker:
+    """Makes operands on one device; `scale` shrinks the rows for a trial on a CPU."""
+
+    def __init__(self, device: torch.device, tiny: bool) -> None:
+        self.device, self.tiny = device, tiny
+
+    def rows(self, count: int) -> int:
+        return 6 if self.tiny else count
+
+    def randn(
+        self, generator: torch.Generator, *shape: int, dtype: torch.dtype = BF16, mean: float = 0.0
+    ) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=self.device).add_(mean).to(dtype)
+
+    def generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(seed)
+
+
+def rms(h: Tensor, weight: Tensor, gemma: bool = False) -> Tensor:
+    """LlamaRMSNorm's or GemmaRMSNorm's forward; in fp64 throughout where h is."""
+    wide = h.double() if h.dtype == FP64 else h.float()
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (y * (1.0 + weight.to(wide.dtype))).type_as(h) if gemma else weight * y.to(h.dtype)
+
+
+def norms(make: Maker) -> Iterator[Operator]:
+    def operator(name, rows, H, ours, stock, forward, backward, *, residual=None, bias=False, weight=BF16):
+        rows = make.rows(rows)
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            leaves = {"x": make.randn(g, rows, H)}
+            if residual is not None:
+                leaves["residual"] = make.randn(g, rows, H, dtype=residual)
+            leaves["weight"] = make.randn(g, H, dtype=weight, mean=1.0)
+            if bias:
+                leaves["bias"] = make.randn(g, H, dtype=weight)
+            return leaves
+
+        return Operator(f"{name} {rows}x{H}", inputs, ours, stock, forward * rows * H, backward * rows * H)
+
+    def add(x, residual, weight):
+        h = residual + x
+        return rms(h, weight), h
+
+    def add_fp32(x, residual, weight):
+        h = residual + x
+        y = rms(h, weight)
+        return (y if y.dtype == FP64 else y.to(BF16)), h
+
+    def add_layer(x, residual, weight, bias):
+        h = residual + x
+        return F.layer_norm(h, h.shape[-1:], weight, bias), h
+
+    def ours_fp32(x, residual, weight):
+        return norm.add_rms_norm(x, residual, weight, out_dtype=BF16)
+
+    def ours_after(x, residual, weight):
+        return (norm.rms_norm_add(x, residual, weight, rounding="gemma"),)
+
+    def alone(x, weight):
+        return (norm.rms_norm(x, weight),)
+
+    for rows, H in ((16384, 1024), (8192, 4096), (8192, 2560)):
+        yield operator("add_rms_norm", rows, H, norm.add_rms_norm, add, 8, 8, residual=BF16)
+    yield operator(
+        "add_rms_norm fp32 residual", 16384, 1024, ours_fp32, add_fp32, 12, 16, residual=FP32, weight=FP32
+    )
+    for rows, H in ((16384, 1024), (8192, 4096), (16384 * 16, 128)):
+        yield operator("rms_norm", rows, H, alone, lambda x, weight: (rms(x, weight),), 4, 6)
+    yield operator(
+        "rms_norm_add gemma", 8192, 2304, ours_after,
+        lambda x, residual, weight: (residual + rms(x, weight, gemma=True),), 6, 6, residual=BF16,
+    )  # fmt: skip
+    yield operator(
+        "add_layer_norm", 8192, 4096, norm.add_layer_norm, add_layer, 8, 8, residual=BF16, bias=True
+    )
+
+
+def ropes(make: Maker) -> Iterator[Operator]:
+    def half(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+
+    def operator(name: str, B: int, T: int, heads: int, key_heads: int, D: int, normalized: bool) -> Operator:
+        B, T = (2, 3) if make.tiny else (B, T)
+        angle = torch.rand(1, T, D // 2, device=make.device) * 6
+        angle = torch.cat((angle, angle), -1)
+        cos, sin = angle.cos().to(BF16), angle.sin().to(BF16)
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            leaves = {n: make.randn(g, B, T, count, D) for n, count in (("q", heads), ("k", key_heads))}
+            if normalized:
+                leaves |= {n: make.randn(g, D, mean=1.0) for n in ("q_weight", "k_weight")}
+            return leaves
+
+        def ours(q, k, **weights):
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            return rope.qk_norm_rope(q, k, cos, sin, **weights) if normalized else rope.rope(q, k, cos, sin)
+
+        def stock(q, k, q_weight=None, k_weight=None):
+            if normalized:
+                q, k = rms(q, q_weight), rms(k, k_weight)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            c, s = cos[:, None], sin[:, None]
+            return q * c + half(q) * s, k * c + half(k) * s
+
+        elements = B * T * (heads + key_heads) * D
+        label = f"{name} {B}x{T}x({heads}+{key_heads})x{D}"
+        return Operator(label, inputs, ours, stock, 4 * elements, (6 if normalized else 4) * elements)
+
+    yield operator("rope", 4, 4096, 16, 8, 128, False)
+    yield operator("rope", 2, 4096, 32, 8, 128, False)
+    yield operator("qk_norm_rope", 4, 4096, 16, 8, 128, True)
+    yield operator("qk_norm_rope", 2, 4096, 8, 4, 256, True)
+
+
+def gates(make: Maker) -> Iterator[Operator]:
+    functions = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu_erf": F.gelu}
+
+    def operator(rows: int, columns: int, activation: str, packed: bool = False) -> Operator:
+        rows, act = make.rows(rows), functions[activation]
+
+        def inputs(seed: int) -> dict[str, Tensor]:
+            g = make.generator(seed)
+            if packed:
+                return {"a": make.randn(g, rows, 2 * columns)}
+            return {name: make.randn(g, rows, columns) for name in "ab"}
+
+        def stock(a, b=None):
+            a, b = (a, b) if b is not None else a.chunk(2, -1)
+            return (act(a) * b,)
+
+        def ours(**leaves):
+            return (gated_file.gated(**leaves, activation=activation),)
+
+        label = f"gated {activation}{' packed' if packed else ''} {rows}x{columns}"
+        return Operator(label, inputs, ours, stock, 6 * rows * columns, 10 * rows * columns)
+
+    yield operator(16384, 3072, "silu")
+    yield operator(16384, 3072, "silu", packed=True)
+    yield operator(8192, 14336, "silu")
+    yield operator(8192, 9216, "gelu_tanh")
+    yield operator(8192, 9216, "gelu_erf")
+
+
+def operators(make: Maker) -> Iterator[Operator]:
+    yield from norms(make)
+    yield from ropes(make)
+    yield from gates(make)

@@ -1,0 +1,57 @@
+"""Other tile sizes for the launchers of the layer operators: what `layer_kernels --sweep` tries."""
+
+from collections.abc import Iterator
+from itertools import product
+from unittest import mock
+
+from benchmarks.layer_operators import Operator
+
+
+def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
+    """Other tiles for an operator's launcher: what to print, and the patches that bring it about."""
+    from logitless.kernels import gated_triton, norm_triton, qk_norm_rope_triton, rope_triton
+
+    patch = mock.patch.object
+    if operator.name.startswith("gated"):
+        for block, warps in product((512, 1024, 2048, 4096), (2, 4, 8)):
+            yield (
+                f"BLOCK {block} warps {warps}",
+                [patch(gated_triton, "BLOCK", block), patch(gated_triton, "WARPS", warps)],
+            )
+    elif "rope" in operator.name:
+        normalized = operator.name.startswith("qk") and direction == "backward"
+        tile = rope_triton.tile
+
+        def with_warps(warps):
+            return lambda *args: {**tile(*args), "num_warps": warps}
+
+        for warps, room, stages in product(
+            (1, 2, 4, 8), (8, 16, 24, 32) if normalized else (0,), (1, 2, 3) if normalized else (0,)
+        ):
+            patches = [
+                patch(module, "tile", with_warps(warps)) for module in (rope_triton, qk_norm_rope_triton)
+            ]
+            if normalized:
+                patches += [
+                    patch(qk_norm_rope_triton, "WARPS", room),
+                    patch(qk_norm_rope_triton, "STAGES", stages),
+                ]
+            yield f"warps {warps}" + (f" room {room} stages {stages}" if normalized else ""), patches
+    else:
+        columns = operator.inputs(0)["x"].shape[-1]
+        block = 1 << (columns - 1).bit_length()
+        rows = [r for r in (1, 2, 4, 8, 16, 32) if 1024 <= r * block <= max(4096, block)]
+        if direction == "forward":
+            for r, warps in product(rows, (1, 2, 4, 8, 16)):
+                tile = {"ROWS": r, "BLOCK": block, "num_warps": warps}
+                if 8 <= r * block / (32 * warps) <= 64:
+                    yield (
+                        f"rows {r} warps {warps}",
+                        [patch(norm_triton, "forward_tile", lambda _, t=tile: t)],
+                    )
+        else:
+            for r, warps, stages, programs in product(rows, (1, 2, 4, 8, 16), (1, 2, 3), (1, 2, 4, 8, 16)):
+                tile = {"ROWS": r, "BLOCK": block, "num_warps": warps, "STAGES": stages}
+                if 8 <= r * block / (32 * warps) <= 32 and 8 <= warps * programs <= 32:
+                    label = f"rows {r} warps {warps} stages {stages} programs {programs}"
+                    yield label, [patch(norm_triton, "backward_tile", lambda _, t=tile, p=programs: (t, p))]

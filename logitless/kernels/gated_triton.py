@@ -1,0 +1,127 @@
+"""Triton kernels of `gated.py`: each tensor is read or written once.
+
+A program takes one block of one row: the halves of a packed tensor are two pointers with a row
+stride, and whole tensors are one long row. Blocks lie along the grid's first dimension, the only
+one that may be long.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.kernels.operands import as_rows, widest
+
+BLOCK, WARPS = 1024, 4
+KINDS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
+SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
+
+
+@triton.jit
+def activate(a, KIND: tl.constexpr):
+    """act(a) and act'(a), of which a kernel that needs but one computes but one."""
+    if KIND == SILU:
+        s = tl.sigmoid(a)
+        act = a * s
+        slope = s * (1.0 + a * (1.0 - s))
+    elif KIND == GELU_TANH:
+        # 2 sqrt(2/pi), and that times 0.044715 and 3 * 0.044715
+        s = tl.sigmoid(a * (1.5957691216057308 + 0.07135481282553 * a * a))
+        act = a * s
+        slope = s + act * (1.0 - s) * (1.5957691216057308 + 0.21406443847660 * a * a)
+    else:
+        cdf = 0.5 + 0.5 * tl.erf(0.7071067811865476 * a)
+        act = a * cdf
+        slope = cdf + a * 0.3989422804014327 * tl.exp(-0.5 * a * a)
+    return act, slope
+
+
+@triton.jit
+def gated_kernel(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    a_stride,
+    b_stride,
+    columns,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < columns
+    a = tl.load(a_ptr + row * a_stride + col, mask=mask, other=0.0)
+    b = tl.load(b_ptr + row * b_stride + col, mask=mask, other=0.0)
+    act, _ = activate(a.to(tl.float32), KIND)
+    out = act.to(a.dtype).to(tl.float32) * b.to(tl.float32)
+    tl.store(out_ptr + row * columns + col, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_backward_kernel(
+    d_out_ptr,
+    a_ptr,
+    b_ptr,
+    d_a_ptr,
+    d_b_ptr,
+    d_out_stride,
+    a_stride,
+    b_stride,
+    d_stride,
+    columns,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < columns
+    g = tl.load(d_out_ptr + row * d_out_stride + col, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + row * a_stride + col, mask=mask, other=0.0)
+    b = tl.load(b_ptr + row * b_stride + col, mask=mask, other=0.0).to(tl.float32)
+    act, slope = activate(a.to(tl.float32), KIND)
+    d_b = g * act.to(a.dtype).to(tl.float32)
+    tl.store(d_a_ptr + row * d_stride + col, (g * b * slope).to(d_a_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_b_ptr + row * d_stride + col, d_b.to(d_b_ptr.dtype.element_ty), mask=mask)
+
+
+def _walk(*tensors: Tensor) -> tuple[int, int]:
+    """Rows and columns: one long row where every tensor is contiguous, so that no block is partly filled."""
+    columns, elements = tensors[0].shape[-1], tensors[0].numel()
+    return (1, elements) if all(x.is_contiguous() for x in tensors) else (elements // columns, columns)
+
+
+def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
+    out = torch.empty_like(a, dtype=widest(a, b), memory_format=torch.contiguous_format)
+    rows, columns = _walk(a, b)
+    (a, a_stride), (b, b_stride) = as_rows(a), as_rows(b)
+    gated_kernel[(rows * triton.cdiv(columns, BLOCK),)](
+        a, b, out, a_stride, b_stride, columns, KIND=KINDS[activation], BLOCK=BLOCK, num_warps=WARPS
+    )
+    return out
+
+
+def backward(d_out: Tensor, a: Tensor, b: Tensor, activation: str, out: tuple[Tensor, Tensor] | None):
+    """d_a and d_b, written into `out`, two halves of one tensor, where it is given."""
+    if out is None:
+        out = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (a, b))
+    rows, columns = _walk(d_out, a, b, *out)
+    (d_out, d_out_stride), (a, a_stride), (b, b_stride) = as_rows(d_out), as_rows(a), as_rows(b)
+    d_a, d_stride = as_rows(out[0])
+    gated_backward_kernel[(rows * triton.cdiv(columns, BLOCK),)](
+        d_out,
+        a,
+        b,
+        d_a,
+        as_rows(out[1])[0],
+        d_out_stride,
+        a_stride,
+        b_stride,
+        d_stride,
+        columns,
+        KIND=KINDS[activation],
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return out

@@ -1,0 +1,289 @@
+"""RMSNorm and LayerNorm, alone or in one pass with the residual addition before or after them.
+
+    rms_norm        y = n(x)
+    add_rms_norm    h = residual + multiplier * x,  y = n(h)     between two blocks; h is the residual stream
+    rms_norm_add    y = residual + n(x)                          after a block (Gemma 2 and 3, OLMo 2)
+
+with n(h) = h / sqrt(mean(h^2) + eps) * weight. LayerNorm subtracts the mean first and adds a bias.
+
+With z the normalized row, g = d_y * weight and s = 1 / sqrt(mean(h^2) + eps):
+
+    d_h = s (g - z mean(g z)), LayerNorm: - s mean(g)            d_weight = sum over rows of d_y z
+
+Everything inside is fp32. Results are rounded as the models do it, which `rounding` tells:
+
+    llama    z is rounded to h's dtype, then multiplied by weight: the result has the wider dtype of the two
+    single   z * weight is rounded once, to h's dtype (OLMo 2, gpt-oss)
+    gemma    z * (1 + weight) is rounded once, to h's dtype
+
+Saved for the backward pass are h (x where nothing is added) and one or two fp32 numbers a row.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from logitless.kernels.operands import (
+    all_triton,
+    check_choice,
+    check_device,
+    check_floating,
+    check_vector,
+    on_device,
+    widest,
+)
+
+ROUNDINGS = ("llama", "single", "gemma")
+# A row lies in one program's registers. Wider ones take the twin, on any device.
+MAX_COLUMNS = 32768
+
+
+class Form(NamedTuple):
+    """Which normalization: everything that is not a tensor."""
+
+    eps: float
+    rounding: str
+    out_dtype: torch.dtype | None = None  # of y, if it is not to be that of the model
+    multiplier: float = 1.0
+    added: str | None = None  # the residual: "before" or "after" the norm, or there is none
+    center: bool = False  # LayerNorm
+
+    def y_dtype(self, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> torch.dtype:
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return widest(x, residual, weight if self.rounding == "llama" else None)
+
+
+class Wanted(NamedTuple):
+    """Dtypes of the gradients that the backward pass is to compute; None for one that nobody needs."""
+
+    x: torch.dtype
+    residual: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+
+
+def rms_norm(
+    x: Tensor,  # (..., H)
+    weight: Tensor | None = None,  # (H,)
+    *,
+    eps: float = 1e-6,
+    rounding: str = "llama",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Root-mean-square normalization of the last dimension, `x / sqrt(mean(x^2) + eps) * weight`.
+
+    Args:
+        x: `(..., H)`, any floating-point dtype.
+        weight: `(H,)` or None; its dtype may differ from x's.
+        eps: added to the mean square.
+        rounding: "llama" (round, times weight), "single" (round once) or "gemma" (1 + weight, round once).
+        out_dtype: dtype of the result; None means x's dtype, with "llama" the wider of x's and weight's.
+
+    Returns:
+        The normalized tensor, of x's shape. Differentiable once in x and weight.
+
+    Raises:
+        ValueError: an unknown rounding, or a shape or device that does not match.
+        TypeError: an operand that is not a floating-point tensor.
+
+    Reference: Zhang and Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467.
+    """
+    return _normalize(x, None, weight, None, Form(eps, rounding, out_dtype))
+
+
+def add_rms_norm(
+    x: Tensor,  # (..., H)
+    residual: Tensor,  # (..., H)
+    weight: Tensor | None = None,  # (H,)
+    *,
+    eps: float = 1e-6,
+    rounding: str = "llama",
+    multiplier: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual addition and the RMSNorm after it: `h = residual + multiplier * x`, `y = rms_norm(h)`.
+
+    Args:
+        x: `(..., H)`, what a block returned.
+        residual: `(..., H)`, the residual stream before that block; may be wider than x.
+        weight, eps, rounding, out_dtype: as in `rms_norm`, with h in x's place.
+        multiplier: factor of x (Granite's residual multiplier).
+
+    Returns:
+        `(y, h)`. h has the wider dtype of x and residual, and is rounded to it before it is normalized.
+    """
+    return _normalize(x, residual, weight, None, Form(eps, rounding, out_dtype, multiplier, "before"))
+
+
+def rms_norm_add(
+    x: Tensor,  # (..., H)
+    residual: Tensor,  # (..., H)
+    weight: Tensor | None = None,  # (H,)
+    *,
+    eps: float = 1e-6,
+    rounding: str = "llama",
+) -> Tensor:
+    """RMSNorm of what a block returned, added to the residual stream: `residual + rms_norm(x)`.
+
+    Arguments as in `add_rms_norm`. The sum is rounded once, to the wider dtype of residual and `rms_norm(x)`.
+    """
+    return _normalize(x, residual, weight, None, Form(eps, rounding, added="after"))
+
+
+def layer_norm(
+    x: Tensor,  # (..., H)
+    weight: Tensor | None = None,  # (H,)
+    bias: Tensor | None = None,  # (H,)
+    *,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Layer normalization of the last dimension, `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`.
+
+    Arguments as in `rms_norm`; the result has x's dtype unless `out_dtype` says otherwise.
+
+    Reference: Ba, Kiros and Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450.
+    """
+    return _normalize(x, None, weight, bias, Form(eps, "single", out_dtype, center=True))
+
+
+def add_layer_norm(
+    x: Tensor,  # (..., H)
+    residual: Tensor,  # (..., H)
+    weight: Tensor | None = None,  # (H,)
+    bias: Tensor | None = None,  # (H,)
+    *,
+    eps: float = 1e-5,
+    multiplier: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual addition and the LayerNorm after it: `h = residual + multiplier * x`, `y = layer_norm(h)`.
+
+    Arguments and result `(y, h)` as in `add_rms_norm`.
+    """
+    return _normalize(x, residual, weight, bias, Form(eps, "single", out_dtype, multiplier, "before", True))
+
+
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
+) -> None:
+    # Messages are built only when they are needed: this runs twice a decoder layer.
+    check_choice("rounding", form.rounding, ROUNDINGS)
+    check_floating(x=x)
+    check_floating(optional=form.added is None, residual=residual)
+    check_floating(optional=True, weight=weight, bias=bias)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(
+            f"x: expected shape (..., H), H at least 1, got {tuple(x.shape)}; pass hidden states."
+        )
+    if residual is not None and residual.shape != x.shape:
+        shapes = f"expected x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
+        raise ValueError(f"residual: {shapes}; pass the residual stream that x is added to.")
+    check_vector(x.shape[-1], weight=weight, bias=bias)
+    check_device(x.device, "x", residual=residual, weight=weight, bias=bias)
+
+
+def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form):
+    """y, or (y, h) where h is a sum."""
+    _check(x, residual, weight, bias, form)
+    if torch.compiler.is_compiling():
+        # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
+        y, h, *_ = _forward_twin(x, residual, weight, bias, form)
+        return (y, h) if form.added == "before" else y
+    return _Norm.apply(x, residual, weight, bias, form)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, form):
+        ctx.set_materialize_grads(False)
+        if _runs_triton(x, residual, weight, bias):
+            from logitless.kernels import norm_triton
+
+            with on_device(x):
+                y, h, mean, rstd = norm_triton.forward(x, residual, weight, bias, form)
+        else:
+            y, h, mean, rstd = _forward_twin(x, residual, weight, bias, form)
+        ctx.save_for_backward(h, weight, mean, rstd)
+        ctx.form = form
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
+        return (y, h) if form.added == "before" else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_y, d_h=None):
+        form = ctx.form
+        x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        if d_y is None:
+            if d_h is None:
+                return None, None, None, None, None
+            # Of the two results only the sum was used.
+            return (form.multiplier * d_h).to(x_dtype), d_h.to(residual_dtype), None, None, None
+        h, weight, mean, rstd = ctx.saved_tensors
+        wanted = Wanted(
+            x_dtype,
+            residual_dtype if form.added == "before" else None,
+            weight_dtype if ctx.needs_input_grad[2] else None,
+            bias_dtype if ctx.needs_input_grad[3] else None,
+        )
+        if _runs_triton(h, d_y, d_h, weight):
+            from logitless.kernels import norm_triton
+
+            backward = norm_triton.backward
+        else:
+            backward = _backward_twin
+        d_x, d_residual, d_weight, d_bias = backward(d_y, d_h, h, weight, mean, rstd, form, wanted)
+        if form.added == "after":
+            d_residual = d_y.to(residual_dtype)
+        return d_x, d_residual, d_weight, d_bias, None
+
+
+def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
+    return all_triton(x, *others) and x.shape[-1] <= MAX_COLUMNS
+
+
+def _forward_twin(x, residual, weight, bias, form: Form):
+    """y, h, and each row's mean (or None) and 1 / root mean square. Autograd can differentiate it."""
+    wide = torch.promote_types(widest(x, residual, weight, bias), torch.float32)
+    h = x
+    if form.added == "before":
+        h = residual.to(wide) + form.multiplier * x.to(wide)
+        h = h.to(torch.promote_types(x.dtype, residual.dtype))
+    z, mean = h.to(wide), None
+    if form.center:
+        mean = z.mean(-1, keepdim=True)
+        z = z - mean
+    rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + form.eps)
+    y = z * rstd
+    if weight is not None:
+        if form.rounding == "llama":
+            y = y.to(h.dtype)
+        y = y.to(wide) * (weight.to(wide) + 1 if form.rounding == "gemma" else weight.to(wide))
+    if bias is not None:
+        y = y + bias.to(wide)
+    if form.added == "after":
+        y = residual.to(wide) + y
+    return y.to(form.y_dtype(x, residual, weight)), h, mean, rstd
+
+
+def _backward_twin(d_y, d_h, h, weight, mean, rstd, form: Form, wanted: Wanted):
+    """Gradients of x, residual, weight and bias."""
+    wide = rstd.dtype
+    g = d_y.to(wide)
+    z = (h.to(wide) - mean if form.center else h.to(wide)) * rstd
+    rows = tuple(range(g.dim() - 1))
+    d_bias = g.sum(rows).to(wanted.bias) if wanted.bias else None
+    d_weight = (g * z).sum(rows).to(wanted.weight) if wanted.weight else None
+    if weight is not None:
+        g = g * (weight.to(wide) + 1 if form.rounding == "gemma" else weight.to(wide))
+    d = g - z * (g * z).mean(-1, keepdim=True)
+    if form.center:
+        d = d - g.mean(-1, keepdim=True)
+    d = d * rstd
+    if d_h is not None:
+        d = d + d_h
+    d_x = (form.multiplier * d).to(wanted.x)
+    return d_x, d.to(wanted.residual) if wanted.residual else None, d_weight, d_bias

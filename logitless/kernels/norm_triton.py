@@ -1,0 +1,269 @@
+"""Triton kernels of `norm.py`: each tensor is read or written once, with its rows in registers in between.
+
+Both are bound by memory traffic. A program takes ROWS whole rows at a time: several where rows are
+short, so that enough loads are under way, and with so few warps that the sum over a row seldom has
+to cross them.
+
+The backward pass starts a few programs a multiprocessor. Each walks over many rows and keeps its
+share of d_weight in registers; `column_sum_kernel` adds the shares, in a fixed order: every run
+gives the same bits.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.kernels.operands import as_rows, multiprocessors, widest
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_kernel(
+    x_ptr,
+    residual_ptr,  # or None
+    weight_ptr,  # or None
+    bias_ptr,  # or None
+    h_ptr,  # written where a residual is added before; else None
+    y_ptr,
+    mean_ptr,  # written by LayerNorm; else None
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    columns,
+    multiplier,
+    eps,
+    ROUND: tl.constexpr,
+    GEMMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (col < columns)
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty if h_ptr is None else h_ptr.dtype.element_ty
+    h = x.to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + col, mask=mask, other=0.0).to(tl.float32)
+    if h_ptr is not None:
+        rounded = (residual + multiplier * h).to(dtype)
+        tl.store(h_ptr + row * columns + col, rounded, mask=mask)
+        h = rounded.to(tl.float32)
+    if mean_ptr is not None:
+        mean = tl.sum(h, 1, keep_dims=True) / columns
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        h = tl.where(mask, h - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / columns + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    y = h * rstd
+    if weight_ptr is not None:
+        if ROUND:
+            y = y.to(dtype).to(tl.float32)
+        weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
+        y *= weight + 1.0 if GEMMA else weight
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
+    if residual_ptr is not None and h_ptr is None:
+        y += residual
+    tl.store(y_ptr + row * columns + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_backward_kernel(
+    d_y_ptr,
+    d_h_ptr,  # or None
+    h_ptr,
+    weight_ptr,  # or None
+    mean_ptr,  # LayerNorm's; else None
+    rstd_ptr,
+    d_x_ptr,  # or None, where d_sum serves x as well
+    d_sum_ptr,  # gradient of h: the residual's, or x's where nothing was added or both are the same
+    shares_ptr,  # (programs, D_WEIGHT + D_BIAS, columns) fp32, or None
+    d_y_stride,
+    d_h_stride,
+    h_stride,
+    rows,
+    columns,
+    multiplier,
+    GEMMA: tl.constexpr,
+    D_WEIGHT: tl.constexpr,
+    D_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    lane = tl.arange(0, ROWS).to(tl.int64)
+    col = tl.arange(0, BLOCK)[None, :]
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
+        if GEMMA:
+            weight += 1.0
+    if D_WEIGHT:
+        d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    if D_BIAS:
+        d_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        each = block * ROWS + lane
+        row = each[:, None]
+        mask = (row < rows) & (col < columns)
+        # Beyond the mask g is 0, so that whatever z holds there counts nothing.
+        g = tl.load(d_y_ptr + row * d_y_stride + col, mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(h_ptr + row * h_stride + col, mask=mask, other=0.0).to(tl.float32)
+        if d_h_ptr is not None:
+            d_h = tl.load(d_h_ptr + row * d_h_stride + col, mask=mask, other=0.0)
+        rstd = tl.load(rstd_ptr + each, mask=each < rows, other=0.0)[:, None]
+        if mean_ptr is not None:
+            z -= tl.load(mean_ptr + each, mask=each < rows, other=0.0)[:, None]
+        z *= rstd
+        if D_BIAS:
+            d_bias += g
+        if D_WEIGHT:
+            d_weight += g * z
+        if weight_ptr is not None:
+            g *= weight
+        d = g - z * (tl.sum(g * z, 1, keep_dims=True) / columns)
+        if mean_ptr is not None:
+            d -= tl.sum(g, 1, keep_dims=True) / columns
+        d *= rstd
+        if d_h_ptr is not None:
+            d += d_h.to(tl.float32)
+        tl.store(d_sum_ptr + row * columns + col, d.to(d_sum_ptr.dtype.element_ty), mask=mask)
+        if d_x_ptr is not None:
+            tl.store(d_x_ptr + row * columns + col, (multiplier * d).to(d_x_ptr.dtype.element_ty), mask=mask)
+    cols = tl.arange(0, BLOCK)
+    share = program.to(tl.int64) * (D_WEIGHT + D_BIAS) * columns + cols
+    if D_WEIGHT:
+        tl.store(shares_ptr + share, tl.sum(d_weight, 0), mask=cols < columns)
+    if D_BIAS:
+        tl.store(shares_ptr + share + D_WEIGHT * columns, tl.sum(d_bias, 0), mask=cols < columns)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def column_sum_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        total += tl.load(
+            x_ptr + row * columns + col[None, :], mask=(row < rows) & (col < columns)[None, :], other=0.0
+        )
+    tl.store(out_ptr + col, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=col < columns)
+
+
+# Narrow blocks make many programs, tall ones few turns: 1,000 shares of 1,024 columns, 64 programs, 4 turns.
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 256, 16, 8
+
+
+def column_sum(shares: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of fp32 `shares` (programs, ...) over the programs, in a fixed order, flat and in `dtype`."""
+    programs = shares.shape[0]
+    columns = shares.numel() // programs
+    out = shares.new_empty(columns, dtype=dtype)
+    column_sum_kernel[(triton.cdiv(columns, SUM_COLUMNS),)](
+        shares, out, programs, columns, ROWS=SUM_ROWS, BLOCK=SUM_COLUMNS, num_warps=SUM_WARPS
+    )
+    return out
+
+
+@functools.cache
+def forward_tile(columns: int) -> dict[str, int]:
+    """Rows and columns of a program, and its warps: 32 numbers a thread, up to 1,024 columns in one warp."""
+    block = triton.next_power_of_2(columns)
+    return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": min(max(1, block // 1024), 16)}
+
+
+@functools.cache
+def backward_tile(columns: int) -> tuple[dict[str, int], int]:
+    """Half as many numbers a thread, as more tensors are alive; and the programs of a multiprocessor."""
+    block = triton.next_power_of_2(columns)
+    warps = min(max(2, block // 512), 16)
+    tile = {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": warps, "STAGES": 1}
+    return tile, max(1, min(8, 16 // warps))
+
+
+def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # `torch.empty` with a shape, a dtype and a device costs the host five times as much.
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form):
+    """y, h, and the mean (None without centring) and 1 / root mean square of each row."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    x_rows, x_stride = as_rows(x)
+    residual_rows, residual_stride = (None, 0) if residual is None else as_rows(residual)
+    h, h_out = x, None
+    if form.added == "before":
+        h = h_out = _new(x, widest(x, residual))
+    y = _new(x, form.y_dtype(x, residual, weight))
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if form.center else None
+    tile = forward_tile(columns)
+    norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        x_rows,
+        residual_rows,
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        h_out,
+        y,
+        mean,
+        rstd,
+        x_stride,
+        residual_stride,
+        rows,
+        columns,
+        float(form.multiplier),
+        float(form.eps),
+        ROUND=form.rounding == "llama",
+        GEMMA=form.rounding == "gemma",
+        **tile,
+    )
+    return y, h, mean, rstd
+
+
+def backward(
+    d_y: Tensor, d_h: Tensor | None, h: Tensor, weight: Tensor | None, mean, rstd: Tensor, form, wanted
+):
+    """Gradients of x, residual, weight and bias; the first two are one tensor where they are equal."""
+    columns = h.shape[-1]
+    rows = h.numel() // columns
+    (d_y_rows, d_y_stride), (h_rows, h_stride) = as_rows(d_y), as_rows(h)
+    d_h_rows, d_h_stride = (None, 0) if d_h is None else as_rows(d_h)
+    d_sum, d_x = _new(h, wanted.residual or wanted.x), None
+    if d_sum.dtype != wanted.x or form.multiplier != 1.0:
+        d_x = _new(h, wanted.x)
+    tile, programs = backward_tile(columns)
+    programs = min(triton.cdiv(rows, tile["ROWS"]), programs * multiprocessors(h.device))
+    vectors = [dtype for dtype in (wanted.weight, wanted.bias) if dtype]
+    shares = h.new_empty((programs, len(vectors), columns), dtype=torch.float32) if vectors else None
+    norm_backward_kernel[(programs,)](
+        d_y_rows,
+        d_h_rows,
+        h_rows,
+        None if weight is None else weight.contiguous(),
+        mean,
+        rstd,
+        d_x,
+        d_sum,
+        shares,
+        d_y_stride,
+        d_h_stride,
+        h_stride,
+        rows,
+        columns,
+        float(form.multiplier),
+        GEMMA=form.rounding == "gemma",
+        D_WEIGHT=wanted.weight is not None,
+        D_BIAS=wanted.bias is not None,
+        **tile,
+    )
+    d_weight = d_bias = None
+    if vectors:
+        summed = column_sum(shares, vectors[0])
+        d_weight = None if wanted.weight is None else summed[:columns] if wanted.bias else summed
+        d_bias = summed[-columns:].to(wanted.bias) if wanted.bias else None
+    return d_sum if d_x is None else d_x, d_sum if wanted.residual else None, d_weight, d_bias

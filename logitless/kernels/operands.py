@@ -1,0 +1,92 @@
+"""What the layer operators (norm, rope, gated) ask of their operands, and how their kernels see them."""
+
+import contextlib
+import functools
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TRITON_DTYPES, uses_triton
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        valid = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: expected one of {valid}, got {value!r}; pick one of these.")
+
+
+def check_floating(*, optional: bool = False, **operands: Tensor | None) -> None:
+    for name, x in operands.items():
+        if not (isinstance(x, Tensor) and x.is_floating_point()) and not (optional and x is None):
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name}: expected a floating-point tensor, got {got}; pass {name} as one.")
+
+
+def check_device(device: torch.device, owner: str, **operands: Tensor | None) -> None:
+    for name, x in operands.items():
+        if x is not None and x.device != device:
+            raise ValueError(
+                f"{name}: expected {owner}'s device {device}, got {x.device}; move {name} there."
+            )
+
+
+def check_vector(size: int, **operands: Tensor | None) -> None:
+    for name, x in operands.items():
+        if x is not None and tuple(x.shape) != (size,):
+            raise ValueError(
+                f"{name}: expected shape ({size},), one entry per column, got {tuple(x.shape)}; "
+                f"pass the {name} of this norm."
+            )
+
+
+def widest(x: Tensor, *others: Tensor | None) -> torch.dtype:
+    """The dtype that torch promotes these operands to."""
+    dtype = x.dtype
+    for other in others:
+        if other is not None and other.dtype != dtype:
+            dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
+def all_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take these operands of one device. Without elements nothing is launched."""
+    if not uses_triton(x.device, x.dtype) or x.numel() == 0:
+        return False
+    return all(t is None or t.dtype in TRITON_DTYPES for t in others)
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """`x` (..., H), copied if it must be, and the stride between the rows of its (N, H) view."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = x.reshape(-1, x.shape[-1])
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return x, x.stride(0)
+
+
+_HERE = contextlib.nullcontext()
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes x's GPU the current one: Triton launches there, whatever GPU its pointers belong to.
+
+    They differ where the layers of one model lie on several GPUs.
+    """
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    if x.device.type == "xpu" and x.device.index != torch.xpu.current_device():
+        return torch.xpu.device(x.device)
+    return _HERE
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many of them the device has. A kernel that sums over rows starts a few programs on each."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    if device.type == "xpu":
+        return torch.xpu.get_device_properties(device).gpu_subslice_count
+    # Triton's interpreter runs one program after the other; two make the sum over programs worth its test.
+    return 2

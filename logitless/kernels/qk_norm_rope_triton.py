@@ -1,0 +1,245 @@
+"""Triton kernel of `qk_norm_rope`'s backward pass: the gradients turned back, then through the norm of
+each head.
+
+    with x a head, s = 1 / sqrt(mean(x^2) + eps), z = s x and g = weight * (gradient turned back):
+
+    d_x = s (g - z mean(g z))        d_weight = sum over tokens and heads of (gradient turned back) * z
+
+A few programs a multiprocessor walk over many tokens each and keep their shares of both weights'
+gradients in registers; `column_sum` adds the shares in a fixed order. s is computed again: a head
+is in registers anyway.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from logitless.kernels.norm_triton import column_sum
+from logitless.kernels.operands import multiprocessors
+from logitless.kernels.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
+
+# Warps that a multiprocessor has room for, and how many turns ahead a program loads.
+WARPS, STAGES = 16, 1
+
+
+@triton.jit
+def heads_backward(
+    d_out_ptr,
+    x_ptr,
+    weight_ptr,
+    d_x_ptr,
+    d_out_row,
+    x_row,
+    d_x_row,
+    d_out_stride,
+    x_stride,
+    d_x_stride,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    share_a,
+    share_b,
+    eps,
+    COUNT: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GEMMA: tl.constexpr,
+):
+    """One token's heads of q or of k. Returns this program's share of the weight's gradient."""
+    if weight_ptr is not None:
+        row = tl.zeros([1, 1], tl.int64)
+        weight_a, weight_b = load_pairs(weight_ptr, row, row == 0, D, R, HALF, INTERLEAVED)
+        if GEMMA:
+            weight_a += 1.0
+            weight_b += 1.0
+    for start in tl.static_range(0, COUNT, HEADS):
+        head = start + tl.arange(0, HEADS)[:, None].to(tl.int64)
+        mask = head < COUNT
+        g_a, g_b = load_pairs(d_out_ptr, d_out_row + head * d_out_stride, mask, D, R, HALF, INTERLEAVED)
+        z_a, z_b = load_pairs(x_ptr, x_row + head * x_stride, mask, D, R, HALF, INTERLEAVED)
+        rstd = tl.rsqrt(tl.sum(z_a * z_a + z_b * z_b, 1, keep_dims=True) / D + eps)
+        g_a, g_b = turn(g_a, g_b, cos_a, cos_b, sin_a, sin_b, D, R, HALF, True)
+        z_a *= rstd
+        z_b *= rstd
+        share_a += g_a * z_a
+        share_b += g_b * z_b
+        if weight_ptr is not None:
+            g_a *= weight_a
+            g_b *= weight_b
+        mean = tl.sum(g_a * z_a + g_b * z_b, 1, keep_dims=True) / D
+        d_a = rstd * (g_a - z_a * mean)
+        d_b = rstd * (g_b - z_b * mean)
+        store_pairs(d_x_ptr, d_x_row + head * d_x_stride, mask, d_a, d_b, D, R, HALF, INTERLEAVED)
+    return share_a, share_b
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def norm_rope_backward_kernel(
+    d_q_out_ptr,  # or None
+    d_k_out_ptr,  # or None
+    q_ptr,
+    k_ptr,
+    q_weight_ptr,  # or None
+    k_weight_ptr,  # or None
+    d_q_ptr,
+    d_k_ptr,
+    shares_ptr,  # (programs, 2, D) fp32, or None
+    cos_ptr,
+    sin_ptr,
+    d_q_out_batch_stride,
+    d_q_out_stride,
+    d_q_out_token_stride,
+    d_k_out_batch_stride,
+    d_k_out_stride,
+    d_k_out_token_stride,
+    q_batch_stride,
+    q_stride,
+    q_token_stride,
+    k_batch_stride,
+    k_stride,
+    k_token_stride,
+    d_q_batch_stride,
+    d_q_stride,
+    d_q_token_stride,
+    d_k_batch_stride,
+    d_k_stride,
+    d_k_token_stride,
+    angle_batch_stride,
+    angle_token_stride,
+    tokens,  # B * T
+    length,  # T
+    eps,
+    Q_COUNT: tl.constexpr,
+    K_COUNT: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PER_PAIR: tl.constexpr,
+    GEMMA: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    zero = tl.full((), 0, tl.int64)
+    q_share_a = tl.zeros([Q_HEADS, HALF], tl.float32)
+    q_share_b = tl.zeros([Q_HEADS, HALF], tl.float32)
+    k_share_a = tl.zeros([K_HEADS, HALF], tl.float32)
+    k_share_b = tl.zeros([K_HEADS, HALF], tl.float32)
+    for token in tl.range(program, tokens, tl.num_programs(0), num_stages=STAGES):
+        batch = zero + token // length
+        position = zero + token % length
+        angle = batch * angle_batch_stride + position * angle_token_stride
+        cos_a, cos_b = load_angles(cos_ptr, angle, 1.0, R, HALF, INTERLEAVED, PER_PAIR)
+        sin_a, sin_b = load_angles(sin_ptr, angle, 0.0, R, HALF, INTERLEAVED, PER_PAIR)
+        if d_q_out_ptr is not None:
+            q_share_a, q_share_b = heads_backward(
+                d_q_out_ptr,
+                q_ptr,
+                q_weight_ptr,
+                d_q_ptr,
+                batch * d_q_out_batch_stride + position * d_q_out_token_stride,
+                batch * q_batch_stride + position * q_token_stride,
+                batch * d_q_batch_stride + position * d_q_token_stride,
+                d_q_out_stride,
+                q_stride,
+                d_q_stride,
+                cos_a,
+                cos_b,
+                sin_a,
+                sin_b,
+                q_share_a,
+                q_share_b,
+                eps,
+                Q_COUNT,
+                Q_HEADS,
+                D,
+                R,
+                HALF,
+                INTERLEAVED,
+                GEMMA,
+            )
+        if d_k_out_ptr is not None:
+            k_share_a, k_share_b = heads_backward(
+                d_k_out_ptr,
+                k_ptr,
+                k_weight_ptr,
+                d_k_ptr,
+                batch * d_k_out_batch_stride + position * d_k_out_token_stride,
+                batch * k_batch_stride + position * k_token_stride,
+                batch * d_k_batch_stride + position * d_k_token_stride,
+                d_k_out_stride,
+                k_stride,
+                d_k_stride,
+                cos_a,
+                cos_b,
+                sin_a,
+                sin_b,
+                k_share_a,
+                k_share_b,
+                eps,
+                K_COUNT,
+                K_HEADS,
+                D,
+                R,
+                HALF,
+                INTERLEAVED,
+                GEMMA,
+            )
+    if shares_ptr is not None:
+        row = tl.zeros([1, 1], tl.int64) + program.to(tl.int64) * 2 * D
+        q_share_a = tl.sum(q_share_a, 0, keep_dims=True)
+        q_share_b = tl.sum(q_share_b, 0, keep_dims=True)
+        store_pairs(shares_ptr, row, row >= 0, q_share_a, q_share_b, D, R, HALF, INTERLEAVED)
+        k_share_a = tl.sum(k_share_a, 0, keep_dims=True)
+        k_share_b = tl.sum(k_share_b, 0, keep_dims=True)
+        store_pairs(shares_ptr, row + D, row >= 0, k_share_a, k_share_b, D, R, HALF, INTERLEAVED)
+
+
+def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted: tuple[bool, bool]):
+    """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
+    B, q_count, T, D = q.shape
+    d_q, d_k = None if d_q_out is None else like(q), None if d_k_out is None else like(k)
+    shape = tile(q_count, k.shape[1], D, form)
+    programs = min(B * T, max(1, WARPS // shape["num_warps"]) * multiprocessors(q.device))
+    shares = q.new_empty((programs, 2 * D), dtype=torch.float32) if any(wanted) else None
+    (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)
+    (q, q_strides), (k, k_strides) = seen(q), seen(k)
+    cos, sin, angle_strides = angles(cos, sin)
+    norm_rope_backward_kernel[(programs,)](
+        d_q_out,
+        d_k_out,
+        q,
+        k,
+        None if q_weight is None else q_weight.contiguous(),
+        None if k_weight is None else k_weight.contiguous(),
+        d_q,
+        d_k,
+        shares,
+        cos,
+        sin,
+        *d_q_out_strides,
+        *d_k_out_strides,
+        *q_strides,
+        *k_strides,
+        *seen(d_q)[1],
+        *seen(d_k)[1],
+        *angle_strides,
+        B * T,
+        T,
+        form.eps,
+        PER_PAIR=cos.shape[-1] != form.rotary_dim,
+        STAGES=STAGES,
+        **shape,
+    )
+    d_q_weight = d_k_weight = None
+    if shares is not None:
+        summed = column_sum(shares, (q_weight if wanted[0] else k_weight).dtype)
+        d_q_weight = summed[:D] if wanted[0] and d_q is not None else None
+        d_k_weight = summed[D:].to(k_weight.dtype) if wanted[1] and d_k is not None else None
+    return d_q, d_k, d_q_weight, d_k_weight

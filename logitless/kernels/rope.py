@@ -1,0 +1,257 @@
+"""Rotary position embedding of queries and keys, alone or in one pass with their RMSNorm before it.
+
+    rope            rotate(q), rotate(k)
+    qk_norm_rope    rotate(rms_norm(q)), rotate(rms_norm(k))          Qwen 3, Gemma 3
+
+The first R numbers of a head (R = rotary_dim, by default all) are R/2 pairs (a, b), each turned by
+an angle of its token; the rest stays as it is:
+
+    a' = a cos - b sin     b' = b cos + a sin          d_a = d_a' cos + d_b' sin     d_b = d_b' cos - d_a' sin
+
+A pair is a number of each half (i and i + R/2, as in Llama) or two neighbours (2i and 2i + 1:
+`interleaved`, as in Cohere and GLM). Everything inside is fp32 and rounded once, at the end, to the
+dtype of q and of k.
+
+Queries and keys are `(B, heads, T, D)` of any strides: a view of `(B, T, heads * D)` is read where
+it lies, and the kernels' results and gradients lie in memory in that order as well.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from logitless.kernels.norm import ROUNDINGS
+from logitless.kernels.operands import (
+    all_triton,
+    check_choice,
+    check_device,
+    check_floating,
+    check_vector,
+    on_device,
+    widest,
+)
+
+
+class Form(NamedTuple):
+    """Which rotation, and which norm before it: everything that is not a tensor."""
+
+    rotary_dim: int
+    interleaved: bool
+    normalized: bool = False
+    eps: float = 0.0
+    gemma: bool = False  # the norm multiplies by 1 + weight
+
+
+def rope(
+    q: Tensor,  # (B, heads, T, D)
+    k: Tensor | None,  # (B, key heads, T, D)
+    cos: Tensor,  # (B or 1, T, R) or (T, R)
+    sin: Tensor,
+    *,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotary position embedding of queries and keys, out of place.
+
+    Args:
+        q: `(B, heads, T, D)`, of any strides.
+        k: `(B, key heads, T, D)`, or None.
+        cos, sin: `(B, T, R)`, `(1, T, R)` or `(T, R)`, one for each rotated number, as the models'
+            rotary embeddings return them; or R/2 wide, one for each pair, which `rotary_dim` has to tell.
+        rotary_dim: R, how many numbers of a head are rotated; None means the width of cos.
+        interleaved: whether a pair is two neighbours rather than a number of each half.
+
+    Returns:
+        Rotated q and k, in their dtypes. Differentiable once in both; in cos and sin too, by plain PyTorch.
+
+    Raises:
+        ValueError: an odd head size, or a shape or device that does not match.
+        TypeError: an operand that is not a floating-point tensor.
+
+    Reference: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
+    """
+    form = Form(cos.shape[-1] if rotary_dim is None else rotary_dim, interleaved)
+    return _rotate(q, k, cos, sin, None, None, form)
+
+
+def qk_norm_rope(
+    q: Tensor,  # (B, heads, T, D)
+    k: Tensor,  # (B, key heads, T, D)
+    cos: Tensor,  # (B or 1, T, R) or (T, R)
+    sin: Tensor,
+    q_weight: Tensor | None = None,  # (D,)
+    k_weight: Tensor | None = None,  # (D,)
+    *,
+    eps: float = 1e-6,
+    rounding: str = "llama",
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of each head of queries and keys and their rotary position embedding, in one pass.
+
+    Args:
+        q, k, cos, sin, rotary_dim, interleaved: as in `rope`; q and k before their norm.
+        q_weight, k_weight: `(D,)` of the two norms, or None; dtypes may differ from those of q and k.
+        eps: of both norms.
+        rounding: of the norm, as in `rms_norm`. Nothing is rounded between norm and rotation, so
+            it only tells whether the norm multiplies by 1 + weight ("gemma") or by weight (the others).
+
+    Returns:
+        Normalized and rotated q and k, in their dtypes. Differentiable once in both and in the weights.
+    """
+    check_choice("rounding", rounding, ROUNDINGS)
+    width = cos.shape[-1] if rotary_dim is None else rotary_dim
+    return _rotate(
+        q, k, cos, sin, q_weight, k_weight, Form(width, interleaved, True, eps, rounding == "gemma")
+    )
+
+
+def _check(q, k, cos, sin, q_weight, k_weight, form: Form) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and (x.dim() != 4 or x.shape[3] % 2 or x.shape[3] == 0):
+            raise ValueError(
+                f"{name}: expected shape (B, heads, T, D) with an even head size D, got {tuple(x.shape)}; "
+                "pass what enters the rotation, heads before tokens."
+            )
+    B, _, T, D = q.shape
+    if k is not None and (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D):
+        raise ValueError(
+            f"k: expected shape ({B}, key heads, {T}, {D}), as q is {tuple(q.shape)}, got {tuple(k.shape)}; "
+            "pass queries and keys of the same tokens."
+        )
+    R = form.rotary_dim
+    if not 0 < R <= D or R % 2:
+        raise ValueError(
+            f"rotary_dim: expected an even number up to the head size {D}, got {R}; "
+            "it is how many numbers of a head are rotated, by default the width of cos."
+        )
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.shape[-1] not in (R, R // 2):
+            raise ValueError(
+                f"{name}: expected {R} or {R // 2} columns for rotary_dim={R}, got {tuple(x.shape)}; "
+                f"pass a {name} for each rotated number or for each pair."
+            )
+        if x.shape != cos.shape or tuple(x.shape[:-1]) not in ((T,), (1, T), (B, T)):
+            raise ValueError(
+                f"{name}: expected shape ({B}, {T}, {cos.shape[-1]}), or with 1 or nothing for {B}, "
+                f"got {tuple(x.shape)}; pass the angles of q's {T} tokens."
+            )
+    check_vector(D, q_weight=q_weight, k_weight=k_weight)
+    check_device(q.device, "q", k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+
+
+def _rotate(q, k, cos, sin, q_weight, k_weight, form: Form) -> tuple[Tensor, Tensor | None]:
+    check_floating(q=q, cos=cos, sin=sin)
+    check_floating(optional=not form.normalized, k=k)
+    check_floating(optional=True, q_weight=q_weight, k_weight=k_weight)
+    _check(q, k, cos, sin, q_weight, k_weight, form)
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    ):
+        # The compiler fuses plain PyTorch with what stands around it; no kernel computes gradients of angles.
+        return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
+    return _Rope.apply(q, k, cos, sin, q_weight, k_weight, form)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, q_weight, k_weight, form):
+        ctx.set_materialize_grads(False)
+        # A rotation is turned back without knowing what was rotated.
+        ctx.save_for_backward(cos, sin, *((q, k) if form.normalized else (None, None)), q_weight, k_weight)
+        ctx.form = form
+        if all_triton(q, k, cos, sin, q_weight, k_weight):
+            from logitless.kernels import rope_triton
+
+            with on_device(q):
+                return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, form)
+        return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_q, d_k):
+        cos, sin, q, k, q_weight, k_weight = ctx.saved_tensors
+        if d_q is None and d_k is None:
+            return (None,) * 7
+        first, second = (d_k, d_q) if d_q is None else (d_q, d_k)
+        runs_triton = all_triton(first, second, cos, sin, q, k, q_weight, k_weight)
+        if runs_triton and not ctx.form.normalized:
+            from logitless.kernels import rope_triton
+
+            d_q, d_k = rope_triton.backward(d_q, d_k, cos, sin, ctx.form)
+            return d_q, d_k, None, None, None, None, None
+        if runs_triton:
+            from logitless.kernels import qk_norm_rope_triton
+
+            backward = qk_norm_rope_triton.backward
+        else:
+            backward = _backward_twin
+        wanted = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
+        d_q, d_k, *d_weights = backward(d_q, d_k, cos, sin, q, k, q_weight, k_weight, ctx.form, wanted)
+        return d_q, d_k, None, None, *d_weights, None
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, form: Form, *, back: bool = False) -> Tensor:
+    """Rotates x (B, heads, T, D), which has the dtype to compute in; `back` is the transposed map."""
+    a, b = _pairs(x[..., : form.rotary_dim], form.interleaved)
+    angles = []
+    for table in (cos, sin):
+        table = table.to(x.dtype).unsqueeze(-3)
+        angles.append(
+            _pairs(table, form.interleaved) if table.shape[-1] == form.rotary_dim else (table, table)
+        )
+    (cos_a, cos_b), (sin_a, sin_b) = angles
+    if back:
+        a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+    else:
+        a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    turned = torch.stack((a, b), -1).flatten(-2) if form.interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned, x[..., form.rotary_dim :]), -1)
+
+
+def _wide(x: Tensor, *others: Tensor | None) -> torch.dtype:
+    return torch.promote_types(widest(x, *others), torch.float32)
+
+
+def _forward_twin(q, k, cos, sin, q_weight, k_weight, form: Form):
+    """Autograd can differentiate it."""
+    results = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if x is None:
+            results.append(None)
+            continue
+        z = x.to(_wide(x, weight))
+        if form.normalized:
+            z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + form.eps)
+        if weight is not None:
+            z = z * (weight.to(z.dtype) + 1 if form.gemma else weight)
+        results.append(_turn(z, cos, sin, form).to(x.dtype))
+    return tuple(results)
+
+
+def _backward_twin(d_q, d_k, cos, sin, q, k, q_weight, k_weight, form: Form, wanted: tuple[bool, bool]):
+    """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
+    gradients, weight_gradients = [], []
+    for d, x, weight, wants in ((d_q, q, q_weight, wanted[0]), (d_k, k, k_weight, wanted[1])):
+        d_weight = None
+        if d is not None:
+            dtype = d.dtype
+            d = _turn(d.to(_wide(d, x, weight)), cos, sin, form, back=True)
+            if form.normalized:
+                x = x.to(d.dtype)
+                rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps)
+                z = x * rstd
+                d_weight = (d * z).sum((0, 1, 2)).to(weight.dtype) if wants else None
+                if weight is not None:
+                    d = d * (weight.to(d.dtype) + 1 if form.gemma else weight)
+                d = rstd * (d - z * (d * z).mean(-1, keepdim=True))
+            d = d.to(dtype)
+        gradients.append(d)
+        weight_gradients.append(d_weight)
+    return *gradients, *weight_gradients

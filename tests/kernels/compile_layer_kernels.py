@@ -1,0 +1,199 @@
+"""Compiles the kernels of norm, rope and gated for one target, as their launchers ask for it; needs no GPU.
+
+    python -m tests.kernels.compile_layer_kernels cuda 90        # or: hip gfx942
+
+The public functions run forward and backward on tensors without memory, over covering arrays of dtypes,
+options and sizes. A recorder in the kernels' place notes what each launch would have been compiled for.
+Which Triton compiles is decided by PYTHONPATH, see `test_compile_layers.py`.
+"""
+
+import itertools
+import sys
+from typing import NamedTuple
+
+import torch
+from allpairspy import AllPairs
+from torch import Tensor
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+
+
+class Variant(NamedTuple):
+    """What Triton compiles a kernel for."""
+
+    kernel: str
+    types: tuple[tuple[str, str], ...]  # by argument, without the constants
+    constants: tuple[tuple[str, object], ...]
+    divisible: tuple[str, ...]  # arguments known to be multiples of 16
+    warps: int
+
+
+class Recorder:
+    """Stands in for a kernel; specializes as Triton does, on None, on 1, on multiples of 16, on 64 bits."""
+
+    def __init__(self, kernel, name: str, found: dict[Variant, object]) -> None:
+        self.kernel, self.name, self.found = kernel, name, found
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps: int, **constants) -> None:
+        named = dict(zip(self.kernel.arg_names, args, strict=False))
+        assert {*named, *constants} == set(self.kernel.arg_names), self.name
+        types, divisible = {}, []
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                assert name.endswith("_ptr"), name
+                types[name] = "*" + TYPES[value.dtype]
+                divisible += [name] if value.storage_offset() * value.itemsize % 16 == 0 else []
+            elif isinstance(value, float):
+                types[name] = "fp32"
+            elif name in self.kernel.do_not_specialize:
+                types[name] = "i32"
+            elif value is None or value == 1:
+                constants[name] = value
+            else:
+                types[name] = "i32" if value < 2**31 else "i64"
+                divisible += [name] if value % 16 == 0 else []
+        fixed = tuple(sorted(constants.items()))
+        self.found[Variant(self.name, tuple(types.items()), fixed, tuple(divisible), num_warps)] = self.kernel
+
+
+def nothing(*shape: int, dtype: torch.dtype, aligned: bool = True) -> Tensor:
+    """A tensor without memory; where it is not aligned, it begins three numbers into its storage."""
+    size = torch.Size(shape).numel()
+    return (
+        torch.empty(size + 3, dtype=dtype, device="meta")[0 if aligned else 3 :][:size]
+        .view(shape)
+        .requires_grad_()
+    )
+
+
+def differentiate(results: Tensor | tuple[Tensor, ...]) -> None:
+    results = results if isinstance(results, tuple) else (results,)
+    torch.autograd.backward(results, [torch.empty_like(y) for y in results])
+
+
+def run_norms(rows: int) -> None:
+    from logitless.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
+
+    dtypes = [
+        (BF16, BF16, BF16),
+        (FP16, FP16, FP16),
+        (FP32, FP32, FP32),
+        (BF16, FP32, FP32),
+        (BF16, BF16, FP32),
+    ]
+    kinds = ["llama", "single", "gemma", "layer", "layer without bias"]
+    positions = ["alone", "before", "scaled", "after", "y alone"]
+    for dtype, kind, position, H, weight in AllPairs(
+        [dtypes, kinds, positions, [64, 1001, 4096], [True, True, False]]
+    ):
+        x, residual, w = (
+            nothing(*s, dtype=d, aligned=H % 2 == 0) for s, d in zip(((rows, H), (rows, H), (H,)), dtype)
+        )
+        w = w if weight else None
+        if kind.startswith("layer"):
+            vectors = (w, None if kind.endswith("bias") else nothing(H, dtype=dtype[2]))
+            alone, before, options = layer_norm, add_layer_norm, {}
+        else:
+            vectors, alone, before, options = (w,), rms_norm, add_rms_norm, {"rounding": kind}
+        match position:
+            case "alone":
+                differentiate(alone(x, *vectors, **options))
+            case "after":
+                differentiate(rms_norm_add(x, residual, w, rounding=options.get("rounding", "llama")))
+            case "scaled":
+                differentiate(before(x, residual, *vectors, **options, multiplier=0.5))
+            case "before":
+                differentiate(before(x, residual, *vectors, **options))
+            case "y alone":
+                differentiate(before(x, residual, *vectors, **options, out_dtype=BF16)[0])
+
+
+def run_ropes(tokens: int) -> None:
+    from logitless.kernels.rope import qk_norm_rope, rope
+
+    dtypes = [(BF16, BF16, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32), (BF16, FP32, FP32)]
+    heads = [(16, 8, 128, 128), (14, 2, 64, 32), (32, 32, 96, 96), (8, 4, 256, 256)]
+    norms = ["none", "llama", "gemma", "frozen"]
+    for dtype, (q_heads, k_heads, D, R), norm, interleaved, per_pair in AllPairs(
+        [dtypes, heads, norms, [False, True], [False, True]]
+    ):
+        q, k = (nothing(2, tokens, count, D, dtype=dtype[0]).transpose(1, 2) for count in (q_heads, k_heads))
+        cos, sin = (nothing(1, tokens, R // 2 if per_pair else R, dtype=dtype[1]).detach() for _ in range(2))
+        options = {"interleaved": interleaved, "rotary_dim": R}
+        if norm == "none":
+            differentiate(rope(q, k, cos, sin, **options))
+            continue
+        weights = [nothing(D, dtype=dtype[2]).detach().requires_grad_(norm != "frozen") for _ in range(2)]
+        differentiate(
+            qk_norm_rope(q, k, cos, sin, *weights, rounding=norm.replace("frozen", "single"), **options)
+        )
+
+
+def run_gated(rows: int) -> None:
+    from logitless.kernels.gated import ACTIVATIONS, gated
+
+    dtypes = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)]
+    for dtype, activation, packed, columns in AllPairs([dtypes, list(ACTIVATIONS), [False, True], [96, 101]]):
+        a, b = (nothing(rows, columns, dtype=d) for d in dtype)
+        if packed:
+            a, b = nothing(rows, 2 * columns, dtype=dtype[0]), None
+        differentiate(gated(a, b, activation=activation))
+
+
+def variants(rows: int = 6) -> dict[Variant, object]:
+    """What the launchers ask for with so many rows or tokens, and the kernel that it is asked of."""
+    from logitless.kernels import gated_triton, norm_triton, operands, qk_norm_rope_triton, rope_triton
+
+    kernels = {
+        norm_triton: ("norm_kernel", "norm_backward_kernel", "column_sum_kernel"),
+        rope_triton: ("rope_kernel",),
+        qk_norm_rope_triton: ("norm_rope_backward_kernel",),
+        gated_triton: ("gated_kernel", "gated_backward_kernel"),
+    }
+    found, kept, uses_triton = {}, [], operands.uses_triton
+    operands.uses_triton = lambda device, dtype: dtype in TYPES
+    for module, name in ((module, name) for module, names in kernels.items() for name in names):
+        kept.append((module, name, getattr(module, name)))
+        setattr(module, name, Recorder(kept[-1][2], name, found))
+    try:
+        for run in (run_norms, run_ropes, run_gated):
+            run(rows)
+    finally:
+        operands.uses_triton = uses_triton
+        for module, name, kernel in kept:
+            setattr(module, name, kernel)
+    assert {v.kernel for v in found} == set(itertools.chain(*kernels.values()))
+    return found
+
+
+def compile_all(backend: str, architecture: str) -> int:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = (
+        GPUTarget("cuda", int(architecture), 32)
+        if backend == "cuda"
+        else GPUTarget(backend, architecture, 64)
+    )
+    binary = "cubin" if backend == "cuda" else "hsaco"
+    wanted = variants()
+    for variant, kernel in wanted.items():
+        types, constants = dict(variant.types), dict(variant.constants)
+        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+        attributes = {
+            (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible
+        }
+        source = ASTSource(kernel, signature, constants, attributes)
+        result = triton.compile(source, target=target, options={"num_warps": variant.warps})
+        assert result.asm[binary], variant
+    print(f"triton {triton.__version__}: compiled {len(wanted)} kernels for {backend} {architecture}")
+    return len(wanted)
+
+
+if __name__ == "__main__":
+    compile_all(*sys.argv[1:])

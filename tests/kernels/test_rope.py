@@ -1,0 +1,516 @@
+"""Rotary position embedding, alone and after norms, against fp64 and what the models of transformers do."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as rotate_cohere
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_glm
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb as rotate_gpt_oss
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_llama
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_phi3
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from logitless.kernels.rope import qk_norm_rope, rope
+from tests.cases import covering_array
+from tests.kernels.layer_support import (
+    assert_as_good,
+    hardware_rounding,  # noqa: F401
+    outcome,
+    randn,
+)
+from tests.kernels.support import DEVICE
+
+EPS = 1e-3  # large enough that forgetting it shows
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# Dtypes of q and k, cos and sin, and the weights.
+DTYPES = {
+    "fp32": (FP32, FP32, FP32),
+    "bf16": (BF16, BF16, BF16),
+    "fp16": (FP16, FP16, FP16),
+    "fp32 angles": (BF16, FP32, BF16),
+    "fp32 weights": (BF16, BF16, FP32),
+}
+# B, heads, key heads, T, D.
+SHAPES = {
+    "2x4/2x5x16": (2, 4, 2, 5, 16),
+    "1x3/1x7x24": (1, 3, 1, 7, 24),
+    "3x1/1x1x2": (3, 1, 1, 1, 2),
+    "1x14/2x3x64": (1, 14, 2, 3, 64),
+    "1x2/2x2x96": (1, 2, 2, 2, 96),
+    "2x40/8x2x128": (2, 40, 8, 2, 128),
+}
+# A model's function, whether its pairs are neighbours, the rotated fraction of a head, and the layout of cos.
+STYLES = {
+    "llama": (rotate_llama, False, 1.0, "halves"),
+    "phi3 partial": (rotate_phi3, False, 0.5, "halves"),
+    "cohere": (rotate_cohere, True, 1.0, "neighbours"),
+    "glm partial": (rotate_glm, True, 0.5, "one per pair"),
+    "gpt_oss": (rotate_gpt_oss, False, 1.0, "one per pair"),
+}
+# How q and k lie in memory.
+LAYOUTS = ("by token", "by head", "packed", "every other")
+NORMS = {"qwen3": (Qwen3RMSNorm, "llama"), "gemma3": (Gemma3RMSNorm, "gemma")}
+POSITIONS = ("shared", "per sequence", "flat")
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """`x` (B, heads, T, D) with the strides that models give it."""
+    match layout:
+        case "by token":
+            return x.transpose(1, 2).contiguous().transpose(1, 2)
+        case "by head":
+            return x.contiguous()
+        case "packed":
+            # One product gave q, k and v: there are gaps between tokens. And nothing is aligned.
+            B, heads, T, D = x.shape
+            qkv = torch.full((B, T, heads * D + 5), float("nan"), dtype=x.dtype, device=x.device)
+            qkv[..., 3:-2] = x.transpose(1, 2).flatten(2)
+            return qkv[..., 3:-2].view(B, T, heads, D).transpose(1, 2)
+        case "every other":
+            return torch.stack([x, torch.full_like(x, float("nan"))], -1).flatten(-2)[..., ::2]
+    raise ValueError(layout)
+
+
+def angles(B: int, T: int, R: int, dtype: torch.dtype, kind: str, positions: str) -> tuple[Tensor, Tensor]:
+    """cos and sin of random angles, as the models' rotary embeddings lay them out."""
+    angle = torch.rand(*{"shared": (1, T), "per sequence": (B, T), "flat": (T,)}[positions], R // 2) * 6
+    match kind:
+        case "halves":
+            angle = torch.cat([angle, angle], -1)
+        case "neighbours":
+            angle = angle.repeat_interleave(2, -1)
+    return tuple(table.bfloat16().to(dtype).to(DEVICE) for table in (angle.cos(), angle.sin()))
+
+
+def rotary_dim(D: int, fraction: float) -> int:
+    return max(2, int(D * fraction) // 2 * 2)
+
+
+def full(table: Tensor, R: int, interleaved: bool) -> Tensor:
+    """One number for each rotated one."""
+    if table.shape[-1] == R:
+        return table
+    return table.repeat_interleave(2, -1) if interleaved else torch.cat([table, table], -1)
+
+
+def plain_rotation(x: Tensor, cos: Tensor, sin: Tensor, R: int, interleaved: bool) -> Tensor:
+    """Su et al., section 3.4.2: `x cos + rotated(x) sin` on the first R numbers of each head."""
+    cos, sin = (full(table, R, interleaved).to(x.dtype).unsqueeze(-3) for table in (cos, sin))
+    turned, kept = x[..., :R], x[..., R:]
+    if interleaved:
+        partner = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    else:
+        partner = torch.cat([-turned[..., R // 2 :], turned[..., : R // 2]], -1)
+    return torch.cat([turned * cos + partner * sin, kept], -1)
+
+
+def plain_norm(x: Tensor, weight: Tensor | None, gemma: bool) -> Tensor:
+    x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS)
+    if weight is None:
+        return x
+    return x * (1 + weight) if gemma else x * weight
+
+
+def operands(shape, dtype: torch.dtype, weight_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    B, heads, key_heads, T, D = shape
+    found = {
+        "q": randn(B, heads, T, D, seed=0, dtype=dtype),
+        "k": 2 * randn(B, key_heads, T, D, seed=1, dtype=dtype),
+    }
+    if weight_dtype is not None:
+        found["q_weight"] = 1 + randn(D, seed=2, dtype=weight_dtype) / 2
+        found["k_weight"] = 1 + randn(D, seed=3, dtype=weight_dtype) / 2
+    return found
+
+
+CASES = {
+    "shape": list(SHAPES),
+    "dtypes": list(DTYPES),
+    "style": list(STYLES),
+    "layout": list(LAYOUTS),
+    "positions": list(POSITIONS),
+}
+
+
+def stock_rotation(style: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What the model does, cast to the dtype of q: with fp32 angles, attention under autocast casts it."""
+    cos, sin = (table if table.dim() == 3 else table[None] for table in (cos, sin))
+    if style == "glm partial":
+        # GLM's own embedding gives every number twice, and its rotation takes the first half of them.
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return tuple(x.to(q.dtype) for x in STYLES[style][0](q, k, cos, sin))
+
+
+@pytest.mark.parametrize("case", covering_array(CASES, lambda case: case.get("dtypes") != "fp32 weights"))
+def test_rope_is_as_good_as_the_stock_function(case):
+    shape, (dtype, angle_dtype, _), style = SHAPES[case["shape"]], DTYPES[case["dtypes"]], case["style"]
+    _, interleaved, fraction, kind = STYLES[style]
+    R = rotary_dim(shape[-1], fraction)
+    cos, sin = angles(shape[0], shape[3], R, angle_dtype, kind, case["positions"])
+    given = operands(shape, dtype)
+
+    def ours(q, k):
+        q, k = laid_out(q, case["layout"]), laid_out(k, case["layout"])
+        return rope(q, k, cos, sin, interleaved=interleaved, rotary_dim=R)
+
+    def plain(q, k):
+        return tuple(plain_rotation(x, cos, sin, R, interleaved) for x in (q, k))
+
+    truth = outcome(plain, given, dtype=FP64)
+    assert_as_good(
+        outcome(ours, given), truth, outcome(lambda q, k: stock_rotation(style, q, k, cos, sin), given)
+    )
+
+
+@pytest.mark.parametrize("case", covering_array(CASES | {"norm": list(NORMS)}, lambda case: True))
+def test_qk_norm_rope_is_as_good_as_the_stock_modules(case):
+    shape, (dtype, angle_dtype, weight_dtype) = SHAPES[case["shape"]], DTYPES[case["dtypes"]]
+    style, (kind, rounding) = case["style"], NORMS[case["norm"]]
+    _, interleaved, fraction, table = STYLES[style]
+    D, R = shape[-1], rotary_dim(shape[-1], fraction)
+    cos, sin = angles(shape[0], shape[3], R, angle_dtype, table, case["positions"])
+    given = operands(shape, dtype, weight_dtype)
+
+    def ours(q, k, q_weight, k_weight):
+        q, k = laid_out(q, case["layout"]), laid_out(k, case["layout"])
+        options = {"eps": EPS, "rounding": rounding, "interleaved": interleaved, "rotary_dim": R}
+        return qk_norm_rope(q, k, cos, sin, q_weight, k_weight, **options)
+
+    def plain(q, k, q_weight, k_weight):
+        normalized = (plain_norm(x, w, rounding == "gemma") for x, w in ((q, q_weight), (k, k_weight)))
+        return tuple(plain_rotation(x, cos, sin, R, interleaved) for x in normalized)
+
+    def stock(q, k, q_weight, k_weight):
+        norm = kind(D, EPS)
+        normalized = (
+            torch.func.functional_call(norm, {"weight": w}, (x,)) for x, w in ((q, q_weight), (k, k_weight))
+        )
+        return tuple(x.to(dtype) for x in stock_rotation(style, *normalized, cos, sin))
+
+    assert_as_good(outcome(ours, given), outcome(plain, given, dtype=FP64), outcome(stock, given))
+
+
+def test_full_tables_need_not_repeat():
+    """A table with a number for each rotated one is taken at its word, as the stock function takes it."""
+    given = operands((2, 3, 2, 4, 16), FP32)
+    cos, sin = randn(2, 4, 16, seed=5), randn(2, 4, 16, seed=6)
+    expected = outcome(lambda q, k: rotate_llama(q, k, cos, sin), given)
+    found = outcome(lambda q, k: rope(q, k, cos, sin), given)
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name])
+
+
+def test_what_is_not_rotated_stays():
+    q, k = operands((1, 2, 1, 3, 16), FP32).values()
+    q[..., 11:13] = float("inf")
+    cos, sin = angles(1, 3, 8, FP32, "halves", "shared")
+    for x, turned in zip((q, k), rope(q, k, cos, sin)):
+        assert torch.equal(turned[..., 8:], x[..., 8:])
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_gradients(layout, normalized):
+    given = operands((2, 3, 2, 5, 16), BF16, BF16 if normalized else None)
+    tables = angles(2, 5, 16, BF16, "halves", "shared")
+    function = qk_norm_rope if normalized else rope
+    expected = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
+    leaves = {name: x.requires_grad_() for name, x in given.items()}
+    results = function(leaves["q"], leaves["k"], *tables, *list(leaves.values())[2:])
+    upstream = [laid_out(randn(*y.shape, seed=i, dtype=y.dtype), layout) for i, y in enumerate(results, 100)]
+    for name, gradient in zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream)):
+        torch.testing.assert_close(gradient, expected[f"d_{name}"])
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+def test_strided_tables_and_weights(normalized):
+    given = operands((2, 3, 2, 5, 16), FP32, FP32 if normalized else None)
+    cos, sin = angles(2, 5, 16, FP32, "halves", "per sequence")
+    function = qk_norm_rope if normalized else rope
+    expected = function(given["q"], given["k"], cos, sin, *list(given.values())[2:])
+    tables = {
+        "transposed": [table.transpose(0, 2).contiguous().transpose(0, 2) for table in (cos, sin)],
+        "one of them": [cos, sin.transpose(0, 1).contiguous().transpose(0, 1)],
+        "every other": [table.repeat_interleave(2, -1)[..., ::2] for table in (cos, sin)],
+    }
+    weights = [x.repeat_interleave(2)[::2] for x in list(given.values())[2:]]
+    for kind, pair in tables.items():
+        for x, wanted in zip(function(given["q"], given["k"], *pair, *weights), expected):
+            torch.testing.assert_close(x, wanted, msg=kind)
+    shared = [table[:1].expand(2, -1, -1) for table in (cos, sin)]
+    for x, wanted in zip(
+        function(given["q"], given["k"], *shared, *weights),
+        function(given["q"], given["k"], cos[:1], sin[:1], *weights),
+    ):
+        assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("used", ["q", "k"])
+def test_one_of_the_two_results_used(used, normalized):
+    given = operands((2, 3, 2, 5, 16), FP32, FP32 if normalized else None)
+    tables = angles(2, 5, 16, FP32, "halves", "shared")
+    function = qk_norm_rope if normalized else rope
+    expected = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
+    leaves = {name: x.requires_grad_() for name, x in given.items()}
+    results = function(leaves["q"], leaves["k"], *tables, *list(leaves.values())[2:])
+    which = "qk".index(used)
+    upstream = randn(*results[which].shape, seed=100 + which)
+    found = torch.autograd.grad(results[which], list(leaves.values()), upstream, allow_unused=True)
+    for name, gradient in zip(leaves, found):
+        if name[0] == used:
+            torch.testing.assert_close(gradient, expected[f"d_{name}"])
+        else:
+            assert gradient is None
+
+
+def test_queries_alone():
+    given = operands((2, 3, 2, 5, 16), BF16)
+    tables = angles(2, 5, 16, BF16, "halves", "shared")
+    expected = outcome(lambda q, k: rope(q, k, *tables), given)
+    found = outcome(lambda q: rope(q, None, *tables)[0], {"q": given["q"]})
+    assert rope(given["q"], None, *tables)[1] is None
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize(
+    "frozen", [("q",), ("q_weight",), ("k_weight",), ("q_weight", "k_weight"), ("q", "k")], ids=str
+)
+def test_frozen_operands(frozen):
+    given = operands((2, 3, 2, 5, 16), FP32, FP32)
+    tables = angles(2, 5, 16, FP32, "halves", "shared")
+
+    def function(q, k, q_weight, k_weight):
+        return qk_norm_rope(q, k, *tables, q_weight, k_weight)
+
+    expected, found = outcome(function, given), outcome(function, given, frozen=frozen)
+    assert set(found) == set(expected) - {f"d_{name}" for name in frozen}
+    for name, x in found.items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("weights", ["neither", "q_weight", "k_weight"])
+def test_norms_without_weights(weights):
+    given = {n: x for n, x in operands((2, 3, 2, 5, 16), FP32, FP32).items() if n in ("q", "k", weights)}
+    tables = angles(2, 5, 16, FP32, "halves", "shared")
+
+    def plain(q, k, q_weight=None, k_weight=None):
+        return tuple(
+            plain_rotation(plain_norm(x, w, False), *tables, 16, False)
+            for x, w in ((q, q_weight), (k, k_weight))
+        )
+
+    found = outcome(lambda q, k, **weights: qk_norm_rope(q, k, *tables, **weights, eps=EPS), given)
+    assert_as_good(found, outcome(plain, given, dtype=FP64), outcome(plain, given))
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_again_is_the_same_and_nothing_is_overwritten(dtype, normalized):
+    given = operands((3, 4, 2, 9, 32), dtype, dtype if normalized else None)
+    tables = angles(3, 9, 32, dtype, "halves", "shared")
+    leaves = [laid_out(x, "by token") if x.dim() == 4 else x for x in given.values()]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    function = qk_norm_rope if normalized else rope
+    results = function(*leaves[:2], *tables, *leaves[2:])
+    upstream = [randn(*y.shape, seed=i, dtype=dtype) for i, y in enumerate(results)]
+    everything = [*leaves, *tables, *results, *upstream]
+    kept = [x.detach().clone() for x in everything]
+    first = torch.autograd.grad(results, leaves, upstream, retain_graph=True)
+    copies = [g.clone() for g in first]
+    second = torch.autograd.grad(results, leaves, upstream, retain_graph=True)
+    assert all(torch.equal(x, before) for x, before in zip(everything, kept))
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, copies, second))
+    again = function(*leaves[:2], *tables, *leaves[2:])
+    assert all(torch.equal(a, b) for a, b in zip(again, results))
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+def test_saved(normalized):
+    given = operands((2, 3, 2, 5, 16), BF16, BF16 if normalized else None)
+    cos, sin = angles(2, 5, 16, BF16, "halves", "shared")
+    leaves = [x.requires_grad_() for x in given.values()]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
+        (qk_norm_rope if normalized else rope)(*leaves[:2], cos, sin, *leaves[2:])
+    wanted = [cos, sin, *(leaves if normalized else [])]
+    assert sorted(saved) == sorted(x.data_ptr() for x in wanted)
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("shape", [(0, 2, 1, 3, 8), (2, 2, 1, 0, 8)], ids=str)
+def test_no_tokens(shape, normalized):
+    given = operands(shape, BF16, BF16 if normalized else None)
+    tables = angles(shape[0], shape[3], 8, BF16, "halves", "shared")
+    function = qk_norm_rope if normalized else rope
+    found = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
+    assert found["result 0"].shape == found["d_q"].shape == given["q"].shape
+    assert found["result 1"].shape == found["d_k"].shape == given["k"].shape
+    if normalized:
+        assert not found["d_q_weight"].any() and not found["d_k_weight"].any()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("R", [4, 6])
+def test_gradcheck(R, interleaved):
+    given = [x.requires_grad_() for x in operands((2, 2, 1, 3, 6), FP64, FP64).values()]
+    cos, sin = angles(2, 3, R, FP64, "halves", "per sequence")
+    check = torch.autograd.gradcheck
+    assert check(lambda q, k: rope(q, k, cos, sin, interleaved=interleaved), given[:2])
+    for rounding in ("llama", "gemma"):
+        options = {"eps": EPS, "rounding": rounding, "interleaved": interleaved}
+        assert check(lambda q, k, *w, o=options: qk_norm_rope(q, k, cos, sin, *w, **o), given)
+
+
+def test_gradients_of_angles():
+    given = [x.requires_grad_() for x in operands((2, 2, 1, 3, 6), FP64, FP64).values()]
+    tables = [x.requires_grad_() for x in angles(2, 3, 6, FP64, "halves", "per sequence")]
+    assert torch.autograd.gradcheck(rope, (*given[:2], *tables))
+    assert torch.autograd.gradcheck(qk_norm_rope, (*given[:2], *tables, *given[2:]))
+
+
+def test_no_second_derivative():
+    q, k = (x.requires_grad_() for x in operands((1, 2, 1, 3, 8), FP32).values())
+    tables = angles(1, 3, 8, FP32, "halves", "shared")
+    (gradient,) = torch.autograd.grad(rope(q, k, *tables)[0].square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+def test_compiles_into_one_graph(normalized):
+    given = operands((2, 3, 2, 5, 16), BF16, BF16 if normalized else None)
+    tables = angles(2, 5, 16, BF16, "halves", "shared")
+
+    def function(q, k, *weights):
+        return (qk_norm_rope if normalized else rope)(q, k, *tables, *weights)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    expected = outcome(lambda **leaves: function(*leaves.values()), given)
+    found = outcome(lambda **leaves: compiled(*leaves.values()), given)
+    for name, x in found.items():
+        torch.testing.assert_close(x, expected[name], atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("dimension", ["batch", "head", "token"])
+def test_addresses_in_64_bits(dimension, normalized):
+    """The third sequence, head or token lies more than 2^31 numbers behind the first."""
+    far = 2**30 + 64
+    strides = {"batch": (far, 48, 16, 1), "head": (48, far, 16, 1), "token": (48, 16, far, 1)}[dimension]
+    buffer = torch.empty(2 * far + 256, dtype=BF16, device=DEVICE)
+    given = operands((3, 3, 3, 3, 16), BF16, BF16 if normalized else None)
+    tables = angles(3, 3, 16, BF16, "halves", "shared")
+    function = qk_norm_rope if normalized else rope
+    expected = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
+    x = buffer.as_strided((3, 3, 3, 16), strides)
+    for name in ("q", "k"):
+        x.copy_(given[name])
+        leaves = given | {name: x}
+        found = function(leaves["q"], leaves["k"], *tables, *list(leaves.values())[2:])
+        assert torch.equal(found[0], expected["result 0"]) and torch.equal(found[1], expected["result 1"])
+    for which in range(2):
+        leaves = [t.clone().requires_grad_() for t in given.values()]
+        results = function(*leaves[:2], *tables, *leaves[2:])
+        upstream = [randn(*y.shape, seed=i, dtype=BF16) for i, y in enumerate(results, 100)]
+        x.copy_(upstream[which])
+        upstream[which] = x
+        found = torch.autograd.grad(results, leaves, upstream)
+        assert all(torch.equal(g, expected[f"d_{name}"]) for name, g in zip(given, found))
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (
+            ValueError,
+            r"q: expected shape \(B, heads, T, D\) with an even head size D, got \(2, 3, 5, 15\); ",
+            {"q": tensor(2, 3, 5, 15)},
+        ),
+        (
+            ValueError,
+            r"k: expected shape \(B, heads, T, D\) with an even head size D, got \(2, 5, 16\); ",
+            {"k": tensor(2, 5, 16)},
+        ),
+        (
+            ValueError,
+            r"k: expected shape \(2, key heads, 5, 16\), as q is .*, got \(2, 2, 6, 16\); ",
+            {"k": tensor(2, 2, 6, 16)},
+        ),
+        (
+            ValueError,
+            r"k: expected shape \(2, key heads, 5, 16\), as q is .*, got \(2, 2, 5, 8\); ",
+            {"k": tensor(2, 2, 5, 8)},
+        ),
+        (
+            ValueError,
+            r"cos: expected shape \(2, 5, 16\), or with 1 or nothing for 2, got \(1, 6, 16\); ",
+            {"cos": tensor(1, 6, 16)},
+        ),
+        (
+            ValueError,
+            r"cos: expected shape \(2, 5, 16\), .*, got \(3, 5, 16\); ",
+            {"cos": tensor(3, 5, 16), "sin": tensor(3, 5, 16)},
+        ),
+        (ValueError, r"sin: expected shape \(2, 5, 16\), .*, got \(2, 5, 16\); ", {"sin": tensor(2, 5, 16)}),
+        (
+            ValueError,
+            r"sin: expected 16 or 8 columns for rotary_dim=16, got \(1, 5, 12\); ",
+            {"sin": tensor(1, 5, 12)},
+        ),
+        (
+            ValueError,
+            r"rotary_dim: expected an even number up to the head size 16, got 18; ",
+            {"rotary_dim": 18},
+        ),
+        (
+            ValueError,
+            r"rotary_dim: expected an even number up to the head size 16, got 7; ",
+            {"cos": tensor(1, 5, 7)},
+        ),
+        (ValueError, r"cos: expected 8 or 4 columns for rotary_dim=8, got \(1, 5, 16\); ", {"rotary_dim": 8}),
+        (
+            ValueError,
+            r"k_weight: expected shape \(16,\), one entry per column, got \(8,\); ",
+            {"k_weight": tensor(8)},
+        ),
+        (
+            ValueError,
+            r"q_weight: expected q's device .*, got meta; ",
+            {"q_weight": torch.empty(16, device="meta")},
+        ),
+        (
+            ValueError,
+            r"sin: expected q's device .*, got meta; ",
+            {"sin": torch.empty(1, 5, 16, device="meta")},
+        ),
+        (TypeError, r"k: expected a floating-point tensor, got NoneType; ", {"k": None}),
+        (
+            TypeError,
+            r"cos: expected a floating-point tensor, got torch.int64; ",
+            {"cos": tensor(1, 5, 16).long()},
+        ),
+        (
+            ValueError,
+            r"rounding: expected one of 'llama', 'single', 'gemma', got 'double'; ",
+            {"rounding": "double"},
+        ),
+    ],
+)
+def test_refused(error, message, change):
+    cos, sin = angles(2, 5, 16, FP32, "halves", "shared")
+    given = operands((2, 3, 2, 5, 16), FP32, FP32) | {"cos": cos, "sin": sin}
+    given |= {
+        name: x.to(DEVICE) if isinstance(x, Tensor) and x.device.type != "meta" else x
+        for name, x in change.items()
+    }
+    with pytest.raises(error, match=message):
+        qk_norm_rope(**given)
+    if not {"q_weight", "k_weight", "rounding"} & set(change) and change != {"k": None}:
+        with pytest.raises(error, match=message):
+            rope(**{name: x for name, x in given.items() if not name.endswith("weight")})
