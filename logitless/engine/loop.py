@@ -14,10 +14,10 @@ from logitless.engine.rows import Rows
 from logitless.engine.side_stream import side_stream
 
 
-def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients | None) -> None:
+def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients) -> None:
     """Project each chunk, read it, evaluate the loss once its inputs are complete, multiply the gradient out.
 
-    One buffer of logits is alive; their gradient overwrites them. `gradients` is None where no step writes.
+    One buffer of logits is alive; their gradient overwrites them.
     """
     buffer, place = head.new_buffer(plan.token_chunk)
     for step in plan.steps:

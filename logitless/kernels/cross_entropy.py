@@ -8,8 +8,8 @@
 
 With z the logits after the head transform (`kernels/head.py`), p = softmax(z) and y the target:
 
-    d logp = onehot(y) - p      d lse = p      d entropy = -p (log p + entropy)      d sum_logits =
-    class_weights
+    d logp = onehot(y) - p      d entropy = -p (log p + entropy)
+    d lse = p                   d sum_logits = class_weights
 
 Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch
 twin below, which

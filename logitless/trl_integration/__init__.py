@@ -16,7 +16,12 @@ from .versions import SUPPORTED, require_supported
 require_supported()
 
 from .async_distillation import AsyncDistillationConfig, AsyncDistillationTrainer  # noqa: E402
-from .distillation_trainers import DistillationConfig, DistillationTrainer, GKDConfig, GKDTrainer  # noqa: E402
+from .distillation_trainers import (  # noqa: E402
+    DistillationConfig,
+    DistillationTrainer,
+    GKDConfig,
+    GKDTrainer,
+)
 from .existing import apply_to, patch_model  # noqa: E402
 from .log_prob_trainers import (  # noqa: E402
     DPOConfig,
