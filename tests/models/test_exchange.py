@@ -1,0 +1,105 @@
+"""One module with another forward pass: what must go on working, and its undoing."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from logitless.models.exchange import exchange, state_of
+
+
+class Stock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, *, offset=0.0):
+        """Stock's own."""
+        return self.weight * x + offset
+
+
+def times(module, state, stock, x, **kwargs):
+    return state["factor"] * stock(x, **kwargs)
+
+
+def plus(module, state, stock, x, **kwargs):
+    return stock(x, **kwargs) + state["summand"]
+
+
+def test_only_the_one_module_changes_and_undo_restores_it():
+    module, other = Stock(), Stock()
+    undo = exchange(module, "times", times, {"factor": 3.0})
+    assert module(2.0).item() == 6 and other(2.0).item() == 2 and Stock()(2.0).item() == 2
+    assert (
+        type(module).__name__ == "Stock"
+        and isinstance(module, Stock)
+        and module.state_dict().keys() == {"weight"}
+    )
+    assert inspect.signature(module.forward) == inspect.signature(other.forward)
+    undo()
+    undo()  # twice does no harm
+    assert (
+        type(module) is Stock and module(2.0).item() == 2 and module.__dict__.keys() == other.__dict__.keys()
+    )
+
+
+@pytest.mark.parametrize("first", ["times", "plus"])
+def test_two_exchanges_are_undone_in_any_order(first):
+    module = Stock()
+    undo = {"times": exchange(module, "times", times, {"factor": 3.0})}
+    undo["plus"] = exchange(module, "plus", plus, {"summand": 1.0})
+    assert module(2.0).item() == 7
+    undo.pop(first)()
+    assert module(2.0).item() == {"times": 3, "plus": 6}[first]
+    undo.popitem()[1]()
+    assert type(module) is Stock and module(2.0).item() == 2
+
+
+def test_a_class_on_top_of_ours_may_come_later():
+    # as FSDP2 does
+    module = Stock()
+    undo = exchange(module, "times", times, {"factor": 3.0})
+    module.__class__ = type("FSDPStock", (type(module),), {})
+    assert module(2.0).item() == 6
+    undo()
+    assert module(2.0).item() == 2 and type(module).__name__ == "FSDPStock"
+
+
+def test_a_deep_copy_runs_its_own_weights_and_is_undone_on_its_own():
+    module = Stock()
+    undo = exchange(module, "times", times, {"factor": 3.0})
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.weight.fill_(10.0)
+    state_of(twin, "times")["factor"] = 2.0
+    assert module(1.0).item() == 3 and twin(1.0).item() == 20
+    undo()
+    assert module(1.0).item() == 1 and twin(1.0).item() == 20
+
+
+def test_pickles_as_the_stock_class():
+    module = Stock()
+    exchange(module, "times", times, {"factor": 3.0})
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for restored in (pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)):
+        assert type(restored) is Stock and restored(2.0).item() == 2 and state_of(restored, "times") is None
+
+
+def test_once_for_each_key():
+    module = Stock()
+    exchange(module, "times", times, {"factor": 3.0})
+    with pytest.raises(ValueError, match="undo that first"):
+        exchange(module, "times", times, {"factor": 3.0})
+
+
+def test_traces_into_one_graph():
+    module = Stock()
+    exchange(module, "times", times, {"factor": 3.0})
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert compiled(torch.tensor(2.0)).item() == 6
