@@ -1,0 +1,567 @@
+"""The product with the head whose epilogue reads the logits, so that no pass over them is left.
+
+`fused_projection.py` says what is computed. A tile of 128 x 256 logits stays in the accumulators, in fp32:
+logits are never rounded, and only exp(z - k) is stored, if anything. What needs a whole row comes from a few
+partial sums per row and tile, 5 KB a token, which `row_partials_triton.py` puts together.
+
+Exponentials are taken relative to a shift k known beforehand, the target's logit: the total of a row is then
+at least 1. A row that rises more than DRIFT above it is done again relative to its largest logit, which is
+among the partials; that launch is unconditional, and tiles without such a row are left out, so the host waits
+for nothing. The target is left out of every sum, as in `cross_entropy_triton.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
+from logitless.kernels.layout import check_rows, check_written, dense
+from logitless.kernels.row_partials_triton import again_kernel, finish_kernel, shift_kernel
+
+# Not tuned for each shape yet: on an H200 ahead of cuBLAS and a row kernel at every shape of
+# `python -m benchmarks gemm`.
+BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = 128, 256, 64, 8, 3
+ROWS, TILES = 16, 64  # of a program that puts partial sums together
+BLOCK_H = 1024
+
+
+@triton.jit
+def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A tile (BM, BN) of the product in fp32, its left and its right half: the epilogue takes one after the
+    other, as the registers do not hold a whole tile twice."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(tl.cdiv(H, BK)):
+        acc = tl.dot(x.load([m0, step * BK]), w.load([n0, step * BK]).T, acc)
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def read_half(
+    acc,
+    grad,
+    bias_ptr,
+    y,
+    shift,
+    m0,
+    n0,
+    V,
+    ignored,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    WRITE: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Of the columns from n0 on without the target: the sum of e, the largest z - shift, the sum of
+    e (z - shift); the target's own z - shift, and whether another of these logits comes before it."""
+    cols = (n0 + tl.arange(0, BN))[None, :]
+    z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    drop = z - shift[:, None]
+    is_target = cols == y[:, None]
+    own = tl.sum(tl.where(is_target, drop, 0.0), 1)
+    drop = tl.where(is_target | (cols >= V), -float("inf"), drop)
+    top, beaten, sum_z = tl.max(drop, 1), 0.0 * own, 0.0 * own
+    if EXTRA:
+        # The first of equal logits wins.
+        first = (drop > own[:, None]) | ((drop == own[:, None]) & (cols < y[:, None]))
+        beaten = tl.max(first.to(tl.float32), 1)
+    # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
+    drop = tl.maximum(drop, -200.0, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.where(ignored[:, None], 0.0, tl.exp(drop))
+    if EXTRA:
+        sum_z = tl.sum(e * drop, 1)
+    total = tl.sum(e, 1)
+    if WRITE:
+        grad.store([m0, n0], (e * slope).to(grad.dtype))
+    return total, top, sum_z, own, beaten
+
+
+@triton.jit
+def read_tile(
+    x,
+    w,
+    grad,
+    bias_ptr,
+    targets_ptr,
+    shift_ptr,
+    own_ptr,
+    beaten_ptr,
+    partials_ptr,
+    tile,
+    row_tiles,
+    partial_stride,
+    C,
+    V,
+    H,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    WRITE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    # Row tiles run fastest: x stays in L2, and w is read once.
+    m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+    left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
+    rows = m0 + tl.arange(0, BM)
+    here = rows < C
+    y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
+    shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
+    ignored = y == ignore_index
+    total, top, sum_z, own, beaten = read_half(
+        left,
+        grad,
+        bias_ptr,
+        y,
+        shift,
+        m0,
+        n0,
+        V,
+        ignored,
+        gain,
+        squash,
+        cap,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+        EXTRA,
+        WRITE,
+        BN // 2,
+    )
+    total_r, top_r, sum_z_r, own_r, beaten_r = read_half(
+        right,
+        grad,
+        bias_ptr,
+        y,
+        shift,
+        m0,
+        n0 + BN // 2,
+        V,
+        ignored,
+        gain,
+        squash,
+        cap,
+        HAS_BIAS,
+        HAS_SOFTCAP,
+        EXTRA,
+        WRITE,
+        BN // 2,
+    )
+    has_own = here & (y >= n0) & (y < n0 + BN) & (y < V)
+    at_right = y >= n0 + BN // 2
+    own = tl.where(at_right, own_r, own)
+    tl.store(own_ptr + rows, own, mask=has_own)
+    at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
+    tl.store(at, total + total_r, mask=here)
+    tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
+    if EXTRA:
+        beaten = tl.where(
+            at_right,
+            ((top >= own) | (beaten_r > 0)).to(tl.float32),
+            tl.maximum(beaten, (top_r > own).to(tl.float32)),
+        )
+        tl.store(beaten_ptr + rows, beaten, mask=has_own)
+        tl.store(at + 2 * partial_stride, sum_z + sum_z_r, mask=here)
+
+
+@triton.jit
+def read_kernel(
+    x,
+    w,
+    grad,
+    bias_ptr,
+    targets_ptr,
+    shift_ptr,
+    own_ptr,
+    beaten_ptr,
+    partials_ptr,
+    partial_stride,
+    C,
+    V,
+    H,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    WRITE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+):
+    """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product."""
+    row_tiles = tl.cdiv(C, BM)
+    tiles = row_tiles * tl.cdiv(V, BN)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True, warp_specialize=SPECIALIZE):
+        read_tile(
+            x,
+            w,
+            grad,
+            bias_ptr,
+            targets_ptr,
+            shift_ptr,
+            own_ptr,
+            beaten_ptr,
+            partials_ptr,
+            tile,
+            row_tiles,
+            partial_stride,
+            C,
+            V,
+            H,
+            ignore_index,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            WRITE,
+            BM,
+            BN,
+            BK,
+        )
+
+
+@triton.jit
+def read_again_kernel(
+    x,
+    w,
+    grad,
+    bias_ptr,
+    targets_ptr,
+    shift_ptr,
+    again_ptr,
+    own_ptr,
+    beaten_ptr,
+    partials_ptr,
+    partial_stride,
+    C,
+    V,
+    H,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    WRITE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """The tiles with a row that rises too far above its shift, relative to the new one; the other rows in
+    them come out as before."""
+    row_tiles = tl.cdiv(C, BM)
+    for tile in range(tl.program_id(0), row_tiles * tl.cdiv(V, BN), PROGRAMS):
+        rows = (tile % row_tiles) * BM + tl.arange(0, BM)
+        if tl.max(tl.load(again_ptr + rows, mask=rows < C, other=0), 0) > 0:
+            read_tile(
+                x,
+                w,
+                grad,
+                bias_ptr,
+                targets_ptr,
+                shift_ptr,
+                own_ptr,
+                beaten_ptr,
+                partials_ptr,
+                tile,
+                row_tiles,
+                partial_stride,
+                C,
+                V,
+                H,
+                ignore_index,
+                gain,
+                squash,
+                cap,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                EXTRA,
+                WRITE,
+                BM,
+                BN,
+                BK,
+            )
+
+
+@triton.jit
+def gradient_half(
+    acc,
+    grad,
+    bias_ptr,
+    class_weights_ptr,
+    y,
+    lse,
+    correction,
+    a,
+    g_y,
+    g_entropy,
+    offset,
+    g_sum,
+    m0,
+    n0,
+    V,
+    ignored,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    cols = (n0 + tl.arange(0, BN))[None, :]
+    z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    log_p = z - lse[:, None]
+    p = correction[:, None] * tl.exp(log_p)
+    g = a[:, None] * p
+    if EXTRA:
+        # p = 0 contributes nothing, though its log is -inf.
+        g -= g_entropy[:, None] * tl.where(p > 0.0, p * (log_p + offset[:, None]), 0.0)
+    g = tl.where(cols == y[:, None], g_y[:, None], g)
+    if EXTRA:
+        if HAS_WEIGHTS:
+            g += g_sum[:, None] * tl.load(class_weights_ptr + cols, mask=cols < V, other=0.0)
+        else:
+            g += g_sum[:, None]
+    grad.store([m0, n0], tl.where(ignored[:, None], 0.0, g * slope).to(grad.dtype))
+
+
+@triton.jit
+def gradient_kernel(
+    x,
+    w,
+    grad,
+    bias_ptr,
+    class_weights_ptr,
+    targets_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    logps_ptr,
+    entropy_ptr,
+    g_logp_ptr,
+    g_lse_ptr,
+    g_entropy_ptr,
+    g_sum_ptr,
+    C,
+    V,
+    H,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+):
+    """As `cross_entropy_triton.logits_gradient_kernel`, from the accumulators."""
+    row_tiles = tl.cdiv(C, BM)
+    tiles = row_tiles * tl.cdiv(V, BN)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True, warp_specialize=SPECIALIZE):
+        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+        left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
+        rows = m0 + tl.arange(0, BM)
+        here = rows < C
+        y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
+        lse = tl.load(lse_ptr + rows, mask=here, other=0.0)
+        residual = tl.load(lse_residual_ptr + rows, mask=here, other=0.0)
+        logp = tl.load(logps_ptr + rows, mask=here, other=0.0)
+        g_logp = tl.load(g_logp_ptr + rows, mask=here, other=0.0)
+        g_lse = tl.load(g_lse_ptr + rows, mask=here, other=0.0)
+        p_y = tl.exp(logp)
+        g_y = g_lse * p_y + g_logp * complement(logp)
+        g_entropy, g_sum, offset = 0.0 * lse, 0.0 * lse, 0.0 * lse
+        if EXTRA:
+            entropy = tl.load(entropy_ptr + rows, mask=here, other=0.0)
+            g_entropy = tl.load(g_entropy_ptr + rows, mask=here, other=0.0)
+            g_sum = tl.load(g_sum_ptr + rows, mask=here, other=0.0)
+            g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
+            offset = entropy - residual
+        # p = exp(z - lse) exp(-residual)
+        correction, a, ignored = 1.0 - complement(-residual), g_lse - g_logp, y == ignore_index
+        gradient_half(
+            left,
+            grad,
+            bias_ptr,
+            class_weights_ptr,
+            y,
+            lse,
+            correction,
+            a,
+            g_y,
+            g_entropy,
+            offset,
+            g_sum,
+            m0,
+            n0,
+            V,
+            ignored,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            HAS_WEIGHTS,
+            BN // 2,
+        )
+        gradient_half(
+            right,
+            grad,
+            bias_ptr,
+            class_weights_ptr,
+            y,
+            lse,
+            correction,
+            a,
+            g_y,
+            g_entropy,
+            offset,
+            g_sum,
+            m0,
+            n0 + BN // 2,
+            V,
+            ignored,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            HAS_WEIGHTS,
+            BN // 2,
+        )
+
+
+def programs_of(x: Tensor) -> int:
+    """One for each multiprocessor."""
+    if x.device.type == "cpu":  # Triton's interpreter
+        return 2
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The copies of tiles start at multiples of 16 bytes."""
+    fits = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def described(features: Tensor, weight: Tensor, gradient: Tensor | None) -> list[TensorDescriptor]:
+    """How the kernels see the operands and where they store; made on the host, so that a kernel allocates
+    nothing."""
+    pairs = [(features, [BLOCK_M, BLOCK_K]), (weight, [BLOCK_N, BLOCK_K])]
+    # Where nothing is stored, any will do.
+    pairs.append((weight if gradient is None else gradient, [BLOCK_M, BLOCK_N // 2]))
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in pairs]
+
+
+TILE = {"BM": BLOCK_M, "BN": BLOCK_N, "BK": BLOCK_K}
+LAUNCH = {"num_warps": WARPS, "num_stages": STAGES}
+
+
+def read(
+    features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, head, bias, ignore_index
+) -> Tensor | None:
+    (C, H), V = features.shape, weight.shape[0]
+    check_written(**dict(out.items()))
+    write, extra = gradient is not None, out.entropy is not None
+    features, targets, tiles = aligned(features), dense(targets), triton.cdiv(V, BLOCK_N)
+    (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
+    gain, _, cap = scalars
+    transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
+    shift, own, beaten = out.lse.new_empty(3, C).unbind(0)
+    strides, sizes = (features.stride(0), weight.stride(0)), (V, H, *scalars)
+    shift_kernel[(C,)](
+        features, weight, bias, targets, shift, *strides, *sizes, **transform, BLOCK=BLOCK_H, num_warps=4
+    )
+    partials = out.lse.new_empty(3 if extra else 2, tiles, C)
+    again = torch.empty(C, dtype=torch.int32, device=features.device)
+    programs, rows = programs_of(features), (triton.cdiv(C, ROWS),)
+    operands, found = (*described(features, weight, gradient), bias, targets, shift), (own, beaten, partials)
+    numbers = (partials.stride(0), C, *sizes[:2], ignore_index, *scalars)
+    options = {**transform, "EXTRA": extra, "WRITE": write, **TILE, **LAUNCH, "PROGRAMS": programs}
+    read_kernel[(programs,)](*operands, *found, *numbers, **options, SPECIALIZE=True)
+    few = {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
+    again_kernel[rows](
+        targets, shift, again, own, partials, partials.stride(0), C, V, tiles, ignore_index, **few
+    )
+    read_again_kernel[(programs,)](*operands, again, *found, *numbers, **options)
+    row_scale = torch.empty_like(out.lse) if write else None
+    results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1, row_scale)
+    grad = out.lse if gradient is None else gradient
+    finish_kernel[rows](
+        grad,
+        targets,
+        shift,
+        *found,
+        *(out.lse if x is None else x for x in results),
+        grad.stride(0),
+        partials.stride(0),
+        *(C, V, tiles, ignore_index, gain, cap),
+        HAS_SOFTCAP=flags["HAS_SOFTCAP"],
+        EXTRA=extra,
+        WRITE=write,
+        BN=BLOCK_N,
+        **few,
+    )
+    return row_scale
+
+
+def write(
+    features: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats,
+    grads,
+    *,
+    gradient,
+    head,
+    bias,
+    class_weights,
+    ignore_index,
+) -> None:
+    (C, H), V = features.shape, weight.shape[0]
+    check_rows(gradient=gradient)
+    extra = grads.entropy is not None or grads.sum_logits is not None
+    zeros = torch.zeros_like(stats.lse)
+    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
+    numbers = (stats.lse, stats.lse_residual, stats.logps, stats.entropy)
+    upstream = (grads.logps, grads.lse, grads.entropy, grads.sum_logits)
+    programs = programs_of(features)
+    gradient_kernel[(programs,)](
+        *described(aligned(features), weight, gradient),
+        *pointers,
+        dense(targets),
+        *(zeros if x is None else dense(x) for x in (*numbers, *upstream)),
+        *(C, V, H, ignore_index, *scalars),
+        **flags,
+        EXTRA=extra,
+        **TILE,
+        **LAUNCH,
+        PROGRAMS=programs,
+        SPECIALIZE=True,
+    )
