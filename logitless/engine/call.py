@@ -80,6 +80,9 @@ class Call(Given):
     width: int
     stat_dtype: torch.dtype  # of per-token numbers
     logits_dtype: torch.dtype
+    # Whether logits are never rounded, as a kernel reads them in the product wherever it can. A matter of
+    # device, dtypes and head alone: all walks of the same rows then see the same logits, in whatever call.
+    unrounded: bool
 
 
 class Options(NamedTuple):

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
-from logitless.kernels.layout import check_rows, check_written, dense
+from logitless.kernels.cross_entropy_triton import head_logits, vocabulary_arguments
+from logitless.kernels.layout import check_written, dense
 from logitless.kernels.row_partials_triton import again_kernel, finish_kernel, shift_kernel
 
 # Not tuned for each shape yet: on an H200 ahead of cuBLAS and a row kernel at every shape of
@@ -25,6 +25,7 @@ from logitless.kernels.row_partials_triton import again_kernel, finish_kernel, s
 BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = 128, 256, 64, 8, 3
 ROWS, TILES = 16, 64  # of a program that puts partial sums together
 BLOCK_H = 1024
+PARTIALS = (2, 3, 5)  # numbers per row and tile, by the level of statistics
 
 
 @triton.jit
@@ -54,6 +55,7 @@ def read_half(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
     WRITE: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -61,11 +63,15 @@ def read_half(
     e (z - shift); the target's own z - shift, and whether another of these logits comes before it."""
     cols = (n0 + tl.arange(0, BN))[None, :]
     z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    zero = tl.zeros_like(shift)
+    beaten, sum_z, sum_sq, plain = zero, zero, zero, zero
+    if SUM:
+        plain = tl.sum(tl.where(cols < V, z, 0.0), 1)
     drop = z - shift[:, None]
     is_target = cols == y[:, None]
     own = tl.sum(tl.where(is_target, drop, 0.0), 1)
     drop = tl.where(is_target | (cols >= V), -float("inf"), drop)
-    top, beaten, sum_z = tl.max(drop, 1), 0.0 * own, 0.0 * own
+    top = tl.max(drop, 1)
     if EXTRA:
         # The first of equal logits wins.
         first = (drop > own[:, None]) | ((drop == own[:, None]) & (cols < y[:, None]))
@@ -75,10 +81,12 @@ def read_half(
     e = tl.where(ignored[:, None], 0.0, tl.exp(drop))
     if EXTRA:
         sum_z = tl.sum(e * drop, 1)
+    if SUM:
+        sum_sq = tl.sum(e * e, 1)
     total = tl.sum(e, 1)
     if WRITE:
         grad.store([m0, n0], (e * slope).to(grad.dtype))
-    return total, top, sum_z, own, beaten
+    return total, top, sum_z, sum_sq, plain, own, beaten
 
 
 @triton.jit
@@ -105,6 +113,7 @@ def read_tile(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
     WRITE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -118,7 +127,7 @@ def read_tile(
     y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     ignored = y == ignore_index
-    total, top, sum_z, own, beaten = read_half(
+    total, top, sum_z, sum_sq, plain, own, beaten = read_half(
         left,
         grad,
         bias_ptr,
@@ -134,10 +143,11 @@ def read_tile(
         HAS_BIAS,
         HAS_SOFTCAP,
         EXTRA,
+        SUM,
         WRITE,
         BN // 2,
     )
-    total_r, top_r, sum_z_r, own_r, beaten_r = read_half(
+    total_r, top_r, sum_z_r, sum_sq_r, plain_r, own_r, beaten_r = read_half(
         right,
         grad,
         bias_ptr,
@@ -153,6 +163,7 @@ def read_tile(
         HAS_BIAS,
         HAS_SOFTCAP,
         EXTRA,
+        SUM,
         WRITE,
         BN // 2,
     )
@@ -171,6 +182,9 @@ def read_tile(
         )
         tl.store(beaten_ptr + rows, beaten, mask=has_own)
         tl.store(at + 2 * partial_stride, sum_z + sum_z_r, mask=here)
+    if SUM:
+        tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
+        tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)
 
 
 @triton.jit
@@ -195,6 +209,7 @@ def read_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
     WRITE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -229,6 +244,7 @@ def read_kernel(
             HAS_BIAS,
             HAS_SOFTCAP,
             EXTRA,
+            SUM,
             WRITE,
             BM,
             BN,
@@ -259,6 +275,7 @@ def read_again_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
     WRITE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -294,167 +311,12 @@ def read_again_kernel(
                 HAS_BIAS,
                 HAS_SOFTCAP,
                 EXTRA,
+                SUM,
                 WRITE,
                 BM,
                 BN,
                 BK,
             )
-
-
-@triton.jit
-def gradient_half(
-    acc,
-    grad,
-    bias_ptr,
-    class_weights_ptr,
-    y,
-    lse,
-    correction,
-    a,
-    g_y,
-    g_entropy,
-    offset,
-    g_sum,
-    m0,
-    n0,
-    V,
-    ignored,
-    gain,
-    squash,
-    cap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EXTRA: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BN: tl.constexpr,
-):
-    cols = (n0 + tl.arange(0, BN))[None, :]
-    z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-    log_p = z - lse[:, None]
-    p = correction[:, None] * tl.exp(log_p)
-    g = a[:, None] * p
-    if EXTRA:
-        # p = 0 contributes nothing, though its log is -inf.
-        g -= g_entropy[:, None] * tl.where(p > 0.0, p * (log_p + offset[:, None]), 0.0)
-    g = tl.where(cols == y[:, None], g_y[:, None], g)
-    if EXTRA:
-        if HAS_WEIGHTS:
-            g += g_sum[:, None] * tl.load(class_weights_ptr + cols, mask=cols < V, other=0.0)
-        else:
-            g += g_sum[:, None]
-    grad.store([m0, n0], tl.where(ignored[:, None], 0.0, g * slope).to(grad.dtype))
-
-
-@triton.jit
-def gradient_kernel(
-    x,
-    w,
-    grad,
-    bias_ptr,
-    class_weights_ptr,
-    targets_ptr,
-    lse_ptr,
-    lse_residual_ptr,
-    logps_ptr,
-    entropy_ptr,
-    g_logp_ptr,
-    g_lse_ptr,
-    g_entropy_ptr,
-    g_sum_ptr,
-    C,
-    V,
-    H,
-    ignore_index,
-    gain,
-    squash,
-    cap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EXTRA: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
-):
-    """As `cross_entropy_triton.logits_gradient_kernel`, from the accumulators."""
-    row_tiles = tl.cdiv(C, BM)
-    tiles = row_tiles * tl.cdiv(V, BN)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True, warp_specialize=SPECIALIZE):
-        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
-        left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
-        rows = m0 + tl.arange(0, BM)
-        here = rows < C
-        y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
-        lse = tl.load(lse_ptr + rows, mask=here, other=0.0)
-        residual = tl.load(lse_residual_ptr + rows, mask=here, other=0.0)
-        logp = tl.load(logps_ptr + rows, mask=here, other=0.0)
-        g_logp = tl.load(g_logp_ptr + rows, mask=here, other=0.0)
-        g_lse = tl.load(g_lse_ptr + rows, mask=here, other=0.0)
-        p_y = tl.exp(logp)
-        g_y = g_lse * p_y + g_logp * complement(logp)
-        g_entropy, g_sum, offset = 0.0 * lse, 0.0 * lse, 0.0 * lse
-        if EXTRA:
-            entropy = tl.load(entropy_ptr + rows, mask=here, other=0.0)
-            g_entropy = tl.load(g_entropy_ptr + rows, mask=here, other=0.0)
-            g_sum = tl.load(g_sum_ptr + rows, mask=here, other=0.0)
-            g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
-            offset = entropy - residual
-        # p = exp(z - lse) exp(-residual)
-        correction, a, ignored = 1.0 - complement(-residual), g_lse - g_logp, y == ignore_index
-        gradient_half(
-            left,
-            grad,
-            bias_ptr,
-            class_weights_ptr,
-            y,
-            lse,
-            correction,
-            a,
-            g_y,
-            g_entropy,
-            offset,
-            g_sum,
-            m0,
-            n0,
-            V,
-            ignored,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            HAS_WEIGHTS,
-            BN // 2,
-        )
-        gradient_half(
-            right,
-            grad,
-            bias_ptr,
-            class_weights_ptr,
-            y,
-            lse,
-            correction,
-            a,
-            g_y,
-            g_entropy,
-            offset,
-            g_sum,
-            m0,
-            n0 + BN // 2,
-            V,
-            ignored,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            HAS_WEIGHTS,
-            BN // 2,
-        )
 
 
 def programs_of(x: Tensor) -> int:
@@ -488,7 +350,7 @@ def read(
 ) -> Tensor | None:
     (C, H), V = features.shape, weight.shape[0]
     check_written(**dict(out.items()))
-    write, extra = gradient is not None, out.entropy is not None
+    write, extra, total = gradient is not None, out.entropy is not None, out.sum_logits is not None
     features, targets, tiles = aligned(features), dense(targets), triton.cdiv(V, BLOCK_N)
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
@@ -498,12 +360,20 @@ def read(
     shift_kernel[(C,)](
         features, weight, bias, targets, shift, *strides, *sizes, **transform, BLOCK=BLOCK_H, num_warps=4
     )
-    partials = out.lse.new_empty(3 if extra else 2, tiles, C)
+    partials = out.lse.new_empty(PARTIALS[extra + total], tiles, C)
     again = torch.empty(C, dtype=torch.int32, device=features.device)
     programs, rows = programs_of(features), (triton.cdiv(C, ROWS),)
     operands, found = (*described(features, weight, gradient), bias, targets, shift), (own, beaten, partials)
     numbers = (partials.stride(0), C, *sizes[:2], ignore_index, *scalars)
-    options = {**transform, "EXTRA": extra, "WRITE": write, **TILE, **LAUNCH, "PROGRAMS": programs}
+    options = {
+        **transform,
+        "EXTRA": extra,
+        "SUM": total,
+        "WRITE": write,
+        **TILE,
+        **LAUNCH,
+        "PROGRAMS": programs,
+    }
     read_kernel[(programs,)](*operands, *found, *numbers, **options, SPECIALIZE=True)
     few = {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
     again_kernel[rows](
@@ -511,7 +381,8 @@ def read(
     )
     read_again_kernel[(programs,)](*operands, again, *found, *numbers, **options)
     row_scale = torch.empty_like(out.lse) if write else None
-    results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1, row_scale)
+    results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
+    results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
     finish_kernel[rows](
         grad,
@@ -524,44 +395,9 @@ def read(
         *(C, V, tiles, ignore_index, gain, cap),
         HAS_SOFTCAP=flags["HAS_SOFTCAP"],
         EXTRA=extra,
+        SUM=total,
         WRITE=write,
         BN=BLOCK_N,
         **few,
     )
     return row_scale
-
-
-def write(
-    features: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    stats,
-    grads,
-    *,
-    gradient,
-    head,
-    bias,
-    class_weights,
-    ignore_index,
-) -> None:
-    (C, H), V = features.shape, weight.shape[0]
-    check_rows(gradient=gradient)
-    extra = grads.entropy is not None or grads.sum_logits is not None
-    zeros = torch.zeros_like(stats.lse)
-    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
-    numbers = (stats.lse, stats.lse_residual, stats.logps, stats.entropy)
-    upstream = (grads.logps, grads.lse, grads.entropy, grads.sum_logits)
-    programs = programs_of(features)
-    gradient_kernel[(programs,)](
-        *described(aligned(features), weight, gradient),
-        *pointers,
-        dense(targets),
-        *(zeros if x is None else dense(x) for x in (*numbers, *upstream)),
-        *(C, V, H, ignore_index, *scalars),
-        **flags,
-        EXTRA=extra,
-        **TILE,
-        **LAUNCH,
-        PROGRAMS=programs,
-        SPECIALIZE=True,
-    )

@@ -93,6 +93,8 @@ def finish_kernel(
     lse_residual_ptr,
     entropy_ptr,
     is_top1_ptr,
+    log_sum_sq_ptr,
+    sum_logits_ptr,
     row_scale_ptr,
     grad_stride,
     partial_stride,
@@ -104,6 +106,7 @@ def finish_kernel(
     cap,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
     WRITE: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -117,7 +120,7 @@ def finish_kernel(
     own = tl.load(own_ptr + rows, mask=known, other=-float("inf"))
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     rest = tl.zeros([TILES, ROWS], tl.float32)
-    rest_z = rest
+    rest_z, rest_sq, plain = rest, rest, rest
     top = tl.full([TILES, ROWS], -float("inf"), tl.float32)
     beaten = tl.load(beaten_ptr + rows, mask=known & EXTRA, other=0.0) > 0.0
     for start in range(0, tiles, TILES):
@@ -132,6 +135,9 @@ def finish_kernel(
             beaten = beaten | (tl.max((above & mask).to(tl.int32), 0) > 0)
             top = tl.maximum(top, tops)
             rest_z += tl.load(at + 2 * partial_stride, mask=mask, other=0.0)
+        if SUM:
+            rest_sq += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
+            plain += tl.load(at + 4 * partial_stride, mask=mask, other=0.0)
     others, supervised = tl.sum(rest, 0), y != ignore_index
     total, log_total, logp, lse, residual, entropy = numbers_of_row(others, tl.sum(rest_z, 0), own, shift)
     tl.store(logps_ptr + rows, tl.where(supervised, logp, 0.0), mask=here)
@@ -141,6 +147,11 @@ def finish_kernel(
         hit = tl.where(known, tl.where(beaten, 0.0, 1.0), shift + tl.max(top, 0))
         tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
         tl.store(is_top1_ptr + rows, tl.where(supervised, hit, 0.0), mask=here)
+    if SUM:
+        e_y = tl.exp(own)
+        log_sum_sq = tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total
+        tl.store(log_sum_sq_ptr + rows, tl.where(supervised, log_sum_sq, 0.0), mask=here)
+        tl.store(sum_logits_ptr + rows, tl.where(supervised, tl.sum(plain, 0), 0.0), mask=here)
     if WRITE:
         tl.store(row_scale_ptr + rows, tl.where(supervised, -1.0 / total, 0.0), mask=here)
         slope = gain
