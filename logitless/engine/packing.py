@@ -90,7 +90,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
             dtype in fused_projection.PRODUCT_DTYPES
             and loss.objective.takes_unrounded
             and loss.tp_group is None
-            and loss.logits_dtype in (None, stat)
+            and loss.logits_dtype == stat
             and fused_projection.serves(dtype, tensors[hidden].shape[1], *projected)
         )
         trained = [needs[slot] for slot in (hidden, weight, *layers)]

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
-from logitless.kernels.fused_projection_triton import (
+from logitless.kernels.layout import check_rows, dense
+from logitless.kernels.product_tiles_triton import (
     LAUNCH,
     TILE,
     aligned,
@@ -15,7 +16,6 @@ from logitless.kernels.fused_projection_triton import (
     halves_of_product,
     programs_of,
 )
-from logitless.kernels.layout import check_rows, dense
 
 
 @triton.jit

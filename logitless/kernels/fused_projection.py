@@ -49,7 +49,8 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
 
 def row_bytes(V: int, *, stored: bool) -> int:
     """Memory that a row takes: partial sums, and its gradient where that is stored."""
-    from logitless.kernels.fused_projection_triton import BLOCK_N, PARTIALS
+    from logitless.kernels.fused_projection_triton import PARTIALS
+    from logitless.kernels.product_tiles_triton import BLOCK_N
 
     return 4 * PARTIALS[-1] * -(-V // BLOCK_N) + (2 * V if stored else 0)
 

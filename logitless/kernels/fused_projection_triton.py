@@ -1,41 +1,37 @@
 """The product with the head whose epilogue reads the logits, so that no pass over them is left.
 
-`fused_projection.py` says what is computed. A tile of 128 x 256 logits stays in the accumulators, in fp32:
-logits are never rounded, and only exp(z - k) is stored, if anything. What needs a whole row comes from a few
+`fused_projection.py` says what is computed. A tile of logits stays in the accumulators, in fp32: logits are
+never rounded, and only their exponentials are stored, if anything. What needs a whole row comes from a few
 partial sums per row and tile, 5 KB a token, which `row_partials_triton.py` puts together.
 
-Exponentials are taken relative to a shift k known beforehand, the target's logit: the total of a row is then
-at least 1. A row that rises more than DRIFT above it is done again relative to its largest logit, which is
-among the partials; that launch is unconditional, and tiles without such a row are left out, so the host waits
-for nothing. The target is left out of every sum, as in `cross_entropy_triton.py`.
+Exponentials are powers of two, taken relative to a shift known beforehand, a whole number near log2(e) times
+the target's logit: the total of a row is then about 1 or more. A row that rises more than DRIFT above it is
+done again relative to its largest logit, which is among the partials; that launch is unconditional, and tiles
+without such a row are left out, so the host waits for nothing. The target is left out of every sum, as in
+`cross_entropy_triton.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.kernels.cross_entropy_triton import head_logits, vocabulary_arguments
 from logitless.kernels.layout import check_written, dense
-from logitless.kernels.row_partials_triton import again_kernel, finish_kernel, shift_kernel
+from logitless.kernels.product_tiles_triton import (
+    BLOCK_N,
+    LAUNCH,
+    TILE,
+    aligned,
+    described,
+    halves_of_product,
+    programs_of,
+)
+from logitless.kernels.row_partials_triton import LOG2E, again_kernel, finish_kernel, shift_kernel
 
-# Not tuned for each shape yet: on an H200 ahead of cuBLAS and a row kernel at every shape of
-# `python -m benchmarks gemm`.
-BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = 128, 256, 64, 8, 3
 ROWS, TILES = 16, 64  # of a program that puts partial sums together
 BLOCK_H = 1024
 PARTIALS = (2, 3, 5)  # numbers per row and tile, by the level of statistics
-
-
-@triton.jit
-def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A tile (BM, BN) of the product in fp32, its left and its right half: the epilogue takes one after the
-    other, as the registers do not hold a whole tile twice."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    for step in range(tl.cdiv(H, BK)):
-        acc = tl.dot(x.load([m0, step * BK]), w.load([n0, step * BK]).T, acc)
-    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -45,10 +41,69 @@ def read_half(
     bias_ptr,
     y,
     shift,
+    ignored,
     m0,
     n0,
     V,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
+    WRITE: tl.constexpr,
+    BN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Of the columns from n0 on without the target, with d = log2(e) z - shift: the sum of e = 2^d, the
+    largest d, the sums of e d, of e^2 and of all d; the target's own d, and whether another of these logits
+    comes before it. Without MASKED no column is a target or beyond V, and no row is ignored."""
+    cols = (n0 + tl.arange(0, BN))[None, :]
+    z, slope = head_logits(
+        acc, bias_ptr, cols, cols < V, gain * LOG2E, squash, cap * LOG2E, HAS_BIAS, HAS_SOFTCAP
+    )
+    d = z - shift[:, None]
+    own = tl.zeros_like(shift)
+    beaten, sum_d, sum_sq, plain = own, own, own, own
+    if SUM:
+        plain = tl.sum(tl.where(cols < V, d, 0.0) if MASKED else d, 1)
+    if MASKED:
+        is_target = cols == y[:, None]
+        own = tl.sum(tl.where(is_target, d, 0.0), 1)
+        d = tl.where(is_target | (cols >= V), -float("inf"), d)
+        if EXTRA:
+            # The first of equal logits wins.
+            first = (d > own[:, None]) | ((d == own[:, None]) & (cols < y[:, None]))
+            beaten = tl.max(first.to(tl.float32), 1)
+    top = tl.max(d, 1)
+    if EXTRA:
+        # So that p log p is 0 and not NaN at a logit of -inf; 2^-300 is 0 in fp32.
+        d = tl.maximum(d, -300.0, propagate_nan=tl.PropagateNan.ALL)
+    e = tl.exp2(d)
+    if MASKED:
+        e = tl.where(ignored[:, None], 0.0, e)
+    if EXTRA:
+        sum_d = tl.sum(e * d, 1)
+    if SUM:
+        sum_sq = tl.sum(e * e, 1)
+    if WRITE:
+        # Without a soft cap the slope is the same everywhere, and left to the factor of the row.
+        grad.store([m0, n0], (e * slope if HAS_SOFTCAP else e).to(grad.dtype))
+    return tl.sum(e, 1), top, sum_d, sum_sq, plain, own, beaten
+
+
+@triton.jit
+def read_either_half(
+    acc,
+    grad,
+    bias_ptr,
+    y,
+    shift,
     ignored,
+    m0,
+    n0,
+    V,
     gain,
     squash,
     cap,
@@ -59,34 +114,53 @@ def read_half(
     WRITE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Of the columns from n0 on without the target: the sum of e, the largest z - shift, the sum of
-    e (z - shift); the target's own z - shift, and whether another of these logits comes before it."""
-    cols = (n0 + tl.arange(0, BN))[None, :]
-    z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-    zero = tl.zeros_like(shift)
-    beaten, sum_z, sum_sq, plain = zero, zero, zero, zero
-    if SUM:
-        plain = tl.sum(tl.where(cols < V, z, 0.0), 1)
-    drop = z - shift[:, None]
-    is_target = cols == y[:, None]
-    own = tl.sum(tl.where(is_target, drop, 0.0), 1)
-    drop = tl.where(is_target | (cols >= V), -float("inf"), drop)
-    top = tl.max(drop, 1)
-    if EXTRA:
-        # The first of equal logits wins.
-        first = (drop > own[:, None]) | ((drop == own[:, None]) & (cols < y[:, None]))
-        beaten = tl.max(first.to(tl.float32), 1)
-    # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
-    drop = tl.maximum(drop, -200.0, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.where(ignored[:, None], 0.0, tl.exp(drop))
-    if EXTRA:
-        sum_z = tl.sum(e * drop, 1)
-    if SUM:
-        sum_sq = tl.sum(e * e, 1)
-    total = tl.sum(e, 1)
-    if WRITE:
-        grad.store([m0, n0], (e * slope).to(grad.dtype))
-    return total, top, sum_z, sum_sq, plain, own, beaten
+    """One half in ten holds a target of its rows; the others are spared the masks."""
+    special = ignored | ((y >= n0) & (y < n0 + BN))
+    if (n0 + BN > V) | (tl.max(special.to(tl.int32), 0) > 0):
+        total, top, sum_d, sum_sq, plain, own, beaten = read_half(
+            acc,
+            grad,
+            bias_ptr,
+            y,
+            shift,
+            ignored,
+            m0,
+            n0,
+            V,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            SUM,
+            WRITE,
+            BN,
+            True,
+        )
+    else:
+        total, top, sum_d, sum_sq, plain, own, beaten = read_half(
+            acc,
+            grad,
+            bias_ptr,
+            y,
+            shift,
+            ignored,
+            m0,
+            n0,
+            V,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            SUM,
+            WRITE,
+            BN,
+            False,
+        )
+    return total, top, sum_d, sum_sq, plain, own, beaten
 
 
 @triton.jit
@@ -124,19 +198,19 @@ def read_tile(
     left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
     rows = m0 + tl.arange(0, BM)
     here = rows < C
-    y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
+    y = tl.load(targets_ptr + rows, mask=here, other=0)
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     ignored = y == ignore_index
-    total, top, sum_z, sum_sq, plain, own, beaten = read_half(
+    total, top, sum_d, sum_sq, plain, own, beaten = read_either_half(
         left,
         grad,
         bias_ptr,
         y,
         shift,
+        ignored,
         m0,
         n0,
         V,
-        ignored,
         gain,
         squash,
         cap,
@@ -147,16 +221,16 @@ def read_tile(
         WRITE,
         BN // 2,
     )
-    total_r, top_r, sum_z_r, sum_sq_r, plain_r, own_r, beaten_r = read_half(
+    total_r, top_r, sum_d_r, sum_sq_r, plain_r, own_r, beaten_r = read_either_half(
         right,
         grad,
         bias_ptr,
         y,
         shift,
+        ignored,
         m0,
         n0 + BN // 2,
         V,
-        ignored,
         gain,
         squash,
         cap,
@@ -167,21 +241,16 @@ def read_tile(
         WRITE,
         BN // 2,
     )
-    has_own = here & (y >= n0) & (y < n0 + BN) & (y < V)
-    at_right = y >= n0 + BN // 2
+    has_own, at_right = here & (y >= n0) & (y < n0 + BN) & (y < V), y >= n0 + BN // 2
     own = tl.where(at_right, own_r, own)
     tl.store(own_ptr + rows, own, mask=has_own)
     at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
     tl.store(at, total + total_r, mask=here)
     tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
     if EXTRA:
-        beaten = tl.where(
-            at_right,
-            ((top >= own) | (beaten_r > 0)).to(tl.float32),
-            tl.maximum(beaten, (top_r > own).to(tl.float32)),
-        )
-        tl.store(beaten_ptr + rows, beaten, mask=has_own)
-        tl.store(at + 2 * partial_stride, sum_z + sum_z_r, mask=here)
+        beaten = tl.where(at_right, (top >= own) | (beaten_r > 0), (top_r > own) | (beaten > 0))
+        tl.store(beaten_ptr + rows, beaten.to(tl.float32), mask=has_own)
+        tl.store(at + 2 * partial_stride, sum_d + sum_d_r, mask=here)
     if SUM:
         tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
         tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)
@@ -317,32 +386,6 @@ def read_again_kernel(
                 BN,
                 BK,
             )
-
-
-def programs_of(x: Tensor) -> int:
-    """One for each multiprocessor."""
-    if x.device.type == "cpu":  # Triton's interpreter
-        return 2
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
-
-
-def aligned(x: Tensor) -> Tensor:
-    """The copies of tiles start at multiples of 16 bytes."""
-    fits = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def described(features: Tensor, weight: Tensor, gradient: Tensor | None) -> list[TensorDescriptor]:
-    """How the kernels see the operands and where they store; made on the host, so that a kernel allocates
-    nothing."""
-    pairs = [(features, [BLOCK_M, BLOCK_K]), (weight, [BLOCK_N, BLOCK_K])]
-    # Where nothing is stored, any will do.
-    pairs.append((weight if gradient is None else gradient, [BLOCK_M, BLOCK_N // 2]))
-    return [TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in pairs]
-
-
-TILE = {"BM": BLOCK_M, "BN": BLOCK_N, "BK": BLOCK_K}
-LAUNCH = {"num_warps": WARPS, "num_stages": STAGES}
 
 
 def read(

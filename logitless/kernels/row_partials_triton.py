@@ -6,9 +6,13 @@ import triton.language as tl
 
 from logitless.kernels.cross_entropy_triton import head_logits, numbers_of_row
 
-# Further above the shift a row is done again. bf16 and fp32 hold exp(40); times a small upstream gradient
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# ln 2 in two parts, the first of so few digits that its product with a shift is exact.
+LN2_HIGH, LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
+# Further above the shift a row is done again. bf16 and fp32 hold 2^58; times a small upstream gradient
 # over the total it does not vanish.
-DRIFT = tl.constexpr(40.0)
+DRIFT = tl.constexpr(58.0)
 
 
 @triton.jit
@@ -29,7 +33,8 @@ def shift_kernel(
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The target's logit; 0 where a row has none, or where it is infinite."""
+    """log2(e) times the target's logit, rounded to a whole number; 0 where a row has none, or an infinite
+    one."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
     known = (y >= 0) & (y < V)
@@ -40,7 +45,9 @@ def shift_kernel(
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
         total += x * tl.load(w_ptr + y * w_stride + at, mask=mask, other=0.0).to(tl.float32)
     z, _ = head_logits(tl.sum(total, 0), bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-    tl.store(shift_ptr + row, tl.where(known & (tl.abs(z) < float("inf")), z, 0.0))
+    # Of this size multiples of ln 2 have an exact part and a small one.
+    usable = known & (tl.abs(z) < 2000.0)
+    tl.store(shift_ptr + row, tl.where(usable, tl.floor(z * LOG2E + 0.5), 0.0))
 
 
 @triton.jit
@@ -71,13 +78,13 @@ def again_kernel(
         total += tl.load(at, mask=mask, other=0.0)
         top = tl.maximum(top, tl.load(at + partial_stride, mask=mask, other=-float("inf")))
     highest = tl.maximum(tl.max(top, 0), own)
-    known = tl.sum(total, 0) + tl.exp(own)
+    sum_e = tl.sum(total, 0) + tl.exp2(own)
     # Also a row without a target here whose logits all lie far below 0, the shift it was given.
-    again = (y != ignore_index) & ((known > tl.exp(DRIFT)) | (known < tl.exp(-DRIFT)))
+    again = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
     again = again & (tl.abs(highest) < float("inf"))
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     tl.store(again_ptr + rows, again.to(tl.int32), mask=here)
-    tl.store(shift_ptr + rows, tl.where(again, shift + highest, shift), mask=here)
+    tl.store(shift_ptr + rows, tl.where(again, tl.floor(shift + highest + 0.5), shift), mask=here)
 
 
 @triton.jit
@@ -120,7 +127,7 @@ def finish_kernel(
     own = tl.load(own_ptr + rows, mask=known, other=-float("inf"))
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     rest = tl.zeros([TILES, ROWS], tl.float32)
-    rest_z, rest_sq, plain = rest, rest, rest
+    rest_d, rest_sq, plain = rest, rest, rest
     top = tl.full([TILES, ROWS], -float("inf"), tl.float32)
     beaten = tl.load(beaten_ptr + rows, mask=known & EXTRA, other=0.0) > 0.0
     for start in range(0, tiles, TILES):
@@ -134,29 +141,42 @@ def finish_kernel(
             above = (tops > own[None, :]) | (earlier & (tops == own[None, :]))
             beaten = beaten | (tl.max((above & mask).to(tl.int32), 0) > 0)
             top = tl.maximum(top, tops)
-            rest_z += tl.load(at + 2 * partial_stride, mask=mask, other=0.0)
+            rest_d += tl.load(at + 2 * partial_stride, mask=mask, other=0.0)
         if SUM:
             rest_sq += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
             plain += tl.load(at + 4 * partial_stride, mask=mask, other=0.0)
     others, supervised = tl.sum(rest, 0), y != ignore_index
-    total, log_total, logp, lse, residual, entropy = numbers_of_row(others, tl.sum(rest_z, 0), own, shift)
+    total, log_total, logp, lse, residual, entropy = numbers_of_row(
+        others, tl.sum(rest_d, 0) * LN2, own * LN2, shift * LN2_HIGH
+    )
+    left_out = shift * LN2_LOW + residual
+    whole = lse + left_out
+    # Of an infinite or undefined lse nothing is left out.
+    residual = tl.where(tl.abs(whole) < float("inf"), left_out - (whole - lse), 0.0)
+    lse = whole
     tl.store(logps_ptr + rows, tl.where(supervised, logp, 0.0), mask=here)
     tl.store(lse_ptr + rows, tl.where(supervised, lse, 0.0), mask=here)
     tl.store(lse_residual_ptr + rows, tl.where(supervised, residual, 0.0), mask=here)
     if EXTRA:
-        hit = tl.where(known, tl.where(beaten, 0.0, 1.0), shift + tl.max(top, 0))
+        hit = tl.where(known, tl.where(beaten, 0.0, 1.0), (shift + tl.max(top, 0)) * LN2)
         tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
         tl.store(is_top1_ptr + rows, tl.where(supervised, hit, 0.0), mask=here)
     if SUM:
-        e_y = tl.exp(own)
+        e_y = tl.exp2(own)
         log_sum_sq = tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total
         tl.store(log_sum_sq_ptr + rows, tl.where(supervised, log_sum_sq, 0.0), mask=here)
-        tl.store(sum_logits_ptr + rows, tl.where(supervised, tl.sum(plain, 0), 0.0), mask=here)
+        tl.store(
+            sum_logits_ptr + rows, tl.where(supervised, (tl.sum(plain, 0) + V * shift) * LN2, 0.0), mask=here
+        )
     if WRITE:
-        tl.store(row_scale_ptr + rows, tl.where(supervised, -1.0 / total, 0.0), mask=here)
-        slope = gain
+        slope = 1.0
         if HAS_SOFTCAP:
-            squashed = (shift + own) / cap
-            slope = gain * (1.0 - squashed * squashed)
+            # What was stored carries log2(e) d z / d product; the target's is known from its logit.
+            squashed = (shift + own) * LN2 / cap
+            slope = gain * LOG2E * (1.0 - squashed * squashed)
+            scale = -1.0 / (total * LOG2E)
+        else:
+            scale = -gain / total
+        tl.store(row_scale_ptr + rows, tl.where(supervised, scale, 0.0), mask=here)
         entry = grad_ptr + rows.to(tl.int64) * grad_stride + y
         tl.store(entry, (-others * slope).to(grad_ptr.dtype.element_ty), mask=known)
