@@ -80,6 +80,9 @@ class Call(Given):
     width: int
     stat_dtype: torch.dtype  # of per-token numbers
     logits_dtype: torch.dtype
+    # Whether a kernel can read logits that are wanted in fp32 in the product. A matter of device, dtypes and
+    # head alone: all walks of the same rows see the same logits, in whatever call.
+    unrounded: bool
 
 
 class Options(NamedTuple):

@@ -64,11 +64,11 @@ class LinearLoss(CheckedCall):
         reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
         softcap, logit_scale, temperature: z = softcap * tanh(logit_scale * (h·w + b) / softcap) /
             temperature.
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default 1 GiB, less on small
-            cards and CPUs.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.25 GiB on cards of
+            64 GiB and more, 1 GiB below, less on small cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
-            rounding noise.
+            rounding noise; on Hopper, from bf16, one kernel then projects and reads them, and stores none.
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False
             reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
             belong to groups are taken for one group.
