@@ -275,8 +275,8 @@ HEADER = """# Models
 `python -m tests.models.every` makes this table: every class that `AutoModelForCausalLM` of transformers
 {version} knows, as a tiny model with random weights, with `patch_model` and without. Compared are the loss
 (softcaps, scales, router and z losses made strong), the gradient of each parameter (relative error below
-1e-3, fp32 on a CPU) and the fields of the output. Of {total} model types {equal} are equal, {refused} refused,
-and {not_run} could not be run tiny."""
+1e-3, fp32 on a CPU) and the fields of the output. Of {total} model types {equal} are equal, {refused}
+refused, and {not_run} could not be run tiny."""
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
