@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
 from logitless.errors import expect
 from logitless.models.exchange import exchange
-from logitless.models.heads import base_of, find_head, read_head
+from logitless.models.heads import base_of, find_head
 from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head
 from logitless.parallel.groups import is_dtensor
@@ -118,19 +119,28 @@ def without_logits(out: Any) -> Any:
 
 def _check(model: nn.Module, head: nn.Module, state: State) -> None:
     """Both probes, as far as the parameters are here: nothing is gathered from other ranks."""
-    view = read_head(head)
+    view, deferral = view_of(head, "model", called=True), deferral_of(model)
     if not all(map(_is_here, head.parameters())):
         offloaded, remedy = "_hf_hook" in head.__dict__, "give it a device of its own in device_map"
         expect(not offloaded, "model", "an LM head on a device", "one that is offloaded", remedy)
         return
-    deferral = deferral_of(model)
     check_head(head, head.forward, view.weight[:1])
     deferral.checked, state.checked = True, "checked at attach"
     if all(map(_is_here, model.parameters())):
         reason = check_call(model, model.forward, partial(_forward, model, state, model.forward))
+        state.last_plan = None
         if reason is not None:
             state.checked = f"checked at attach, its head alone ({reason})"
 
 
 def _is_here(x: Tensor) -> bool:
     return x.device.type != "meta" and x.numel() > 0 and not is_dtensor(x)
+
+
+def check_trainer_arguments(args: Any) -> None:
+    """Raise ValueError for arguments with which `transformers.Trainer` does not take the model's loss."""
+    smoothing = getattr(args, "label_smoothing_factor", 0)
+    remedy = (
+        "Trainer takes the labels away and smooths full logits; logitless.trl_integration.SFTTrainer does not"
+    )
+    expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, remedy)

@@ -98,13 +98,20 @@ def _scored_forward(
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
         out = stock(*args, labels=targets, **kwargs)
-    hidden, view = out.logits.operands()
-    found, expected = view.options, head_options(model.config)
-    remedy = "the trainer's losses take the configuration's; train it with use_chunked_loss=False"
-    alike = all(map(same_option, found.values(), expected.values()))
-    expect(alike, "model", f"logits with {expected}, as its configuration has it", found, remedy)
-    hidden, weight, bias = projected(hidden, view)
-    fields = score(hidden, weight, bias, targets.to(hidden.device), shift=shift_labels is None)
+
+    names: list[str] = []
+
+    def values(hidden: Tensor, view: HeadView) -> tuple[Tensor, ...]:
+        given, expected = view.options, head_options(model.config)
+        remedy = "the trainer's losses take the configuration's; train it with use_chunked_loss=False"
+        alike = all(map(same_option, given.values(), expected.values()))
+        expect(alike, "model", f"logits with {expected}, as its configuration has it", given, remedy)
+        hidden, weight, bias = projected(hidden, view)
+        found = score(hidden, weight, bias, targets.to(hidden.device), shift=shift_labels is None)
+        names.extend(found)
+        return tuple(found.values())  # hooks of modules look for tensors in tuples
+
+    fields = dict(zip(names, out.logits.computed(values)))
     # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
     # own count
     count = fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
