@@ -55,7 +55,8 @@ def deferral_of(model: nn.Module) -> Deferral:
 def undeferred(model: nn.Module) -> None:
     """Takes the exchange of the head back, once nothing exchanged in the model asks for it."""
     if all(state_of(model, key) is None for key in USERS):
-        withdraw(model.get_output_embeddings(), KEY)
+        for module in model.modules():  # PEFT may have put another head around it
+            withdraw(module, KEY)
 
 
 @contextmanager
@@ -236,6 +237,8 @@ class DeferredLogits:
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of the logits, without them."""
+        if size_average is not None or reduce is not None:
+            _refused("cross_entropy with size_average or reduce")
         if not self.deferral.summed:
             return torch.zeros((), device=self.device)
         own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}

@@ -99,6 +99,11 @@ def test_a_loss_function_of_the_users_is_honoured():
         TypeError, match="logits: expected a loss that is their cross-entropy, got log_softmax"
     ):
         model(**INPUTS)
+    model.loss_function = lambda logits, labels, **_: nn.functional.cross_entropy(
+        logits, labels, reduce=False
+    )
+    with pytest.raises(TypeError, match="got cross_entropy with size_average or reduce"):
+        model(**INPUTS)
     # and the next call is not left with the deferred head
     assert isinstance(model(IDS).logits, torch.Tensor)
 
@@ -227,7 +232,7 @@ def test_a_head_with_a_hook_of_accelerate():
 
 def test_adapters_that_come_after_the_patch():
     model = tiny_model()
-    patch_model(model)
+    patch = patch_model(model)
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
@@ -238,6 +243,8 @@ def test_adapters_that_come_after_the_patch():
     torch.testing.assert_close(ours.loss, theirs.loss)
     torch.testing.assert_close(found, expected)
     assert ours.logits is None and any("lm_head.lora_A" in name for name in found)
+    patch()
+    assert not any(STATES in module.__dict__ for module in adapted.modules())
 
 
 # --- dtypes
