@@ -3,6 +3,7 @@
 import copy
 import io
 import types
+import warnings
 
 import peft
 import pytest
@@ -434,3 +435,13 @@ def test_label_smoothing_of_the_plain_trainer(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 with a patched model, got 0.1"):
         check_trainer_arguments(args)
     check_trainer_arguments(transformers.TrainingArguments(output_dir=tmp_path, report_to=[]))
+    model = tiny_model()
+    patch_model(model)
+    trainer = transformers.Trainer(model, args)
+    with pytest.warns(UserWarning, match="labels: expected labels in a training step, got none.*full logits"):
+        trainer.compute_loss(model.train(), dict(INPUTS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.compute_loss(model, dict(INPUTS))  # said once
+        with torch.no_grad():
+            tiny_model().train()(IDS)
