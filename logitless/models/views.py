@@ -89,7 +89,9 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
 
 def _without_backbone(model: nn.Module, device: torch.device) -> Any:
     with torch.no_grad(), deferred(model) as deferral:
-        checked, deferral.checked = deferral.checked, True
-        out = model.forward(torch.zeros(1, 1, dtype=torch.int64, device=device), return_dict=True)
-        deferral.checked = checked
-    return out.logits
+        checked, deferral.checked = deferral.checked, True  # by random vectors in place of these
+        try:
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            return model.forward(ids, return_dict=True).logits
+        finally:
+            deferral.checked = checked
