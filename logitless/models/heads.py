@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
 from logitless.errors import expect
@@ -29,9 +29,22 @@ def find_head(model: nn.Module) -> nn.Module:
 def read_head(head: nn.Module) -> HeadView:
     """The parameters of a head that is called beside, so that its hooks run."""
     view = view_of(head, "model", called=True)
+    bias = None if view.bias is None else _readable(view.bias)
+    return view._replace(weight=_readable(view.weight), bias=bias)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """A parameter that can be read after DeepSpeed ZeRO-3 has emptied it again, also in the backward pass."""
     expected, remedy = "an LM head on a device", "give it a device of its own in device_map"
-    expect(view.device.type != "meta", "model", expected, "one that is offloaded", remedy)
-    return view
+    expect(x.device.type != "meta", "model", expected, "one that is offloaded", remedy)
+    if not hasattr(x, "ds_id"):
+        return x
+    if x.numel():
+        return x.clone()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([x]):
+        return x.clone()
 
 
 def head_options(config: Any) -> dict[str, float | None]:

@@ -125,19 +125,20 @@ class DeferredLogits:
     def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
         """`function(hidden, view)` of the hidden states, on the head's device and in its dtype, and the head.
 
-        DeepSpeed ZeRO-3 gathers parameters for the calls of their module alone, forward and backward: there
-        it runs in a call of the head.
+        DeepSpeed ZeRO-3 gathers parameters for the calls of their module alone, forward and backward, and
+        takes gradients of gathered ones: there it runs in a call of the head.
         """
 
         def compute(hidden: Tensor) -> Any:
-            return function(*self._operands(hidden))
+            return function(*self.operands(hidden))
 
         partitioned = any(hasattr(x, "ds_id") for x in self.head.parameters())
         return self.head(self.hidden, compute) if partitioned else compute(self.hidden)
 
-    def _operands(self, hidden: Tensor) -> tuple[Tensor, HeadView]:
+    def operands(self, hidden: Tensor | None = None) -> tuple[Tensor, HeadView]:
+        """Hidden states, on the head's device and in its dtype, and the head."""
         view = self.view_now()
-        hidden, weight = hidden.to(view.weight.device), view.weight
+        hidden, weight = (self.hidden if hidden is None else hidden).to(view.weight.device), view.weight
         if is_dtensor(weight):
             # Mixed precision of FSDP2 has cast the inputs, and would cast the parameters.
             like = [None if x is None else x.to(hidden.dtype) for x in (weight, view.bias)]
