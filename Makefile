@@ -19,7 +19,8 @@ test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels
 
-# What `make test` leaves out as well: every kernel for every target, and whatever is marked slow.
+# What `make test` leaves out as well: every kernel for every target, and what is marked slow,
+# such as every causal language model of transformers against docs/models.md, which `python -m tests.models.every` writes.
 test-all: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest --all -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 

@@ -6,11 +6,12 @@ from tests.mutants import (
     calls,
     distillation,
     foundation,
+    models,
     multi_token,
     parallel,
     policy,
     preference,
 )
 
-MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls)
+MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls, models)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
