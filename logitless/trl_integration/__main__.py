@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import logitless.trl_integration as ours
 
-from .mixins import swapped
+from .adapter import swapped
 
 # TRL's scripts -> the pair that each trains with.
 SCRIPTS = {

@@ -125,16 +125,17 @@ def divergence(
         given = {"teacher_logprobs_topk": teacher}
     # The loss takes the temperature of both from the student.
     loss = SupportDivergence(**student.head, **options)
-    out = loss(
-        student.hidden,
-        student.weight,
-        targets,
-        bias=student.bias,
-        mask=mask.bool(),
-        num_items=num_items,
-        token_weights=token_weights,
-        old_logps=old_logps,
-        **given,
-    )
-    student.trainer.last_plan = out.plan
+    with student.chunked.saving():
+        out = loss(
+            student.hidden,
+            student.weight,
+            targets,
+            bias=student.bias,
+            mask=mask.bool(),
+            num_items=num_items,
+            token_weights=token_weights,
+            old_logps=old_logps,
+            **given,
+        )
+    student.chunked.note(out.plan)
     return out

@@ -35,5 +35,5 @@ def needs(kind: str, folder: Path) -> tuple[Dataset, dict[str, Any], dict[str, A
 
 def tolerances(kind: str) -> dict[str, Any]:
     """For `test_log_prob_trainers.assert_same`."""
-    given = {"strategies": FUSED} if kind in ("SFT", "GRPO", "GKD", "Distillation") else {}
+    given = {"strategies": FUSED} if kind in ("SFT", "GKD", "Distillation") else {}
     return given | ({"rtol": 1e-3} if kind in ("GRPO", "RLOO", "Distillation") else {})

@@ -6,6 +6,7 @@ import transformers
 import trl
 
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
+from logitless.trl_integration.apply import PLAIN, adapter_of
 
 from .served import serve
 from .test_distillation_trainers import teacher
@@ -104,27 +105,44 @@ def test_apply_to(tmp_path, calls, kind, more):
     assert type(trainer) is cls and not hasattr(trainer.args, "use_chunked_loss")
 
 
-def test_what_needs_logits_is_refused(tmp_path):
-    args = trl.SFTConfig(**options(tmp_path))
-    trainer = trl.SFTTrainer(
-        tiny_model(),
-        args=args,
-        train_dataset=tiny_dataset(),
-        processing_class=tiny_tokenizer(),
-        compute_metrics=lambda _: {},
-    )
-    with pytest.raises(ValueError, match="compute_metrics: expected None"):
-        apply_to(trainer)
-    mine = SFTTrainer(
-        tiny_model(),
-        args=SFTConfig(**options(tmp_path)),
-        train_dataset=tiny_dataset(),
-        processing_class=tiny_tokenizer(),
-    )
-    with pytest.raises(ValueError, match="trainer: expected one without"):
+def made(cls, config, tmp_path, **more):
+    settings = options(tmp_path, **more)
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    return cls(tiny_model(), args=config(**settings), **given)
+
+
+def test_what_apply_to_does_not_take(tmp_path):
+    mine = made(SFTTrainer, SFTConfig, tmp_path, use_chunked_loss=True)
+    with pytest.raises(ValueError, match="trainer: expected one without the chunked loss, got a SFTTrainer"):
         apply_to(mine)
+    stock_trainer = made(trl.SFTTrainer, trl.SFTConfig, tmp_path)
+    undo = apply_to(stock_trainer)
+    with pytest.raises(ValueError, match="trainer: expected one without the chunked loss"):
+        apply_to(stock_trainer)
+    undo()
+    apply_to(stock_trainer)()
+    with pytest.raises(ValueError, match="trainer: expected a transformers.Trainer.*got LlamaForCausalLM"):
+        apply_to(tiny_model())
+    with pytest.raises(TypeError, match="logits_budget: expected a whole number"):
+        apply_to(stock_trainer, logits_budget=1.5)
+    args = transformers.TrainingArguments(**options(tmp_path, label_smoothing_factor=0.1))
+    with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 in a trainer outside of TRL"):
+        apply_to(transformers.Trainer(tiny_model(), args=args))
     with pytest.raises(ValueError, match="model: expected a causal language model"):
         patch_model(tiny_model().base_model)
+
+
+class OfTheirOwn(trl.DPOTrainer):
+    pass
+
+
+def test_a_trainer_that_is_not_covered_is_refused_by_name():
+    """A subclass inside TRL has a loss of its own, whatever it extends."""
+    unknown = type("NewTrainer", (trl.GRPOTrainer,), {"__module__": "trl.experimental.new"})
+    assert adapter_of(OfTheirOwn).name == "DPO" and adapter_of(transformers.Trainer) is PLAIN
+    for cls in (unknown, trl.RewardTrainer):
+        with pytest.raises(ValueError, match="trainer: expected one of TRL's SFT, DPO.*got " + cls.__name__):
+            adapter_of(cls)
 
 
 DISTILLED = [

@@ -9,7 +9,7 @@ from transformers import Trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.trl_integration import SFTConfig, SFTTrainer
-from logitless.trl_integration.mixins import swapped
+from logitless.trl_integration.adapter import swapped
 
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer
 

@@ -286,7 +286,7 @@ def test_an_encoder_decoder_is_refused(tmp_path):
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **sizes))
     args = ours.OnlineDPOConfig(**options(tmp_path, use_chunked_loss=True))
     given = {"train_dataset": prompt_dataset(), "processing_class": words(), "reward_funcs": text_reward}
-    with pytest.raises(ValueError, match="model: expected a decoder with use_chunked_loss=True"):
+    with pytest.raises(ValueError, match="model: expected a decoder with the chunked loss"):
         ours.OnlineDPOTrainer(model, args=args, **given)
 
 
