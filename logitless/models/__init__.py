@@ -1,0 +1,21 @@
+"""What is done to a Hugging Face model: its LM head for our losses, and its loss without logits.
+
+Needs transformers at most, and PEFT where a head is under it.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "HeadView": "logitless.engine.head_view",
+    "Patch": "logitless.models.patch",
+    "head_of": "logitless.models.heads",
+    "patch_model": "logitless.models.patch",
+}
+__all__ = ["HeadView", "Patch", "head_of", "patch_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

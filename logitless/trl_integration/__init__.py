@@ -23,7 +23,8 @@ PLACES = {
     "ChunkedLossConfigMixin": ".pairs",
     "ChunkedLossTrainerMixin": ".pairs",
     "apply_to": ".apply",
-    "patch_model": ".existing",
+    "head_of": "logitless.models",
+    "patch_model": "logitless.models",
 }
 PAIRS = (
     "A2PO AsyncDistillation AsyncGRPO CPO DPO Distillation GKD GMPO GOLD GRPO IWOPD KTO ORPO OnlineDPO RLOO "

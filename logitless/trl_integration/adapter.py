@@ -22,8 +22,10 @@ from transformers.utils import is_peft_available
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
+from logitless.models.exchange import exchange
+from logitless.models.logits import undeferred
 
-from .head import Score, attach_chunked_head
+from .head import KEY, Score, attach_chunked_head
 from .versions import SUPPORTED, found_in_trl, installed, moved
 
 logger = logging.getLogger("logitless.trl_integration")
@@ -109,17 +111,21 @@ class ChunkedLoss:
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
     def attach(self, model: PreTrainedModel, score: Score) -> Callable[[], None]:
-        """Puts a head on a model, under the autocast of Accelerate where it was prepared before."""
-        prepared, before = hasattr(model, "_original_forward"), model.__dict__.get("forward")
-        undo = attach_chunked_head(model, score)
-        self.checked = getattr(undo, "checked", None) or self.checked
-        if not prepared:
-            return undo
-        model.forward = self.trainer.accelerator.autocast()(model.forward)
+        """Puts a head on a model; where Accelerate has prepared it, under that one's autocast."""
+
+        def scored(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+            with self.trainer.accelerator.autocast():
+                return score(*args, **kwargs)
+
+        return attach_chunked_head(model, scored if hasattr(model, "_original_forward") else score)
+
+    def exchanged(self, model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
+        """Gives a model another forward pass."""
+        undo = exchange(model, KEY, forward, state)
 
         def undo_both() -> None:
             undo()
-            model.forward = before
+            undeferred(model)
 
         return undo_both
 

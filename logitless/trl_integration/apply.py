@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from logitless.errors import expect
+from logitless.models import patch_model
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of, enable
 from .adapters import ADAPTERS
-from .existing import patch_model
 from .pairs import check_budget
 
 
@@ -69,7 +69,6 @@ def adapter_of(trainer: type) -> Adapter:
 
 def patched(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     chunked.patch = patch_model(base_of(chunked.trainer, chunked.trainer.model), logits_budget=chunked.budget)
-    chunked.checked = getattr(chunked.patch, "checked", None) or chunked.checked
     yield chunked.patch
 
 
@@ -77,7 +76,7 @@ def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
     inputs = dict(given.inputs)  # as Trainer takes labels out of them
     loss, outputs = stock(return_outputs=True)
     if isinstance(outputs, dict) and outputs.get("loss") is not None and outputs.get("logits") is None:
-        chunked.note(getattr(chunked.patch, "last_plan", None))
+        chunked.note(chunked.patch.last_plan)
     if chunked.wants_logits:
         with torch.no_grad():
             outputs = given.model(**{name: x for name, x in inputs.items() if name != "labels"})

@@ -7,8 +7,6 @@ did; a divergence of the whole vocabulary goes to one of our losses. Anything el
 themselves raises.
 """
 
-import functools
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,14 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
+from logitless.models.logits import deferred
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of, swapped
-from .head import head_options, head_parameters
+from .head import projected
 
 REMEDY = "the flag never builds them, so set use_chunked_loss=False."
 
@@ -117,7 +115,7 @@ def deferred_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     student, teacher = trainer.model, getattr(trainer, "teacher_model", None)
     models = [base_of(trainer, model) for model in (student, teacher) if model is not None]
     for model in models[:1] if models[0] is models[-1] else models:
-        yield attach_deferred_head(chunked, model)
+        yield chunked.exchanged(model, deferred_forward, chunked)
 
 
 @contextmanager
@@ -145,43 +143,16 @@ def deferred_adapter(
     )
 
 
-def attach_deferred_head(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
-    """Makes `model(...)` return deferred logits while `chunked.deferring`; every other call runs as before.
-
-    A `forward` on the instance, as TRL and Accelerate have put theirs there too.
-    """
-    before, stock = model.__dict__.get("forward"), model.forward
-
-    # `generate` checks its arguments against the signature, and trainers read from it what the model accepts
-    @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        if chunked.deferring:
-            return deferred_forward(chunked, self, *args, **kwargs)
-        # a copy of the model runs its own weights
-        own = stock if self is model or getattr(stock, "__self__", None) is not model else None
-        return (own or types.MethodType(stock.__func__, self))(*args, **kwargs)
-
-    model.forward = types.MethodType(forward, model)
-
-    def undo() -> None:
-        model.__dict__.pop("forward", None)
-        if before is not None:
-            model.forward = before
-
-    return undo
-
-
-def deferred_forward(
-    chunked: ChunkedLoss, model: PreTrainedModel, *args: Any, logits_to_keep: int = 0, **kwargs: Any
-) -> CausalLMOutputWithPast:
-    kwargs["use_cache"] = False
-    # `base_model`, not `get_decoder()`, which leaves the images of a vision-language model out
-    hidden = model.base_model(*args, **kwargs).last_hidden_state
+def deferred_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not chunked.deferring:
+        return stock(*args, **kwargs)
+    kwargs |= {"use_cache": False, "return_dict": True}
+    with deferred(model, summed=False):
+        out = stock(*args, **kwargs)
     # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads
     # the logits. A view, not the parameter: DDP looks for the parameters in use behind the outputs of the
     # forward, and a leaf has nothing behind it.
-    weight, bias = (None if x is None else x.view_as(x) for x in head_parameters(model))
-    hidden = hidden[:, -logits_to_keep:].to(weight.device)
-    return CausalLMOutputWithPast(
-        logits=DeferredLogits(chunked, hidden, weight, bias, **head_options(model.config))
-    )
+    hidden, view = out.logits.operands()
+    hidden, weight, bias = projected(hidden, view)
+    weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (weight, bias))
+    return CausalLMOutputWithPast(logits=DeferredLogits(chunked, hidden, weight, bias, **view.options))

@@ -67,7 +67,7 @@ def test_names_of_the_logit_scale(fields, expected):
 
 def test_adapter_on_the_head_is_refused():
     model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="model: expected an LM head without an adapter, got Linear"):
+    with pytest.raises(ValueError, match="model: expected an LM head without an adapter, got LoRA"):
         head_parameters(model.get_base_model())
 
 
