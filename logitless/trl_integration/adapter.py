@@ -22,8 +22,9 @@ from transformers.utils import is_peft_available
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
-from logitless.models.exchange import exchange
+from logitless.models.exchange import exchange, state_of
 from logitless.models.logits import undeferred
+from logitless.models.patch import Patch
 
 from .head import KEY, Score, attach_chunked_head
 from .versions import SUPPORTED, found_in_trl, installed, moved
@@ -41,11 +42,13 @@ class Seam:
 
     `use(chunked, stock, given)` has the call's arguments by name in `given`; `stock(**changes)` makes the
     call that was meant. `train` and `evaluate`: whether the first training or evaluation step must use it.
+    `replaces`: whether TRL's is not called, so that a user's own method would be left out too.
     """
 
     use: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
     train: bool = False
     evaluate: bool = False
+    replaces: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,16 @@ class ChunkedLoss:
 
     def __init__(self, trainer: Any, adapter: Adapter, budget: int | None):
         self.trainer, self.adapter, self.budget = trainer, adapter, budget
-        self.checked = "the model was not checked"
         # whether a loss was computed with and without gradients; bools, as a compiled graph sets them
         self.trained = self.evaluated = False
+        self.plan: Plan | None = None  # of the last loss that was trained on
         self.used: set[str] = set()
         self.verified: set[str] = set()
         # in an evaluation step: whether predictions are asked for, and the stock loss with them
         self.wants_logits = self.stock_only = False
         # what GKD's student learns from, and whether models answer with deferred logits: while they do
         self.taught, self.deferring = None, False
+        self.patch: Patch | None = None  # of a trainer outside of TRL
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
         """A model that is copied with its head leaves the trainer where it is."""
@@ -99,7 +103,7 @@ class ChunkedLoss:
         """A loss was computed with this plan, which is None inside a compiled graph."""
         self.trainer.last_plan = plan
         if torch.is_grad_enabled():
-            self.trained = True
+            self.trained, self.plan = True, plan
         else:
             self.evaluated = True
 
@@ -148,6 +152,9 @@ class ChunkedLoss:
             stock = getattr(self.trainer, name, None)
             if stock is None:
                 raise ImportError(moved(f"{self.adapter.stock}Trainer.{name}"))
+            own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
+            remedy = "train without the chunked loss, or leave that method as it is"
+            expect(not own, name, f"TRL's own in {self.adapter.name}Trainer", stock.__qualname__, remedy)
             ours = self._seam(name, patches[name], stock) if name in patches else stock
             yield name, self._during(ours, stock) if name in during else ours
         for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
@@ -233,13 +240,18 @@ class ChunkedLoss:
 
     def describe(self) -> str:
         """One line: trainer, plan, products, and whether the model was checked."""
-        plan, name = self.trainer.last_plan, type(self.trainer).__name__
-        if plan is None:
-            return f"{name}: chunked loss in a compiled model; {self.checked}"
         head = base_of(self.trainer, self.trainer.model).get_output_embeddings()
-        frozen = not any(parameter.requires_grad for parameter in head.parameters())
-        products = PRODUCTS[plan.strategy] - (frozen and plan.strategy in SOLVED)
-        return f"{name}: {plan.describe()}, {products} products; {self.checked}"
+        what, deferral = "chunked loss in a compiled model", state_of(head, "logits")
+        if self.plan is not None:
+            frozen = not any(parameter.requires_grad for parameter in head.parameters())
+            products = PRODUCTS[self.plan.strategy] - (frozen and self.plan.strategy in SOLVED)
+            what = f"{self.plan.describe()}, {products} products"
+        checked = "model not checked: TRL reads its head"
+        if self.patch is not None:
+            checked = f"model {self.patch.checked}"
+        elif deferral is not None:
+            checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
+        return f"{type(self.trainer).__name__}: {what}; {checked}"
 
 
 def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], None]:

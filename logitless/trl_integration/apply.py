@@ -98,5 +98,5 @@ PLAIN = Adapter(
     "transformers:",
     checks=(no_smoothing,),
     heads=patched,
-    patches={"compute_loss": Seam(model_loss, train=True, evaluate=True)},
+    patches={"compute_loss": Seam(model_loss, train=True, evaluate=True, replaces=False)},
 )

@@ -17,7 +17,6 @@ from logitless import DistillationLoss, JSDLoss
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of, swapped
 from .head import head_options
-from .per_token import kept
 from .versions import found_in_trl
 
 # --- DistillationTrainer
@@ -153,7 +152,9 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     candidates = given.valid_candidate_mask
     teacher = given.teacher_target_logps.masked_fill(~candidates, -torch.inf)
     served = (teacher, given.target_ids)
-    weight = kept(weight) if several else weight
+    if several and hasattr(weight, "ds_id"):
+        # ZeRO-3 has emptied it again when the backward pass walks it.
+        weight = weight.clone()
     with chunked.saving():
         out = loss(hidden.to(weight.dtype), weight, bias=given.lm_head_bias, teacher_logprobs_topk=served)
     chunked.note(out.plan)

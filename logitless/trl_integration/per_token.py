@@ -58,7 +58,7 @@ def per_token_score(
             hidden = hidden.to(weight.dtype)
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast_lm_head_to_fp32
         with torch.autocast(hidden.device.type, enabled=autocast), chunked.saving():
-            found, plan = numbers.numbers(hidden, kept(weight), labels, bias=bias, shift=shift)
+            found, plan = numbers.numbers(hidden, weight, labels, bias=bias, shift=shift)
         chunked.note(plan)
         mask = labels != -100
         if shift:
@@ -73,16 +73,6 @@ def per_token_score(
         return fields
 
     return score
-
-
-def kept(weight: Tensor | SplitHead) -> Tensor | SplitHead:
-    """A weight that the backward pass still finds whole under DeepSpeed ZeRO-3.
-
-    That gathers a parameter for a `with` block and empties it afterwards, but a loss of log-probabilities
-    walks the head again in its backward pass. The copy lives from one walk to the other, with nothing in
-    between.
-    """
-    return weight.clone() if hasattr(weight, "ds_id") and torch.is_grad_enabled() else weight
 
 
 def fused_heads(*outputs: str) -> Callable[[ChunkedLoss], Iterator[Callable[[], None]]]:

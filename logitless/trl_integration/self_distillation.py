@@ -97,7 +97,7 @@ def self_distilling(package: str, name: str) -> Adapter:
     return deferred_adapter(
         f"trl.experimental.{package}:{name}",
         {
-            "_forward_logits": Seam(forward_logits, train=True, evaluate=True),
+            "_forward_logits": Seam(forward_logits, train=True, evaluate=True, replaces=False),
             "_compute_self_distillation_loss": Seam(distillation_loss),
             "_compute_server_distillation_loss": Seam(served_loss),
             f"{module}:selective_log_softmax": Seam(picked_logps),

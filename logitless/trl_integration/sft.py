@@ -77,5 +77,5 @@ SFT = Adapter(
     "trl:SFT",
     checks=(smoothing_is_defined,),
     heads=heads,
-    patches={"compute_loss": Seam(compute_loss, train=True, evaluate=True)},
+    patches={"compute_loss": Seam(compute_loss, train=True, evaluate=True, replaces=False)},
 )

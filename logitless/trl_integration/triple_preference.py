@@ -86,7 +86,7 @@ TPO = Adapter(
     "trl.experimental.tpo:TPO",
     heads=lambda chunked: attached(chunked, score),
     patches={
-        "_compute_loss": Seam(compute_loss, train=True, evaluate=True),
+        "_compute_loss": Seam(compute_loss, train=True, evaluate=True, replaces=False),
         "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": Seam(logps_and_entropy),
     },
     during=("_compute_loss",),

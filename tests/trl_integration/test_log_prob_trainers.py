@@ -221,13 +221,6 @@ def test_rloo(tmp_path, changes):
     )
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO", "GRPO", "RLOO", "ORPO", "CPO"])
-def test_flag_off_is_the_stock_trainer(kind):
-    config = getattr(ours, f"{kind}Config")(output_dir="x", use_cpu=True, bf16=False)
-    assert config.use_chunked_loss is False
-    assert issubclass(getattr(ours, f"{kind}Trainer"), stock(f"{kind}Trainer"))
-
-
 # -- the trainers that build the full logits
 
 

@@ -216,14 +216,6 @@ def test_what_needs_logits_is_refused(tmp_path):
     assert {name for name, x in ADAPTERS.items() if whole_models in x.checks} == deferred
 
 
-@pytest.mark.parametrize("kind", ["IWOPD", "GOLD", "ServerDistillation", "SDFT", "SDPO"])
-def test_flag_off_is_the_stock_trainer(kind):
-    more = {"teacher_model_server_url": "http://nowhere"} if kind == "ServerDistillation" else {}
-    config = getattr(ours, f"{kind}Config")(output_dir="x", use_cpu=True, bf16=False, **more)
-    assert config.use_chunked_loss is False
-    assert issubclass(getattr(ours, f"{kind}Trainer"), stock(f"{kind}Trainer"))
-
-
 WATCHED = {
     "full": ("IWOPD", IW_OPD | {"loss_top_k": 0}),
     "both": ("IWOPD", IW_OPD | {"loss_top_k": 5}),

@@ -1,0 +1,97 @@
+"""Each trainer of TRL with `apply_to` on it, and ours with the flag off, beside the stock one: the gradients
+of every parameter in one step. And each notices a TRL that computes its loss elsewhere."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+
+import logitless.trl_integration as ours
+from logitless.trl_integration import apply_to
+from logitless.trl_integration.adapters import ADAPTERS
+
+from .kinds import ALL, needs
+from .served import serve
+from .test_log_prob_trainers import stock, words
+from .test_sft import options
+from .tiny import Run, assert_same_gradients, tiny_model, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("every")
+    tiny_model(initializer_range=0.3).save_pretrained(path / "model")
+    words().save_pretrained(path / "model")
+    return path
+
+
+def step(kind: str, folder, *, config=None, trainer=None, change=lambda trainer: None, **more) -> Run:
+    """One step of the stock pair, or of another, with `change` made to the trainer."""
+    dataset, settings, given = needs(kind, folder)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    config, trainer = config or stock(f"{kind}Config"), trainer or stock(f"{kind}Trainer")
+
+    def build(*args, **kwargs):
+        made = trainer(*args, **kwargs)
+        change(made)
+        return made
+
+    args = config(**options(folder / "out", **settings | {"max_steps": 1} | more))
+    return train(build, args, model, dataset, tokenizer=words(), **given)
+
+
+def test_all_twenty_are_here():
+    assert {*ALL, "AsyncGRPO", "AsyncDistillation"} == set(ADAPTERS) == set(ours.PAIRS)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
+    serve(monkeypatch)
+    undone = []
+    theirs = step(kind, folder)
+    off = step(kind, folder, config=getattr(ours, f"{kind}Config"), trainer=getattr(ours, f"{kind}Trainer"))
+    assert calls.number == 0 and "chunked_loss" not in vars(off.trainer)
+    for name, grad in theirs.gradients[0].items():
+        assert torch.equal(off.gradients[0][name], grad)
+
+    def change(trainer):
+        undone.append((trainer, dict(vars(trainer)), apply_to(trainer, logits_budget=2**14)))
+
+    with caplog.at_level(logging.INFO, "logitless.trl_integration"):
+        applied = step(kind, folder, change=change)
+    assert_same_gradients(theirs, applied, rtol=1e-3)
+    assert calls.number > 0
+    (line,) = [record.message for record in caplog.records if record.name == "logitless.trl_integration"]
+    assert line.startswith(f"{kind}Trainer: ") and " supervised tokens in " in line and " products; " in line
+    assert ("head checked at step 1" in line) is (kind != "Distillation")
+    trainer, before, undo = undone[0]
+    assert type(trainer) is stock(f"{kind}Trainer")
+    undo()
+    methods = {"training_step", "prediction_step", "compute_loss", "chunked_loss", "last_plan"}
+    assert not methods & (vars(trainer).keys() - before.keys())
+    logits = trainer.model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits
+    assert isinstance(logits, torch.Tensor)
+
+
+def unused(trainer) -> None:
+    """As it would be if TRL computed its loss elsewhere: only the check is left of what was put on."""
+    undo = apply_to(trainer)
+    steps = trainer.training_step, trainer.prediction_step
+    undo()
+    trainer.training_step, trainer.prediction_step, trainer.last_plan = *steps, None
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_loss_that_is_computed_elsewhere_is_noticed(folder, monkeypatch, kind):
+    serve(monkeypatch)
+    with pytest.raises(RuntimeError) as raised:
+        step(kind, folder, change=unused)
+    message = str(raised.value)
+    for place, seam in ADAPTERS[kind].patches.items():
+        assert (f"{place}, " in message) is seam.train
+    assert "the chunked loss: expected to be used by" in message
+    assert (
+        "first step (train), got a loss computed without it" in message and "supported: ~=1.16.0" in message
+    )
