@@ -34,6 +34,7 @@ logger = logging.getLogger("logitless.trl_integration")
 # Products of a plan whose head trains; those of a solved loss are one fewer for a frozen head.
 PRODUCTS = {"fused": 3, "resident": 3, "recompute": 4, "row_scaled": 2, "loss_only": 1}
 SOLVED = ("fused", "resident")
+LIGER_LOSS = "fused_linear_cross_entropy"
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
         ValueError: the trainer, its model or its options are not the adapter's.
         ImportError: TRL has moved something that the adapter replaces.
     """
-    for check in (one_process_per_gpu, no_loss_of_logits, a_decoder, *adapter.checks):
+    for check in (one_process_per_gpu, no_loss_of_logits, no_loss_of_liger, a_decoder, *adapter.checks):
         check(trainer)
     chunked, undo = ChunkedLoss(trainer, adapter, budget), ExitStack()
     with ExitStack() as failed:
@@ -327,6 +328,17 @@ def no_loss_of_logits(trainer: Any) -> None:
         "None with the chunked loss",
         "a function of the full logits",
         "leave it out, or train without the flag",
+    )
+
+
+def no_loss_of_liger(trainer: Any) -> None:
+    config = getattr(trainer.args, "liger_kernel_config", None) or {}
+    expect(
+        not getattr(trainer.args, "use_liger_kernel", False) or not config.get(LIGER_LOSS, True),
+        "liger_kernel_config",
+        f"{LIGER_LOSS}=False with the chunked loss",
+        config,
+        "Liger's layers stay, so pass that in TrainingArguments",
     )
 
 

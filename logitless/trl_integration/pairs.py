@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from logitless.errors import expect
 
-from .adapter import Adapter, enable, swapped
+from .adapter import LIGER_LOSS, Adapter, enable, swapped
 from .adapters import ADAPTERS
 from .versions import found_in_trl, require_supported
 
@@ -90,6 +90,9 @@ class ChunkedLossTrainerMixin:
         if config is None or not config.use_chunked_loss:
             super().__init__(*args, **kwargs)
             return
+        if config.use_liger_kernel:
+            # its layers: its loss would read the head itself
+            config.liger_kernel_config = (config.liger_kernel_config or {}) | {LIGER_LOSS: False}
         with swapped(config, _claimed=True):
             super().__init__(*args, **kwargs)
         enable(self, self.adapter, config.logits_budget)
