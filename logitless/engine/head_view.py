@@ -19,6 +19,7 @@ from logitless.parallel.groups import local_parameter
 
 # Module that has `view_of(module) -> HeadView`, by the package of the module's class.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
+FSDP = "torch.distributed.fsdp"
 LEAVE_WHOLE = "leave the LM head out of quantization ({}), or dequantize it"
 # What to do about a head of that package; `transformers` holds quantized layers only.
 REMEDIES = {
@@ -146,7 +147,8 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
 
 def _own_class(cls: type) -> tuple[type, bool]:
     """(the class under those that FSDP2 and `models.exchange` put on top of it, whether FSDP2 did)."""
-    added = [c for c in cls.__mro__ if c.__module__.startswith("torch.distributed.fsdp")]
+    # FSDP2 makes a class of FSDPModule and the module's own.
+    added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
     own = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))
     return next(own), bool(added)
 

@@ -49,6 +49,14 @@ def taken_apart(loss, arguments: dict) -> tuple:
     return loss, arguments
 
 
+def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
+    """(loss, weight, bias) of a head whose hidden states others share: LoRA cannot make them wider."""
+    columns, remedy = view_of(head, name).columns, "merge it, or train the head whole"
+    expect(not columns, name, "a head without an adapter", "LoRA on it", remedy)
+    loss, own = taken_apart(loss, {"weight": head, "bias": bias})
+    return loss, own["weight"], own["bias"]
+
+
 @lru_cache(maxsize=256)
 def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
     defaults, changes = {field.name: field.default for field in fields(loss)}, {}

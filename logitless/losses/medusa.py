@@ -11,7 +11,7 @@ from logitless.engine.call import Layers
 from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
-from logitless.losses.heads import taken_apart
+from logitless.losses.heads import without_adapter
 from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
@@ -158,9 +158,9 @@ class MedusaLoss(MultiHeadLoss):
         **unknown,
     ) -> LossOutput:
         if is_head(base_weight):
+            loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
             own = {"cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
-            loss, base = taken_apart(self, {"hidden": hidden, "weight": base_weight, "bias": base_bias})
-            own |= {"base_weight": base["weight"], "base_bias": base["bias"]}
+            own |= {"base_weight": base_weight, "base_bias": base_bias}
             return MedusaLoss.__call__(loss, hidden, heads, targets, **own)
         base = {"base_weight": base_weight, "base_bias": base_bias}
         self.check_call(unknown, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **base)

@@ -9,7 +9,7 @@ from typing import Any
 _HOMES = {
     "HeadView": "logitless.engine.head_view",
     "Patch": "logitless.models.patch",
-    "head_of": "logitless.models.heads",
+    "head_of": "logitless.models.views",
     "patch_model": "logitless.models.patch",
 }
 __all__ = ["HeadView", "Patch", "head_of", "patch_model"]

@@ -17,6 +17,15 @@ def base_of(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def find_head(model: nn.Module) -> nn.Module:
+    """The module that makes the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    found, remedy = None if find is None else find(), "pass AutoModelForCausalLM's"
+    expected = "a causal language model with an LM head"
+    expect(isinstance(found, nn.Module), "model", expected, type(model).__name__, remedy)
+    return found
+
+
 def read_head(head: nn.Module) -> HeadView:
     """The parameters of a head that is called beside, so that its hooks run."""
     view = view_of(head, "model", called=True)

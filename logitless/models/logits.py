@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from logitless.engine.head_view import HeadView
+from logitless.engine.head_view import HeadView, view_of
 from logitless.engine.plan import Plan
 from logitless.errors import expect
 from logitless.losses.cross_entropy import CrossEntropyLoss
@@ -93,7 +93,7 @@ def _answer(head: nn.Module, deferral: Deferral, stock: Any, hidden: Tensor) -> 
         check_head(head, stock, hidden)
         deferral.checked = True
     deferral.seen = True
-    return DeferredLogits(hidden, head, deferral)
+    return DeferredLogits(hidden, head, deferral, view_of(head, "model", called=True).shape[0])
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ class DeferredLogits:
     hidden: Tensor  # (..., H)
     head: nn.Module
     deferral: Deferral = field(repr=False)
+    rows: int  # how many of the first token ids: V, unless the model leaves out what pads its head
     gain: float = 1.0
     cap: float | None = None
-    ids: int | None = None  # how many of the first token ids, where not all
 
     __iter__ = None  # or it would be tried index by index
 
@@ -113,9 +113,9 @@ class DeferredLogits:
         """The head with what is done to its logits; FSDP may have put the sharded weight back since it was
         called."""
         view = read_head(self.head)
-        if self.ids is not None:
-            rows = [None if x is None else x[: self.ids] for x in (view.weight, view.bias)]
-            view = view._replace(weight=rows[0], bias=rows[1])
+        if self.rows < view.shape[0]:
+            weight, bias = (None if x is None else x[: self.rows] for x in (view.weight, view.bias))
+            view = view._replace(weight=weight, bias=bias)
         return view._replace(softcap=self.cap, logit_scale=self.gain, of_model=True)
 
     def operands(self) -> tuple[Tensor, HeadView]:
@@ -136,8 +136,7 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        rows = read_head(self.head).weight.shape[0] if self.ids is None else self.ids
-        return torch.Size((*self.hidden.shape[:-1], rows))
+        return torch.Size((*self.hidden.shape[:-1], self.rows))
 
     @property
     def device(self) -> torch.device:
@@ -183,7 +182,7 @@ class DeferredLogits:
         return replace(self, cap=1.0) if self.cap is None else _refused("a second tanh")
 
     def view(self, *shape: int) -> "DeferredLogits":
-        if shape[-1] not in (-1, self.shape[-1]):
+        if shape[-1] not in (-1, self.rows):
             _refused(f"view{shape} of shape {tuple(self.shape)}")
         return replace(self, hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
@@ -198,7 +197,7 @@ class DeferredLogits:
         if not all(isinstance(x, slice) for x in (*rows, last)) or last.start or last.step:
             _refused(f"index {index}")
         found = replace(self, hidden=self.hidden[tuple(rows)])
-        return found if last.stop is None or last.stop >= self.shape[-1] else replace(found, ids=last.stop)
+        return replace(found, rows=len(range(self.rows)[last]))
 
     def logsumexp(self, dim: int) -> Tensor:
         """Over the vocabulary, (...), fp32 and differentiable."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from logitless.engine.plan import Plan
 from logitless.errors import expect
 from logitless.models.exchange import exchange
-from logitless.models.heads import base_of, read_head
+from logitless.models.heads import base_of, find_head, read_head
 from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head
 from logitless.parallel.groups import is_dtensor
@@ -79,15 +79,12 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
             already.
     """
     base = base_of(model)
-    find = getattr(base, "get_output_embeddings", None)
-    found, remedy = None if find is None else find(), "pass AutoModelForCausalLM's"
-    expected = "a causal language model with an LM head"
-    expect(isinstance(found, nn.Module), "model", expected, type(base).__name__, remedy)
+    head, remedy = find_head(base), "pass AutoModelForCausalLM's"
     names = list(inspect.signature(base.forward).parameters)
     expect("labels" in names, "model", "a forward pass that takes labels", type(base).__name__, remedy)
     state = State(logits_budget, names.index("labels"), unverified)
     try:
-        _check(base, found, state)
+        _check(base, head, state)
         patch = Patch(base, state, exchange(base, KEY, _forward, state))
     except Exception:
         undeferred(base)
