@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from logitless import DistillationLoss, JSDLoss
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of, swapped
+from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .head import head_options
 from .versions import found_in_trl
 
@@ -109,11 +108,8 @@ def gkd_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
     teacher.eval()
     with torch.no_grad():
         teacher(**inputs, fused_lm_head=True)
-    hidden, weight, bias = chunked.taught
-    # ZeRO-3 has partitioned the teacher's head again by now.
-    taught = (hidden, weight, bias, getattr(given, "num_items_in_batch", None))
-    with maybe_gather_lm_head_ctx(weight, bias), swapped(chunked, taught=taught):
-        out = given.model(**inputs, fused_lm_head=True)
+    chunked.taught += (getattr(given, "num_items_in_batch", None),)
+    out = given.model(**inputs, fused_lm_head=True)
     chunked.taught = None
     return (-out.log_probs, out) if getattr(given, "return_outputs", False) else -out.log_probs
 
