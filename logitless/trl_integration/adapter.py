@@ -17,16 +17,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
-from logitless.models.exchange import exchange, state_of
-from logitless.models.logits import undeferred
+from logitless.models import heads
+from logitless.models.exchange import state_of
 from logitless.models.patch import Patch
 
-from .head import KEY, Score, attach_chunked_head
+from .head import Score, attach_chunked_head
 from .versions import SUPPORTED, found_in_trl, installed, moved
 
 logger = logging.getLogger("logitless.trl_integration")
@@ -85,19 +85,19 @@ class ChunkedLoss:
 
     def __init__(self, trainer: Any, adapter: Adapter, budget: int | None):
         self.trainer, self.adapter, self.budget = trainer, adapter, budget
-        # whether a loss was computed with and without gradients; bools, as a compiled graph sets them
-        self.trained = self.evaluated = False
         self.plan: Plan | None = None  # of the last loss that was trained on
+        # Whether a loss was computed with and without gradients; bools, as a compiled graph sets them.
+        self.trained = self.evaluated = False
         self.used: set[str] = set()
         self.verified: set[str] = set()
-        # in an evaluation step: whether predictions are asked for, and the stock loss with them
+        # In an evaluation step: whether predictions are asked for, and the stock loss with them.
         self.wants_logits = self.stock_only = False
-        # what GKD's student learns from, and whether models answer with deferred logits: while they do
+        # What GKD's student learns from, and whether models answer with deferred logits: while they do.
         self.taught, self.deferring = None, False
         self.patch: Patch | None = None  # of a trainer outside of TRL
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
-        """A model that is copied with its head leaves the trainer where it is."""
+        # A model that is copied with its head leaves the trainer where it is.
         return self
 
     def note(self, plan: Plan | None) -> None:
@@ -116,23 +116,13 @@ class ChunkedLoss:
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
     def attach(self, model: PreTrainedModel, score: Score) -> Callable[[], None]:
-        """Puts a head on a model; where Accelerate has prepared it, under that one's autocast."""
+        """Puts a head on a model; where Accelerate has prepared it, under its autocast."""
 
-        def scored(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        def scored(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             with self.trainer.accelerator.autocast():
                 return score(*args, **kwargs)
 
         return attach_chunked_head(model, scored if hasattr(model, "_original_forward") else score)
-
-    def exchanged(self, model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
-        """Gives a model another forward pass."""
-        undo = exchange(model, KEY, forward, state)
-
-        def undo_both() -> None:
-            undo()
-            undeferred(model)
-
-        return undo_both
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -148,16 +138,16 @@ class ChunkedLoss:
 
     def methods(self) -> Iterator[tuple[str, Callable]]:
         """(name, what takes its place) of the trainer's methods."""
-        patches, during = self.adapter.patches, self.adapter.during
-        for name in dict.fromkeys((*(place for place in patches if ":" not in place), *during)):
+        patches, adapter = self.adapter.patches, self.adapter
+        for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
             stock = getattr(self.trainer, name, None)
             if stock is None:
-                raise ImportError(moved(f"{self.adapter.stock}Trainer.{name}"))
+                raise ImportError(moved(f"{adapter.stock}Trainer.{name}"))
             own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
             remedy = "train without the chunked loss, or leave that method as it is"
-            expect(not own, name, f"TRL's own in {self.adapter.name}Trainer", stock.__qualname__, remedy)
+            expect(not own, name, f"TRL's own in {adapter.name}Trainer", stock.__qualname__, remedy)
             ours = self._seam(name, patches[name], stock) if name in patches else stock
-            yield name, self._during(ours, stock) if name in during else ours
+            yield name, self._during(ours, stock) if name in adapter.during else ours
         for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
             stock = getattr(self.trainer, name)
             yield name, functools.wraps(stock)(functools.partial(step, stock))
@@ -172,14 +162,14 @@ class ChunkedLoss:
             self.used.add(place)
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            given = call.arguments
 
             def as_meant(**changes: Any) -> Any:
-                given.update(changes)
+                call.arguments.update(changes)
                 return stock(*call.args, **call.kwargs)
 
-            # a trainer of the user's own may take `**kwargs`
-            return seam.use(self, as_meant, SimpleNamespace(**given, **given.get("kwargs", {})))
+            # A method of the user's own may take `**kwargs`.
+            given = SimpleNamespace(**call.arguments, **call.arguments.get("kwargs", {}))
+            return seam.use(self, as_meant, given)
 
         return used
 
@@ -193,7 +183,7 @@ class ChunkedLoss:
 
         return computes
 
-    def _train(self, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
         self._begin("train")
         loss = stock(*args, **kwargs)
         self._end("train", loss, self.trained)
@@ -215,7 +205,7 @@ class ChunkedLoss:
             self.used.clear()
             self.trained = self.evaluated = False
 
-    def _end(self, step: str, loss: torch.Tensor | None, computed: bool) -> None:
+    def _end(self, step: str, loss: Tensor | None, computed: bool) -> None:
         """Raises after the first step that has a loss if it did not use what it has to use."""
         if step in self.verified or loss is None:
             return
@@ -225,32 +215,25 @@ class ChunkedLoss:
         # A batch without anything to learn from may skip the loss.
         if unused and bool((loss == 0).all()):
             return
-        name = type(self.trainer).__name__
-        expect(
-            not unused,
-            ", ".join(unused),
-            f"to be used by {name}'s first step ({step})",
-            "a loss computed without it",
-            f"this trl ({installed('trl')}, supported: {SUPPORTED['trl']}) or your own compute_loss does "
-            f"without: install that version, or train without the chunked loss",
-            RuntimeError,
-        )
+        expected = f"to be used by {type(self.trainer).__name__}'s first step ({step})"
+        found = f"a loss computed without it by trl {installed('trl')} (supported: {SUPPORTED['trl']})"
+        remedy = "install that version, leave out a compute_loss of your own, or train without the flag"
+        expect(not unused, ", ".join(unused), expected, found, remedy, RuntimeError)
         self.verified.add(step)
         if step == "train" and self.trainer.is_world_process_zero():
             logger.info(self.describe())
 
     def describe(self) -> str:
         """One line: trainer, plan, products, and whether the model was checked."""
-        head = base_of(self.trainer, self.trainer.model).get_output_embeddings()
-        what, deferral = "chunked loss in a compiled model", state_of(head, "logits")
-        if self.plan is not None:
+        head, plan = base_of(self.trainer, self.trainer.model).get_output_embeddings(), self.plan
+        what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
+        if plan is not None:
             frozen = not any(parameter.requires_grad for parameter in head.parameters())
-            products = PRODUCTS[self.plan.strategy] - (frozen and self.plan.strategy in SOLVED)
-            what = f"{self.plan.describe()}, {products} products"
-        checked = "model not checked: TRL reads its head"
+            products = PRODUCTS[plan.strategy] - (frozen and plan.strategy in SOLVED)
+            what = f"{plan.describe()}, {products} products"
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
-        elif deferral is not None:
+        elif (deferral := state_of(head, "logits")) is not None:
             checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
         return f"{type(self.trainer).__name__}: {what}; {checked}"
 
@@ -262,26 +245,20 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
         ValueError: the trainer, its model or its options are not the adapter's.
         ImportError: TRL has moved something that the adapter replaces.
     """
-    for check in (one_process_per_gpu, no_loss_of_logits, no_loss_of_liger, a_decoder, *adapter.checks):
+    for check in (any_loss, *adapter.checks):
         check(trainer)
     chunked, undo = ChunkedLoss(trainer, adapter, budget), ExitStack()
     with ExitStack() as failed:
         failed.callback(undo.close)
         for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.methods()):
-            undo.callback(_restored, trainer, name, trainer.__dict__.get(name, trainer))
+            before = {name: trainer.__dict__[name]} if name in trainer.__dict__ else {}
+            undo.callback(trainer.__dict__.update, before)
+            undo.callback(trainer.__dict__.pop, name, None)
             trainer.__dict__[name] = value
         for detach in adapter.heads(chunked):
             undo.callback(detach)
         failed.pop_all()
     return undo.close
-
-
-def _restored(trainer: Any, name: str, before: Any) -> None:
-    # the trainer itself stands for nothing
-    if before is trainer:
-        trainer.__dict__.pop(name, None)
-    else:
-        trainer.__dict__[name] = before
 
 
 @contextmanager
@@ -299,54 +276,19 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
     """The transformers model under what distribution and PEFT put around it."""
-    model = trainer.accelerator.unwrap_model(model)
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            return model.get_base_model()
-    return model
+    return heads.base_of(trainer.accelerator.unwrap_model(model))
 
 
-# --- checks of every trainer
-
-
-def one_process_per_gpu(trainer: Any) -> None:
-    expect(
-        trainer.args.n_gpu <= 1,
-        "model",
-        "one process per GPU",
-        f"nn.DataParallel over {trainer.args.n_gpu} GPUs",
-        "start it with torchrun or accelerate launch, or make a single GPU visible with CUDA_VISIBLE_DEVICES",
-    )
-
-
-def no_loss_of_logits(trainer: Any) -> None:
-    expect(
-        getattr(trainer, "compute_loss_func", None) is None,
-        "compute_loss_func",
-        "None with the chunked loss",
-        "a function of the full logits",
-        "leave it out, or train without the flag",
-    )
-
-
-def no_loss_of_liger(trainer: Any) -> None:
-    config = getattr(trainer.args, "liger_kernel_config", None) or {}
-    expect(
-        not getattr(trainer.args, "use_liger_kernel", False) or not config.get(LIGER_LOSS, True),
-        "liger_kernel_config",
-        f"{LIGER_LOSS}=False with the chunked loss",
-        config,
-        "Liger's layers stay, so pass that in TrainingArguments",
-    )
-
-
-def a_decoder(trainer: Any) -> None:
-    expect(
-        not trainer.model.config.is_encoder_decoder,
-        "model",
-        "a decoder with the chunked loss",
-        "an encoder-decoder",
-        "train it without the flag",
-    )
+def any_loss(trainer: Any) -> None:
+    """What no trainer's chunked loss can be computed with."""
+    args, remedy = trainer.args, "start it with torchrun or accelerate launch, or show it one GPU"
+    found = f"nn.DataParallel over {args.n_gpu} GPUs"
+    expect(args.n_gpu <= 1, "model", "one process per GPU", found, remedy)
+    own, found = getattr(trainer, "compute_loss_func", None), "a function of the full logits"
+    expect(own is None, "compute_loss_func", "None with the chunked loss", found, "leave it out")
+    found, remedy = "an encoder-decoder", "train it without the flag"
+    decoder = not trainer.model.config.is_encoder_decoder
+    expect(decoder, "model", "a decoder with the chunked loss", found, remedy)
+    liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
+    expected, remedy = f"{LIGER_LOSS}=False with the chunked loss", "Liger's layers stay, so pass that"
+    expect(not liger, "liger_kernel_config", expected, args.liger_kernel_config, remedy)

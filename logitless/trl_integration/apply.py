@@ -29,20 +29,11 @@ def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None)
         ValueError: it is no trainer, has the chunked loss already, is one of TRL's that are not covered, or
             has options that the flag would refuse.
     """
-    expect(
-        isinstance(trainer, transformers.Trainer),
-        "trainer",
-        "a transformers.Trainer, TRL's among them",
-        type(trainer).__name__,
-        "for a model there is patch_model(model)",
-    )
-    expect(
-        "chunked_loss" not in trainer.__dict__,
-        "trainer",
-        "one without the chunked loss",
-        f"a {type(trainer).__name__} that has it",
-        "leave apply_to out",
-    )
+    expected, found = "a transformers.Trainer, TRL's among them", type(trainer).__name__
+    remedy = "for a model there is patch_model(model)"
+    expect(isinstance(trainer, transformers.Trainer), "trainer", expected, found, remedy)
+    expected, found = "one without the chunked loss", f"a {found} that has it"
+    expect("chunked_loss" not in trainer.__dict__, "trainer", expected, found, "leave apply_to out")
     if logits_budget is not None:
         check_budget(logits_budget)
     return enable(trainer, adapter_of(type(trainer)), logits_budget)
@@ -53,13 +44,9 @@ def adapter_of(trainer: type) -> Adapter:
     for cls in trainer.__mro__:
         if cls.__module__.split(".")[0] == "trl":
             name = cls.__name__.removesuffix("Trainer")
-            expect(
-                name in ADAPTERS,
-                "trainer",
-                f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL",
-                cls.__name__,
-                "train it without the chunked loss",
-            )
+            expected = f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL"
+            remedy = "train it without the chunked loss"
+            expect(name in ADAPTERS, "trainer", expected, cls.__name__, remedy)
             return ADAPTERS[name]
     return PLAIN
 
@@ -68,7 +55,8 @@ def adapter_of(trainer: type) -> Adapter:
 
 
 def patched(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-    chunked.patch = patch_model(base_of(chunked.trainer, chunked.trainer.model), logits_budget=chunked.budget)
+    model = base_of(chunked.trainer, chunked.trainer.model)
+    chunked.patch = patch_model(model, logits_budget=chunked.budget)
     yield chunked.patch
 
 
@@ -84,14 +72,9 @@ def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
 
 
 def no_smoothing(trainer: Any) -> None:
-    expect(
-        not trainer.args.label_smoothing_factor,
-        "label_smoothing_factor",
-        "0 in a trainer outside of TRL",
-        trainer.args.label_smoothing_factor,
-        "it takes the labels from the model and smooths full logits: use the SFTTrainer of "
-        "logitless.trl_integration, or no smoothing",
-    )
+    expected, found = "0 in a trainer outside of TRL", trainer.args.label_smoothing_factor
+    remedy = "it smooths full logits: use the SFTTrainer of logitless.trl_integration, or no smoothing"
+    expect(not found, "label_smoothing_factor", expected, found, remedy)
 
 
 PLAIN = Adapter(

@@ -7,6 +7,7 @@ did; a divergence of the whole vocabulary goes to one of our losses. Anything el
 themselves raises.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +20,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
-from logitless.models.logits import deferred
+from logitless.models.exchange import exchange
+from logitless.models.logits import deferred, undeferred
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of, swapped
-from .head import projected
-
-REMEDY = "the flag never builds them, so set use_chunked_loss=False."
+from .adapter import ChunkedLoss, base_of, swapped
+from .head import KEY, projected
 
 
 @dataclass(frozen=True)
@@ -59,26 +59,17 @@ class DeferredLogits:
     # The operations that TRL applies to logits
 
     def __getitem__(self, index: tuple[Any, ...]) -> "DeferredLogits":
-        if not isinstance(index, tuple) or len(index) != 3 or index[2] != slice(None):
-            raise TypeError(
-                f"logits: expected an index [rows, positions, :] of deferred logits, got {index}; {REMEDY}"
-            )
-        return replace(self, hidden=self.hidden[index[:2]])
+        whole = isinstance(index, tuple) and len(index) == 3 and index[2] == slice(None)
+        return replace(self, hidden=self.hidden[index[:2]]) if whole else refused(f"index {index}")
 
     def __truediv__(self, temperature: float) -> "DeferredLogits":
         if self.normalized:
-            raise TypeError(
-                f"logits: expected to be divided before they are normalized, got log-probabilities; {REMEDY}"
-            )
+            return refused("a division after log_softmax")
         return replace(self, temperature=self.temperature * temperature)
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if not self.normalized or dim != -1 or index.shape[-1] != 1:
-            shape = tuple(index.shape)
-            raise TypeError(
-                f"logits: expected one token's log-probability per position, got an index {shape} of dim "
-                f"{dim}; {REMEDY}"
-            )
+            return refused(f"gather of dim {dim} with an index {tuple(index.shape)}")
         return self.logps(index[..., 0])[..., None]
 
     @classmethod
@@ -87,10 +78,17 @@ class DeferredLogits:
     ) -> Any:
         if function in (F.log_softmax, torch.log_softmax) and kwargs.get("dim") == -1:
             return replace(args[0], normalized=True)
-        raise TypeError(f"logits: expected a use without the full logits, got {function.__name__}; {REMEDY}")
+        return refused(function.__name__)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"logits: expected a use without the full logits, got {name!r}; {REMEDY}")
+        return refused(repr(name), AttributeError)
+
+
+def refused(use: str, error: type[Exception] = TypeError) -> Any:
+    raise error(
+        f"logits: expected a use without the full logits, got {use}; the flag never builds them, so set "
+        f"use_chunked_loss=False."
+    )
 
 
 def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
@@ -100,13 +98,9 @@ def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 
 def whole_models(trainer: Any) -> None:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    expect(
-        not trainer.is_fsdp_enabled and (plugin is None or plugin.zero_stage != 3),
-        "use_chunked_loss",
-        f"whole models in {type(trainer).__name__}",
-        "sharded ones, whose heads are gone once their forward has run",
-        "train it with DDP or ZeRO up to stage 2, or set use_chunked_loss=False",
-    )
+    whole = not trainer.is_fsdp_enabled and (plugin is None or plugin.zero_stage != 3)
+    expected, found = f"whole models in {type(trainer).__name__}", "sharded ones, whose heads come and go"
+    expect(whole, "use_chunked_loss", expected, found, "train with DDP or ZeRO up to stage 2")
 
 
 def deferred_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
@@ -115,7 +109,8 @@ def deferred_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     student, teacher = trainer.model, getattr(trainer, "teacher_model", None)
     models = [base_of(trainer, model) for model in (student, teacher) if model is not None]
     for model in models[:1] if models[0] is models[-1] else models:
-        yield chunked.exchanged(model, deferred_forward, chunked)
+        yield functools.partial(undeferred, model)
+        yield exchange(model, KEY, deferred_forward, chunked)
 
 
 @contextmanager
@@ -125,22 +120,8 @@ def deferring(chunked: ChunkedLoss) -> Iterator[None]:
         yield
 
 
-def deferred_adapter(
-    stock: str,
-    patches: dict[str, Seam],
-    checks: tuple[Callable[[Any], None], ...] = (),
-    during: tuple[str, ...] = ("compute_loss",),
-    predicts: bool = False,
-) -> Adapter:
-    return Adapter(
-        stock,
-        checks=(*checks, whole_models),
-        heads=deferred_heads,
-        patches=patches,
-        during=during,
-        around=deferring,
-        predicts=predicts,
-    )
+# What the adapters of these trainers share
+DEFERRED = {"heads": deferred_heads, "around": deferring}
 
 
 def deferred_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless import DistillationLoss, JSDLoss
+from logitless.losses.base import LossOutput
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .head import head_options
@@ -33,29 +34,30 @@ def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tup
         teacher_logit_scale=given.teacher_logit_scale,
         logits_budget=chunked.budget,
     )
-    with chunked.saving():
-        out = loss(
-            given.student_hidden_states,
-            given.student_lm_head_weight,
-            bias=given.student_lm_head_bias,
-            teacher_hidden=given.teacher_hidden_states,
-            teacher_weight=given.teacher_lm_head_weight,
-            teacher_bias=given.teacher_lm_head_bias,
-            mask=given.completion_mask,
-            num_items=given.num_items_in_batch,
-        )
-    chunked.note(out.plan)
+    student = (given.student_hidden_states, given.student_lm_head_weight)
+    teacher = (given.teacher_hidden_states, given.teacher_lm_head_weight, given.teacher_lm_head_bias)
+    options = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
+    out = taught(chunked, loss, student, given.student_lm_head_bias, teacher, **options)
     count = given.completion_mask.sum()
     return out.loss, out.metrics["entropy"] * count, count
 
 
+def taught(
+    chunked: ChunkedLoss, loss: JSDLoss, student: tuple, bias: Tensor | None, teacher: tuple, **options: Any
+) -> LossOutput:
+    """The loss of a student (hidden, weight, targets) with a bias, and a teacher (hidden, weight, bias)."""
+    device = student[0].device
+    hidden, weight, teacher_bias = teacher
+    named = {"teacher_hidden": hidden.to(device), "teacher_weight": weight, "teacher_bias": teacher_bias}
+    with chunked.saving():
+        out = loss(*student, bias=bias, **named, **options)
+    chunked.note(out.plan)
+    return out
+
+
+SEAM = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
 Distillation = Adapter(
-    "trl:Distillation",
-    patches={
-        "trl.trainer.distillation_trainer:_chunked_divergence_loss": Seam(
-            chunked_divergence, train=True, evaluate=True
-        )
-    },
+    "trl:Distillation", patches={SEAM: Seam(chunked_divergence, train=True, evaluate=True)}
 )
 
 
@@ -73,21 +75,10 @@ def gkd_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     def score(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
     ) -> dict[str, Tensor]:
-        teacher_hidden, teacher_weight, teacher_bias, num_items = chunked.taught
+        *teacher, num_items = chunked.taught
         # The label at the next position, as the student is to predict it; the last position has none.
-        targets = torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), -100)), dim=1)
-        with chunked.saving():
-            out = loss(
-                hidden,
-                weight,
-                targets,
-                bias=bias,
-                teacher_hidden=teacher_hidden.to(hidden.device),
-                teacher_weight=teacher_weight,
-                teacher_bias=teacher_bias,
-                num_items=num_items,
-            )
-        chunked.note(out.plan)
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        out = taught(chunked, loss, (hidden, weight, targets), bias, teacher, num_items=num_items)
         return {"log_probs": -out.loss, "label_mask": (targets != -100).sum()}
 
     def teach(

@@ -44,25 +44,17 @@ class ChunkedLossConfigMixin:
         if self.logits_budget is None:
             return
         check_budget(self.logits_budget)
-        expect(
-            self.use_chunked_loss,
-            "logits_budget",
-            "None with use_chunked_loss=False",
-            self.logits_budget,
-            "set use_chunked_loss=True",
-        )
+        expected, remedy = "None with use_chunked_loss=False", "set use_chunked_loss=True"
+        expect(self.use_chunked_loss, "logits_budget", expected, self.logits_budget, remedy)
 
     @property
     def place_model_on_device(self) -> bool | None:
         # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
         # moment at which a config can see that it came to a trainer that does not know the flag.
-        expect(
-            not self.use_chunked_loss or self._claimed,
-            "use_chunked_loss",
-            "a trainer that honours it",
-            "one that would ignore it",
-            "import the trainer from logitless.trl_integration too",
-        )
+        honoured = not self.use_chunked_loss or self._claimed
+        expected, found = "a trainer that honours it", "one that would ignore it"
+        remedy = "import the trainer from logitless.trl_integration too"
+        expect(honoured, "use_chunked_loss", expected, found, remedy)
         return super().place_model_on_device
 
 
@@ -104,24 +96,13 @@ def pair(name: str) -> tuple[type, type]:
     require_supported()
     adapter = ADAPTERS[name]
     stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))
-    place = {"__module__": __package__}
+    added = "with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."
+    about = f"TRL's `{name}Config` {added}"
     config = type(
         f"{name}Config",
         (ChunkedLossConfigMixin, stock_config),
-        place
-        | {
-            "__doc__": f"TRL's `{name}Config` with `use_chunked_loss` (default False) and `logits_budget` "
-            f"(bytes, default the library's)."
-        },
+        {"__module__": __package__, "__doc__": about},
     )
-    trainer = type(
-        f"{name}Trainer",
-        (ChunkedLossTrainerMixin, stock_trainer),
-        place
-        | {
-            "__doc__": f"TRL's `{name}Trainer`; with `{name}Config(use_chunked_loss=True)` its loss and "
-            f"gradients are the same, without the full logits.",
-            "adapter": adapter,
-        },
-    )
-    return dataclass(config), trainer
+    about = f"TRL's `{name}Trainer`; with `use_chunked_loss=True` the same loss without the full logits."
+    given = {"__module__": __package__, "__doc__": about, "adapter": adapter}
+    return dataclass(config), type(f"{name}Trainer", (ChunkedLossTrainerMixin, stock_trainer), given)

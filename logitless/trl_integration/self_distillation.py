@@ -15,7 +15,7 @@ from torch import Tensor
 from logitless.errors import check_choice, expect
 
 from .adapter import Adapter, ChunkedLoss, Seam
-from .deferred import DeferredLogits, deferred_adapter, picked_logps
+from .deferred import DEFERRED, DeferredLogits, picked_logps, whole_models
 from .support_divergence import SampledTokenDistillation, divergence
 
 MODES = ("full_logits", "topk_logits", "sampled_token")
@@ -23,15 +23,10 @@ MODES = ("full_logits", "topk_logits", "sampled_token")
 
 def known_mode(trainer: Any) -> None:
     """What TRL refuses in its first step, refused before."""
-    args = trainer.args
-    check_choice("distillation_mode", args.distillation_mode, MODES)
-    expect(
-        args.distillation_mode != "topk_logits" or args.distillation_topk is not None,
-        "distillation_topk",
-        "a number of tokens with distillation_mode='topk_logits'",
-        None,
-        "set it",
-    )
+    mode, top_k = trainer.args.distillation_mode, trainer.args.distillation_topk
+    check_choice("distillation_mode", mode, MODES)
+    expected = "a number of tokens with distillation_mode='topk_logits'"
+    expect(mode != "topk_logits" or top_k is not None, "distillation_topk", expected, top_k, "set it")
 
 
 def forward_logits(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
@@ -62,7 +57,7 @@ def chunked_loss(chunked: ChunkedLoss, given: Any, found: Any, teacher: Any) -> 
             options["topk_mode"] = "tail" if args.distillation_add_tail else "renormalize"
             if isinstance(teacher, DeferredLogits):
                 options |= {"support": ("student",), "top_k": args.distillation_topk}
-        out = divergence(student, teacher, ids, mask, **more, **options)
+        out = divergence(student, teacher, ids, mask, given=more, **options)
     soft_loss = trainer.accelerator.gather(out.metrics["soft_loss"]).mean().item()
     trainer._log_self_distillation_metric("train" if given.model.training else "eval", soft_loss)
     return out.loss
@@ -93,17 +88,17 @@ def served_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 
 
 def self_distilling(package: str, name: str) -> Adapter:
-    module = f"trl.experimental.{package}.{package}_trainer"
-    return deferred_adapter(
+    return Adapter(
         f"trl.experimental.{package}:{name}",
-        {
+        checks=(known_mode, whole_models),
+        patches={
             "_forward_logits": Seam(forward_logits, train=True, evaluate=True, replaces=False),
             "_compute_self_distillation_loss": Seam(distillation_loss),
             "_compute_server_distillation_loss": Seam(served_loss),
-            f"{module}:selective_log_softmax": Seam(picked_logps),
+            f"trl.experimental.{package}.{package}_trainer:selective_log_softmax": Seam(picked_logps),
         },
-        checks=(known_mode,),
         during=("compute_loss", "_compute_rollout_logps"),
+        **DEFERRED,
     )
 
 

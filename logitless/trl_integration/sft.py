@@ -55,22 +55,12 @@ def compute_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
 
 
 def smoothing_is_defined(trainer: Any) -> None:
-    args = trainer.args
-    expect(
-        args.loss_type != "dft" or not args.label_smoothing_factor,
-        "label_smoothing_factor",
-        "0 with loss_type='dft'",
-        args.label_smoothing_factor,
-        "the DFT loss is not smoothed, so leave it out",
-    )
-    expect(
-        not trainer.aux_loss_enabled or not args.label_smoothing_factor,
-        "label_smoothing_factor",
-        "0 for a model with a router loss",
-        args.label_smoothing_factor,
-        "TRL leaves the router loss out of a smoothed loss, so say which you want: set "
-        "router_aux_loss_coef=0.0, or no smoothing",
-    )
+    args, name, smoothing = trainer.args, "label_smoothing_factor", trainer.args.label_smoothing_factor
+    remedy = "the DFT loss is not smoothed, so leave it out"
+    expect(args.loss_type != "dft" or not smoothing, name, "0 with loss_type='dft'", smoothing, remedy)
+    expected = "0 for a model with a router loss"
+    remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
+    expect(not trainer.aux_loss_enabled or not smoothing, name, expected, smoothing, remedy)
 
 
 SFT = Adapter(

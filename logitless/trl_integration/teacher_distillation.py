@@ -12,8 +12,8 @@ from torch import Tensor
 
 from logitless.errors import expect
 
-from .adapter import ChunkedLoss, Seam
-from .deferred import deferred_adapter
+from .adapter import Adapter, ChunkedLoss, Seam
+from .deferred import DEFERRED, whole_models
 from .support_divergence import divergence
 
 
@@ -24,7 +24,7 @@ def topk_mode(add_tail: bool) -> str:
 def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `generalized_jsd_loss`; GOLD's has no `top_k`."""
     beta, top_k = float(given.beta), getattr(given, "top_k", 0)
-    options = {"beta": beta, "num_items": given.num_items_in_batch}
+    options = {"beta": beta, "given": {"num_items": given.num_items_in_batch}}
     if 0 < top_k < given.student_logits.weight.shape[0]:
         best = {0.0: ("teacher",), 1.0: ("student",)}.get(beta, ("teacher", "student"))
         options |= {"support": best, "top_k": top_k, "topk_mode": topk_mode(given.add_tail)}
@@ -51,7 +51,7 @@ def server_forward_kl(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tens
 def served_loss(chunked: ChunkedLoss, given: Any, logps: Tensor, ids: Tensor) -> Tensor:
     trainer, labels = chunked.trainer, given.labels
     options = {"beta": float(trainer.beta), "topk_mode": topk_mode(trainer.loss_add_tail)}
-    options["num_items"] = getattr(given, "num_items_in_batch", None)
+    options["given"] = {"num_items": getattr(given, "num_items_in_batch", None)}
     return divergence(given.student_log_probs, (logps, ids), labels, labels != -100, **options).loss
 
 
@@ -63,7 +63,7 @@ def local_sparse_top_1(chunked: ChunkedLoss, stock: Callable, given: Any) -> Ten
         given.teacher_logits,
         given.completion_tokens,
         given.labels != -100,
-        num_items=given.num_items_in_batch,
+        given={"num_items": given.num_items_in_batch},
         support=(reverse,) if trainer.beta == 1 else ("teacher", reverse),
         beta=float(trainer.beta),
         topk_mode=topk_mode(trainer.loss_add_tail),
@@ -71,34 +71,22 @@ def local_sparse_top_1(chunked: ChunkedLoss, stock: Callable, given: Any) -> Ten
 
 
 def one_vocabulary(trainer: Any) -> None:
-    expect(
-        not trainer.args.use_uld_loss,
-        "use_uld_loss",
-        "False with use_chunked_loss=True",
-        True,
-        "to compare two vocabularies it merges the probabilities of several positions and sorts them, for "
-        "which it needs them all at once: set use_chunked_loss=False",
-    )
+    expected, remedy = "False with use_chunked_loss=True", "it sorts whole distributions: leave the flag out"
+    expect(not trainer.args.use_uld_loss, "use_uld_loss", expected, True, remedy)
 
 
 SERVED = {
     "_compute_sparse_top_1_divergence_loss": Seam(sparse_top_1),
     "_compute_server_forward_kl_loss": Seam(server_forward_kl),
 }
-ServerDistillation = deferred_adapter(
-    "trl.experimental.server_distillation:ServerDistillation", SERVED, predicts=True
-)
-IWOPD = deferred_adapter(
-    "trl.experimental.iw_opd:IWOPD",
-    SERVED
-    | {
-        "generalized_jsd_loss": Seam(chunked_jsd),
-        "_compute_local_sparse_top_1_divergence_loss": Seam(local_sparse_top_1),
-    },
-    predicts=True,
-)
-GOLD = deferred_adapter(
-    "trl.experimental.gold:GOLD",
-    {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)},
-    (one_vocabulary,),
-)
+LOCAL = {
+    "generalized_jsd_loss": Seam(chunked_jsd),
+    "_compute_local_sparse_top_1_divergence_loss": Seam(local_sparse_top_1),
+}
+SERVER = "trl.experimental.server_distillation:ServerDistillation"
+IW_OPD, ONE = "trl.experimental.iw_opd:IWOPD", (one_vocabulary, whole_models)
+JSD = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
+
+ServerDistillation = Adapter(SERVER, (whole_models,), patches=SERVED, predicts=True, **DEFERRED)
+IWOPD = Adapter(IW_OPD, (whole_models,), patches=SERVED | LOCAL, predicts=True, **DEFERRED)
+GOLD = Adapter("trl.experimental.gold:GOLD", ONE, patches=JSD, **DEFERRED)

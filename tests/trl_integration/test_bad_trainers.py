@@ -11,7 +11,7 @@ import trl
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
-from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Seam, enable, one_process_per_gpu
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Seam, any_loss, enable
 from logitless.trl_integration.head import attach_chunked_head
 from logitless.trl_integration.per_token import per_token_score
 from logitless.trl_integration.versions import found_in_trl
@@ -48,7 +48,7 @@ def test_data_parallel():
     with pytest.raises(
         ValueError, match="model: expected one process per GPU, got nn.DataParallel over 2 GPUs"
     ):
-        one_process_per_gpu(SimpleNamespace(args=SimpleNamespace(n_gpu=2)))
+        any_loss(SimpleNamespace(args=SimpleNamespace(n_gpu=2)))
 
 
 def made(cls, tmp_path, **more):

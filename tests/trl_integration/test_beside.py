@@ -42,7 +42,7 @@ def one_step(cls, config, path, *, data=None, change=lambda trainer: None, model
     return train(build, args, model or tiny_model(), data or tiny_dataset(), **given or {})
 
 
-def test_compiled_with_inductor(tmp_path):
+def test_sft_compiled_with_inductor(tmp_path):
     """Of a model without layers, which would take a minute to compile."""
     runs, seen = [], EngineCalls()
     for change, compiled in ((lambda trainer: None, False), (apply_to, True)):
@@ -136,7 +136,7 @@ def test_a_resumed_run(folder, tmp_path):  # noqa: F811
         torch.testing.assert_close(again.gradients[0][name], grad)
 
 
-def test_a_reference_that_follows_the_policy(folder):  # noqa: F811
+def test_dpo_reference_that_follows_the_policy(folder):  # noqa: F811
     settings = {
         "sync_ref_model": True,
         "ref_model_sync_steps": 1,
