@@ -10,7 +10,8 @@ from tests.mutants import (
     parallel,
     policy,
     preference,
+    trainers,
 )
 
-MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls)
+MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls, trainers)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
