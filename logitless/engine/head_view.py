@@ -75,6 +75,14 @@ class HeadView(NamedTuple):
     def device(self) -> torch.device:
         return self.weight.device
 
+    def first(self, rows: int) -> "HeadView":
+        """The head of the first token ids alone."""
+        columns = tuple(
+            x._replace(up=x.up[:rows], bias=None if x.bias is None else x.bias[:rows]) for x in self.columns
+        )
+        bias = None if self.bias is None else self.bias[:rows]
+        return self._replace(weight=self.weight[:rows], bias=bias, columns=columns)
+
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
         """(hidden, weight, bias) of the product.
 

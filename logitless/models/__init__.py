@@ -9,10 +9,11 @@ from typing import Any
 _HOMES = {
     "HeadView": "logitless.engine.head_view",
     "Patch": "logitless.models.patch",
+    "check_trainer_arguments": "logitless.models.patch",
     "head_of": "logitless.models.views",
     "patch_model": "logitless.models.patch",
 }
-__all__ = ["HeadView", "Patch", "head_of", "patch_model"]
+__all__ = ["HeadView", "Patch", "check_trainer_arguments", "head_of", "patch_model"]
 
 
 def __getattr__(name: str) -> Any:

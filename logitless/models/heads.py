@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from logitless.engine.head_view import HeadView, view_of
 from logitless.errors import expect
@@ -29,24 +29,9 @@ def find_head(model: nn.Module) -> nn.Module:
 def read_head(head: nn.Module) -> HeadView:
     """The parameters of a head that is called beside, so that its hooks run."""
     view = view_of(head, "model", called=True)
-    return view._replace(
-        weight=_readable(view.weight), bias=None if view.bias is None else _readable(view.bias)
-    )
-
-
-def _readable(x: Tensor) -> Tensor:
-    """A parameter whose values are here, also after DeepSpeed ZeRO-3 has partitioned it again."""
     expected, remedy = "an LM head on a device", "give it a device of its own in device_map"
-    expect(x.device.type != "meta", "model", expected, "one that is offloaded", remedy)
-    if not hasattr(x, "ds_id"):
-        return x
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
-
-    if x.ds_status == ZeroParamStatus.AVAILABLE:
-        return x.clone()
-    with GatheredParameters([x]):
-        # The backward pass reads it too, when it is partitioned.
-        return x.clone()
+    expect(view.device.type != "meta", "model", expected, "one that is offloaded", remedy)
+    return view
 
 
 def head_options(config: Any) -> dict[str, float | None]:

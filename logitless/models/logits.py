@@ -6,7 +6,7 @@ its own code; `cross_entropy` of them is our loss. So no family's head is descri
 needs the logits themselves raises.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,7 +55,8 @@ def deferral_of(model: nn.Module) -> Deferral:
 def undeferred(model: nn.Module) -> None:
     """Takes the exchange of the head back, once nothing exchanged in the model asks for it."""
     if all(state_of(model, key) is None for key in USERS):
-        withdraw(model.get_output_embeddings(), KEY)
+        for module in model.modules():  # PEFT may have put another head around it
+            withdraw(module, KEY)
 
 
 @contextmanager
@@ -86,7 +87,11 @@ def deferred(
     expect(deferral.seen, "model", expected, type(model).__name__, remedy)
 
 
-def _answer(head: nn.Module, deferral: Deferral, stock: Any, hidden: Tensor) -> Any:
+def _answer(
+    head: nn.Module, deferral: Deferral, stock: Callable, hidden: Tensor, compute: Callable | None = None
+) -> Any:
+    if compute is not None:
+        return compute(hidden)
     if not deferral.asked:
         return stock(hidden)
     if not deferral.checked and not torch.compiler.is_compiling():
@@ -114,14 +119,25 @@ class DeferredLogits:
         called."""
         view = read_head(self.head)
         if self.rows < view.shape[0]:
-            weight, bias = (None if x is None else x[: self.rows] for x in (view.weight, view.bias))
-            view = view._replace(weight=weight, bias=bias)
+            view = view.first(self.rows)
         return view._replace(softcap=self.cap, logit_scale=self.gain, of_model=True)
 
-    def operands(self) -> tuple[Tensor, HeadView]:
-        """Hidden states on the head's device and in its dtype, and the head."""
+    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        """`function(hidden, view)` of the hidden states, on the head's device and in its dtype, and the head.
+
+        DeepSpeed ZeRO-3 gathers parameters for the calls of their module alone, forward and backward: there
+        it runs in a call of the head.
+        """
+
+        def compute(hidden: Tensor) -> Any:
+            return function(*self._operands(hidden))
+
+        partitioned = any(hasattr(x, "ds_id") for x in self.head.parameters())
+        return self.head(self.hidden, compute) if partitioned else compute(self.hidden)
+
+    def _operands(self, hidden: Tensor) -> tuple[Tensor, HeadView]:
         view = self.view_now()
-        hidden, weight = self.hidden.to(view.weight.device), view.weight
+        hidden, weight = hidden.to(view.weight.device), view.weight
         if is_dtensor(weight):
             # Mixed precision of FSDP2 has cast the inputs, and would cast the parameters.
             like = [None if x is None else x.to(hidden.dtype) for x in (weight, view.bias)]
@@ -203,9 +219,12 @@ class DeferredLogits:
         """Over the vocabulary, (...), fp32 and differentiable."""
         if dim != -1:
             _refused(f"logsumexp over dimension {dim}")
-        hidden, view = self.operands()
-        targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        return TokenNumbers(**self.options).numbers(hidden, view, targets)[0]["lse"]
+
+        def lse(hidden: Tensor, view: HeadView) -> Tensor:
+            targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+            return TokenNumbers(**self.options).numbers(hidden, view, targets)[0]["lse"]
+
+        return self.computed(lse)
 
     def cross_entropy(
         self,
@@ -218,14 +237,19 @@ class DeferredLogits:
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of the logits, without them."""
+        if size_average is not None or reduce is not None:
+            _refused("cross_entropy with size_average or reduce")
         if not self.deferral.summed:
             return torch.zeros((), device=self.device)
         own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        hidden, view = self.operands()
-        target = target.to(hidden.device)
-        out = CrossEntropyLoss(**own, **self.options)(hidden, view, target, class_weights=weight)
-        self.deferral.last_plan = out.plan
-        return out.loss.to(self.device)
+        loss = CrossEntropyLoss(**own, **self.options)
+
+        def solve(hidden: Tensor, view: HeadView) -> Tensor:
+            out = loss(hidden, view, target.to(hidden.device), class_weights=weight)
+            self.deferral.last_plan = out.plan
+            return out.loss.to(self.device)
+
+        return self.computed(solve)
 
     @classmethod
     def __torch_function__(

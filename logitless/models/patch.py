@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
-from logitless.errors import expect
+from logitless.errors import expect, warn
 from logitless.models.exchange import exchange
-from logitless.models.heads import base_of, find_head, read_head
+from logitless.models.heads import base_of, find_head
 from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head
 from logitless.parallel.groups import is_dtensor
 
 logger = logging.getLogger(__name__)
 KEY = "loss"
+REMEDY = (
+    "Trainer's label_smoothing_factor and compute_loss_func take the labels away; SFTTrainer of "
+    "logitless.trl_integration smooths without logits."
+)
 
 
 @dataclass
@@ -30,6 +36,16 @@ class State:
     unverified: bool
     checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
     last_plan: Plan | None = None
+    told: bool = False
+
+    def tell_of_logits(self) -> None:
+        """A loss computed from full logits in spite of the patch, as `Trainer` does: said once."""
+        if not self.told:
+            warn(
+                f"labels: expected labels in a training step, got none: it builds full logits; {REMEDY}",
+                UserWarning,
+            )
+        self.told = True
 
 
 class Patch:
@@ -97,6 +113,8 @@ def _forward(model: nn.Module, state: State, stock: Callable, *args: Any, **kwar
     at = state.labels_at
     given = kwargs.get("labels") is not None or len(args) > at and args[at] is not None
     if not given and kwargs.get("shift_labels") is None:
+        if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            state.tell_of_logits()
         return stock(*args, **kwargs)
     if not given:
         # The model's own loss looks at the aligned ones alone, once there are labels.
@@ -118,19 +136,25 @@ def without_logits(out: Any) -> Any:
 
 def _check(model: nn.Module, head: nn.Module, state: State) -> None:
     """Both probes, as far as the parameters are here: nothing is gathered from other ranks."""
-    view = read_head(head)
+    view, deferral = view_of(head, "model", called=True), deferral_of(model)
     if not all(map(_is_here, head.parameters())):
         offloaded, remedy = "_hf_hook" in head.__dict__, "give it a device of its own in device_map"
         expect(not offloaded, "model", "an LM head on a device", "one that is offloaded", remedy)
         return
-    deferral = deferral_of(model)
     check_head(head, head.forward, view.weight[:1])
     deferral.checked, state.checked = True, "checked at attach"
     if all(map(_is_here, model.parameters())):
         reason = check_call(model, model.forward, partial(_forward, model, state, model.forward))
+        state.last_plan = None
         if reason is not None:
             state.checked = f"checked at attach, its head alone ({reason})"
 
 
 def _is_here(x: Tensor) -> bool:
     return x.device.type != "meta" and x.numel() > 0 and not is_dtensor(x)
+
+
+def check_trainer_arguments(args: Any) -> None:
+    """Raise ValueError for arguments with which `transformers.Trainer` does not take the model's loss."""
+    smoothing = getattr(args, "label_smoothing_factor", 0)
+    expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY[:-1])

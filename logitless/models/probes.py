@@ -43,10 +43,12 @@ def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Ten
         ValueError: they differ.
     """
     with undisturbed(head):
-        x = torch.randn(TOKENS, hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
+        view, autocast = view_of(head, called=True), torch.is_autocast_enabled(hidden.device.type)
+        dtype = hidden.dtype if autocast else view.dtype
+        x = torch.randn(TOKENS, hidden.shape[-1], dtype=dtype, device=hidden.device)
         x = x * (SPREAD / forward(x).float().std().clamp(min=1e-6)).to(x.dtype)
         theirs = forward(x)
-        wide, weight, bias = view_of(head, called=True).operands(x)
+        wide, weight, bias = view.operands(x)
         weight = torch.cat(weight, dim=1) if isinstance(weight, SplitHead) else weight
         ours = nn.functional.linear(wide.to(weight.dtype), weight, bias)
         error = (ours.float() - theirs.float()).abs().max().item()

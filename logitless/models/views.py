@@ -56,6 +56,10 @@ class _Features:
         return None
 
 
+def _features(backbone: nn.Module, hidden: Tensor, stock: Any, *args: Any, **kwargs: Any) -> _Features:
+    return _Features(hidden)
+
+
 def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
     # Whole numbers are exact in every dtype.
     numbers = torch.arange(float(weight.shape[1])).remainder(61).add(1)
@@ -63,7 +67,7 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
     remedy = "patch_model(model) takes models with layers between the two"
     reason = type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
-        undo = exchange(backbone, "features", lambda *_, **__: _Features(hidden), None)
+        undo = exchange(backbone, "features", _features, hidden)
         try:
             logits = _without_backbone(model, weight.device)
         except Exception as error:
@@ -85,7 +89,9 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
 
 def _without_backbone(model: nn.Module, device: torch.device) -> Any:
     with torch.no_grad(), deferred(model) as deferral:
-        checked, deferral.checked = deferral.checked, True
-        out = model.forward(torch.zeros(1, 1, dtype=torch.int64, device=device), return_dict=True)
-        deferral.checked = checked
-    return out.logits
+        checked, deferral.checked = deferral.checked, True  # by random vectors in place of these
+        try:
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            return model.forward(ids, return_dict=True).logits
+        finally:
+            deferral.checked = checked

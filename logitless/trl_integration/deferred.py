@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from logitless.engine.head_view import HeadView
 from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
 from logitless.models.exchange import exchange
@@ -130,10 +131,13 @@ def deferred_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: A
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
         out = stock(*args, **kwargs)
+
     # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads
     # the logits. A view, not the parameter: DDP looks for the parameters in use behind the outputs of the
     # forward, and a leaf has nothing behind it.
-    hidden, view = out.logits.operands()
-    hidden, weight, bias = projected(hidden, view)
-    weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (weight, bias))
-    return CausalLMOutputWithPast(logits=DeferredLogits(chunked, hidden, weight, bias, **view.options))
+    def held(hidden: Tensor, view: HeadView) -> DeferredLogits:
+        hidden, weight, bias = projected(hidden, view)
+        weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (weight, bias))
+        return DeferredLogits(chunked, hidden, weight, bias, **view.options)
+
+    return CausalLMOutputWithPast(logits=out.logits.computed(held))

@@ -85,8 +85,8 @@ def gkd_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
         hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
     ) -> dict[str, Tensor]:
         """Not a score: what the student learns from, as the teacher's own forward pass has it, with its
-        autocast and its gathered shards."""
-        chunked.taught = hidden, weight, bias
+        autocast and its gathered shards, of which ZeRO-3 takes its own away again."""
+        chunked.taught = hidden, weight.clone() if hasattr(weight, "ds_id") else weight, bias
         return {"log_probs": hidden.new_zeros(()), "label_mask": hidden.new_ones(())}
 
     yield chunked.attach(student, score)

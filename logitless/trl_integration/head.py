@@ -5,7 +5,6 @@ TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `Fuse
 where the hooks of DDP, FSDP and DeepSpeed fire.
 """
 
-import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -98,13 +97,20 @@ def _scored_forward(
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
         out = stock(*args, labels=targets, **kwargs)
-    hidden, view = out.logits.operands()
-    found, expected = view.options, head_options(model.config)
-    remedy = "the trainer's losses take the configuration's; train it with use_chunked_loss=False"
-    alike = all(map(same_option, found.values(), expected.values()))
-    expect(alike, "model", f"logits with {expected}, as its configuration has it", found, remedy)
-    hidden, weight, bias = projected(hidden, view)
-    fields = score(hidden, weight, bias, targets.to(hidden.device), shift=shift_labels is None)
+
+    names: list[str] = []
+
+    def values(hidden: Tensor, view: HeadView) -> tuple[Tensor, ...]:
+        given, expected = view.options, head_options(model.config)
+        remedy = "the trainer's losses take the configuration's; train it with use_chunked_loss=False"
+        alike = all(map(same_option, given.values(), expected.values()))
+        expect(alike, "model", f"logits with {expected}, as its configuration has it", given, remedy)
+        hidden, weight, bias = projected(hidden, view)
+        found = score(hidden, weight, bias, targets.to(hidden.device), shift=shift_labels is None)
+        names.extend(found)
+        return tuple(found.values())  # hooks of modules look for tensors in tuples
+
+    fields = dict(zip(names, out.logits.computed(values)))
     # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
     # own count
     count = fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -112,35 +118,3 @@ def _scored_forward(
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss
     return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
-
-
-def replace_forward(model: PreTrainedModel, forward: Any) -> Callable[[], None]:
-    """Puts `forward` in the place of the model's own; returns a function that puts back what was there."""
-    undo = remembered(model)
-    model.forward = types.MethodType(forward, model)
-    # A replica would run this forward, which is bound to the original, on the original's GPU.
-    model._replicate_for_data_parallel = _refuse_replicas
-    return undo
-
-
-def remembered(*models: PreTrainedModel) -> Callable[[], None]:
-    """A function that gives every model the forward back that it has now."""
-    names = ("forward", "_replicate_for_data_parallel")
-    before = [{name: model.__dict__[name] for name in names if name in model.__dict__} for model in models]
-
-    def restore() -> None:
-        for model, attributes in zip(models, before, strict=True):
-            withdraw(model, KEY)
-            undeferred(model)
-            for name in names:
-                model.__dict__.pop(name, None)
-            model.__dict__.update(attributes)
-
-    return restore
-
-
-def _refuse_replicas() -> None:
-    raise ValueError(
-        "model: expected one process per GPU, got nn.DataParallel around the chunked loss; start it with "
-        "torchrun or accelerate launch, or make a single GPU visible with CUDA_VISIBLE_DEVICES."
-    )

@@ -30,6 +30,7 @@ HEADS = {
     "loss in a module of the head": "XLMWithLMHeadModel",
     "logits in fp32": "MambaForCausalLM",
     "wrapper of a vision model": "Gemma3ForConditionalGeneration",
+    "wrapper that does not scale": "AyaVisionForConditionalGeneration",
 }
 
 

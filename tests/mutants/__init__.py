@@ -6,6 +6,7 @@ from tests.mutants import (
     calls,
     distillation,
     foundation,
+    models,
     multi_token,
     parallel,
     policy,
@@ -13,5 +14,16 @@ from tests.mutants import (
     trainers,
 )
 
-MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls, trainers)
+MODULES = (
+    foundation,
+    preference,
+    policy,
+    distillation,
+    multi_token,
+    parallel,
+    beyond_eager,
+    calls,
+    models,
+    trainers,
+)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

@@ -11,7 +11,7 @@ from tests.support import EngineCalls
 
 from .kinds import ALL
 from .served import serve
-from .test_every_trainer import folder, step  # noqa: F401
+from .test_every_trainer import folder, step, unchanged  # noqa: F401
 from .test_sft import options
 from .tiny import assert_same_gradients, tiny_dataset, tiny_model, train
 
@@ -30,7 +30,7 @@ def test_compiled_model(folder, kind):  # noqa: F811
     assert "compiled model" in mine.trainer.chunked_loss.describe()
 
 
-def one_step(cls, config, path, *, data=None, change=lambda trainer: None, model=None, given=None, **changes):
+def one_step(cls, config, path, *, data=None, change=unchanged, model=None, given=None, **changes):
     """One step of a trainer with a model of its own."""
 
     def build(*args, **kwargs):
@@ -45,7 +45,7 @@ def one_step(cls, config, path, *, data=None, change=lambda trainer: None, model
 def test_sft_compiled_with_inductor(tmp_path):
     """Of a model without layers, which would take a minute to compile."""
     runs, seen = [], EngineCalls()
-    for change, compiled in ((lambda trainer: None, False), (apply_to, True)):
+    for change, compiled in ((unchanged, False), (apply_to, True)):
         with torch.compiler.set_stance("default"), seen:
             model = tiny_model(num_hidden_layers=0)
             settings = {"change": change, "model": model, "torch_compile": compiled}
@@ -90,7 +90,7 @@ def test_grad_scaler(folder, kind):  # noqa: F811
         scaled(trainer)
         apply_to(trainer)
 
-    runs = [step(kind, folder, change=change) for change in (lambda trainer: None, scaled, both)]
+    runs = [step(kind, folder, change=change) for change in (unchanged, scaled, both)]
     assert runs[2].trainer.accelerator.scaler.get_scale() == 1024.0
     assert_same_gradients(runs[0], runs[1], rtol=1e-4)
     assert_same_gradients(runs[0], runs[2], rtol=1e-4)
@@ -146,7 +146,7 @@ def test_dpo_reference_that_follows_the_policy(folder):  # noqa: F811
         "optim": "sgd",
         "learning_rate": 1.0,
     }
-    runs = [step("DPO", folder, change=change, **settings) for change in (lambda trainer: None, apply_to)]
+    runs = [step("DPO", folder, change=change, **settings) for change in (unchanged, apply_to)]
     assert_same_gradients(*runs, rtol=1e-3)
     trainer = runs[1].trainer
     reference = trainer.ref_model.state_dict()

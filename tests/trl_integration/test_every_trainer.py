@@ -3,6 +3,7 @@ of every parameter in one step. And each notices a TRL that computes its loss el
 
 import logging
 
+import peft
 import pytest
 import torch
 import transformers
@@ -26,11 +27,21 @@ def folder(tmp_path_factory):
     return path
 
 
-def step(kind: str, folder, *, config=None, trainer=None, change=lambda trainer: None, **more) -> Run:
-    """One step of the stock pair, or of another, with `change` made to the trainer."""
+def unchanged(x):
+    return x
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more) -> Run:
+    """One step of the stock pair, or of another, `wrap` made to the model and `change` to the trainer."""
     dataset, settings, given = needs(kind, folder)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    model = wrap(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"))
     config, trainer = config or stock(f"{kind}Config"), trainer or stock(f"{kind}Trainer")
 
     def build(*args, **kwargs):
@@ -73,6 +84,18 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     assert not methods & (vars(trainer).keys() - before.keys())
     logits = trainer.model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits
     assert isinstance(logits, torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_under_lora(folder, monkeypatch, kind):
+    """The pair with the flag on; the head is frozen, and nothing of its size is kept."""
+    serve(monkeypatch)
+    theirs = step(kind, folder, wrap=adapted)
+    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
+    mine = step(kind, folder, wrap=adapted, use_chunked_loss=True, logits_budget=2**14, **pair)
+    assert_same_gradients(theirs, mine, rtol=1e-3)
+    assert set(mine.gradients[0]) == {name for name in theirs.gradients[0] if "lora_" in name}
+    assert mine.trainer.chunked_loss.plan.strategy in ("row_scaled", "fused")
 
 
 def unused(trainer) -> None:
