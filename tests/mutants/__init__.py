@@ -11,7 +11,19 @@ from tests.mutants import (
     parallel,
     policy,
     preference,
+    trainers,
 )
 
-MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls, models)
+MODULES = (
+    foundation,
+    preference,
+    policy,
+    distillation,
+    multi_token,
+    parallel,
+    beyond_eager,
+    calls,
+    models,
+    trainers,
+)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
