@@ -4,11 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
 
 from logitless.models import fuse_layers
-from logitless.models.bodies import norm_of, rotation_of
-from logitless.models.exchange import state_of
 from tests.models.tiny import FAMILIES, assert_same, error, step, tiny, twin
 
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -1,7 +1,6 @@
 """Fused layers over two processes: FSDP2, and a tensor-parallel plan of transformers."""
 
 import pytest
-import torch
 import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
