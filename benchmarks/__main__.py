@@ -302,8 +302,8 @@ def whole_steps(
     names = [name for name in picked(steps.CONFIGURATIONS, only) if name not in skipped]
     if not chosen or not names:
         raise typer.BadParameter(
-            f"--model, --only, --skip: expected names among {', '.join([*available, *steps.CONFIGURATIONS])}, "
-            "got some that leave nothing; pick some of these."
+            "--model, --only, --skip: expected names that leave something of "
+            f"{', '.join([*available, *steps.CONFIGURATIONS])}, got none; pick some of these."
         )
     configurations = {name: steps.CONFIGURATIONS[name] for name in names}
     packages = ("trl", "accelerate", "liger-kernel")
