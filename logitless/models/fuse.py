@@ -126,6 +126,8 @@ def _attempt(change: Callable, name: str, module: nn.Module, report: Report, und
 
 def _change_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
     """What was fused in a module, its undoing, and what was not."""
+    if type(module) is nn.LayerNorm:
+        return (), None, "torch's own is one kernel; an addition before it may be fused"
     body = norm_of(module)
     if body is None:
         return (), None, "its source is none of those that we know"
@@ -133,18 +135,23 @@ def _change_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
 
 
 def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    norms = {name for name, child in module.named_children() if state_of(child, KEY) is not None}
+    bodies = {name: fused_forwards.body_of(child) for name, child in module.named_children()}
+    bodies = {name: body for name, body in bodies.items() if body is not None}
     activations = {name for name, child in module.named_children() if activation_of(child) is not None}
     activations = {name for name in activations if activation_agrees(getattr(module, name))}
     function = forward_of(module)
     rotations, unknown = _rotations(function)
-    if not (norms or activations or rotations):
-        return (), None, ", ".join(unknown) and f"{', '.join(unknown)}: not one of those that we know"
-    new = _rewritten(function, Known(frozenset(norms), frozenset(activations), frozenset(rotations)))
+    reason = f"{', '.join(unknown)}: not one of those that we know" if unknown else ""
+    rms_norms = {name for name, body in bodies.items() if not body.center}
+    known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
+    new = _rewritten(function, known) if any(known) else None
     if new is None:
-        return (), None, "no statements that we could fuse"
-    undo = exchange(module, KEY, fused_forwards.rewritten, new.function)
-    return new.replaced, undo, ", ".join(unknown) and f"{', '.join(unknown)}: not one of those that we know"
+        return (
+            (),
+            None,
+            reason or ("no statements that we could fuse" if "Norm" not in type(module).__name__ else ""),
+        )
+    return new.replaced, exchange(module, KEY, fused_forwards.rewritten, new.function), reason
 
 
 @functools.cache

@@ -18,6 +18,8 @@ from logitless.models.bodies import Norm, Rotation, activation_of, angles, norma
 from logitless.models.exchange import state_of
 
 KEY = "layers"
+# torch's own, which is one kernel: it stays as it is, but for an addition before it.
+LAYER_NORM = Norm("single", "eps", center=True)
 PLAIN_TYPES = (Tensor, nn.Parameter)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,14 +57,20 @@ def add_norm(
     """`h = residual + x * multiplier`; (norm(h), h)."""
     factor = 1.0 if multiplier is None else multiplier
     if type(factor) in (int, float) and _can_join(norm, x, residual):
-        return norm(x, Addition(residual, factor, False))
+        if type(norm) is not nn.LayerNorm:
+            return norm(x, Addition(residual, factor, False))
+        # Autocast makes it one in fp32.
+        out = torch.float32 if torch.is_autocast_enabled(x.device.type) else None
+        return add_layer_norm(
+            x, residual, norm.weight, norm.bias, eps=norm.eps, multiplier=factor, out_dtype=out
+        )
     h = residual + (x if multiplier is None else x * multiplier)
     return norm(h), h
 
 
 def norm_add(norm: nn.Module, *, x: Tensor, residual: Tensor) -> Tensor:
     """residual + norm(x)."""
-    if _can_join(norm, x, residual) and not state_of(norm, KEY).center:
+    if _can_join(norm, x, residual) and not body_of(norm).center:
         return norm(x, Addition(residual, 1.0, True))
     return residual + norm(x)
 
@@ -108,7 +116,7 @@ class Rotate:
         """q and k before their norms; `before`: these see (B, T, heads, D), as q and k were before the
         transposition."""
         norms = (q_norm, k_norm)
-        bodies = [state_of(norm, KEY) for norm in norms]
+        bodies = [body_of(norm) for norm in norms]
         if all(map(is_untouched, norms)) and self._takes(q, k, cos, sin) and _same_norm(norms, bodies):
             weights = [getattr(norm, "weight", None) for norm in norms]
             if _is_plain(*weights) and all(w is None or w.shape == q.shape[-1:] for w in weights):
@@ -142,6 +150,14 @@ def _norm_with(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> 
     return add_rms_norm(x, addition.residual, weight, eps=eps, rounding=body.rounding, multiplier=factor)
 
 
+def body_of(module: nn.Module) -> Norm | None:
+    """The body of a norm that may take an addition with it."""
+    if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
+        return LAYER_NORM
+    state = state_of(module, KEY)
+    return state if isinstance(state, Norm) else None
+
+
 def is_untouched(module: nn.Module) -> bool:
     """Whether calling the module does nothing but its class's forward pass."""
     own = module.__dict__
@@ -159,9 +175,9 @@ def is_untouched(module: nn.Module) -> bool:
 def _can_join(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
     """Whether the norm may take an addition with it: nobody sees its operands, and it is one of ours."""
     return (
-        state_of(norm, KEY) is not None
+        body_of(norm) is not None
         and is_untouched(norm)
-        and _is_plain(x, residual, getattr(norm, "weight", None))
+        and _is_plain(x, residual, getattr(norm, "weight", None), getattr(norm, "bias", None))
         and x.shape == residual.shape
     )
 

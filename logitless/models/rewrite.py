@@ -133,6 +133,8 @@ class _Rewriter(ast.NodeTransformer):
         call, total = norm_call(rest[0], self.known), sum_of(rest[1])
         if call is None or call.transpose or total is None or total[0] != call.target:
             return None
+        if call.norm not in self.known.rms_norms:
+            return None
         h, left, right = total
         other = right if is_name(left, h) else left if is_name(right, h) else None
         if not isinstance(other, ast.Name) or other.id == h:

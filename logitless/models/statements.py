@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 
 class Known(NamedTuple):
-    """What is known of a module: attributes that are norms or activations, functions that are rotations."""
+    """What is known of a module: names of its attributes that are norms (those of them that are RMS norms),
+    or activations, and names of functions that are rotations."""
 
     norms: frozenset[str]
+    rms_norms: frozenset[str]
     activations: frozenset[str]
     rotations: frozenset[str]
 
@@ -113,7 +115,8 @@ def norm_before(block: list[ast.stmt], end: int, name: str, known: Known) -> tup
     for position in range(end - 1, -1, -1):
         if any(is_name(node, name) for node in ast.walk(block[position])):
             call = norm_call(block[position], known)
-            return (position, call) if call is not None and call.target == name else None
+            fits = call is not None and call.target == name and call.norm in known.rms_norms
+            return (position, call) if fits else None
     return None
 
 

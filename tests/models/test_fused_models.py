@@ -288,7 +288,9 @@ def test_bad_models():
     looked_for = (
         "model: expected norms, rotary embeddings or gated MLPs whose source is one of those that we know"
     )
-    with pytest.raises(ValueError, match=f"{looked_for}, got Sequential with none .*1 LayerNorm: its source"):
+    with pytest.raises(
+        ValueError, match=f"{looked_for}, got Sequential with none .*1 LayerNorm: torch's own"
+    ):
         fuse_layers(nothing)
     assert type(nothing[1]) is nn.LayerNorm
 

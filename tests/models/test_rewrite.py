@@ -17,9 +17,8 @@ from logitless.models.rewrite import rewrite
 from logitless.models.source import Unknown
 from logitless.models.statements import Known
 
-KNOWN = Known(
-    frozenset({"norm", "q_norm", "k_norm"}), frozenset({"act"}), frozenset({"apply_rotary_pos_emb"})
-)
+NORMS = frozenset({"norm", "q_norm", "k_norm"})
+KNOWN = Known(NORMS, NORMS, frozenset({"act"}), frozenset({"apply_rotary_pos_emb"}))
 ADD, POST = "the addition before norm, and the norm", "norm and the addition after it"
 GATE, PACKED = "gate act", "gate act of both halves of one tensor"
 NORMED = "q_norm, k_norm and the rotation after them"
@@ -94,6 +93,27 @@ class NormIsUsedTwice(Base):
         y = self.norm(x)
         x = r + y
         return x, y
+
+
+class TorchsLayerNorm(Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x, r):
+        x = self.proj(x) + r
+        r = x
+        x = self.norm(x)
+        return x, r
+
+
+class AfterTorchsLayerNorm(TorchsLayerNorm):
+    def forward(self, x, r):
+        x = self.norm(x)
+        x = r + x
+        return x
 
 
 class InABranch(Base):
@@ -185,6 +205,8 @@ CASES = {
     NormElsewhere: set(),
     AfterNorm: {POST},
     NormIsUsedTwice: set(),
+    TorchsLayerNorm: {ADD},
+    AfterTorchsLayerNorm: set(),
     InABranch: {ADD, POST},
     Gate: {GATE},
     Packed: {PACKED},
@@ -263,6 +285,20 @@ def test_operands_that_must_be_stretched(cls):
     wanted = outcome(module, x, r)
     fuse_layers(module)
     torch.testing.assert_close(outcome(module, x, r), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [Plain, TorchsLayerNorm, AfterNorm, Gate, NormAfterTransposition])
+def test_dtypes_under_autocast(cls):
+    """As the stock module's: a LayerNorm is one in fp32 then."""
+    module, (x, r) = cls(), operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = module(module.proj(x), r)
+        fuse_layers(module)
+        found = module(module.proj(x), r)
+    for y, z in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, wanted)), strict=True):
+        # A rotation keeps bf16 where stock goes to fp32, and attention comes back to bf16.
+        assert y.dtype == z.dtype or cls is NormAfterTransposition
+        torch.testing.assert_close(y.float(), z.float(), rtol=3e-2, atol=3e-2)
 
 
 def test_a_factor_that_is_a_tensor_keeps_its_gradient():
