@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from logitless.models import fuse_layers
-from tests.models.tiny import Step, disturb, step
+from tests.models.tiny import FAMILIES, Step, disturb, step
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
 # Sizes by the names that configs have for them.
@@ -196,6 +196,23 @@ def markdown(found: list[Row]) -> str:
     )
 
 
+def families() -> str:
+    """What is fused in each family that is tested in every way, from the tests' own table."""
+    lines = ["| family | attention | decoder layer | MLP |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        layer = ", ".join(dict.fromkeys(map(short, family.layer))) or "norms by themselves"
+        mlp = short(family.mlp) if family.mlp else "experts: left alone"
+        lines.append(f"| {name} | {short(family.attention)} | {layer} | {mlp} |")
+    return "\n".join(lines)
+
+
+def replaced(text: str, name: str, block: str) -> str:
+    """The page with what stands between two markers exchanged."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}{block}\n{end}{rest.partition(end)[2]}"
+
+
 def main() -> None:
     transformers.logging.set_verbosity_error()
     write = "--write" in sys.argv
@@ -208,10 +225,8 @@ def main() -> None:
         )
     print(dict(Counter(row.verdict for row in found)))
     if write:
-        begin, end = "<!-- models -->\n", "<!-- /models -->"
-        text = PAGE.read_text()
-        head, _, rest = text.partition(begin)
-        PAGE.write_text(head + begin + markdown(found) + "\n" + end + rest.partition(end)[2])
+        text = replaced(PAGE.read_text(), "families", families())
+        PAGE.write_text(replaced(text, "models", markdown(found)))
     sys.exit(any(row.verdict == "wrong" for row in found))
 
 
