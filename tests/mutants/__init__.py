@@ -6,11 +6,22 @@ from tests.mutants import (
     calls,
     distillation,
     foundation,
+    fused_layers,
     multi_token,
     parallel,
     policy,
     preference,
 )
 
-MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls)
+MODULES = (
+    foundation,
+    preference,
+    policy,
+    distillation,
+    multi_token,
+    parallel,
+    beyond_eager,
+    calls,
+    fused_layers,
+)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
