@@ -99,20 +99,33 @@ def norm_of(module: nn.Module) -> Norm | None:
     return norm
 
 
-def rotations_of(function: FunctionType) -> tuple[dict[str, Rotation], list[str]]:
-    """The rotations that a forward pass calls, by the name it calls them; and those that we do not know."""
+def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rotation]], list[str]]:
+    """The rotations that a forward pass calls, by the name it calls them; and names that we do not know."""
     known, unknown = {}, []
-    for node in ast.walk(tree_of(function)):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or "rot" not in node.func.id:
-            continue
-        name = node.func.id
+    for name in _called_rotations(function):
         value = function.__globals__.get(name)
-        rotation = rotation_of(value) if isinstance(value, FunctionType) else None
+        inner = _function_in(value)
+        rotation = rotation_of(inner) if inner is not None else None
         if rotation is not None:
-            known[name] = rotation
-        elif name not in unknown:
+            known[name] = value, rotation
+        else:
             unknown.append(name)
     return known, unknown
+
+
+@functools.cache
+def _called_rotations(function: FunctionType) -> tuple[str, ...]:
+    calls = (node.func for node in ast.walk(tree_of(function)) if isinstance(node, ast.Call))
+    return tuple(dict.fromkeys(f.id for f in calls if isinstance(f, ast.Name) and "rot" in f.id))
+
+
+def _function_in(value: object) -> FunctionType | None:
+    """A function, or the one inside of the module that `kernels` makes of it, unless that runs another."""
+    if isinstance(value, nn.Module) and "forward" not in value.__dict__:
+        forward = type(value).forward
+        if isinstance(forward, FunctionType) and forward.__code__.co_freevars == ("func",):
+            value = forward.__closure__[0].cell_contents
+    return value if isinstance(value, FunctionType) else None
 
 
 @functools.cache

@@ -140,11 +140,11 @@ def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
     activations = {name for name, child in module.named_children() if activation_of(child) is not None}
     activations = {name for name in activations if activation_agrees(getattr(module, name))}
     function = forward_of(module)
-    rotations, unknown = _rotations(function)
+    rotations, unknown = rotations_of(function)
     reason = f"{', '.join(unknown)}: not one of those that we know" if unknown else ""
     rms_norms = {name for name, body in bodies.items() if not body.center}
     known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
-    new = _rewritten(function, known) if any(known) else None
+    new = _rewritten(function, known, tuple(rotations.items())) if any(known) else None
     if new is None:
         return (
             (),
@@ -155,18 +155,12 @@ def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
 
 
 @functools.cache
-def _rotations(function: FunctionType) -> tuple[dict[str, Rotation], list[str]]:
-    return rotations_of(function)
-
-
-@functools.cache
-def _rewritten(function: FunctionType, known: Known) -> Rewritten | None:
+def _rewritten(
+    function: FunctionType, known: Known, rotations: tuple[tuple[str, tuple[Callable, Rotation]], ...]
+) -> Rewritten | None:
     """One new function serves all layers, and all models of the class."""
-    rotations = {
-        name: fused_forwards.Rotate(function.__globals__[name], rotation)
-        for name, rotation in _rotations(function)[0].items()
-    }
-    return rewrite(function, known, HELPERS | rotations)
+    bound = {name: fused_forwards.Rotate(*value) for name, value in rotations}
+    return rewrite(function, known, HELPERS | bound)
 
 
 def _reasons(report: Report) -> str:

@@ -154,6 +154,32 @@ def test_a_weight_of_several_dimensions_is_not_ours():
         norm_of(found("cohere", "CohereLayerNorm")((4, 8)))
 
 
+def test_a_function_that_kernels_made_a_module_of(monkeypatch):
+    """As its decorator does where it is installed."""
+    llama = import_module("transformers.models.llama.modeling_llama")
+    stock = llama.apply_rotary_pos_emb
+
+    def module_around(func):
+        class Func(nn.Module):
+            def forward(self, *args, **kwargs):
+                return func(*args, **kwargs)
+
+        return Func()
+
+    made = module_around(stock)
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", made)
+    forward = llama.LlamaAttention.forward
+    assert bodies.rotations_of(forward) == ({"apply_rotary_pos_emb": (made, Rotation())}, [])
+    # A kernel has been put in its place.
+    made.forward = lambda *args: None
+    assert bodies.rotations_of(forward) == ({}, ["apply_rotary_pos_emb"])
+    # What somebody patches between two models is seen.
+    monkeypatch.setattr(llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    assert bodies.rotations_of(forward) == ({}, ["apply_rotary_pos_emb"])
+    monkeypatch.undo()
+    assert bodies.rotations_of(forward) == ({"apply_rotary_pos_emb": (stock, Rotation())}, [])
+
+
 def test_the_trial_leaves_random_numbers_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()

@@ -281,6 +281,44 @@ def test_a_model_on_the_meta_device_can_be_fused():
     assert len(report.fused) == 9 + 3 * 2 and not report.left
 
 
+def partition(model):
+    """What ZeRO-3 does to parameters: gathered by hooks while their module runs, forward and backward, and
+    empty otherwise."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        whole = [parameter.data for parameter in own]
+        if not own:
+            continue
+
+        def gather(*args, own=own, whole=whole):
+            for parameter, data in zip(own, whole):
+                parameter.data = data
+
+        def release(*args, own=own):
+            for parameter in own:
+                parameter.data = parameter.data.new_empty(0)
+
+        for parameter in own:
+            parameter.ds_shape = parameter.shape
+        release()
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+        module.register_full_backward_pre_hook(gather)
+
+
+def test_partitioned_parameters_are_gathered(calls):
+    model = tiny("Qwen3", tie_word_embeddings=False)
+    wanted = step(model)
+    partition(model)
+    assert model.model.norm.weight.numel() == 0
+    undo = fuse(model, calls)
+    # Nothing to report: the trial needs none of the weights.
+    assert not undo.report.left
+    assert_same(step(model), wanted)
+    # Norms by themselves, inside of their hooks.
+    assert calls["rms_norm"] == 9 and calls["add_rms_norm"] == calls["qk_norm_rope"] == 0
+
+
 def test_bad_models():
     with pytest.raises(TypeError, match="model: expected a module, got str; pass a model."):
         fuse_layers("Qwen/Qwen3-0.6B")
