@@ -186,6 +186,45 @@ class NormedIsUsed(Base):
         return q, k, size
 
 
+class SumBeforeALinear(Base):
+    def forward(self, x, r):
+        x = r + x
+        r = x
+        x = self.proj(x)
+        return x, r
+
+
+class AnotherTransposition(Base):
+    def forward(self, x, r):
+        q = self.q_norm(x.view(3, 1, 2, 8)).transpose(0, 2)
+        k = self.k_norm(r.view(3, 1, 2, 8)).transpose(0, 2)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k
+
+
+class NormedHasAnotherName(Base):
+    def forward(self, x, r):
+        q = x.view(2, 1, 3, 8)
+        k = r.view(2, 1, 3, 8)
+        normed = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k, normed
+
+
+class NormsOfAnotherKind(NormBeforeTransposition):
+    def __init__(self):
+        super().__init__()
+        self.q_norm = self.k_norm = nn.LayerNorm(8)
+
+
+class NormBesideASum(Base):
+    def forward(self, x, r):
+        y = self.norm(r)
+        x = x + r
+        return x, y
+
+
 class NormOfAllHeads(Base):
     def forward(self, x, r):
         q = self.q_norm(x)
@@ -216,6 +255,11 @@ CASES = {
     NormBeforeTransposition: {NORMED},
     NormAfterTransposition: {NORMED},
     NormedIsUsed: {"apply_rotary_pos_emb"},
+    SumBeforeALinear: set(),
+    NormBesideASum: set(),
+    NormsOfAnotherKind: {"apply_rotary_pos_emb"},
+    AnotherTransposition: {"apply_rotary_pos_emb"},
+    NormedHasAnotherName: {"apply_rotary_pos_emb"},
     NormOfAllHeads: {"apply_rotary_pos_emb"},
 }
 
