@@ -33,14 +33,14 @@ class Addition(NamedTuple):
     after: bool
 
 
-def norm(module: nn.Module, body: Norm, stock: Callable, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def norm(module: nn.Module, body: Norm, stock: Callable, *args: Any, **kwargs: Any) -> Any:
     """Forward pass of a norm."""
-    if args and type(args[0]) is Addition:
-        return _norm_with(module, body, x, args[0])
+    if len(args) == 2 and type(args[1]) is Addition:
+        return _norm_with(module, body, *args)
     weight = getattr(module, "weight", None)
-    if args or kwargs or _is_transformed() or not _is_plain(x, weight):
-        return stock(x, *args, **kwargs)
-    return normalized(body, module, x, weight)
+    if len(args) != 1 or kwargs or _is_transformed() or not _is_plain(*args, weight):
+        return stock(*args, **kwargs)
+    return normalized(body, module, args[0], weight)
 
 
 def rewritten(module: nn.Module, new: FunctionType, stock: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -199,12 +199,16 @@ def _is_transformed() -> bool:
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
-    return all(x is None or (type(x) in PLAIN_TYPES and x.dtype in DTYPES) for x in tensors)
+    for x in tensors:
+        if x is not None and not (type(x) in PLAIN_TYPES and x.dtype in DTYPES):
+            return False
+    return True
 
 
 def _keeps(q: Tensor, *others: Tensor | None) -> bool:
     """Whether the model's own result has q's dtype in the end: at once, or because autocast sees to it that
     attention takes no wider one."""
-    if all(x is None or torch.promote_types(q.dtype, x.dtype) == q.dtype for x in others):
-        return True
-    return torch.is_autocast_enabled(q.device.type)
+    for x in others:
+        if x is not None and x.dtype != q.dtype and torch.promote_types(q.dtype, x.dtype) != q.dtype:
+            return torch.is_autocast_enabled(q.device.type)
+    return True

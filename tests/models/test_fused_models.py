@@ -281,6 +281,25 @@ def test_a_model_on_the_meta_device_can_be_fused():
     assert len(report.fused) == 9 + 3 * 2 and not report.left
 
 
+def test_arguments_by_name():
+    model, x = tiny("Qwen3"), torch.randn(2, 32)
+    norm = model.model.norm
+    wanted = norm(x)
+    fuse_layers(model)
+    torch.testing.assert_close(norm(hidden_states=x), wanted)
+    with pytest.raises(TypeError):
+        norm(x, x)
+
+
+def test_an_evaluation_is_fused_too(calls):
+    model = tiny("Qwen3").eval()
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits
+        fuse(model, calls)
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted)
+    assert calls["add_rms_norm"] == calls["qk_norm_rope"] == calls["gated"] == 2
+
+
 def partition(model):
     """What ZeRO-3 does to parameters: gathered by hooks while their module runs, forward and backward, and
     empty otherwise."""
