@@ -225,6 +225,13 @@ class NormBesideASum(Base):
         return x, y
 
 
+class SumBesideANorm(Base):
+    def forward(self, x, r):
+        x = r + x
+        y = self.norm(r)
+        return x, y
+
+
 class NormOfAllHeads(Base):
     def forward(self, x, r):
         q = self.q_norm(x)
@@ -257,6 +264,7 @@ CASES = {
     NormedIsUsed: {"apply_rotary_pos_emb"},
     SumBeforeALinear: set(),
     NormBesideASum: set(),
+    SumBesideANorm: set(),
     NormsOfAnotherKind: {"apply_rotary_pos_emb"},
     AnotherTransposition: {"apply_rotary_pos_emb"},
     NormedHasAnotherName: {"apply_rotary_pos_emb"},
