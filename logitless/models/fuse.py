@@ -96,10 +96,14 @@ def fuse_layers(model: nn.Module) -> Fused:
     again = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
     expect(not again, "model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
     report, undos = Report(), []
-    for change in (_change_norm, _change_rest):
-        for name, module in model.named_modules():
-            if name not in report.fused:
-                _attempt(change, name, module, report, undos)
+    try:
+        for change in (_change_norm, _change_rest):
+            for name, module in model.named_modules():
+                if name not in report.fused:
+                    _attempt(change, name, module, report, undos)
+    except BaseException:
+        Fused(report, tuple(undos))()
+        raise
     expect(
         bool(undos),
         "model",

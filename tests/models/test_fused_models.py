@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from logitless.models import bodies, fuse_layers, fused_forwards
+from logitless.models import bodies, exchange, fuse, fuse_layers, fused_forwards
 from logitless.models.exchange import state_of
 from tests.models.tiny import IDS, assert_same, step, tiny, twin
 
@@ -37,7 +37,7 @@ def calls(monkeypatch):
     return counts
 
 
-def fuse(model, calls):
+def fuse_counted(model, calls):
     """Without what is called while the modules are tried on a few numbers."""
     undo = fuse_layers(model)
     calls.update(dict.fromkeys(calls, 0))
@@ -46,7 +46,7 @@ def fuse(model, calls):
 
 def test_the_operators_run(calls):
     model = tiny("Qwen3")
-    fuse(model, calls)
+    fuse_counted(model, calls)
     step(model)
     # Two layers, and the norm behind them.
     assert calls == {
@@ -61,7 +61,7 @@ def test_the_operators_run(calls):
 
 def test_another_model_of_the_class_is_untouched(calls):
     model, other = tiny("Qwen3"), tiny("Qwen3")
-    fuse(model, calls)
+    fuse_counted(model, calls)
     step(other)
     step(tiny("Qwen3"))
     assert not any(calls.values())
@@ -73,12 +73,12 @@ def test_another_model_of_the_class_is_untouched(calls):
 
 def test_undo_restores_the_model_to_the_bit(calls):
     model, stock = tiny("Gemma3"), tiny("Gemma3")
-    fuse(model, calls)()
+    fuse_counted(model, calls)()
     assert [type(module) for module in model.modules()] == [type(module) for module in stock.modules()]
     found, wanted = step(model), step(stock)
     assert not any(calls.values())
     assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
-    fuse(model, calls)
+    fuse_counted(model, calls)
     assert_same(step(model), wanted)
 
 
@@ -127,7 +127,7 @@ def test_gradient_checkpointing_still_checkpoints(monkeypatch, calls, reentrant)
     attention, ran = transformers.models.qwen3.modeling_qwen3.ALL_ATTENTION_FUNCTIONS, []
     name = model.config._attn_implementation
     monkeypatch.setitem(attention, name, lambda *a, f=attention[name], **kw: ran.append(1) or f(*a, **kw))
-    fuse(model, calls)
+    fuse_counted(model, calls)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     model.train()
@@ -155,11 +155,11 @@ def test_lora_and_modules_to_save(calls, first):
 
     stock, model = adapted(tiny("Qwen3")), tiny("Qwen3")
     if first == "fusion":
-        fuse(model, calls)
+        fuse_counted(model, calls)
         model = adapted(model)
     else:
         model = adapted(model)
-        fuse(model, calls)
+        fuse_counted(model, calls)
     wanted = step(stock)
     assert len(wanted.gradients) == 2 * (7 * 2 + 1)
     assert_same(step(model), wanted)
@@ -170,7 +170,7 @@ def test_lora_and_modules_to_save(calls, first):
 def test_compiled_layers_run_the_stock_code_in_one_graph(calls):
     model = tiny("Qwen3", num_hidden_layers=1)
     wanted = step(model)
-    fuse(model, calls)
+    fuse_counted(model, calls)
     model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
     assert_same(step(model), wanted)
     assert {name: number for name, number in calls.items() if number} == {"rms_norm": 1}
@@ -199,7 +199,7 @@ def test_hooks_on_norms_see_what_they_saw(calls):
     handles = hook(model)
     wanted, before = step(model), list(seen)
     seen.clear()
-    fuse(model, calls)
+    fuse_counted(model, calls)
     assert_same(step(model), wanted)
     assert seen == before and calls["add_rms_norm"] == calls["qk_norm_rope"] == 1
     for handle in handles:
@@ -218,7 +218,7 @@ def test_a_forward_on_an_instance_is_run(calls):
 
     wanted = step(model)
     own(norm)
-    report = fuse(model, calls).report
+    report = fuse_counted(model, calls).report
     assert (
         report.left["model.layers.0.post_attention_layernorm"]
         == "a forward pass has been put on this instance"
@@ -242,7 +242,7 @@ def test_hidden_states_and_attentions_are_recorded():
 def test_another_dtype_takes_the_stock_path(calls, dtype):
     model = tiny("Qwen3", dtype)
     wanted = step(model)
-    fuse(model, calls)
+    fuse_counted(model, calls)
     assert_same(step(model), wanted, 1e-12)
     assert not any(calls.values())
 
@@ -255,7 +255,7 @@ def test_weights_in_fp32_under_activations_in_bf16(calls):
             parameter.data = parameter.data.float()
     with torch.autocast("cpu", torch.bfloat16):
         wanted = step(model)
-        fuse(model, calls)
+        fuse_counted(model, calls)
         found = step(model)
     assert calls["add_rms_norm"] == calls["qk_norm_rope"] == 2
     torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-2, atol=0)
@@ -264,7 +264,7 @@ def test_weights_in_fp32_under_activations_in_bf16(calls):
 
 def test_functional_transformations_take_the_stock_path(calls):
     model = tiny("Llama", attn_implementation="eager")
-    fuse(model, calls)
+    fuse_counted(model, calls)
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters):
@@ -281,6 +281,22 @@ def test_a_model_on_the_meta_device_can_be_fused():
     assert len(report.fused) == 9 + 3 * 2 and not report.left
 
 
+def test_a_failure_in_between_leaves_the_model_as_it_was(monkeypatch):
+    model, done = tiny("Qwen3"), []
+
+    def failing(*args):
+        if len(done) == 12:
+            raise RuntimeError("in between")
+        done.append(exchange.exchange(*args))
+        return done[-1]
+
+    monkeypatch.setattr(fuse, "exchange", failing)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="in between"):
+        fuse_layers(model)
+    assert [type(module) for module in model.modules()] == before
+
+
 def test_arguments_by_name():
     model, x = tiny("Qwen3"), torch.randn(2, 32)
     norm = model.model.norm
@@ -295,7 +311,7 @@ def test_an_evaluation_is_fused_too(calls):
     model = tiny("Qwen3").eval()
     with torch.no_grad():
         wanted = model(IDS, use_cache=False).logits
-        fuse(model, calls)
+        fuse_counted(model, calls)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted)
     assert calls["add_rms_norm"] == calls["qk_norm_rope"] == calls["gated"] == 2
 
@@ -330,7 +346,7 @@ def test_partitioned_parameters_are_gathered(calls):
     wanted = step(model)
     partition(model)
     assert model.model.norm.weight.numel() == 0
-    undo = fuse(model, calls)
+    undo = fuse_counted(model, calls)
     # Nothing to report: the trial needs none of the weights.
     assert not undo.report.left
     assert_same(step(model), wanted)
