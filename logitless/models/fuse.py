@@ -150,11 +150,9 @@ def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
     known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
     new = _rewritten(function, known, tuple(rotations.items())) if any(known) else None
     if new is None:
-        return (
-            (),
-            None,
-            reason or ("no statements that we could fuse" if "Norm" not in type(module).__name__ else ""),
-        )
+        # What is to be said of a norm has been said.
+        is_norm = "Norm" in type(module).__name__
+        return (), None, reason or ("" if is_norm else "no statements that we could fuse")
     return new.replaced, exchange(module, KEY, fused_forwards.rewritten, new.function), reason
 
 
