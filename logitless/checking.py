@@ -1,5 +1,6 @@
 """`check`: whether a loss gives the numbers of its definition, however the engine cuts the work."""
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,10 +15,9 @@ from logitless.engine.function import Mode, Outcome, replaced, run_calls
 from logitless.engine.leaves import Leaves, flat
 from logitless.engine.oracle import Oracle, logits_bytes
 from logitless.engine.packing import pack, unpack
-from logitless.engine.plan import BudgetWarning, Plan
+from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
 from logitless.errors import expect
-from logitless.kernels.matmul import piece_bytes
 
 MOST_LOGITS = 2**30
 ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"
@@ -155,12 +155,12 @@ class Passes:
 def _cutting_budget(call: Call) -> int:
     """A budget of which the logits get so much that they are cut into CHUNKS chunks or more."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
-    shape = call.weight.device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
-    costs = call.loss.objective.costs(call, AMPLE_BUDGET)
-    usable = budget = max(1, -(-rows // CHUNKS)) * (call.width * call.logits_dtype.itemsize + costs.row_bytes)
+    purpose = Pass.NUMBERS if call.loss.reduction == "none" else Pass.SOLVE
+    costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
+    usable = budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
     # What is fixed depends on the budget, up to a quarter of it.
     for _ in range(3):
-        budget = usable + call.loss.objective.costs(call, budget).fixed_bytes + piece_bytes(*shape)
+        budget = usable + costs(budget).fixed_bytes
     return budget
 
 

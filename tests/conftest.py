@@ -24,12 +24,22 @@ from tests import support  # noqa: E402
 ON_DEVICE = ("losses", "engine", "parallel")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="also what takes long: `make test-all` says what that is"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `-n 2 --dist loadgroup` a module's tests run in one process, which makes what they share once.
 
     Those of the offline compilation share nothing, and take a minute each: they go wherever there is room.
     """
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             if item.get_closest_marker("offline") is None:
@@ -57,6 +67,12 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_default_device(support.DEVICE)
     yield
     torch.set_default_device(before)
+
+
+@pytest.fixture
+def everything(request: pytest.FixtureRequest) -> bool:
+    """Whether this run was asked for all variants of what is tested, not for a share of them."""
+    return request.config.getoption("--all")
 
 
 @pytest.fixture

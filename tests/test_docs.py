@@ -18,6 +18,6 @@ def test_blocks_run_one_after_the_other(page):
 
 
 def test_the_page_of_fused_layers_has_the_tests_table():
-    from tests.models.every_model import families
+    from tests.models.every_fused import families
 
     assert f"<!-- families -->\n{families()}\n<!-- /families -->" in (DOCS / "layers.md").read_text()

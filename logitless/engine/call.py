@@ -80,6 +80,9 @@ class Call(Given):
     width: int
     stat_dtype: torch.dtype  # of per-token numbers
     logits_dtype: torch.dtype
+    # Whether a kernel can read logits that are wanted in fp32 in the product. A matter of device, dtypes and
+    # head alone: all walks of the same rows see the same logits, in whatever call.
+    unrounded: bool
 
 
 class Options(NamedTuple):
@@ -163,8 +166,9 @@ def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
 
 
 def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if loss.reduction == "none":
-        expect(False, "num_items", "None with reduction='none'", given, "divide the values yourself")
+    if loss.reduction != "mean":
+        expected, remedy = f"None with reduction={loss.reduction!r}", "only reduction='mean' divides by it"
+        expect(False, "num_items", expected, given, remedy)
     if not isinstance(given, Tensor):
         given = torch.full((), given, dtype=dtype, device=device)
     expect(given.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")

@@ -6,7 +6,7 @@ there.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,18 +19,21 @@ from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
 from logitless.engine.objective import Costs, Report, batch_of, settled_metrics
-from logitless.engine.plan import Plan, Span
+from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
 from logitless.engine.terms import UnitFactors
-from logitless.kernels.matmul import project
+from logitless.kernels.matmul import piece_bytes, project
 
 
 @dataclass
 class LogitsObjective:
     """See `objective.Objective`."""
+
+    takes_unrounded: ClassVar = False
+    in_product: ClassVar = False
 
     call: Call
     rows: Rows
@@ -71,8 +74,12 @@ class LogitsObjective:
         return False
 
     @staticmethod
-    def costs(call: Call, budget: int) -> Costs:
-        return Costs(measured_row_bytes(call), 0, linear_in_logps=False, rereads=True)
+    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+        row = call.width * call.logits_dtype.itemsize + measured_row_bytes(call)
+        fixed = piece_bytes(
+            call.weight.device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
+        )
+        return Costs(row, fixed, linear_in_logps=False, rereads=True)
 
     def numbers(self) -> dict[str, Tensor]:
         loss = self.call.loss
@@ -130,7 +137,7 @@ class LogitsObjective:
         self._gradient = gradient
         return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)
 
-    def write(self, chunk: Chunk) -> None:
+    def write(self, chunk: Chunk, head: Projection) -> None:
         chunk.gradient, self._gradient = self._gradient.to(self.call.dtype), None
 
     def factor(self, chunk: Chunk) -> Tensor | None:

@@ -19,7 +19,7 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
 
     One buffer of logits is alive; their gradient overwrites them.
     """
-    buffer, place = head.new_buffer(plan.token_chunk)
+    buffer, place = head.new_buffer(plan, in_product=objective.in_product)
     for step in plan.steps:
         size, chunk, beside = step.stop - step.start, None, nullcontext()
         if size:
@@ -37,7 +37,7 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
                 objective.evaluate(step.evaluate)
         if chunk is not None and step.write:
             if chunk.gradient is None:
-                objective.write(chunk)
+                objective.write(chunk, head)
                 head.backproject(chunk)
             chunk.factor = objective.factor(chunk)  # None for a loss of logits
             arrival = head.reduce(chunk)  # factor onto d_features, then the ranks' sum starts

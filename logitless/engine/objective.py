@@ -4,7 +4,7 @@ A loss names the kind that evaluates it: of per-token numbers, or of logits.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.plan import Plan, Span
+from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
@@ -27,9 +27,9 @@ class Report(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What an objective needs beside the logits, and what a plan must know of it."""
+    """What an objective needs, and what a plan must know of it."""
 
-    row_bytes: int  # memory a row
+    row_bytes: int  # memory a row, of its logits and beside them
     fixed_bytes: int  # memory that does not grow with the rows
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
     # Whether the gradient of a chunk comes from reading it again, for numbers handed out before.
@@ -39,7 +39,11 @@ class Costs(NamedTuple):
 class Objective(Protocol):
     """The loss of one call, as the loop uses it."""
 
+    # Whether it could do with logits that are never rounded: those that a kernel reads in the product.
+    takes_unrounded: ClassVar[bool]
+
     reports: list[Report]
+    in_product: bool  # whether one kernel projects a chunk and reads it, so that its logits are nowhere
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         """Reference or teacher, product 1, and numbers if the step reads.
@@ -50,7 +54,7 @@ class Objective(Protocol):
     def evaluate(self, span: Span) -> None:
         """The loss of a span of rows, and its gradient by what was read."""
 
-    def write(self, chunk: Chunk) -> None:
+    def write(self, chunk: Chunk, head: Projection) -> None:
         """Turn the logits into their gradient."""
 
     def factor(self, chunk: Chunk) -> Tensor | None:
@@ -90,8 +94,8 @@ class Objective(Protocol):
         """Whether the loss reaches the logits through log p(target) and lse alone."""
 
     @staticmethod
-    def costs(call: Call, budget: int) -> Costs:
-        """What the objective needs within a budget of bytes."""
+    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+        """What the objective needs in a pass, within a budget of bytes."""
 
 
 def batch_of(call: Call, rows: Rows, span: Span) -> Batch:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Call, Given, Layers, Needs, Slots, check_vocabulary_input
 from logitless.engine.spec import LossSpec, Role
+from logitless.kernels import fused_projection
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary
 
@@ -73,7 +74,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     loss, needs, dtype, heads = signature.loss, signature.needs, signature.dtype, len(signature.parts)
     num_items, cu_seqlens, frozen, *inputs = tensors[len(needs) + heads :]
     inputs = dict(zip(loss.roles, inputs, strict=True))
-    calls = []
+    stat, calls = torch.promote_types(dtype, torch.float32), []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
         hidden, weight, bias, layers = part.slots
         rows, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
@@ -84,6 +85,14 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
             for name, x in inputs.items():
                 if x is not None and loss.roles[name] is Role.VOCABULARY:
                     check_vocabulary_input(name, x, V)
+        projected = (tensors[weight] if frozen is None else frozen, inputs.get("ref_weight"))
+        unrounded = (
+            dtype in fused_projection.PRODUCT_DTYPES
+            and loss.objective.takes_unrounded
+            and loss.tp_group is None
+            and loss.logits_dtype == stat
+            and fused_projection.serves(dtype, tensors[hidden].shape[1], *projected)
+        )
         trained = [needs[slot] for slot in (hidden, weight, *layers)]
         wanted = Needs(needs[hidden], needs[weight], bias is not None and needs[bias], any(trained[2:]))
         calls.append(
@@ -108,8 +117,9 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 trainable=any(wanted),
                 V=V,
                 width=width,
-                stat_dtype=torch.promote_types(dtype, torch.float32),
-                logits_dtype=loss.logits_dtype or dtype,
+                stat_dtype=stat,
+                logits_dtype=loss.logits_dtype or (stat if unrounded else dtype),
+                unrounded=unrounded,
             )
         )
     return calls

@@ -21,7 +21,6 @@ from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
 from logitless.engine.spec import Fault
-from logitless.kernels.matmul import piece_bytes
 
 
 @dataclass
@@ -169,11 +168,8 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
     """
     loss, device, needs = call.loss, call.weight.device, call.needs
     budget = loss.logits_budget or default_budget(device)
-    costs = loss.objective.costs(call, budget)
-    row_bytes = call.width * call.logits_dtype.itemsize + costs.row_bytes
-    fixed = costs.fixed_bytes + piece_bytes(
-        device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
-    )
+    costs = loss.objective.costs(call, budget, purpose)
+    row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
     if budget - fixed < row_bytes:
         warn_once(
             f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than "
@@ -187,7 +183,7 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:
         needed = max(rows.group_sizes) * row_bytes
-        enough = needed + fixed - costs.fixed_bytes + loss.objective.costs(call, 2 * needed).fixed_bytes
+        enough = needed + loss.objective.costs(call, 2 * needed, purpose).fixed_bytes
         warn_once(
             f"logits_budget: the largest group of tokens needs {needed / MIB:.0f} MiB to stay resident, more "
             f"than the {usable / MIB:.0f} given, and is walked twice (4 products for 3); set "

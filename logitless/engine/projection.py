@@ -8,7 +8,9 @@ from torch import Tensor
 from logitless.engine.call import Call, Layers
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import identity_hooks
+from logitless.engine.plan import Plan
 from logitless.engine.rows import Rows
+from logitless.kernels import fused_projection
 from logitless.kernels.matmul import hidden_gradient, project
 from logitless.kernels.scale import scale
 
@@ -33,9 +35,15 @@ class Projection:
             make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros
             self.d_hidden = make(call.hidden.shape, dtype=self.weight.dtype, device=self.weight.device)
 
-    def new_buffer(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Room for the logits of a chunk, and the same memory as it holds their gradient."""
-        V, dtype = self.weight.shape[0], self.call.logits_dtype
+    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
+        """Room for the logits of a chunk, and the same memory as it holds their gradient.
+
+        Read in the product they need none, and their gradient only in a plan that writes it.
+        """
+        if in_product:
+            rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
+            return (place := fused_projection.new_place(self.weight, rows)), place
+        rows, V, dtype = plan.token_chunk, self.weight.shape[0], self.call.logits_dtype
         logits = self.weight.new_empty((rows, V), dtype=dtype)
         return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 

@@ -38,7 +38,7 @@ def _scaled(
     taken as a difference from it, d lse / d hidden would lose the digits of a token whose own gradient is
     small.
     """
-    call, vectors = head.call, vectors.to(stats.lse.dtype)
+    call = head.call
     g_lse = 0.0 if grads.lse is None else grads.lse
     if target_apart(call.loss):
         own = g_lse * stats.logps.exp() - grads.logps * torch.expm1(stats.logps)
@@ -49,5 +49,6 @@ def _scaled(
     targets = call.targets[at]
     supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
     own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)
-    rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0)).to(vectors.dtype)
-    return torch.addcmul(vectors * (grads.logps - g_lse)[:, None], own[:, None], rows)
+    rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
+    # In the numbers' dtype, which is the wider one: promotion spares a copy of the vectors and of the rows.
+    return (vectors * (grads.logps - g_lse)[:, None]).addcmul_(own[:, None], rows)

@@ -7,7 +7,7 @@ kernel reads the numbers and writes that gradient; the multiple is known later a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,19 +16,22 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import grad_and_value
 from logitless.engine.objective import Costs, Report, batch_of
-from logitless.engine.plan import Plan, Span
+from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors, evaluate_terms, metric_shares, reduced
 from logitless.kernels import cross_entropy as kernels
+from logitless.kernels import fused_projection as fused
 from logitless.kernels.cross_entropy import TokenBuffers
-from logitless.kernels.matmul import project
+from logitless.kernels.matmul import piece_bytes, project
 
 
 @dataclass
 class TokenObjective:
     """See `objective.Objective`."""
+
+    takes_unrounded: ClassVar = True
 
     call: Call
     rows: Rows
@@ -39,6 +42,8 @@ class TokenObjective:
     vectors: bool = False
     # Whether a chunk's gradient is a multiple of d logp / d logits, which one kernel writes while it reads.
     is_multiple: bool = False
+    # Whether one kernel projects a chunk and reads it, so that its logits are nowhere.
+    in_product: bool = False
     ref_weight: Tensor | None = None  # (V, H') of the reference model, in the dtype of the products
     ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
     reports: list[Report] = field(default_factory=list)
@@ -54,7 +59,9 @@ class TokenObjective:
         vectors = plan.strategy == "row_scaled"
         of_logps = vectors or tuple(loss.differentiates) == ("logps",)
         is_multiple = of_logps and kernels.single_pass(call.dtype)
-        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple)
+        purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
+        in_product = call.unrounded and reads_in_product(call, purpose)
+        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple, in_product)
         if call.inputs.get("ref_hidden") is not None:
             self.ref_weight = call.inputs["ref_weight"].to(call.dtype)
             self.ref_logps = torch.empty(rows.count, dtype=dtype, device=device)
@@ -68,7 +75,8 @@ class TokenObjective:
     def writing(
         cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        return cls(call, rows, TokenBuffers(**numbers), TokenBuffers(**upstream))
+        in_product = call.unrounded and reads_in_product(call, Pass.GRADIENTS)
+        return cls(call, rows, TokenBuffers(**numbers), TokenBuffers(**upstream), in_product=in_product)
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
@@ -85,45 +93,60 @@ class TokenObjective:
         return set(loss.differentiates) <= {"logps", "lse"}
 
     @staticmethod
-    def costs(call: Call, budget: int) -> Costs:
-        fixed = kernels.twin_bytes(call.weight.device, call.logits_dtype, call.width, budget)
-        return Costs(0, fixed, set(call.loss.differentiates) <= {"logps", "lse"}, rereads=False)
+    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+        linear = set(call.loss.differentiates) <= {"logps", "lse"}
+        if call.unrounded and reads_in_product(call, purpose):
+            keeps_vectors = linear and not (call.needs.weight or call.needs.bias)
+            stored = call.trainable and (purpose is not Pass.NUMBERS or keeps_vectors)
+            return Costs(fused.row_bytes(call.width, stored=stored), 0, linear, rereads=False)
+        device, dtype, width = call.weight.device, call.logits_dtype, call.width
+        fixed = kernels.twin_bytes(device, dtype, width, budget)
+        fixed += piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])
+        return Costs(width * dtype.itemsize, fixed, linear, rereads=False)
 
     def numbers(self) -> dict[str, Tensor]:
         return dict(self.stats.items())
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         if not chunk.step.read:
-            head.project(chunk)
+            if not self.in_product:
+                head.project(chunk)
             return
         loss, vocabulary = self.call.loss, self.call.vocabulary
         if self.ref_logps is not None:
             self._read_reference(chunk)
-        head.project(chunk)
+        if not self.in_product:
+            head.project(chunk)
         stats = self.stats[chunk.step.start : chunk.step.stop]
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
         if chunk.step.write and self.is_multiple:
-            chunk.gradient = chunk.place
-            factor = kernels.logprob_gradient(
-                chunk.logits, chunk.targets, stats, gradient=chunk.place, **options
-            )
+            chunk.gradient = options["gradient"] = chunk.place
+            if self.in_product:
+                factor = fused.read(chunk.features, head.weight, chunk.targets, stats, **options)
+            else:
+                factor = kernels.logprob_gradient(chunk.logits, chunk.targets, stats, **options)
             chunk.factor = vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)
             if self.vectors and target_apart(loss):
                 _clear_target(chunk)
-            return
-        kernels.token_statistics(
-            chunk.logits, chunk.targets, stats, class_weights=self._sum_weights(), **options
-        )
-        vocabulary.combine(stats, chunk.targets)
+        elif self.in_product:
+            fused.read(chunk.features, head.weight, chunk.targets, stats, gradient=None, **options)
+        else:
+            weights = self._sum_weights()
+            kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=weights, **options)
+            vocabulary.combine(stats, chunk.targets)
 
     def _read_reference(self, chunk: Chunk) -> None:
         """The reference model's log-probabilities of the same rows, through the same buffer."""
         call, inputs = self.call, self.call.inputs
-        logits = project(inputs["ref_hidden"][chunk.at].to(call.dtype), self.ref_weight, chunk.logits)
+        hidden = inputs["ref_hidden"][chunk.at].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
         options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignored}
-        kernels.token_statistics(logits, chunk.targets, stats, **options)
-        call.vocabulary.combine(stats, chunk.targets)
+        if self.in_product:
+            fused.read(hidden, self.ref_weight, chunk.targets, stats, gradient=None, **options)
+        else:
+            logits = project(hidden, self.ref_weight, chunk.logits)
+            kernels.token_statistics(logits, chunk.targets, stats, **options)
+            call.vocabulary.combine(stats, chunk.targets)
         self.ref_logps[chunk.step.start : chunk.step.stop] = stats.logps
 
     def _sum_weights(self) -> Tensor | None:
@@ -148,14 +171,17 @@ class TokenObjective:
             getattr(self.grads, name)[span.start : span.stop] = gradient
         self.reports.append(Report(*report))
 
-    def write(self, chunk: Chunk) -> None:
+    def write(self, chunk: Chunk, head: Projection) -> None:
         step, loss = chunk.step, self.call.loss
         stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
         if self.vectors:
             grads = TokenBuffers(logps=torch.ones_like(grads.logps))
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
         options |= {"gradient": chunk.place, "class_weights": self._sum_weights()}
-        kernels.logits_gradient(chunk.logits, chunk.targets, stats, grads, **options)
+        if self.in_product:
+            fused.write(chunk.features, head.weight, chunk.targets, stats, grads, **options)
+        else:
+            kernels.logits_gradient(chunk.logits, chunk.targets, stats, grads, **options)
         chunk.gradient = chunk.place
         if self.vectors and target_apart(loss):
             _clear_target(chunk)
@@ -164,6 +190,15 @@ class TokenObjective:
         if chunk.factor is None or self.vectors:
             return chunk.factor
         return chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]
+
+
+def reads_in_product(call: Call, purpose: Pass) -> bool:
+    """Whether a pass over unrounded logits projects and reads them in one kernel: not where a chunk is read
+    and written with an evaluation in between, and not for a weighted sum of logits."""
+    loss = call.loss
+    between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)
+    weights = loss.sum_logits_weights
+    return not between and (weights is None or call.inputs[weights] is None)
 
 
 def target_apart(loss: LossSpec) -> bool:

@@ -90,6 +90,28 @@ def complement(logp):
 
 
 @triton.jit
+def numbers_of_row(others, others_z, drop_y, shift):
+    """What follows from the sums of e = exp(z - shift) and of e (z - shift) without the target, and from the
+    target's z - shift: the total, its log, log p(target), lse and its residual, entropy."""
+    e_y = tl.exp(drop_y)
+    total = others + e_y
+    log_total = tl.log(total)
+    log_rest = left_out_of_log(total, log_total)
+    lse = shift + log_total
+    log_part = lse - shift  # of the rounded lse: what is missing from shift and log_total is exact in fp32
+    confident = others < e_y
+    logp = tl.where(
+        confident, -log1p(others / tl.where(confident, e_y, 1.0)), (drop_y - log_total) - log_rest
+    )
+    residual = (shift - (lse - log_part)) + (log_total - log_part) + log_rest
+    # The target's own -p log p apart, so that a certain token's small entropy is not the difference of large
+    # numbers.
+    own = tl.where(e_y > 0.0, e_y * logp, 0.0)
+    entropy = ((others * log_total - others_z) - own) / total
+    return total, log_total, logp, lse, residual, entropy
+
+
+@triton.jit
 def row_kernel(
     logits_ptr,
     grad_ptr,
@@ -215,24 +237,14 @@ def row_kernel(
             tl.store(grad_ptr + cols, (e * slope).to(grad_ptr.dtype.element_ty), mask=mask)
 
     others = tl.sum(rest, 0)
+    sum_z = tl.sum(rest_z, 0) if EXTRA else 0.0
+    total, log_total, logp, lse, residual, entropy = numbers_of_row(others, sum_z, z_y - shift, shift)
     e_y = tl.exp(z_y - shift)
-    total = others + e_y
-    log_total = tl.log(total)
-    log_rest = left_out_of_log(total, log_total)
-    lse = shift + log_total
-    log_part = lse - shift  # of the rounded lse: what is missing from shift and log_total is exact in fp32
-    confident = others < e_y
-    logp = tl.where(
-        confident, -log1p(others / tl.where(confident, e_y, 1.0)), ((z_y - shift) - log_total) - log_rest
-    )
     tl.store(logps_ptr + row, logp)
     tl.store(lse_ptr + row, lse)
-    tl.store(lse_residual_ptr + row, (shift - (lse - log_part)) + (log_total - log_part) + log_rest)
+    tl.store(lse_residual_ptr + row, residual)
     if EXTRA:
-        # The target's own -p log p apart, so that a certain token's small entropy is not the difference of
-        # large numbers.
-        own = tl.where(e_y > 0.0, e_y * logp, 0.0)
-        tl.store(entropy_ptr + row, ((others * log_total - tl.sum(rest_z, 0)) - own) / total)
+        tl.store(entropy_ptr + row, entropy)
         tl.store(is_top1_ptr + row, tl.where(known, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
     if SUM:
         tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total)
@@ -321,7 +333,7 @@ def logits_gradient_kernel(
         tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=cols < V)
 
 
-def _vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
+def vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
     """Pointers, scalars and constexprs of what is indexed by token id, as both kernels take them."""
     gain = head.logit_scale / head.temperature
     softcap = head.softcap or 1.0
@@ -341,7 +353,7 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
     write, total = gradient is not None, out.sum_logits is not None
     check_rows(logits=logits, gradient=gradient if write else logits)
     check_written(**dict(out.items()))
-    pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if total else None, out.lse)
+    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if total else None, out.lse)
     row_scale = torch.empty_like(out.lse) if write else out.lse
     grad = gradient if write else logits
     optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
@@ -377,7 +389,7 @@ def logits_gradient(
     extra = grads.entropy is not None or grads.sum_logits is not None
     check_rows(logits=logits, gradient=gradient)
     zeros = stats.lse.new_zeros(stats.lse.shape)
-    pointers, scalars, flags = _vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
+    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
     logits_gradient_kernel[(logits.shape[0],)](
         logits,
         gradient,

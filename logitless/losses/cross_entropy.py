@@ -96,10 +96,10 @@ class CrossEntropyLoss(TokenLoss):
         token_weights: Tensor | None = None,
         **arguments,
     ) -> LossOutput:
-        self.check_call(arguments, class_weights=class_weights, token_weights=token_weights)
+        self.check_call(arguments, hidden=hidden, class_weights=class_weights, token_weights=token_weights)
         if class_weights is not None:
             # Their sum, the normalizer, is as exact as the loss.
-            wide = torch.promote_types(torch.promote_types(class_weights.dtype, weight.dtype), torch.float32)
+            wide = torch.promote_types(torch.promote_types(class_weights.dtype, hidden.dtype), torch.float32)
             class_weights = class_weights.to(wide)
         if token_weights is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(token_weights.shape)

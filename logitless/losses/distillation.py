@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
+from logitless.engine.head_view import is_head
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
+from logitless.losses.heads import with_heads
 
 # Of log-probabilities (n, K) of student and teacher.
 DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]] = {
@@ -174,6 +176,11 @@ class DistillationLoss(LogitsLoss):
         mask: Tensor | None = None,
         **arguments,
     ) -> LossOutput:
+        if is_head(weight, teacher_weight):
+            own = {"teacher_logprobs_topk": teacher_logprobs_topk, "mask": mask, **arguments}
+            heads = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden}
+            heads |= {"teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
+            return with_heads(DistillationLoss.__call__, self, targets, **heads, **own)
         teacher = {
             "teacher_hidden": teacher_hidden,
             "teacher_weight": teacher_weight,

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.head_view import is_head
 from logitless.engine.operands import shifted
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
+from logitless.losses.heads import taken_apart, with_heads
 from logitless.losses.preference import PairedLoss, ReferencedLoss, check_reference, mean_over
 
 # Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
@@ -99,6 +101,16 @@ class KTOLoss(ReferencedLoss):
         shift: bool = False,
         **arguments,
     ) -> LossOutput:
+        if is_head(weight, arguments.get("ref_weight")):
+            heads = {name: arguments.get(name) for name in ("ref_weight", "ref_bias")}
+            heads |= {"weight": weight, "bias": bias}
+            if isinstance(kl, Mapping):
+                unrelated = {"hidden": kl.get("kl_hidden"), "ref_hidden": kl.get("ref_hidden"), **heads}
+                unrelated = taken_apart(self, unrelated)[1]
+                kl = dict(kl, kl_hidden=unrelated["hidden"])
+                kl |= {"ref_hidden": unrelated["ref_hidden"]} if "ref_hidden" in kl else {}
+            own = {**arguments, **heads, "labels": labels, "kl": kl, "shift": shift}
+            return with_heads(KTOLoss.__call__, self, targets, hidden=hidden, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, labels=labels)
         expected, got = "shape (B,), one bool per sequence", tuple(labels.shape)
         expect(labels.dim() == 1, "labels", expected, got, "True for a desirable sequence")

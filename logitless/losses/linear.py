@@ -6,11 +6,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.head_view import HeadView
 from logitless.engine.main_gradient import check_main_gradient
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_loss
@@ -21,6 +22,7 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
 from logitless.losses.declarations import check_class, check_fields, identity_of
+from logitless.losses.heads import with_heads
 from logitless.losses.keywords import CheckedCall
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
@@ -64,11 +66,11 @@ class LinearLoss(CheckedCall):
         reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
         softcap, logit_scale, temperature: z = softcap * tanh(logit_scale * (h·w + b) / softcap) /
             temperature.
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default 1 GiB, less on small
-            cards and CPUs.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.25 GiB on cards of
+            64 GiB and more, 1 GiB below, less on small cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
-            rounding noise.
+            rounding noise; on Hopper, from bf16, one kernel then projects and reads them, and stores none.
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False
             reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
             belong to groups are taken for one group.
@@ -212,7 +214,7 @@ class LinearLoss(CheckedCall):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | nn.Module | HeadView,
         targets: Tensor,
         *,
         bias: Tensor | None = None,
@@ -226,7 +228,9 @@ class LinearLoss(CheckedCall):
         """
         Args:
             hidden: (..., H); (B, T, H), or flat (N, H) with `cu_seqlens`, where sequences matter.
-            weight: (V, H), in hidden's dtype (any, under autocast).
+            weight: (V, H), in hidden's dtype (any, under autocast); or the LM head itself: torch.nn.Linear,
+                one under PEFT, or what `logitless.models.head_of` made of a model, with its bias, adapters,
+                softcap and scale.
             targets: (...) int64 token ids, or `ignore_index`.
             bias: (V,).
             num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global
@@ -248,6 +252,10 @@ class LinearLoss(CheckedCall):
         """
         if not inputs.keys() <= self.roles.keys():
             self.check_call(inputs)
+        if not isinstance(weight, Tensor | SplitHead):
+            own = {"accumulate_into": accumulate_into, "grad_scale": grad_scale, **inputs}
+            given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **own}
+            return with_heads(LinearLoss.__call__, self, targets, hidden=hidden, weight=weight, **given)
         remedy = "shift whole sequences, whose slices then follow each other"
         expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
         loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)

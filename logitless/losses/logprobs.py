@@ -3,16 +3,18 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.head_view import HeadView
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import check_choice
 from logitless.losses.base import TokenLoss
+from logitless.losses.heads import with_heads
 from logitless.losses.keywords import check_options
 
 
@@ -57,13 +59,16 @@ class TokenNumbers(TokenLoss):
     def numbers(
         self,
         hidden: Tensor,
-        weight: Tensor | SplitHead,
+        weight: Tensor | SplitHead | nn.Module | HeadView,
         targets: Tensor,
         *,
         bias: Tensor | None = None,
         shift: bool = False,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable numbers in the targets' shape, 0 where ignored."""
+        if not isinstance(weight, Tensor | SplitHead):
+            own = {"bias": bias, "shift": shift}
+            return with_heads(TokenNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
         given = prepare(loss, Operands(hidden, weight, targets, bias), Options(shift=shift), {})
         outcome = run_calls([given], Mode.PER_TOKEN)
@@ -75,7 +80,7 @@ OPTIONS = tuple(field.name for field in fields(TokenNumbers))
 
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | nn.Module | HeadView,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
@@ -91,7 +96,7 @@ def linear_logprobs(
 
     Args:
         hidden: (..., H).
-        weight: (V, H).
+        weight: (V, H), or the LM head itself, as in every loss.
         targets: (...) int64.
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.

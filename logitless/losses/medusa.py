@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.call import Layers
+from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
+from logitless.losses.heads import without_adapter
 from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
@@ -128,9 +130,9 @@ class MedusaLoss(MultiHeadLoss):
     Beside these it has the fields of `CrossEntropyLoss`. The call takes hidden (B, T, H), heads
     (`MedusaHeads`) and targets (B, T), the labels at their own positions (what other losses call
     `shift=True`); or hidden (N, H), targets (N,) and `cu_seqlens` (sequences + 1,). By keyword it takes
-    `base_weight` (V, H) and `base_bias` (V,), needed unless base_coefficient is 0 and the heads have
-    projections of their own; `num_items` replaces every head's count of targets. What does not require a
-    gradient gets none: freeze the backbone and the base head for stage 1.
+    `base_weight` (V, H), or the base model's LM head, and `base_bias` (V,), needed unless base_coefficient is
+    0 and the heads have projections of their own; `num_items` replaces every head's count of targets. What
+    does not require a gradient gets none: freeze the backbone and the base head for stage 1.
 
     Metrics: base/loss, base/accuracy, head_{k}/loss, head_{k}/accuracy (top-1), without coefficients.
 
@@ -155,6 +157,11 @@ class MedusaLoss(MultiHeadLoss):
         num_items: float | Tensor | None = None,
         **unknown,
     ) -> LossOutput:
+        if is_head(base_weight):
+            loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
+            own = {"cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
+            own |= {"base_weight": base_weight, "base_bias": base_bias}
+            return MedusaLoss.__call__(loss, hidden, heads, targets, **own)
         base = {"base_weight": base_weight, "base_bias": base_bias}
         self.check_call(unknown, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **base)
         remedy = "make them with MedusaHeads(hidden_size, vocab_size, num_heads)"

@@ -6,8 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
+from logitless.losses.heads import without_adapter
 from logitless.losses.multi_head import MultiHeadLoss, Part
 
 
@@ -47,6 +49,10 @@ class MultiTokenLoss(MultiHeadLoss):
         num_items: float | Tensor | None = None,
         **unknown,
     ) -> LossOutput:
+        if is_head(weight):
+            loss, weight, bias = without_adapter(self, "weight", weight, bias)
+            own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
+            return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **own)
         self.check_call(unknown, targets=targets, bias=bias, cu_seqlens=cu_seqlens)
         several = isinstance(hiddens, (tuple, list)) and all(isinstance(x, Tensor) for x in hiddens)
         expected, got = "a list or tuple of tensors", type(hiddens).__name__

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.head_view import is_head
 from logitless.engine.operands import shifted
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.losses.heads import with_heads
 from logitless.losses.logprobs import linear_logprobs
 
 PAIR_METRICS = (
@@ -136,6 +138,9 @@ class ReferencedLoss(TokenLoss):
         **arguments,
     ) -> LossOutput:
         reference = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight}
+        if is_head(weight, ref_weight):
+            own = {"ref_bias": ref_bias, "cu_seqlens": cu_seqlens, "shift": shift, **reference, **arguments}
+            return with_heads(ReferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **reference)
         self._check_one_reference(ref_logps, ref_hidden)
         inputs = {}
@@ -243,6 +248,9 @@ class UnreferencedLoss(PairedLoss):
         cu_seqlens: Tensor | None = None,
         **arguments,
     ) -> LossOutput:
+        if is_head(weight):
+            own = {"bias": bias, "cu_seqlens": cu_seqlens, **arguments}
+            return with_heads(UnreferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens)
         out = super().__call__(hidden, weight, targets, bias=bias, cu_seqlens=cu_seqlens, **arguments)
         if self.logits_over == "position":

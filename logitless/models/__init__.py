@@ -1,17 +1,23 @@
-"""What is done to a Hugging Face model that is there."""
+"""What is done to a Hugging Face model: its LM head for our losses, loss without logits, fused layers.
 
-from importlib import import_module
+Needs transformers at most, and PEFT where a head is under it.
+"""
+
+import importlib
 from typing import Any
 
-# Public names by the file that has them, which is loaded when one of them is asked for.
-_FILES = {
-    "fuse_layers": "fuse",
+_HOMES = {
+    "HeadView": "logitless.engine.head_view",
+    "Patch": "logitless.models.patch",
+    "check_trainer_arguments": "logitless.models.patch",
+    "fuse_layers": "logitless.models.fuse",
+    "head_of": "logitless.models.views",
+    "patch_model": "logitless.models.patch",
 }
-
-__all__ = [*_FILES]
+__all__ = ["HeadView", "Patch", "check_trainer_arguments", "fuse_layers", "head_of", "patch_model"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FILES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

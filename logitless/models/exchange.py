@@ -7,13 +7,24 @@ layer, and pickling writes the stock class.
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 # Where an exchanged module keeps what its forward passes need, by the key of the exchange.
 STATES = "_logitless_states"
+
+
+@dataclass
+class Entry:
+    """One exchange of a module."""
+
+    state: Any
+    inner: Callable | None  # a `forward` that was on the instance before, such as accelerate's autocast
+    live: bool = True
 
 
 def exchange(module: nn.Module, key: str, forward: Callable, state: Any) -> Callable[[], None]:
@@ -32,31 +43,49 @@ def exchange(module: nn.Module, key: str, forward: Callable, state: Any) -> Call
     Raises:
         ValueError: the module has that exchange already.
     """
-    if key in module.__dict__.get(STATES, {}):
+    entries = module.__dict__.setdefault(STATES, {})
+    if key in entries and entries[key].live:
         raise ValueError(
             f"model: expected {type(module).__name__} as it comes, got one with {key!r} on already; undo "
             f"that first."
         )
-    module.__dict__.setdefault(STATES, {})[key] = state
-    module.__class__ = _exchanged_class(type(module), key, forward)
+    if key in entries:
+        # Undone below another one: its class is still there.
+        entries[key].state, entries[key].live = state, True
+    else:
+        # On the instance it would hide the class's.
+        entries[key] = Entry(state, module.__dict__.pop("forward", None))
+        module.__class__ = _exchanged_class(type(module), key, forward)
 
     def undo() -> None:
-        states = module.__dict__.get(STATES, {})
-        if states.get(key) is not state:
-            return
-        del states[key]
-        # A class on top of ours (FSDP2's, another exchange's) stays, and finds no state under our key.
-        while (own := _own(type(module))) is not None and own not in states:
-            module.__class__ = type(module).__mro__[1]
-        if not states:
-            del module.__dict__[STATES]
+        if state_of(module, key) is state:
+            withdraw(module, key)
 
     return undo
 
 
+def withdraw(module: nn.Module, key: str) -> None:
+    """Undo the exchange under `key`, if there is one."""
+    entries = module.__dict__.get(STATES, {})
+    if key not in entries:
+        return
+    entries[key].live = False
+    # A class on top of ours (FSDP2's, another exchange's) stays, and finds no live entry under our key.
+    while (own := _own(type(module))) is not None and not entries[own].live:
+        module.__class__ = type(module).__mro__[1]
+        if (inner := entries.pop(own).inner) is not None:
+            module.__dict__.setdefault("forward", inner)
+    if not any(entry.live for entry in entries.values()):
+        for entry in entries.values():
+            if entry.inner is not None:
+                module.__dict__.setdefault("forward", entry.inner)
+        del module.__dict__[STATES]
+
+
 def state_of(module: nn.Module, key: str) -> Any:
     """What `exchange` was given for this module under `key`; None if it has no such exchange."""
-    return module.__dict__.get(STATES, {}).get(key)
+    entry = module.__dict__.get(STATES, {}).get(key)
+    return None if entry is None or not entry.live else entry.state
 
 
 def _own(cls: type) -> str | None:
@@ -72,13 +101,19 @@ def _stock(cls: type) -> type:
 
 @functools.cache
 def _exchanged_class(stock: type, key: str, forward: Callable) -> type:
-    @functools.wraps(stock.forward)
     def exchanged_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        states = self.__dict__.get(STATES)
-        if states is None or key not in states:
+        entry = self.__dict__.get(STATES, {}).get(key)
+        if entry is None:
             return stock.forward(self, *args, **kwargs)
-        return forward(self, states[key], functools.partial(stock.forward, self), *args, **kwargs)
+        below = entry.inner or functools.partial(stock.forward, self)
+        if not entry.live:
+            return below(*args, **kwargs)
+        return forward(self, entry.state, below, *args, **kwargs)
 
+    functools.update_wrapper(exchanged_forward, stock.forward)
+    # Accelerate unwraps a forward pass along `__wrapped__`, and would take ours off with its own.
+    del exchanged_forward.__wrapped__
+    exchanged_forward.__signature__ = inspect.signature(stock.forward)
     namespace = {
         "forward": exchanged_forward,
         "exchange_key": key,
@@ -102,4 +137,7 @@ def _reduce_as_stock(self: nn.Module, protocol: int) -> tuple:
     """Pickled as a module of the stock class: our classes have no name that could be imported."""
     # Not `copyreg.__newobj__`, for which pickle compares the class with that of the object.
     state = {name: value for name, value in self.__dict__.items() if name != STATES}
+    for entry in self.__dict__.get(STATES, {}).values():
+        if entry.inner is not None:
+            state.setdefault("forward", entry.inner)
     return object.__new__, (_stock(type(self)),), state

@@ -33,9 +33,11 @@ class AttachedHeadTrainerMixin(ChunkedLossTrainerMixin):
 
 
 def attach_late(trainer: Any, model: PreTrainedModel, score: Score) -> None:
-    """`attach_chunked_head` for a model that may have been prepared by Accelerate, whose autocast is around
-    the forward that was there."""
-    prepared = hasattr(model, "_original_forward")
-    attach_chunked_head(model, score)
-    if prepared:
-        model.forward = trainer.accelerator.autocast()(model.forward)
+    """`attach_chunked_head` for a model that Accelerate may have prepared: its autocast goes around the score
+    too."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        with trainer.accelerator.autocast():
+            return score(*args, **kwargs)
+
+    attach_chunked_head(model, answer if hasattr(model, "_original_forward") else score)

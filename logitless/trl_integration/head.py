@@ -1,28 +1,28 @@
-"""Reaching the LM head: where a model keeps its backbone and head, and a forward pass that scores tokens in
-place of logits.
+"""A forward pass that scores tokens in place of logits.
 
 TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
-`attach_chunked_head` answers that call with our losses. It all happens inside the model's own `forward`,
+`attach_chunked_head` answers that call with our losses. It all happens inside the model's own forward pass,
 where the hooks of DDP, FSDP and DeepSpeed fire.
 """
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 from transformers import PreTrainedModel
-from transformers.utils import is_peft_available
-from trl.trainer.utils import FusedCausalLMOutput, maybe_gather_lm_head_ctx
+from trl.trainer.utils import FusedCausalLMOutput
 
+from logitless.engine.head_view import HeadView, same_option
 from logitless.engine.operands import SplitHead
+from logitless.errors import expect
+from logitless.models.exchange import exchange, withdraw
+from logitless.models.heads import head_options, read_head
+from logitless.models.logits import deferred, undeferred
+from logitless.parallel.groups import local_parameter
 
-# What model families call the factor on their logits. Granite, MiniCPM3 and HyperCLOVA X are in
-# `head_options` below.
-SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+__all__ = ["head_options", "head_parameters", "head_projection"]
+KEY = "score"
 
 
 class Score(Protocol):
@@ -38,131 +38,87 @@ class Score(Protocol):
     ) -> dict[str, Tensor]: ...
 
 
-def head_options(config: Any) -> dict[str, float | None]:
-    """The `softcap` and `logit_scale` that a model of this configuration applies to its logits, for any of
-    our losses."""
-    config = config.get_text_config()
-    scales = (getattr(config, name, None) for name in SCALE_NAMES)
-    scale = next((scale for scale in scales if scale is not None), None)
-    if scale is None and (divisor := getattr(config, "logits_scaling", None)) is not None:
-        # HyperCLOVA X multiplies by the number that Granite and MiniCPM3 divide by
-        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
-    return {
-        "softcap": getattr(config, "final_logit_softcapping", None),
-        "logit_scale": 1.0 if scale is None else scale,
-    }
-
-
-def head_parameters(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight `(V, H)` and bias `(V,)` of the model's head as they are now: FSDP and PEFT replace them after
-    construction."""
-    head = model.get_output_embeddings()
-    if is_peft_available():
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        if isinstance(head, BaseTunerLayer):
-            raise ValueError(
-                f"model: expected an LM head without an adapter, got {type(head).__name__} on it, which the "
-                f"loss would "
-                "leave out; remove 'lm_head' from target_modules, or train the whole head with "
-                "modules_to_save=['lm_head']."
-            )
-    return _gathered(head.weight), _gathered(getattr(head, "bias", None))
-
-
 def head_projection(
     model: PreTrainedModel, hidden: Tensor
 ) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-    """Hidden states, weight and bias whose product is what the model's head makes of `hidden` at the moment.
-
-    LoRA on the head, where it is switched on, makes the first two wider, [h, s·h·Aᵀ] · [W, B]ᵀ; a frozen W
-    gets no gradient (`SplitHead`).
-    """
-    head = model.get_output_embeddings()
-    if is_peft_available():
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        if isinstance(head, BaseTunerLayer):
-            names = _lora_names(head)
-            weight, bias = (_gathered(getattr(head.get_base_layer(), name)) for name in ("weight", "bias"))
-            hidden, weight, bias = _placed(hidden, weight, bias)
-            return _with_lora(head, names, hidden, weight, bias) if names else (hidden, weight, bias)
-    return _placed(hidden, *head_parameters(model))
-
-
-def _lora_names(head: Any) -> list[str]:
-    """The adapters that take part in the head's own forward pass."""
-    from peft.tuners.lora import Linear
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    remedy = "remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']"
-    found = [] if isinstance(head, Linear) else [f"{type(head).__module__}.{type(head).__name__}"]
-    if not found and head.disable_adapters and head.merged:
-        # as its own forward does
-        head.unmerge()
-    off = bool(found) or head.disable_adapters or head.merged
-    names = [] if off else [name for name in head.active_adapters if name in head.lora_A]
-    found += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
-    if found:
-        raise ValueError(
-            f"model: expected no adapter but plain LoRA on the LM head, got {', '.join(found)}, which the "
-            f"loss would leave out; {remedy}."
-        )
-    if names and is_deepspeed_zero3_enabled():
-        raise ValueError(
-            f"model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA, untested "
-            f"there; {remedy}."
-        )
-    return names
-
-
-def _with_lora(
-    head: Any, names: list[str], hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-    wide, columns = [hidden], []
-    for name in names:
-        down, up, scale = head.lora_A[name], head.lora_B[name], head.scaling[name]
-        x = head.lora_dropout[name](hidden.to(down.weight.dtype))
-        wide.append((torch.nn.functional.linear(x, _gathered(down.weight)) * scale).to(hidden.dtype))
-        # PEFT keeps the adapters of a half-precision model in fp32
-        columns.append(_gathered(up.weight).to(weight.dtype))
-        if up.bias is not None:
-            extra = (_gathered(up.bias) * scale).to(weight.dtype)
-            bias = extra if bias is None else bias + extra
-    hidden, trained = torch.cat(wide, dim=-1), torch.cat(columns, dim=1)
-    return (
-        hidden,
-        torch.cat((weight, trained), dim=1) if weight.requires_grad else SplitHead(weight, trained),
-        bias,
-    )
-
-
-def _placed(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias whose product is what the model's head makes of `hidden` now."""
+    view = read_head(model.get_output_embeddings())
     # with a `device_map` the backbone can end on another device than the head
-    return hidden.to(weight.device), weight, bias
+    return projected(hidden.to(view.weight.device), view)
 
 
-def _gathered(parameter: Tensor | None) -> Tensor | None:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    # Every rank computes a gradient from its own tokens: average them, as DDP does. Plain `full_tensor()`
-    # takes them to be equal already and gives each rank's shard the gradient of that rank's tokens alone.
-    return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+def projected(hidden: Tensor, view: HeadView) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
+    """The operands of a head, with FSDP's shards gathered."""
+    hidden, weight, bias = view.operands(hidden)
+    whole = weight if isinstance(weight, SplitHead) else local_parameter("weight", weight, None)
+    return hidden, whole, local_parameter("bias", bias, None)
+
+
+def head_parameters(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight `(V, H)` and bias `(V,)` of the model's head as they are now."""
+    view = read_head(model.get_output_embeddings())
+    remedy = "remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']"
+    expect(not view.columns, "model", "an LM head without an adapter", "LoRA", remedy)
+    return local_parameter("weight", view.weight, None), local_parameter("bias", view.bias, None)
 
 
 def attach_chunked_head(model: PreTrainedModel, score: Score) -> Callable[[], None]:
     """Makes `model(..., labels=..., fused_lm_head=True)` return `score`'s answer; every other call runs as
     before. Returns its undoing."""
-    original_forward = model.forward
+    withdraw(model, KEY)  # a model may come to a second trainer
 
-    # `generate` checks its arguments against the signature, and Trainer reads from it what the model accepts
-    @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if fused_lm_head:
-            return _scored_forward(self, score, *args, **kwargs)
-        return original_forward(*args, **kwargs)
+    def answer(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
+        return score(*args, **kwargs)
 
-    return replace_forward(model, forward)
+    undo = exchange(model, KEY, _scored_forward, answer)
+
+    def undo_all() -> None:
+        undo()
+        undeferred(model)
+
+    return undo_all
+
+
+def _scored_forward(
+    model: PreTrainedModel,
+    score: Score,
+    stock: Callable,
+    *args: Any,
+    fused_lm_head: bool = False,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,  # already aligned, as context and sequence parallelism pass them
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> Any:
+    if not fused_lm_head:
+        own = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        return stock(*args, **kwargs, **{name: x for name, x in own.items() if x is not None})
+    targets = labels if shift_labels is None else shift_labels
+    kwargs |= {"use_cache": False, "return_dict": True}
+    with deferred(model, summed=False):
+        out = stock(*args, labels=targets, **kwargs)
+
+    names: list[str] = []
+
+    def values(hidden: Tensor, view: HeadView) -> tuple[Tensor, ...]:
+        given, expected = view.options, head_options(model.config)
+        remedy = "the trainer's losses take the configuration's; train it with use_chunked_loss=False"
+        alike = all(map(same_option, given.values(), expected.values()))
+        expect(alike, "model", f"logits with {expected}, as its configuration has it", given, remedy)
+        hidden, weight, bias = projected(hidden, view)
+        found = score(hidden, weight, bias, targets.to(hidden.device), shift=shift_labels is None)
+        names.extend(found)
+        return tuple(found.values())  # hooks of modules look for tensors in tuples
+
+    fields = dict(zip(names, out.logits.computed(values)))
+    # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
+    # own count
+    count = fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    loss = -fields["log_probs"].sum() / count
+    # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
+    loss = loss + out.loss
+    return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
 
 
 def replace_forward(model: PreTrainedModel, forward: Any) -> Callable[[], None]:
@@ -181,6 +137,8 @@ def remembered(*models: PreTrainedModel) -> Callable[[], None]:
 
     def restore() -> None:
         for model, attributes in zip(models, before, strict=True):
+            withdraw(model, KEY)
+            undeferred(model)
             for name in names:
                 model.__dict__.pop(name, None)
             model.__dict__.update(attributes)
@@ -191,49 +149,5 @@ def remembered(*models: PreTrainedModel) -> Callable[[], None]:
 def _refuse_replicas() -> None:
     raise ValueError(
         "model: expected one process per GPU, got nn.DataParallel around the chunked loss; start it with "
-        "torchrun or accelerate launch, "
-        "or make a single GPU visible with CUDA_VISIBLE_DEVICES."
-    )
-
-
-def _scored_forward(
-    model: PreTrainedModel,
-    score: Score,
-    *args: Any,
-    labels: Tensor | None = None,
-    shift_labels: Tensor | None = None,  # already aligned, as context and sequence parallelism pass them
-    num_items_in_batch: Tensor | int | None = None,
-    **kwargs: Any,
-) -> FusedCausalLMOutput:
-    config = model.config.get_text_config()
-    kwargs["use_cache"] = False
-    if getattr(config, "output_router_logits", False):
-        kwargs.setdefault("output_router_logits", True)
-    # `base_model`, not `get_decoder()`, which leaves the images of a vision-language model out
-    backbone = model.base_model(*args, **kwargs)
-
-    hidden, weight, bias = head_projection(model, backbone.last_hidden_state)
-    targets = (labels if shift_labels is None else shift_labels).to(weight.device)
-    with maybe_gather_lm_head_ctx(weight, bias):
-        fields = score(hidden, weight, bias, targets, shift=shift_labels is None)
-
-    # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
-    # own count
-    count = fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    loss = -fields["log_probs"].sum() / count
-    aux_loss = None
-    if kwargs.get("output_router_logits"):
-        aux_loss = _load_balancing_loss(config, backbone.router_logits, kwargs.get("attention_mask"))
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-    return FusedCausalLMOutput(loss=loss, aux_loss=aux_loss, **fields)
-
-
-def _load_balancing_loss(
-    config: Any, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None
-) -> Tensor:
-    # Mixtral's is the one that every mixture-of-experts model of transformers uses
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    return load_balancing_loss_func(
-        router_logits, config.num_experts, config.num_experts_per_tok, attention_mask
+        "torchrun or accelerate launch, or make a single GPU visible with CUDA_VISIBLE_DEVICES."
     )

@@ -1,15 +1,17 @@
 """Every specialization of the kernels that their launchers can ask for, and a script that compiles them for
 one target.
 
-    python -m tests.kernels.compile_kernels cuda 90        # or: hip gfx942
+    python -m tests.kernels.compile_kernels cuda 90 0 1        # or: hip gfx942; all, from the first on
 
-No GPU is needed. Which Triton compiles is decided by PYTHONPATH, see `test_compile.py`.
+No GPU is needed. Which Triton compiles is decided by PYTHONPATH, see `offline.py`.
 """
 
 import itertools
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
+
+from tests.kernels.offline import Share, Source, compile_sources
 
 BLOCK, LONG_BLOCK = 1024, 2048
 SCALE_BLOCK = 2048
@@ -125,11 +127,9 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
     return {name: dtype(name) for name in argument_names}
 
 
-def compile_all(backend: str, architecture: str) -> int:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def source(number: int, c: Combination) -> Source:
+    """Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized, and
+    one as a launch without."""
     from logitless.kernels import (
         cross_entropy_triton,
         divergence_shard_triton,
@@ -139,35 +139,16 @@ def compile_all(backend: str, architecture: str) -> int:
 
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
-    target = (
-        GPUTarget("cuda", int(architecture), 32)
-        if backend == "cuda"
-        else GPUTarget(backend, architecture, 64)
-    )
-    binary = "cubin" if backend == "cuda" else "hsaco"
-    wanted = combinations()
-    for number, c in enumerate(wanted):
-        modules = cross_entropy_triton, divergence_triton, divergence_shard_triton, scale_triton
-        kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
-        types = signature(kernel.arg_names, c)
-        # Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized,
-        # and one as a launch without.
-        aligned = [
-            i
-            for i, name in enumerate(types)
-            if name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")
-        ]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned} if number % 2 else {}
-        warps = getattr(cross_entropy_triton, "WARPS", 4)
-        result = triton.compile(
-            ASTSource(kernel, types, dict(c.constants), attributes),
-            target=target,
-            options={"num_warps": warps},
-        )
-        assert result.asm[binary], c
-    print(f"triton {triton.__version__}: compiled {len(wanted)} kernels for {backend} {architecture}")
-    return len(wanted)
+    modules = cross_entropy_triton, divergence_triton, divergence_shard_triton, scale_triton
+    kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
+    types, attributes = signature(kernel.arg_names, c), {}
+    for i, name in enumerate(types):
+        if number % 2 and (name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return Source(kernel, types, dict(c.constants), attributes, cross_entropy_triton.WARPS)
 
 
 if __name__ == "__main__":
-    compile_all(*sys.argv[1:])
+    backend, architecture, first, step = sys.argv[1:]
+    wanted = Share(int(first), int(step)).of(list(enumerate(combinations())))
+    compile_sources([source(number, c) for number, c in wanted], backend, architecture)

@@ -15,6 +15,8 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
+from tests.kernels.offline import Share, Source, compile_sources
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
@@ -170,30 +172,14 @@ def variants(rows: int = 6) -> dict[Variant, object]:
     return found
 
 
-def compile_all(backend: str, architecture: str) -> int:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = (
-        GPUTarget("cuda", int(architecture), 32)
-        if backend == "cuda"
-        else GPUTarget(backend, architecture, 64)
-    )
-    binary = "cubin" if backend == "cuda" else "hsaco"
-    wanted = variants()
-    for variant, kernel in wanted.items():
-        types, constants = dict(variant.types), dict(variant.constants)
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        attributes = {
-            (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible
-        }
-        source = ASTSource(kernel, signature, constants, attributes)
-        result = triton.compile(source, target=target, options={"num_warps": variant.warps})
-        assert result.asm[binary], variant
-    print(f"triton {triton.__version__}: compiled {len(wanted)} kernels for {backend} {architecture}")
-    return len(wanted)
+def source(variant: Variant, kernel: object) -> Source:
+    types, at = dict(variant.types), kernel.arg_names.index
+    attributes = {(at(name),): [["tt.divisibility", 16]] for name in variant.divisible}
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    return Source(kernel, signature, dict(variant.constants), attributes, variant.warps)
 
 
 if __name__ == "__main__":
-    compile_all(*sys.argv[1:])
+    backend, architecture, first, step = sys.argv[1:]
+    wanted = Share(int(first), int(step)).of(list(variants().items()))
+    compile_sources([source(*variant) for variant in wanted], backend, architecture)

@@ -2,11 +2,7 @@
 and the launchers ask for nothing that was not compiled."""
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,43 +11,20 @@ import torch
 from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_kernels import combination, combinations
-
-ROOT = Path(__file__).parents[2]
-TRITONS = ("3.6.0", "3.9.0")
-TARGETS = (("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942"))
-interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, check_compilation
 
 
-def triton_folder(version: str) -> Path | None:
-    """Where `make test` puts that Triton. A GPU machine that was not set up by make has its torch's own,
-    which then does for both."""
-    folder = ROOT / ".venv" / f"triton-{version}"
-    if (folder / "triton").is_dir():
-        return folder
-    if torch.cuda.is_available():
-        return None
-    pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
-
-
+@pytest.mark.offline
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
-    interpreted,
+    INTERPRETED,
     reason="compiled in the run without TRITON_INTERPRET; the interpreter changes nothing about it",
 )
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 @pytest.mark.parametrize("version", TRITONS)
-def test_compiles(version, target, tmp_path):
-    folder = triton_folder(version)
-    if folder is None and version != TRITONS[0]:
-        pytest.skip("only the installed Triton is at hand")
-    path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
-    environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.kernels.compile_kernels", *target]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert f"compiled {len(combinations())} kernels for {' '.join(target)}" in done.stdout
-    assert folder is None or f"triton {version}:" in done.stdout
+def test_compiles(version, target, tmp_path, everything):
+    module, count = "tests.kernels.compile_kernels", len(combinations())
+    check_compilation(module, count, version, target, tmp_path, everything=everything)
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -153,7 +126,7 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                 loss.sum().backward(retain_graph=True)
 
 
-@pytest.mark.skipif(interpreted, reason="the recorder takes the kernels' place either way")
+@pytest.mark.skipif(INTERPRETED, reason="the recorder takes the kernels' place either way")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_launchers_ask_for_nothing_else(launches, dtype):
     widths = {None, torch.float32}

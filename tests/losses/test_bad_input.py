@@ -362,8 +362,9 @@ def test_num_items_of_0_without_supervised_tokens(zero, compact):
 
 @by_loss
 @pytest.mark.parametrize("num_items", [3, torch.tensor(3, device=DEVICE)], ids=["number", "tensor"])
-def test_num_items_of_what_is_not_reduced(kind, inputs, num_items):
-    loss = kind(reduction="none")
-    assert loss(HIDDEN, WEIGHT, TARGETS, **inputs).loss.dim() > 0
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_num_items_of_what_is_no_mean(kind, inputs, num_items, reduction):
+    loss = kind(reduction=reduction)
+    assert loss(HIDDEN, WEIGHT, TARGETS, **inputs).loss.isfinite().all()
     message = refused(lambda: loss(HIDDEN, WEIGHT, TARGETS, num_items=num_items, **inputs))
     assert message.startswith("num_items: expected None")

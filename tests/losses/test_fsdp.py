@@ -50,7 +50,9 @@ class Scorer(nn.Module):
         return self.body(self.embed(ids)).tanh()
 
     def score(self, hidden: Tensor, loss, targets: Tensor, inputs: dict) -> Tensor:
-        return loss(hidden, self.head.weight, targets, bias=self.head.bias, **inputs).loss
+        if isinstance(loss, Likelihood):
+            return loss(hidden, self.head.weight, targets, bias=self.head.bias, **inputs).loss
+        return loss(hidden, self.head, targets, **inputs).loss
 
     def forward(self, ids: Tensor, *scored) -> Tensor:
         hidden = self.hidden(ids)

@@ -1,15 +1,71 @@
-"""Every causal language model of transformers: `python -m pytest -m every_model`, two minutes on a core."""
+"""The loss and gradients of patched models are their own: one class for each way to treat the head in
+`make test`, every class in `make test-all`."""
 
 import pytest
 
-from tests.models.every_model import compare, kinds
+from .every import TABLE, VERDICTS, classes, compare, tiny
 
-pytestmark = pytest.mark.every_model
+# By what is done between the backbone and the loss.
+HEADS = {
+    "nothing": "LlamaForCausalLM",
+    "tied": "GemmaForCausalLM",
+    "bias": "PhiForCausalLM",
+    "scaled logits": "CohereForCausalLM",
+    "divided logits": "GraniteForCausalLM",
+    "divided hidden states": "MiniCPM3ForCausalLM",
+    "divided hidden states, padded vocabulary": "InklingForCausalLM",
+    "scale held by the backbone": "FalconH1ForCausalLM",
+    "softcap": "Gemma2ForCausalLM",
+    "softcap under another name": "RecurrentGemmaForCausalLM",
+    "softcap of a function": "xLSTMForCausalLM",
+    "z-loss": "BambaForCausalLM",
+    "router loss of num_local_experts": "MixtralForCausalLM",
+    "router loss of a coefficient under another name": "JetMoeForCausalLM",
+    "router loss and divided logits": "GraniteMoeForCausalLM",
+    "router loss of nested configs": "DbrxForCausalLM",
+    "router loss of another function": "DogeForCausalLM",
+    "labels that are not shifted": "BartForCausalLM",
+    "layers in front of the head": "BertLMHeadModel",
+    "layers in the head": "RobertaForCausalLM",
+    "loss in a module of the head": "XLMWithLMHeadModel",
+    "logits in fp32": "MambaForCausalLM",
+    "wrapper of a vision model": "Gemma3ForConditionalGeneration",
+    "wrapper that does not scale": "AyaVisionForConditionalGeneration",
+}
 
 
-@pytest.mark.parametrize("kind", sorted(kinds()))
-def test_it_gives_what_the_stock_model_gives_or_is_untouched(kind):
-    row = compare(kind)
-    if row.verdict == "not built":
-        pytest.skip(row.detail)
-    assert row.verdict in ("equal", "untouched"), row
+@pytest.mark.parametrize("name", HEADS.values(), ids=HEADS)
+def test_head(name):
+    result = compare(name)
+    assert result.verdict == "equal" and result.detail == "checked at attach", result
+
+
+def test_what_is_no_cross_entropy_of_the_logits_is_refused():
+    result = compare("ProphetNetForCausalLM")
+    assert (
+        result.verdict == "refused" and "logits: expected a loss that is their cross-entropy" in result.detail
+    )
+
+
+def test_the_strong_options_are_noticed():
+    """A comparison of models in which nothing is scaled would show nothing."""
+    for name, field in (
+        ("Gemma2ForCausalLM", "final_logit_softcapping"),
+        ("BambaForCausalLM", "z_loss_coefficient"),
+    ):
+        assert getattr(tiny(name).config, field) in (0.5, 0.1)
+
+
+def test_the_table_names_every_class():
+    text = TABLE.read_text()
+    assert all(f"| {name} |" in text for name in classes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in classes() if name not in HEADS.values()])
+def test_every_model(name):
+    """Its verdict is the table's, so that a class that is no longer equal does not pass as refused."""
+    result = compare(name)
+    sections = TABLE.read_text().split("\n## ")[1:]
+    expected = next(section for section in sections if f"| {name} |" in section).splitlines()[0]
+    assert VERDICTS[result.verdict] == expected, result

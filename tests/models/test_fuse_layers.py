@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+import transformers
 
 from logitless.models import fuse_layers
-from tests.models.tiny import FAMILIES, assert_same, error, step, tiny, twin
+from tests.models.tiny import ADD_NORM, FAMILIES, ROPE, SIZES, assert_same, disturb, error, step, tiny, twin
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -52,3 +53,21 @@ def test_the_error_against_fp64_is_that_of_the_stock_models(kind):
     # Where rounding errors of both kinds are as large, one or the other is larger for a few tokens.
     assert max(ratios.values()) < 1.25, ratios
     assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02, ratios
+
+
+def test_the_language_tower_of_a_vision_model():
+    sizes = {
+        **SIZES,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(text_config=sizes, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    disturb(model)
+    wanted = step(model)
+    report = fuse_layers(model).report
+    layer = "model.language_model.layers.1"
+    assert report.fused[layer] == (ADD_NORM,) and report.fused[f"{layer}.self_attn"] == (ROPE,)
+    assert report.fused[f"{layer}.mlp"] == ("gate act_fn",)
+    assert_same(step(model), wanted)

@@ -7,6 +7,7 @@ from tests.mutants import (
     distillation,
     foundation,
     fused_layers,
+    models,
     multi_token,
     parallel,
     policy,
@@ -22,6 +23,7 @@ MODULES = (
     parallel,
     beyond_eager,
     calls,
+    models,
     fused_layers,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

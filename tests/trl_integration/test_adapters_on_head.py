@@ -4,7 +4,6 @@ refused."""
 import peft
 import pytest
 import torch
-import transformers
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import patch_model
@@ -131,22 +130,22 @@ def test_only_what_is_switched_on_takes_part():
 )
 def test_other_adapters_are_refused(config, found):
     model = peft.get_peft_model(tiny_model(), config)
-    patch_model(model)
-    with pytest.raises(
-        ValueError,
-        match=f"model: expected no adapter but plain LoRA on the LM head, got .*{found}.*; remove 'lm_head'",
-    ):
+    message = f"model: expected no adapter but plain LoRA on the LM head, got .*{found}.*; remove 'lm_head'"
+    with pytest.raises(ValueError, match=message):
+        patch_model(model)
+    base = tiny_model()
+    patch_model(base)
+    model = peft.get_peft_model(base, config)
+    with pytest.raises(ValueError, match=message):
         model(**INPUTS)
 
 
-def test_zero_3_is_refused(monkeypatch):
+def test_zero_3_is_refused():
     model = adapted(tiny_model())
-    patch_model(model)
-    monkeypatch.setattr(transformers.integrations.deepspeed, "is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(
-        ValueError, match="model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA"
-    ):
-        model.get_base_model().forward(**INPUTS)
+    model.get_base_model().lm_head.get_base_layer().weight.ds_id = 0  # what DeepSpeed puts on each parameter
+    message = "model: expected an LM head without an adapter under DeepSpeed ZeRO-3, got LoRA"
+    with pytest.raises(ValueError, match=message):
+        patch_model(model)
 
 
 # --- the trainers

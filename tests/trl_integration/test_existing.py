@@ -211,9 +211,11 @@ def test_data_parallel_is_refused(tmp_path):
     undo = patch_model(patched)
     args = ORPOConfig(**options(tmp_path, use_chunked_loss=True, max_length=48))
     ORPOTrainer(trained, args=args, train_dataset=preference_dataset(), processing_class=words())
-    for model in (patched, trained):
+    ids = torch.arange(3, 9)[None]
+    for model, more in ((patched, {}), (trained, {"fused_lm_head": True})):
+        # as torch.nn.parallel.replicate makes it, which needs two GPUs
+        replica = model._replicate_for_data_parallel()
         with pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel"):
-            # as torch.nn.parallel.replicate does, which needs two GPUs
-            [module._replicate_for_data_parallel() for module in model.modules()]
+            replica(ids, labels=ids, **more)
     undo()
-    [module._replicate_for_data_parallel() for module in patched.modules()]
+    assert patched._replicate_for_data_parallel()(ids, labels=ids).logits is not None

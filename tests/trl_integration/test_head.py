@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+import transformers
 
 from logitless.trl_integration.head import attach_chunked_head, head_options, head_parameters
 
+from ..models.every import tiny
 from .tiny import FAMILIES, VOCAB, tiny_model
 
 IDS = torch.arange(3, 33).view(2, 15)
@@ -25,6 +27,12 @@ def full_logits_score(hidden, weight, bias, labels, shift):
     logps = torch.nn.functional.linear(hidden, weight, bias).log_softmax(-1)
     logps = logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
     return {"log_probs": logps, "label_mask": mask}
+
+
+def scaled(model, score):
+    """The score of a model that scales its logits."""
+    scale = head_options(model.config)["logit_scale"]
+    return lambda hidden, *args, **kwargs: score(hidden * scale, *args, **kwargs)
 
 
 # --- the head
@@ -67,7 +75,7 @@ def test_names_of_the_logit_scale(fields, expected):
 
 def test_adapter_on_the_head_is_refused():
     model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="model: expected an LM head without an adapter, got Linear"):
+    with pytest.raises(ValueError, match="model: expected an LM head without an adapter, got LoRA"):
         head_parameters(model.get_base_model())
 
 
@@ -100,6 +108,51 @@ def test_loss_is_the_models_own(family, options, num_items):
     got = model(IDS, labels=LABELS, fused_lm_head=True, num_items_in_batch=num_items)
     torch.testing.assert_close(got.loss, expected.loss)
     assert (got.aux_loss is None) is (family == "llama")
+
+
+@pytest.mark.parametrize(
+    "name", ["JetMoeForCausalLM", "GraniteMoeForCausalLM", "PhimoeForCausalLM", "DbrxForCausalLM"]
+)
+def test_router_loss_of_families_that_name_it_otherwise(name):
+    model = tiny(name)
+    expected = model(IDS, labels=LABELS)
+    attach_chunked_head(model, scaled(model, full_logits_score))
+    got = model(IDS, labels=LABELS, fused_lm_head=True)
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(got.aux_loss, expected.aux_loss)
+    assert got.aux_loss > 0
+
+
+@pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "MiniCPM3ForCausalLM"])
+def test_options_that_the_configuration_does_not_tell_are_refused(name):
+    """The losses of the trainers take softcap and scale from the configuration."""
+    model = tiny(name)
+    attach_chunked_head(model, full_logits_score)
+    with pytest.raises(ValueError, match="model: expected logits with .*, as its config.* got {"):
+        model(IDS, labels=LABELS, fused_lm_head=True)
+
+
+def test_fp32_head_on_a_half_precision_backbone():
+    """TRL casts the hidden states, where the model's own head could not take them."""
+    model = tiny_model().bfloat16().eval()
+    model.lm_head.float()
+    attach_chunked_head(model, full_logits_score)
+    hidden = model.model(IDS).last_hidden_state.float()
+    expected = model.lm_head(hidden)[:, :-1].log_softmax(-1)
+    got = model(IDS, labels=LABELS, fused_lm_head=True).log_probs
+    mask = LABELS[:, 1:] != -100
+    picked = expected.gather(-1, LABELS[:, 1:].clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(got, picked * mask)
+
+
+def test_a_second_trainer_takes_the_model_over_and_the_first_undo_leaves_it():
+    model = tiny_model().eval()
+    first = attach_chunked_head(model, lambda *args, **kwargs: {})
+    second = attach_chunked_head(model, full_logits_score)
+    first()
+    assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
+    second()
+    assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is torch.nn.Linear
 
 
 def test_aligned_labels_are_not_shifted():

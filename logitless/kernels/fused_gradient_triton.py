@@ -1,0 +1,210 @@
+"""The product with the head whose epilogue turns the logits into their gradient: for a second walk over rows
+whose numbers are known. See `fused_projection_triton.py`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
+from logitless.kernels.layout import check_rows, dense
+from logitless.kernels.product_tiles_triton import (
+    LAUNCH,
+    TILE,
+    aligned,
+    described,
+    halves_of_product,
+    programs_of,
+)
+
+
+@triton.jit
+def gradient_half(
+    acc,
+    grad,
+    bias_ptr,
+    class_weights_ptr,
+    y,
+    lse,
+    correction,
+    a,
+    g_y,
+    g_entropy,
+    offset,
+    g_sum,
+    m0,
+    n0,
+    V,
+    ignored,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BN: tl.constexpr,
+):
+    cols = (n0 + tl.arange(0, BN))[None, :]
+    z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    log_p = z - lse[:, None]
+    p = correction[:, None] * tl.exp(log_p)
+    g = a[:, None] * p
+    if EXTRA:
+        # p = 0 contributes nothing, though its log is -inf.
+        g -= g_entropy[:, None] * tl.where(p > 0.0, p * (log_p + offset[:, None]), 0.0)
+    g = tl.where(cols == y[:, None], g_y[:, None], g)
+    if EXTRA:
+        if HAS_WEIGHTS:
+            g += g_sum[:, None] * tl.load(class_weights_ptr + cols, mask=cols < V, other=0.0)
+        else:
+            g += g_sum[:, None]
+    grad.store([m0, n0], tl.where(ignored[:, None], 0.0, g * slope).to(grad.dtype))
+
+
+@triton.jit
+def gradient_kernel(
+    x,
+    w,
+    grad,
+    bias_ptr,
+    class_weights_ptr,
+    targets_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    logps_ptr,
+    entropy_ptr,
+    g_logp_ptr,
+    g_lse_ptr,
+    g_entropy_ptr,
+    g_sum_ptr,
+    C,
+    V,
+    H,
+    ignore_index,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+):
+    """As `cross_entropy_triton.logits_gradient_kernel`, from the accumulators."""
+    row_tiles = tl.cdiv(C, BM)
+    tiles = row_tiles * tl.cdiv(V, BN)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True, warp_specialize=SPECIALIZE):
+        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+        left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
+        rows = m0 + tl.arange(0, BM)
+        here = rows < C
+        y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
+        lse = tl.load(lse_ptr + rows, mask=here, other=0.0)
+        residual = tl.load(lse_residual_ptr + rows, mask=here, other=0.0)
+        logp = tl.load(logps_ptr + rows, mask=here, other=0.0)
+        g_logp = tl.load(g_logp_ptr + rows, mask=here, other=0.0)
+        g_lse = tl.load(g_lse_ptr + rows, mask=here, other=0.0)
+        p_y = tl.exp(logp)
+        g_y = g_lse * p_y + g_logp * complement(logp)
+        g_entropy, g_sum, offset = 0.0 * lse, 0.0 * lse, 0.0 * lse
+        if EXTRA:
+            entropy = tl.load(entropy_ptr + rows, mask=here, other=0.0)
+            g_entropy = tl.load(g_entropy_ptr + rows, mask=here, other=0.0)
+            g_sum = tl.load(g_sum_ptr + rows, mask=here, other=0.0)
+            g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
+            offset = entropy - residual
+        # p = exp(z - lse) exp(-residual)
+        correction, a, ignored = 1.0 - complement(-residual), g_lse - g_logp, y == ignore_index
+        gradient_half(
+            left,
+            grad,
+            bias_ptr,
+            class_weights_ptr,
+            y,
+            lse,
+            correction,
+            a,
+            g_y,
+            g_entropy,
+            offset,
+            g_sum,
+            m0,
+            n0,
+            V,
+            ignored,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            HAS_WEIGHTS,
+            BN // 2,
+        )
+        gradient_half(
+            right,
+            grad,
+            bias_ptr,
+            class_weights_ptr,
+            y,
+            lse,
+            correction,
+            a,
+            g_y,
+            g_entropy,
+            offset,
+            g_sum,
+            m0,
+            n0 + BN // 2,
+            V,
+            ignored,
+            gain,
+            squash,
+            cap,
+            HAS_BIAS,
+            HAS_SOFTCAP,
+            EXTRA,
+            HAS_WEIGHTS,
+            BN // 2,
+        )
+
+
+def write_gradient(
+    features: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats,
+    grads,
+    *,
+    gradient,
+    head,
+    bias,
+    class_weights,
+    ignore_index,
+) -> None:
+    (C, H), V = features.shape, weight.shape[0]
+    check_rows(gradient=gradient)
+    extra = grads.entropy is not None or grads.sum_logits is not None
+    zeros = torch.zeros_like(stats.lse)
+    pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
+    numbers = (stats.lse, stats.lse_residual, stats.logps, stats.entropy)
+    upstream = (grads.logps, grads.lse, grads.entropy, grads.sum_logits)
+    programs = programs_of(features)
+    gradient_kernel[(programs,)](
+        *described(aligned(features), weight, gradient),
+        *pointers,
+        dense(targets),
+        *(zeros if x is None else dense(x) for x in (*numbers, *upstream)),
+        *(C, V, H, ignore_index, *scalars),
+        **flags,
+        EXTRA=extra,
+        **TILE,
+        **LAUNCH,
+        PROGRAMS=programs,
+        SPECIALIZE=True,
+    )

@@ -1,0 +1,100 @@
+"""Project a chunk and read its logits in one kernel, so that no chunk of logits exists.
+
+    read     hidden, weight -> log p(target), log-sum-exp, entropy and arg-max hit and, if asked for,
+             d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one
+    write    hidden, weight -> d loss / d logits from the gradients of the per-token numbers: `project` and
+             `logits_gradient` in one
+
+The logits are those of the accumulators, in fp32 and never rounded. Whoever reads the same rows twice, with
+another grad mode or another number of rows, must see the same logits: hence one rule of device, dtypes and
+head says whether the kernels run (`serves`), and what they cannot do beside them is done from logits in fp32.
+There is no twin: elsewhere `project` and the row kernels of `cross_entropy.py` do the same, which is what the
+tests compare with.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
+from logitless.kernels.head import Head
+
+# What tensor cores multiply at full speed, and the kernels were tried with.
+PRODUCT_DTYPES = (torch.bfloat16,)
+
+
+@functools.cache
+def _has_tensor_copies(device: torch.device) -> bool:
+    """Hopper: tensor descriptors, and products that run beside the epilogue of the tile before."""
+    return (
+        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+    )
+
+
+def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
+    """Whether the kernels multiply (C, H) in `dtype` with these heads, or with their copies in that dtype.
+
+    Rows start at multiples of 16 bytes; of LoRA on a head, H has more columns than the head.
+    """
+    return H * dtype.itemsize % 16 == 0 and all(
+        _has_tensor_copies(head.device)
+        and uses_triton(head.device, dtype)
+        and head.is_contiguous()
+        and head.storage_offset() * head.itemsize % 16 == 0
+        for head in heads
+        if head is not None
+    )
+
+
+def row_bytes(V: int, *, stored: bool) -> int:
+    """Memory that a row takes: partial sums, and its gradient where that is stored."""
+    from logitless.kernels.fused_projection_triton import PARTIALS
+    from logitless.kernels.product_tiles_triton import BLOCK_N
+
+    return 4 * PARTIALS[-1] * -(-V // BLOCK_N) + (2 * V if stored else 0)
+
+
+def new_place(weight: Tensor, rows: int) -> Tensor:
+    """Room for a gradient (rows, V) in the dtype of the products; rows start at multiples of 16 bytes."""
+    V, step = weight.shape[0], 16 // weight.itemsize
+    return weight.new_empty((rows, -(-V // step) * step))[:, :V]
+
+
+def read(
+    hidden: Tensor,  # (C, H)
+    weight: Tensor,  # (V, H), in hidden's dtype
+    targets: Tensor,  # (C,) int64
+    out: TokenBuffers,  # (C,) each, written; sum_logits without weights
+    *,
+    gradient: Tensor | None,  # (C, V) from `new_place`, written; None: nothing is stored
+    head: Head,
+    bias: Tensor | None = None,  # (V,)
+    ignore_index: int = -100,
+) -> Tensor | None:
+    """Fill `out` and `gradient`, and return `row_scale` (C,): d logp / d logits = row_scale[:, None] *
+    gradient."""
+    from logitless.kernels import fused_projection_triton as kernels
+
+    options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
+    return kernels.read(hidden, weight, targets, out, **options)
+
+
+def write(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats: TokenBuffers,
+    grads: TokenBuffers,
+    *,
+    gradient: Tensor,
+    head: Head,
+    bias: Tensor | None = None,
+    class_weights: Tensor | None = None,  # (V,) of sum_logits
+    ignore_index: int = -100,
+) -> None:
+    """Fill `gradient` with d loss / d logits; ignored rows get zeros."""
+    from logitless.kernels import fused_gradient_triton as kernels
+
+    options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
+    kernels.write_gradient(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)

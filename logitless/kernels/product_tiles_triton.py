@@ -1,0 +1,48 @@
+"""Tiles of a product with the head, for kernels with an epilogue: operands by tensor descriptors, and a
+program for each multiprocessor."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Not tuned for each shape yet: on an H200 ahead of cuBLAS and a row kernel at every shape of
+# `python -m benchmarks gemm`.
+BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = 128, 256, 64, 8, 3
+
+
+@triton.jit
+def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A tile (BM, BN) of the product in fp32, its left and its right half: the epilogue takes one after the
+    other, as the registers do not hold a whole tile twice."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(tl.cdiv(H, BK)):
+        acc = tl.dot(x.load([m0, step * BK]), w.load([n0, step * BK]).T, acc)
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+def programs_of(x: Tensor) -> int:
+    """One for each multiprocessor."""
+    if x.device.type == "cpu":  # Triton's interpreter
+        return 2
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The copies of tiles start at multiples of 16 bytes."""
+    fits = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def described(features: Tensor, weight: Tensor, gradient: Tensor | None) -> list[TensorDescriptor]:
+    """How the kernels see the operands and where they store; made on the host, so that a kernel allocates
+    nothing."""
+    pairs = [(features, [BLOCK_M, BLOCK_K]), (weight, [BLOCK_N, BLOCK_K])]
+    # Where nothing is stored, any will do.
+    pairs.append((weight if gradient is None else gradient, [BLOCK_M, BLOCK_N // 2]))
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in pairs]
+
+
+TILE = {"BM": BLOCK_M, "BN": BLOCK_N, "BK": BLOCK_K}
+LAUNCH = {"num_warps": WARPS, "num_stages": STAGES}

@@ -1,0 +1,73 @@
+"""LM heads as modules in the calls of losses: taken apart into the tensors that the engine knows."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from logitless.engine.head_view import same_option, view_of
+from logitless.engine.operands import SplitHead
+from logitless.errors import expect
+
+# What stands before the names of a head's hidden states, weight and bias in a call.
+PREFIXES = ("", "teacher_", "ref_")
+
+
+def with_heads(call: Callable, loss, targets: Tensor | None, **arguments):
+    """`call(loss, hidden, weight, targets, ...)` with its head modules taken apart."""
+    loss, arguments = taken_apart(loss, arguments)
+    return call(loss, arguments.pop("hidden"), arguments.pop("weight"), targets, **arguments)
+
+
+def taken_apart(loss, arguments: dict) -> tuple:
+    """(loss, arguments) with every head module or `HeadView` among the arguments replaced by its tensors.
+
+    Softcap and scale that come with a view become the loss's own.
+
+    Raises:
+        TypeError: a module that cannot be read.
+        ValueError: a bias beside a head's, or an option of the loss that contradicts the view.
+    """
+    arguments = dict(arguments)
+    for prefix in PREFIXES:
+        name, hidden = f"{prefix}weight", arguments.get(f"{prefix}hidden")
+        head = arguments.get(name)
+        if head is None or isinstance(head, Tensor | SplitHead):
+            continue
+        view, bias, remedy = view_of(head, name), arguments.get(f"{prefix}bias"), "the head brings its own"
+        expect(bias is None, f"{prefix}bias", f"None beside a head as {name}", "a tensor", remedy)
+        if view.of_model:
+            loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
+        wide, weight, bias = view.operands(view.weight[:0] if hidden is None else hidden)
+        if prefix and isinstance(weight, SplitHead):
+            weight = torch.cat(weight, dim=1)
+        arguments |= {name: weight, f"{prefix}bias": bias} | (
+            {} if hidden is None else {f"{prefix}hidden": wide}
+        )
+    return loss, arguments
+
+
+def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
+    """(loss, weight, bias) of a head whose hidden states others share: LoRA cannot make them wider."""
+    columns, remedy = view_of(head, name).columns, "merge it, or train the head whole"
+    expect(not columns, name, "a head without an adapter", "LoRA on it", remedy)
+    loss, own = taken_apart(loss, {"weight": head, "bias": bias})
+    return loss, own["weight"], own["bias"]
+
+
+@lru_cache(maxsize=256)
+def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
+    defaults, changes = {field.name: field.default for field in fields(loss)}, {}
+    for option, value, without in (("softcap", softcap, None), ("logit_scale", logit_scale, 1.0)):
+        name = f"{prefix}{option}"
+        default = defaults.get(name, without)
+        own = getattr(loss, name, default)
+        if same_option(own, value):
+            continue
+        expect(own == default, name, f"the model's own {value}", own, "leave it out: the head brings it")
+        remedy = "pass log-probabilities in its place"
+        expect(name in defaults, f"{prefix}weight", f"a head with {option} {without}", value, remedy)
+        changes[name] = value
+    return replace(loss, **changes) if changes else loss

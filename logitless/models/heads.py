@@ -1,0 +1,62 @@
+"""Where a transformers model keeps its LM head, and what it does to the logits."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from logitless.engine.head_view import HeadView, view_of
+from logitless.errors import expect
+
+# What model families call the factor on their logits. Granite, MiniCPM3 and HyperCLOVA X are in
+# `head_options` below.
+SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """The transformers model under PEFT's adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    """The module that makes the logits."""
+    find = getattr(model, "get_output_embeddings", None)
+    found, remedy = None if find is None else find(), "pass AutoModelForCausalLM's"
+    expected = "a causal language model with an LM head"
+    expect(isinstance(found, nn.Module), "model", expected, type(model).__name__, remedy)
+    return found
+
+
+def read_head(head: nn.Module) -> HeadView:
+    """The parameters of a head that is called beside, so that its hooks run."""
+    view = view_of(head, "model", called=True)
+    bias = None if view.bias is None else _readable(view.bias)
+    return view._replace(weight=_readable(view.weight), bias=bias)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """A parameter that can be read after DeepSpeed ZeRO-3 has emptied it again, also in the backward pass."""
+    expected, remedy = "an LM head on a device", "give it a device of its own in device_map"
+    expect(x.device.type != "meta", "model", expected, "one that is offloaded", remedy)
+    if not hasattr(x, "ds_id"):
+        return x
+    if x.numel():
+        return x.clone()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    with GatheredParameters([x]):
+        return x.clone()
+
+
+def head_options(config: Any) -> dict[str, float | None]:
+    """The `softcap` and `logit_scale` that a model of this configuration applies to its logits, for any of
+    our losses."""
+    config = config.get_text_config()
+    scales = (getattr(config, name, None) for name in SCALE_NAMES)
+    scale = next((scale for scale in scales if scale is not None), None)
+    if scale is None and (divisor := getattr(config, "logits_scaling", None)) is not None:
+        # HyperCLOVA X multiplies by the number that Granite and MiniCPM3 divide by
+        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
+    return {
+        "softcap": getattr(config, "final_logit_softcapping", None),
+        "logit_scale": 1.0 if scale is None else scale,
+    }

@@ -1,0 +1,281 @@
+"""Logits that a model's own forward pass works with and that nobody computes.
+
+For the calls that ask for it, the LM head answers with `DeferredLogits`: its input and itself. The model's
+forward pass then scales and caps them, shifts the labels, adds its router loss and whatever else it does, in
+its own code; `cross_entropy` of them is our loss. So no family's head is described here. An operation that
+needs the logits themselves raises.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from logitless.engine.head_view import HeadView, view_of
+from logitless.engine.plan import Plan
+from logitless.errors import expect
+from logitless.losses.cross_entropy import CrossEntropyLoss
+from logitless.losses.logprobs import TokenNumbers
+from logitless.models.exchange import exchange, state_of, withdraw
+from logitless.models.heads import read_head
+from logitless.models.probes import check_head
+from logitless.parallel.groups import is_dtensor
+
+KEY = "logits"
+# Exchanges of a model that ask its head for deferred logits: by `patch_model`, and for TRL's fused head.
+USERS = ("loss", "score")
+
+
+@dataclass
+class Deferral:
+    """What the head of a model answers at the moment."""
+
+    asked: bool = False  # with deferred logits
+    seen: bool = False  # whether it was called since then
+    checked: bool = False  # that its parameters make what it computes
+    logits_budget: int | None = None
+    summed: bool = True  # whether cross-entropy is to be computed
+    last_plan: Plan | None = None
+
+
+def deferral_of(model: nn.Module) -> Deferral:
+    """That of the model's head as it is now; PEFT and users exchange heads."""
+    head = model.get_output_embeddings()
+    found = state_of(head, KEY)
+    if found is None:
+        found = Deferral()
+        exchange(head, KEY, _answer, found)
+    return found
+
+
+def undeferred(model: nn.Module) -> None:
+    """Takes the exchange of the head back, once nothing exchanged in the model asks for it."""
+    if all(state_of(model, key) is None for key in USERS):
+        for module in model.modules():  # PEFT may have put another head around it
+            withdraw(module, KEY)
+
+
+@contextmanager
+def deferred(
+    model: nn.Module, logits_budget: int | None = None, *, unverified: bool = False, summed: bool = True
+) -> Iterator[Deferral]:
+    """While this is active, the model's forward pass works with deferred logits.
+
+    Args:
+        unverified: whether a compiled graph may hold a head that was never compared with its parameters.
+        summed: False makes their cross-entropy 0, for a caller that computes it from the logits himself.
+    """
+    remedy = "start it with torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES"
+    replica = getattr(model, "_is_replica", False)
+    expect(not replica, "model", "one process per GPU", "nn.DataParallel around the chunked loss", remedy)
+    deferral = deferral_of(model)
+    known = deferral.checked or unverified or not torch.compiler.is_compiling()
+    remedy = "run one step uncompiled, or pass unverified=True"
+    expect(known, "model", "a head that was checked before it is compiled", "an unchecked one", remedy)
+    deferral.asked, deferral.seen, deferral.summed = True, False, summed
+    deferral.logits_budget = logits_budget
+    try:
+        yield deferral
+    finally:
+        deferral.asked = False
+    expected = "a forward pass that calls the module of get_output_embeddings()"
+    remedy = "its logits were computed elsewhere; compute its loss without logitless"
+    expect(deferral.seen, "model", expected, type(model).__name__, remedy)
+
+
+def _answer(
+    head: nn.Module, deferral: Deferral, stock: Callable, hidden: Tensor, compute: Callable | None = None
+) -> Any:
+    if compute is not None:
+        return compute(hidden)
+    if not deferral.asked:
+        return stock(hidden)
+    if not deferral.checked and not torch.compiler.is_compiling():
+        check_head(head, stock, hidden)
+        deferral.checked = True
+    deferral.seen = True
+    return DeferredLogits(hidden, head, deferral, view_of(head, "model", called=True).shape[0])
+
+
+@dataclass(frozen=True)
+class DeferredLogits:
+    """Logits (..., V): gain * (h·w + b), or with a cap cap * tanh(gain * (h·w + b) / cap)."""
+
+    hidden: Tensor  # (..., H)
+    head: nn.Module
+    deferral: Deferral = field(repr=False)
+    rows: int  # how many of the first token ids: V, unless the model leaves out what pads its head
+    gain: float = 1.0
+    cap: float | None = None
+
+    __iter__ = None  # or it would be tried index by index
+
+    def view_now(self) -> HeadView:
+        """The head with what is done to its logits; FSDP may have put the sharded weight back since it was
+        called."""
+        view = read_head(self.head)
+        if self.rows < view.shape[0]:
+            view = view.first(self.rows)
+        return view._replace(softcap=self.cap, logit_scale=self.gain, of_model=True)
+
+    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        """`function(hidden, view)` of the hidden states, on the head's device and in its dtype, and the head.
+
+        DeepSpeed ZeRO-3 gathers parameters for the calls of their module alone, forward and backward, and
+        takes gradients of gathered ones: there it runs in a call of the head.
+        """
+
+        def compute(hidden: Tensor) -> Any:
+            return function(*self.operands(hidden))
+
+        partitioned = any(hasattr(x, "ds_id") for x in self.head.parameters())
+        return self.head(self.hidden, compute) if partitioned else compute(self.hidden)
+
+    def operands(self, hidden: Tensor | None = None) -> tuple[Tensor, HeadView]:
+        """Hidden states, on the head's device and in its dtype, and the head."""
+        view = self.view_now()
+        hidden, weight = (self.hidden if hidden is None else hidden).to(view.weight.device), view.weight
+        if is_dtensor(weight):
+            # Mixed precision of FSDP2 has cast the inputs, and would cast the parameters.
+            like = [None if x is None else x.to(hidden.dtype) for x in (weight, view.bias)]
+            return hidden, view._replace(weight=like[0], bias=like[1])
+        return hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(weight.dtype), view
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"softcap": self.cap, "logit_scale": self.gain, "logits_budget": self.deferral.logits_budget}
+
+    # What models and their losses do with logits
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.rows))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.hidden.requires_grad
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def contiguous(self) -> "DeferredLogits":
+        return self
+
+    def float(self) -> "DeferredLogits":
+        # The loss is computed in fp32 anyway.
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
+        # Where the head is, and in its dtype, is where the loss is computed.
+        return self
+
+    def __mul__(self, factor: float) -> "DeferredLogits":
+        if not isinstance(factor, int | float):
+            return _refused(f"a product with {type(factor).__name__}")
+        cap = None if self.cap is None else self.cap * factor
+        return replace(self, gain=self.gain * factor, cap=cap)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "DeferredLogits":
+        return self * (1 / divisor)
+
+    def tanh(self) -> "DeferredLogits":
+        return replace(self, cap=1.0) if self.cap is None else _refused("a second tanh")
+
+    def view(self, *shape: int) -> "DeferredLogits":
+        if shape[-1] not in (-1, self.rows):
+            _refused(f"view{shape} of shape {tuple(self.shape)}")
+        return replace(self, hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+
+    reshape = view
+
+    def __getitem__(self, index: Any) -> "DeferredLogits":
+        index = index if isinstance(index, tuple) else (index,)
+        dims = self.dim()
+        if index[:1] == (Ellipsis,):
+            index = (*[slice(None)] * (dims - len(index) + 1), *index[1:])
+        *rows, last = index if len(index) == dims else (*index, slice(None))
+        if not all(isinstance(x, slice) for x in (*rows, last)) or last.start or last.step:
+            _refused(f"index {index}")
+        found = replace(self, hidden=self.hidden[tuple(rows)])
+        return replace(found, rows=len(range(self.rows)[last]))
+
+    def logsumexp(self, dim: int) -> Tensor:
+        """Over the vocabulary, (...), fp32 and differentiable."""
+        if dim != -1:
+            _refused(f"logsumexp over dimension {dim}")
+
+        def lse(hidden: Tensor, view: HeadView) -> Tensor:
+            targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+            return TokenNumbers(**self.options).numbers(hidden, view, targets)[0]["lse"]
+
+        return self.computed(lse)
+
+    def cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: None = None,
+        ignore_index: int = -100,
+        reduce: None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """`torch.nn.functional.cross_entropy` of the logits, without them."""
+        if size_average is not None or reduce is not None:
+            _refused("cross_entropy with size_average or reduce")
+        if not self.deferral.summed:
+            return torch.zeros((), device=self.device)
+        own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        loss = CrossEntropyLoss(**own, **self.options)
+
+        def solve(hidden: Tensor, view: HeadView) -> Tensor:
+            out = loss(hidden, view, target.to(hidden.device), class_weights=weight)
+            self.deferral.last_plan = out.plan
+            return out.loss.to(self.device)
+
+        return self.computed(solve)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        own = OPERATIONS.get(function)
+        return _refused(function.__name__) if own is None else own(*args, **kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_message(repr(name)))
+
+
+OPERATIONS = {
+    F.cross_entropy: DeferredLogits.cross_entropy,
+    torch.logsumexp: DeferredLogits.logsumexp,
+    torch.tanh: DeferredLogits.tanh,
+}
+
+
+def _message(use: str) -> str:
+    return (
+        f"logits: expected a loss that is their cross-entropy, got {use} of them; compute the loss of this "
+        f"model without logitless."
+    )
+
+
+def _refused(use: str) -> Any:
+    raise TypeError(_message(use))

@@ -1,0 +1,160 @@
+"""`patch_model`: a transformers model whose labelled calls compute their loss without logits."""
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.engine.head_view import view_of
+from logitless.engine.plan import Plan
+from logitless.errors import expect, warn
+from logitless.models.exchange import exchange
+from logitless.models.heads import base_of, find_head
+from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
+from logitless.models.probes import check_call, check_head
+from logitless.parallel.groups import is_dtensor
+
+logger = logging.getLogger(__name__)
+KEY = "loss"
+REMEDY = (
+    "Trainer's label_smoothing_factor and compute_loss_func take the labels away; SFTTrainer of "
+    "logitless.trl_integration smooths without logits."
+)
+
+
+@dataclass
+class State:
+    """What the patched forward pass knows beside the model."""
+
+    logits_budget: int | None
+    labels_at: int  # position of `labels` among the arguments
+    unverified: bool
+    checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
+    last_plan: Plan | None = None
+    told: bool = False
+
+    def tell_of_logits(self) -> None:
+        """A loss computed from full logits in spite of the patch, as `Trainer` does: said once."""
+        if not self.told:
+            warn(
+                f"labels: expected labels in a training step, got none: it builds full logits; {REMEDY}",
+                UserWarning,
+            )
+        self.told = True
+
+
+class Patch:
+    """A patched model; calling it takes the patch off.
+
+    Args:
+        checked: how the model was compared with itself: "checked at attach", "checked at step 1", or why not
+            yet.
+        last_plan: what ran in the last labelled call; None before it, and in a compiled graph.
+    """
+
+    def __init__(self, model: nn.Module, state: State, undo: Callable[[], None]):
+        self._model, self._state, self._undo = model, state, undo
+
+    @property
+    def checked(self) -> str:
+        return self._state.checked
+
+    @property
+    def last_plan(self) -> Plan | None:
+        return self._state.last_plan
+
+    def __call__(self) -> None:
+        self._undo()
+        undeferred(self._model)
+
+
+def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverified: bool = False) -> Patch:
+    """Make `model(..., labels=labels)` compute its loss without logits.
+
+    The model's own forward pass runs, with an LM head that hands on hidden states in the place of logits:
+    scale and soft cap, shift of the labels, `num_items_in_batch`, router loss and the fields of the output
+    are the model's own, and so is a `loss_function` that somebody has set. Its output has no `logits`. Calls
+    without labels, generation among them, run as before.
+
+    Args:
+        model: a causal language model of transformers, under PEFT or not; LoRA may be on the head too.
+        logits_budget: bytes that the logits alive at one time may take; default the library's.
+        unverified: take a model whose head cannot be compared with its parameters before it is compiled.
+
+    Returns:
+        a function that undoes it, with `checked` and `last_plan`.
+
+    Raises:
+        ValueError, TypeError: the model has no LM head or one that cannot be read (quantized ones, by name);
+            its loss is no cross-entropy of its logits; its own loss comes out different; or it is patched
+            already.
+    """
+    base = base_of(model)
+    head, remedy = find_head(base), "pass AutoModelForCausalLM's"
+    names = list(inspect.signature(base.forward).parameters)
+    expect("labels" in names, "model", "a forward pass that takes labels", type(base).__name__, remedy)
+    state = State(logits_budget, names.index("labels"), unverified)
+    try:
+        _check(base, head, state)
+        patch = Patch(base, state, exchange(base, KEY, _forward, state))
+    except Exception:
+        undeferred(base)
+        raise
+    logger.info("%s: loss without logits, %s", type(base).__name__, state.checked)
+    return patch
+
+
+def _forward(model: nn.Module, state: State, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    at = state.labels_at
+    given = kwargs.get("labels") is not None or len(args) > at and args[at] is not None
+    if not given and kwargs.get("shift_labels") is None:
+        if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            state.tell_of_logits()
+        return stock(*args, **kwargs)
+    if not given:
+        # The model's own loss looks at the aligned ones alone, once there are labels.
+        kwargs["labels"] = kwargs["shift_labels"]
+    as_dict = kwargs.setdefault("return_dict", True)
+    expect(as_dict, "return_dict", "True for a labelled call", as_dict, "its output has no logits to place")
+    with deferred(model, state.logits_budget, unverified=state.unverified) as deferral:
+        out = stock(*args, **kwargs)
+    state.last_plan = deferral.last_plan
+    if deferral.checked and not state.checked.startswith("checked"):
+        state.checked = "checked at step 1"
+    return without_logits(out)
+
+
+def without_logits(out: Any) -> Any:
+    """A model's output without what was deferred."""
+    return type(out)(**{name: x for name, x in out.items() if not isinstance(x, DeferredLogits)})
+
+
+def _check(model: nn.Module, head: nn.Module, state: State) -> None:
+    """Both probes, as far as the parameters are here: nothing is gathered from other ranks."""
+    view, deferral = view_of(head, "model", called=True), deferral_of(model)
+    if not all(map(_is_here, head.parameters())):
+        offloaded, remedy = "_hf_hook" in head.__dict__, "give it a device of its own in device_map"
+        expect(not offloaded, "model", "an LM head on a device", "one that is offloaded", remedy)
+        return
+    check_head(head, head.forward, view.weight[:1])
+    deferral.checked, state.checked = True, "checked at attach"
+    if all(map(_is_here, model.parameters())):
+        reason = check_call(model, model.forward, partial(_forward, model, state, model.forward))
+        state.last_plan = None
+        if reason is not None:
+            state.checked = f"checked at attach, its head alone ({reason})"
+
+
+def _is_here(x: Tensor) -> bool:
+    return x.device.type != "meta" and x.numel() > 0 and not is_dtensor(x)
+
+
+def check_trainer_arguments(args: Any) -> None:
+    """Raise ValueError for arguments with which `transformers.Trainer` does not take the model's loss."""
+    smoothing = getattr(args, "label_smoothing_factor", 0)
+    expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY[:-1])

@@ -1,0 +1,46 @@
+"""LM heads under PEFT: plain LoRA, and heads that are trained whole (`modules_to_save`)."""
+
+from typing import Any
+
+from torch import nn
+
+from logitless.engine import head_view
+from logitless.engine.head_view import HeadView, LowRank
+from logitless.errors import expect
+
+REMEDY = "remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']"
+
+
+def view_of(head: nn.Module) -> HeadView:
+    """The head as it computes now: with the adapters that are switched on."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if isinstance(head, ModulesToSaveWrapper):
+        active = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapter]
+        return head_view.view_of(active)
+    names = _active(head)
+    base = head_view.view_of(head.get_base_layer())
+    return base._replace(columns=tuple(_columns(head, name) for name in names))
+
+
+def _columns(head: Any, name: str) -> LowRank:
+    down, up = head.lora_A[name], head.lora_B[name]
+    return LowRank(down.weight, up.weight, head.scaling[name], up.bias, head.lora_dropout[name])
+
+
+def _active(head: Any) -> list[str]:
+    """The LoRA adapters that take part in the head's own forward pass."""
+    from peft.tuners.lora import Linear
+
+    found = [] if isinstance(head, Linear) else [f"{type(head).__module__}.{type(head).__name__}"]
+    if not found and head.disable_adapters and head.merged:
+        # as its own forward does
+        head.unmerge()
+    off = bool(found) or head.disable_adapters or head.merged
+    names = [] if off else [name for name in head.active_adapters if name in head.lora_A]
+    found += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
+    expect(not found, "model", "no adapter but plain LoRA on the LM head", ", ".join(found), REMEDY)
+    partitioned = any(hasattr(x, "ds_id") for x in head.parameters()) and bool(names)
+    expected, got = "an LM head without an adapter under DeepSpeed ZeRO-3", "LoRA, untested there"
+    expect(not partitioned, "model", expected, got, REMEDY)
+    return names

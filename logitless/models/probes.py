@@ -1,0 +1,80 @@
+"""Whether a model gives the same numbers with deferred logits as without, tried on a few tokens."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logitless.engine.head_view import view_of
+from logitless.engine.operands import SplitHead
+from logitless.errors import expect
+
+# Of the logits in the probe of a head: enough that a forgotten adapter, bias or mask shows.
+SPREAD = 20.0
+TOKENS = 4
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, no compiler; modes and random numbers are as before afterwards."""
+    modes = {m: m.training for m in module.modules()}
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        module.eval()
+        try:
+            yield
+        finally:
+            for m, training in modes.items():
+                m.training = training
+
+
+def allowed(dtype: torch.dtype, size: float) -> float:
+    """By how much two sums of this size may differ; fp32 products may be TF32's."""
+    eps = 2**-11 if dtype is torch.float32 else torch.finfo(dtype).eps
+    return 4 * eps * max(size, 1.0)
+
+
+def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+    """Compare the logits of random vectors with those of the parameters that we read.
+
+    Raises:
+        ValueError: they differ.
+    """
+    with undisturbed(head):
+        view, autocast = view_of(head, called=True), torch.is_autocast_enabled(hidden.device.type)
+        dtype = hidden.dtype if autocast else view.dtype
+        x = torch.randn(TOKENS, hidden.shape[-1], dtype=dtype, device=hidden.device)
+        x = x * (SPREAD / forward(x).float().std().clamp(min=1e-6)).to(x.dtype)
+        theirs = forward(x)
+        wide, weight, bias = view.operands(x)
+        weight = torch.cat(weight, dim=1) if isinstance(weight, SplitHead) else weight
+        ours = nn.functional.linear(wide.to(weight.dtype), weight, bias)
+        error = (ours.float() - theirs.float()).abs().max().item()
+        most = allowed(theirs.dtype, theirs.float().abs().max().item())
+    expected, remedy = f"logits that differ by at most {most:.2g}", "compute its loss without logitless"
+    expect(error <= most, "model", f"{expected} from those of its head's parameters", f"{error:.2g}", remedy)
+
+
+def check_call(model: nn.Module, forward: Callable[..., Any], deferred: Callable[..., Any]) -> str | None:
+    """Compare the loss of a few ordinary ids with and without deferred logits.
+
+    Returns:
+        why the model cannot be called like this; None if it could.
+
+    Raises:
+        ValueError: the losses differ.
+    """
+    ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
+    with undisturbed(model):
+        try:
+            theirs = forward(input_ids=ids, labels=ids).loss.item()
+        except Exception as error:
+            # It wants pixels, or ids of its own: anything may come of that.
+            return f"{type(error).__name__}: {error}"
+        ours = deferred(input_ids=ids, labels=ids).loss.item()
+    most = allowed(next(model.parameters()).dtype, abs(theirs))
+    expected, remedy = f"the model's own loss {theirs:.6g}", "compute its loss without logitless"
+    expect(abs(ours - theirs) <= most, "model", expected, f"{ours:.6g}", remedy)
+    return None

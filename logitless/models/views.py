@@ -1,0 +1,97 @@
+"""`head_of`: the LM head of a model with what the model does to its logits, for any of our losses."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from logitless.engine.head_view import HeadView, view_of
+from logitless.models.exchange import exchange
+from logitless.models.heads import base_of, find_head, read_head
+from logitless.models.logits import DeferredLogits, deferred, undeferred
+
+# (softcap, logit_scale) of a model, which its own forward pass told.
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[float | None, float]] = WeakKeyDictionary()
+
+
+def head_of(model: nn.Module) -> HeadView:
+    """The head of a model, or of a module that is one, in the place of `weight` in a loss.
+
+        loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
+
+    Softcap and scale are read off the model's own forward pass, which runs once from made-up hidden states on
+    and without logits. Ask again in every step: FSDP and PEFT replace parameters.
+
+    Args:
+        model: a causal language model of transformers, under PEFT or not, or its LM head.
+
+    Returns:
+        HeadView(weight, bias, columns, softcap, logit_scale).
+
+    Raises:
+        ValueError, TypeError: no head, one that cannot be read (quantized ones, by name), or layers
+            between backbone and head: `patch_model` takes those.
+    """
+    if not hasattr(model, "get_output_embeddings"):
+        return view_of(model, "model")
+    base = base_of(model)
+    view = read_head(find_head(base))
+    if base not in _KNOWN:
+        _KNOWN[base] = _told(base, view.weight)
+    softcap, scale = _KNOWN[base]
+    return view._replace(softcap=softcap, logit_scale=scale, of_model=True)
+
+
+class _Features:
+    """A backbone's output with nothing but hidden states."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _features(backbone: nn.Module, hidden: Tensor, stock: Any, *args: Any, **kwargs: Any) -> _Features:
+    return _Features(hidden)
+
+
+def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
+    # Whole numbers are exact in every dtype.
+    numbers = torch.arange(float(weight.shape[1])).remainder(61).add(1)
+    hidden = numbers.to(weight.device, torch.float64)[None, None]
+    remedy = "patch_model(model) takes models with layers between the two"
+    reason = type(model).__name__
+    for backbone in (model.base_model, model.get_decoder()):
+        undo = exchange(backbone, "features", _features, hidden)
+        try:
+            logits = _without_backbone(model, weight.device)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            continue
+        finally:
+            undo()
+            undeferred(model)
+        if (
+            isinstance(logits, DeferredLogits)
+            and logits.hidden.shape == hidden.shape
+            and logits.rows == weight.shape[0]
+        ):
+            factor = logits.hidden.double() / hidden
+            if torch.allclose(factor, factor[..., :1]):
+                return logits.cap, logits.gain * factor[0, 0, 0].item()
+    raise ValueError(f"model: expected a head right behind its backbone, got {reason}; {remedy}.")
+
+
+def _without_backbone(model: nn.Module, device: torch.device) -> Any:
+    with torch.no_grad(), deferred(model) as deferral:
+        checked, deferral.checked = deferral.checked, True  # by random vectors in place of these
+        try:
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            return model.forward(ids, return_dict=True).logits
+        finally:
+            deferral.checked = checked

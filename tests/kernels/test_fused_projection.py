@@ -1,0 +1,340 @@
+"""The product with an epilogue against the product and the row kernels' definitions in plain PyTorch.
+
+On a CPU the kernels run in Triton's interpreter, whose products take no bf16: fp32 stands in there.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import logitless
+from logitless import CrossEntropyLoss, DPOLoss, ORPOLoss, linear_logprobs
+from logitless.kernels import fused_projection as fused
+from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats
+from logitless.kernels.head import Head
+from tests.kernels.support import DEVICE, INTERPRETED
+from tests.support import relative_error
+
+FP32 = torch.float32
+DTYPE = FP32 if INTERPRETED else torch.bfloat16
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not fused.serves(DTYPE, 8, torch.empty(8, 8, device=DEVICE, dtype=DTYPE)),
+    reason="needs a GPU with tensor copies, or the interpreter",
+)
+HEADS = {
+    "plain": Head(),
+    "softcap": Head(8.0, 1.5, 0.7),
+    "scale, bias": Head(None, -0.6, 1.3),
+}
+# Ragged in all three: rows, vocabulary and width.
+SHAPES = ((5, 40, 300), (131, 72, 515))
+
+
+def problem(shape, name, spread=1.0, seed=0):
+    C, H, V = shape
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(C, H, generator=generator).to(DTYPE)
+    weight = (torch.randn(V, H, generator=generator) * spread / H**0.5).to(DTYPE)
+    targets = torch.randint(0, V, (C,), generator=generator)
+    targets[1] = -100
+    bias = torch.randn(V, generator=generator) if "bias" in name else None
+    return [None if x is None else x.to(DEVICE) for x in (hidden, weight, targets, bias)]
+
+
+def truth(hidden, weight, targets, bias, head):
+    """Logits in fp64, their derivative by the product, log-probabilities, and which rows count."""
+    x = hidden.double() @ weight.double().t()
+    x = (x if bias is None else x + bias.double()).requires_grad_()
+    z = x * head.logit_scale
+    z = (z if head.softcap is None else head.softcap * torch.tanh(z / head.softcap)) / head.temperature
+    return x, z, z.log_softmax(1), targets != -100
+
+
+def read(problem, head, *, entropy=False, write=False, total=False):
+    hidden, weight, targets, bias = problem
+    names = ("sum_logits",) if total else ("entropy",) if entropy else ()
+    out = allocate_stats(names, len(targets), torch.float32, DEVICE)
+    place = fused.new_place(weight, len(targets)) if write else None
+    factor = fused.read(hidden, weight, targets, out, gradient=place, head=head, bias=bias)
+    return out, None if place is None else factor[:, None].double() * place.double()
+
+
+def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
+    index = targets.clamp(min=0)[:, None]
+    wanted = {
+        "logps": log_p.gather(1, index)[:, 0],
+        "lse": z.logsumexp(1),
+        "entropy": -(log_p.exp() * log_p).nan_to_num(0.0).sum(1),
+        "sum_logits": z.sum(1),
+        "log_sum_sq_probs": (2 * log_p).logsumexp(1),
+    }
+    for name, x in out.items():
+        assert not x[~rows].any(), name
+        if name in wanted:
+            error = (x.double() - wanted[name])[rows].abs()
+            size = wanted[name].abs() if name != "sum_logits" else z.abs().sum(1)
+            assert (error <= allowed * (1 + size[rows])).all(), (name, error.max())
+    if out.is_top1 is not None:
+        assert (out.is_top1 == (z.argmax(1) == targets))[rows].all()
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reads_and_writes(shape, name):
+    head, given = HEADS[name], problem(shape, name)
+    x, z, log_p, rows = truth(*given, head)
+    targets = given[2]
+    index = targets.clamp(min=0)[:, None]
+    (wanted,) = torch.autograd.grad((log_p.gather(1, index)[:, 0] * rows).sum(), x, retain_graph=True)
+    for entropy, write in itertools.product((False, True), repeat=2):
+        out, gradient = read(given, head, entropy=entropy, write=write)
+        check_numbers(out, z.detach(), log_p.detach(), targets, rows)
+        if write:
+            assert relative_error(gradient, wanted) < 4e-3
+    out, _ = read(given, head, total=True)
+    check_numbers(out, z.detach(), log_p.detach(), targets, rows)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("weights", [False, True])
+def test_gradient_of_known_numbers(name, weights):
+    head, given = HEADS[name], problem(SHAPES[1], name)
+    hidden, weight, targets, bias = given
+    x, z, log_p, rows = truth(*given, head)
+    out, _ = read(given, head, entropy=True)
+    generator = torch.Generator().manual_seed(1)
+    logps, lse, entropy, total = torch.randn(4, len(targets), generator=generator).to(DEVICE)
+    class_weights = torch.rand(weight.shape[0], generator=generator).to(DEVICE) if weights else None
+    wanted = logps * log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0] + lse * z.logsumexp(1)
+    grads = TokenBuffers(logps=logps, lse=lse)
+    if weights:
+        wanted = wanted - entropy * (log_p.exp() * log_p).sum(1) + total * (z * class_weights).sum(1)
+        grads.entropy, grads.sum_logits = entropy, total
+    (wanted,) = torch.autograd.grad((wanted * rows).sum(), x)
+    place = fused.new_place(weight, len(targets))
+    options = {"gradient": place, "head": head, "bias": bias, "class_weights": class_weights}
+    fused.write(hidden, weight, targets, out, grads, **options)
+    assert relative_error(place.double(), wanted) < 4e-3 and not place[~rows].any()
+
+
+def test_rows_far_above_their_target_are_read_again():
+    # Gaps of several hundred: exp of them is beyond fp32.
+    given = problem(SHAPES[1], "plain", spread=60.0)
+    x, z, log_p, rows = truth(*given, Head())
+    targets = given[2]
+    logps = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    assert logps[rows].min() < -150
+    out, gradient = read(given, Head(), entropy=True, write=True)
+    check_numbers(out, z.detach(), log_p.detach(), targets, rows, allowed=1e-5)
+    (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
+    assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
+
+
+def test_certain_tokens_keep_their_digits():
+    hidden, weight, targets, _ = given = problem(SHAPES[0], "plain")
+    with torch.no_grad():
+        targets.fill_(3)
+        weight[3] = 0
+        weight[3] += hidden.float().mean(0).sign().to(DTYPE) * 0
+        hidden[:, 0], weight[:, 0], weight[3, 0] = 4.0, 0.0, 5.0  # 20 above the others
+    x, z, log_p, rows = truth(*given, Head())
+    out, gradient = read(given, Head(), write=True)
+    wanted = log_p[:, 3].detach()
+    assert (wanted > -1e-4).all() and ((out.logps.double() - wanted) / wanted).abs().max() < 1e-5
+    (d,) = torch.autograd.grad(log_p[:, 3].sum(), x)
+    assert ((gradient[:, 3] - d[:, 3]) / d[:, 3]).abs().max() < 4e-3
+
+
+def test_a_bias_of_minus_infinity_takes_an_id_out():
+    hidden, weight, targets, _ = problem(SHAPES[0], "plain")
+    bias = torch.zeros(weight.shape[0], device=DEVICE)
+    bias[[0, 7, 299]] = -torch.inf
+    targets.fill_(5)
+    x, z, log_p, rows = truth(hidden, weight, targets, bias, Head())
+    out, gradient = read((hidden, weight, targets, bias), Head(), entropy=True, write=True)
+    check_numbers(out, z.detach(), log_p.detach(), targets, rows)
+    assert gradient.isfinite().all() and not gradient[:, [0, 7, 299]].any()
+
+
+def test_strided_and_offset_operands():
+    hidden, weight, targets, bias = problem(SHAPES[1], "scale, bias")
+    wanted, _ = read((hidden, weight, targets, bias), HEADS["scale, bias"], entropy=True)
+    C, H = hidden.shape
+    wide = torch.zeros(C, H + 3, device=DEVICE, dtype=DTYPE)
+    wide[:, 3:] = hidden
+    strided = [torch.stack((x, x), 1)[:, 0] for x in (targets, bias)]
+    for other in (wide[:, 3:], hidden.t().contiguous().t()):
+        found, _ = read((other, weight, *strided), HEADS["scale, bias"], entropy=True)
+        for name, x in found.items():
+            assert torch.equal(x, getattr(wanted, name)), name
+
+
+def test_the_first_of_equal_logits_is_the_top():
+    C, H, V = 4, 16, 600
+    hidden, weight = torch.ones(C, H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
+    weight[[10, 200, 550]] = 1.0
+    targets = torch.tensor([10, 200, 550, 11])
+    given = [x.to(DEVICE) for x in (hidden, weight, targets)]
+    out, _ = read((*given, None), Head(), entropy=True)
+    assert out.is_top1.tolist() == [1, 0, 0, 0]
+
+
+def test_same_bits_again():
+    given = problem(SHAPES[1], "plain", spread=20.0)
+    (first, d_first), (second, d_second) = (read(given, Head(), entropy=True, write=True) for _ in range(2))
+    assert torch.equal(d_first, d_second)
+    assert all(torch.equal(x, getattr(second, name)) for name, x in first.items())
+
+
+def test_what_it_does_not_serve(monkeypatch):
+    monkeypatch.setattr(fused, "_has_tensor_copies", lambda device: True)
+    weight = torch.zeros(16, 24, dtype=DTYPE, device=DEVICE)
+    assert fused.serves(DTYPE, 24, weight) and fused.serves(DTYPE, 24, weight, None)
+    assert not fused.serves(DTYPE, 23, weight) and not fused.serves(DTYPE, 24, weight, weight[:, 1:])
+    assert not fused.serves(DTYPE, 24, weight, weight.t()) and not fused.serves(
+        DTYPE, 24, weight.flatten()[1:][:16]
+    )
+
+
+# The engine on these kernels
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The kernels for this device, and how often each ran."""
+    monkeypatch.setattr(fused, "PRODUCT_DTYPES", (DTYPE,))
+    monkeypatch.setattr(fused, "_has_tensor_copies", lambda device: True)
+    ran = {"read": 0, "write": 0}
+
+    def counted(name, function):
+        def run(*args, **kwargs):
+            ran[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(fused, name, run)
+
+    counted("read", fused.read)
+    counted("write", fused.write)
+    return ran
+
+
+PAIRS, LENGTH, WIDTH, IDS = 4, 6, 16, 264
+
+
+def pairs():
+    """Hidden states (sequences, tokens, H), head, targets, and the like of a reference model."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, ref = torch.randn(2, PAIRS, LENGTH, WIDTH, generator=generator).to(DEVICE, DTYPE).unbind(0)
+    weight, ref_weight = torch.randn(2, IDS, WIDTH, generator=generator).to(DEVICE, DTYPE).unbind(0)
+    targets = torch.randint(0, IDS, (PAIRS, LENGTH), generator=generator).to(DEVICE)
+    targets[:, 0] = -100
+    return hidden, weight, targets, {"ref_hidden": ref, "ref_weight": ref_weight}
+
+
+LOSSES = {
+    "cross-entropy": (CrossEntropyLoss(logits_dtype=FP32), False, {"read": True}),
+    "cross-entropy, all rows": (
+        CrossEntropyLoss(logits_dtype=FP32, compact=False),
+        False,
+        {"read": True},
+    ),
+    "cross-entropy, softcap": (
+        CrossEntropyLoss(logits_dtype=FP32, softcap=5.0, logit_scale=1.2),
+        False,
+        {"read": True},
+    ),
+    "z-loss: in fp32": (CrossEntropyLoss(logits_dtype=FP32, z_loss=0.1), False, {}),
+    "smoothing: in fp32": (CrossEntropyLoss(logits_dtype=FP32, label_smoothing=0.1), False, {}),
+    "unreduced": (
+        CrossEntropyLoss(logits_dtype=FP32, reduction="none"),
+        False,
+        {"read": True, "write": True},
+    ),
+    "unreduced, z-loss": (
+        CrossEntropyLoss(logits_dtype=FP32, reduction="none", z_loss=0.1),
+        False,
+        {"read": True, "write": True},
+    ),
+    # In the many chunks of `check` a pair is beyond the budget, and walked twice.
+    "DPO with a reference": (
+        DPOLoss(logits_dtype=FP32, beta=0.5),
+        True,
+        {"read": True, "write": True},
+    ),
+    "ORPO": (ORPOLoss(logits_dtype=FP32), False, {"read": True, "write": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(served, name, frozen):
+    loss, with_reference, wanted = LOSSES[name]
+    hidden, weight, targets, reference = pairs()
+    hidden.requires_grad_()
+    weight.requires_grad_(not frozen)
+    report = logitless.check(loss, hidden, weight, targets, **(reference if with_reference else {}))
+    assert report.ok, report
+    ran = {kernel for kernel, times in served.items() if times}
+    # A loss of log p and lse of a frozen head keeps d logp / d hidden, and needs no second walk.
+    assert ran == wanted.keys() or (frozen and ran == {"read"} and wanted)
+
+
+@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+def test_a_pair_beyond_the_budget_is_walked_twice(served):
+    hidden, weight, targets, reference = pairs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    whole = DPOLoss(logits_dtype=FP32, beta=0.5)(hidden, weight, targets, **reference)
+    assert served["write"] == 0
+    expected = torch.autograd.grad(whole.loss, (hidden, weight))
+    cut = DPOLoss(logits_dtype=FP32, beta=0.5, logits_budget=4 * fused.row_bytes(IDS, stored=True))(
+        hidden, weight, targets, **reference
+    )
+    assert cut.plan.strategy == "recompute" and served["write"] >= 2
+    assert (cut.loss - whole.loss).abs() < 1e-6
+    for found, one in zip(torch.autograd.grad(cut.loss, (hidden, weight)), expected, strict=True):
+        assert relative_error(found, one.double()) < 8e-3
+
+
+@pytest.mark.parametrize("entropy", [False, True, "metric"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen head"])
+def test_log_probabilities_are_the_same_whoever_asks(served, entropy, frozen):
+    hidden, weight, targets, _ = pairs()
+    with torch.no_grad():
+        old = linear_logprobs(hidden, weight, targets, entropy=bool(entropy) and "metric", logits_dtype=FP32)
+    hidden.requires_grad_()
+    weight.requires_grad_(not frozen)
+    new = linear_logprobs(hidden, weight, targets, entropy=entropy, logits_dtype=FP32)
+    assert torch.equal(old.logps, new.logps) and torch.equal(old.lse, new.lse)
+    value = new.logps.sum() + 0.3 * new.lse.sum() + (0.1 * new.entropy.sum() if entropy is True else 0.0)
+    leaves = [hidden] if frozen else [hidden, weight]
+    found = torch.autograd.grad(value, leaves)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    z = wide[0] @ (weight.detach().double() if frozen else wide[1]).t()
+    log_p, rows = z.log_softmax(-1), targets != -100
+    truth = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0] + 0.3 * z.logsumexp(-1)
+    truth = truth - (0.1 * (log_p.exp() * log_p).sum(-1) if entropy is True else 0.0)
+    for one, other in zip(found, torch.autograd.grad((truth * rows).sum(), wide), strict=True):
+        assert relative_error(one, other) < 8e-3
+    assert served["read"] and (frozen and entropy is not True or served["write"])
+
+
+def test_nothing_is_stored_where_logits_are_only_read(served, monkeypatch):
+    places, new_place = [], fused.new_place
+    monkeypatch.setattr(
+        fused, "new_place", lambda weight, rows: places.append(rows) or new_place(weight, rows)
+    )
+    hidden, weight, targets, reference = pairs()
+    with torch.no_grad():
+        linear_logprobs(hidden, weight, targets, logits_dtype=FP32)
+        plan = DPOLoss(logits_dtype=FP32)(hidden, weight, targets, **reference).plan
+    assert places == [0, 0] and plan.row_bytes < 2 * IDS
+
+
+@pytest.mark.skipif(DTYPE == torch.float32, reason="nothing is rounded in fp32")
+def test_rounded_logits_take_two_kernels(served):
+    hidden, weight, targets, _ = pairs()
+    CrossEntropyLoss()(hidden, weight, targets)
+    assert not served["read"]

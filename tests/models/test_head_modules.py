@@ -1,0 +1,338 @@
+"""LM heads as modules in the place of a weight: the same losses and gradients as with their tensors."""
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from logitless import (
+    CrossEntropyLoss,
+    DistillationLoss,
+    DPOLoss,
+    GRPOLoss,
+    KTOLoss,
+    MedusaHeads,
+    MedusaLoss,
+    MultiTokenLoss,
+    ORPOLoss,
+    linear_cross_entropy,
+    linear_logprobs,
+)
+from logitless.engine.head_view import HeadView
+from logitless.models import head_of, patch_model
+
+from ..trl_integration.tiny import VOCAB, tiny_model
+
+B, T, H, V = 4, 5, 8, 23
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(request):
+    """A loss of logits would be compiled."""
+    with torch.compiler.set_stance("default" if "compiles" in request.node.name else "force_eager"):
+        yield
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+TARGETS = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([True, False, True, False])
+
+
+def head(seed=1, *, bias=True):
+    linear = nn.Linear(H, V, bias=bias, dtype=torch.float64)
+    with torch.no_grad():
+        for number, x in enumerate(linear.parameters()):
+            x.copy_(random(*x.shape, seed=10 * seed + number))
+    return linear
+
+
+def unrelated():
+    return {
+        "kl_hidden": random(2, T, H, seed=5),
+        "kl_targets": TARGETS[:2],
+        "ref_hidden": random(2, T, H, seed=6),
+    }
+
+
+def hard(hidden, **given):
+    return DistillationLoss(hard_loss_weight=0.5)(
+        hidden, targets=TARGETS, teacher_hidden=random(B, T, H), **given
+    )
+
+
+# (call, what stands before the names of its heads)
+CALLS = {
+    "cross-entropy": (lambda h, **w: CrossEntropyLoss()(h, targets=TARGETS, **w), ("",)),
+    "class weights": (
+        lambda h, **w: CrossEntropyLoss()(h, targets=TARGETS, class_weights=random(V).abs(), **w),
+        ("",),
+    ),
+    "function": (lambda h, **w: linear_cross_entropy(h, targets=TARGETS, **w), ("",)),
+    "logprobs": (lambda h, **w: linear_logprobs(h, targets=TARGETS, **w).logps.square().sum(), ("",)),
+    "unreduced": (
+        lambda h, **w: CrossEntropyLoss(reduction="none")(h, targets=TARGETS, **w).loss.sum(),
+        ("",),
+    ),
+    "distillation": (hard, ("", "teacher_")),
+    "dpo": (lambda h, **w: DPOLoss()(h, targets=TARGETS, ref_hidden=random(B, T, H), **w), ("", "ref_")),
+    "kto": (
+        lambda h, **w: KTOLoss()(
+            h, targets=TARGETS, labels=LABELS, ref_hidden=random(B, T, H), kl=unrelated(), **w
+        ),
+        ("", "ref_"),
+    ),
+    "orpo": (lambda h, **w: ORPOLoss(logits_over="position")(h, targets=TARGETS, **w), ("",)),
+    "grpo": (lambda h, **w: GRPOLoss()(h, targets=TARGETS, advantages=random(B), **w), ("",)),
+    "multi-token": (lambda h, **w: MultiTokenLoss()([h, 2 * h], targets=TARGETS, **w), ("",)),
+    "medusa": (
+        lambda h, **w: MedusaLoss()(h, MedusaHeads(H, V, 2, shared=True, dtype=h.dtype), TARGETS, **w),
+        ("base_",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_module_and_tensors_are_the_same(name):
+    call, prefixes = CALLS[name]
+    results = []
+    for whole in (False, True):
+        torch.manual_seed(0)
+        hidden = random(B, T, H, seed=2).requires_grad_()
+        heads = {prefix: head(3 + len(prefix)) for prefix in prefixes}
+        given = {f"{prefix}weight": x if whole else x.weight for prefix, x in heads.items()}
+        given |= {} if whole else {f"{prefix}bias": x.bias for prefix, x in heads.items()}
+        out = call(hidden, **given)
+        (out if isinstance(out, torch.Tensor) else out.loss).backward()
+        metrics = getattr(out, "metrics", {})
+        results.append([out if not metrics else out.loss, *metrics.values(), hidden.grad])
+        results[-1] += [x.grad for x in heads[prefixes[0]].parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert results[1][-1].norm() > 0
+
+
+# --- adapters
+
+
+def adapted(linear, **changes):
+    """The head in a model, under PEFT."""
+    holder = nn.Module()
+    holder.lm_head, holder.other = linear, nn.Linear(2, 2, dtype=torch.float64)
+    config = peft.LoraConfig(**{"r": 3, "target_modules": ["lm_head"], "init_lora_weights": False} | changes)
+    torch.manual_seed(0)
+    return peft.inject_adapter_in_model(config, holder).lm_head.double()
+
+
+def stock(hidden, module, bias=None):
+    return nn.functional.cross_entropy(module(hidden).flatten(0, 1), TARGETS.flatten())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_lora_gets_its_gradient(frozen):
+    module = adapted(head())
+    module.get_base_layer().requires_grad_(not frozen)
+    found = []
+    for compute in (stock, lambda h, m: CrossEntropyLoss(logits_budget=1000)(h, m, TARGETS).loss):
+        module.zero_grad()
+        hidden = random(B, T, H, seed=2).requires_grad_()
+        loss = compute(hidden, module)
+        loss.backward()
+        found.append(
+            [loss.detach(), hidden.grad, *(x.grad for x in module.parameters() if x.grad is not None)]
+        )
+    assert len(found[0]) == (4 if frozen else 6)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_lora_as_a_teacher_and_a_reference():
+    module = adapted(head(bias=False))
+    plain = nn.Linear(H, V, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        plain.weight.copy_(module.get_base_layer().weight + module.get_delta_weight("default"))
+    hidden = random(B, T, H, seed=2)
+    a, b = (hard(hidden, weight=head(7), teacher_weight=x).loss for x in (module, plain))
+    torch.testing.assert_close(a, b)
+    a, b = (
+        KTOLoss()(hidden, x, TARGETS, labels=LABELS, ref_hidden=hidden, ref_weight=x, kl=unrelated()).loss
+        for x in (module, plain)
+    )
+    torch.testing.assert_close(a, b)
+
+
+def test_heads_of_several_positions_take_no_adapter():
+    module, hidden = adapted(head()), random(B, T, H)
+    with pytest.raises(ValueError, match="base_weight: expected a head without an adapter, got LoRA on it"):
+        MedusaLoss()(hidden, MedusaHeads(H, V, 1, dtype=hidden.dtype), TARGETS, base_weight=module)
+    with pytest.raises(ValueError, match="weight: expected a head without an adapter, got LoRA on it"):
+        MultiTokenLoss()([hidden], module, TARGETS)
+
+
+def test_a_head_that_peft_trains_whole():
+    model = peft.get_peft_model(
+        tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    wrapper = model.get_base_model().lm_head
+    active = wrapper.modules_to_save["default"]
+    with torch.no_grad():
+        active.weight.mul_(2)
+    hidden, targets = torch.randn(3, 32), torch.tensor([1, 2, 3])
+    loss = linear_cross_entropy(hidden, wrapper, targets)
+    loss.backward()
+    assert (
+        torch.equal(loss, linear_cross_entropy(hidden, active.weight, targets))
+        and active.weight.grad.norm() > 0
+    )
+    with model.disable_adapter():
+        original = linear_cross_entropy(hidden, wrapper, targets)
+    assert torch.equal(original, linear_cross_entropy(hidden, wrapper.original_module.weight, targets))
+
+
+# --- a model's own softcap and scale
+
+
+@pytest.mark.parametrize(
+    "family, softcap, scale",
+    [("llama", None, 1.0), ("gemma2", 0.5, 1.0), ("granite", None, 4.0), ("cohere", None, 3.0)],
+)
+def test_head_of_a_model_brings_its_options(family, softcap, scale):
+    model = tiny_model(family).eval()
+    view = head_of(model)
+    assert (view.softcap, view.logit_scale) == (softcap, pytest.approx(scale))
+    assert type(model.lm_head) is nn.Linear and type(model.model).__dict__.get("exchange_key") is None
+    ids = torch.arange(3, 13)[None]
+    hidden = model.base_model(ids).last_hidden_state
+    expected = nn.functional.cross_entropy(model(ids).logits[0], ids[0])
+    torch.testing.assert_close(linear_cross_entropy(hidden, view, ids), expected)
+    torch.testing.assert_close(-linear_logprobs(hidden, view, ids).logps.mean(), expected)
+    # the loss's own options may say the same, and nothing else
+    same = CrossEntropyLoss(softcap=softcap, logit_scale=scale)
+    torch.testing.assert_close(same(hidden, view, ids).loss, expected)
+    with pytest.raises(ValueError, match="softcap: expected the model's own .*, got 7.0; leave it out"):
+        CrossEntropyLoss(softcap=7.0)(hidden, view, ids)
+    with pytest.raises(ValueError, match="logit_scale: expected the model's own .*, got 0.3; leave it out"):
+        CrossEntropyLoss(logit_scale=0.3)(hidden, view, ids)
+
+
+def test_options_of_a_reference_and_a_teacher():
+    hidden, plain = random(B, T, H), head()
+    capped = HeadView(plain.weight, plain.bias, softcap=2.0, logit_scale=0.5, of_model=True)
+    for call, field, loss in (
+        (
+            lambda loss, w: loss(hidden, plain, TARGETS, teacher_hidden=hidden, teacher_weight=w),
+            "teacher",
+            DistillationLoss,
+        ),
+        (lambda loss, w: loss(hidden, plain, TARGETS, ref_hidden=hidden, ref_weight=w), "ref", DPOLoss),
+    ):
+        options = {f"{field}_softcap": 2.0, f"{field}_logit_scale": 0.5}
+        found, expected = call(loss(), capped).loss, call(loss(**options), plain).loss
+        assert torch.equal(found, expected) and found != call(loss(), plain).loss
+
+
+def test_head_of_a_module_and_of_layers_in_front():
+    from .every import tiny
+
+    linear = head()
+    assert head_of(linear) == HeadView(linear.weight, linear.bias)
+    with pytest.raises(
+        ValueError, match="model: expected a head right behind its backbone, got .*patch_model"
+    ):
+        head_of(tiny("RobertaForCausalLM"))
+
+
+def test_head_of_an_adapted_model():
+    model = peft.get_peft_model(
+        tiny_model("granite"), peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    ).eval()
+    ids = torch.arange(3, 13)[None]
+    loss = linear_cross_entropy(model.get_base_model().model(ids).last_hidden_state, head_of(model), ids)
+    loss.backward()
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(model(ids).logits[0], ids[0]))
+    assert model.get_base_model().lm_head.lora_A["default"].weight.grad.norm() > 0
+
+
+# --- what is refused
+
+
+def hooked():
+    linear = head()
+    linear.register_forward_hook(lambda module, args, out: 2 * out)
+    return linear
+
+
+def parametrised():
+    linear = head()
+    parametrize.register_parametrization(linear, "weight", nn.Identity())
+    return linear
+
+
+def foreign(package, name):
+    return type(name, (nn.Linear,), {"__module__": f"{package}.nn"})(H, V)
+
+
+@pytest.mark.parametrize(
+    "made, message",
+    [
+        (hooked, "weight: expected a head whose forward pass is its own, got one with hooks; remove them"),
+        (
+            parametrised,
+            "weight: .*got torch.nn.utils.parametrize.ParametrizedLinear; pass the weight that it",
+        ),
+        (
+            lambda: nn.Embedding(V, H),
+            "weight: expected a tensor .V, H., or an LM head.*got torch.nn.*Embedding",
+        ),
+        (
+            lambda: foreign("bitsandbytes", "Linear4bit"),
+            "bitsandbytes.nn.Linear4bit; .*llm_int8_skip_modules",
+        ),
+        (
+            lambda: foreign("gptqmodel", "TorchQuantLinear"),
+            "gptqmodel.nn.TorchQuantLinear; leave the LM head out",
+        ),
+        (lambda: foreign("awq", "WQLinear_GEMM"), "awq.nn.WQLinear_GEMM; leave the LM head out"),
+        (lambda: "lm_head.weight", "weight: expected a tensor .V, H., or an LM head.*got str"),
+    ],
+    ids=["hook", "parametrisation", "embedding", "bitsandbytes", "gptq", "awq", "text"],
+)
+def test_heads_that_only_their_own_forward_can_read(made, message):
+    for call in (CrossEntropyLoss(), linear_cross_entropy, linear_logprobs):
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(random(B, T, H), made(), TARGETS)
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes", "gptqmodel", "awq"])
+def test_quantized_heads_of_models_are_refused_by_name(package):
+    model = tiny_model()
+    model.lm_head.__class__ = type("QuantLinear", (nn.Linear,), {"__module__": package})
+    for call in (patch_model, head_of):
+        with pytest.raises(
+            TypeError, match=f"model: .*got {package}.QuantLinear; leave the LM head out of quant"
+        ):
+            call(model)
+
+
+def test_a_bias_beside_a_head():
+    hidden = random(B, T, H)
+    with pytest.raises(
+        ValueError, match="bias: expected None beside a head as weight, got a tensor; the head"
+    ):
+        CrossEntropyLoss()(hidden, head(bias=False), TARGETS, bias=random(V))
+    with pytest.raises(ValueError, match="teacher_bias: expected None beside a head as teacher_weight"):
+        hard(hidden, weight=head(), teacher_weight=head(), teacher_bias=random(V))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiles_into_one_graph(family):
+    model = tiny_model(family)
+    hidden, targets = torch.randn(6, 32), torch.randint(VOCAB, (6,))
+    view = head_of(model)
+    for given in (model.lm_head, view):
+        loss = CrossEntropyLoss()
+        compiled = torch.compile(
+            lambda h, t, x=given: loss(h, x, t).loss, backend="aot_eager", fullgraph=True
+        )
+        torch.testing.assert_close(compiled(hidden, targets), loss(hidden, given, targets).loss)

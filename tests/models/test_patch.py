@@ -1,0 +1,447 @@
+"""`patch_model`: what must go on working beside the loss, how it is undone, checked, and refused."""
+
+import copy
+import io
+import types
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from logitless.models import patch_model
+from logitless.models.exchange import STATES
+from logitless.models.patch import check_trainer_arguments
+
+from ..trl_integration.tiny import VOCAB, tiny_model
+from .every import gradients, tiny
+
+IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+LABELS = torch.where(IDS % 4 == 0, -100, IDS)
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": LABELS}
+
+
+def same_as_stock(model, **inputs):
+    """Loss and gradients of the model as it is, and of a stock twin."""
+    twin = tiny_model()
+    twin.load_state_dict(model.state_dict())
+    theirs, expected = gradients(twin, **inputs or INPUTS)
+    ours, found = gradients(model, **inputs or INPUTS)
+    assert ours.logits is None
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(found, expected)
+
+
+def test_patch_tells_what_it_did(caplog):
+    model = tiny_model()
+    with caplog.at_level("INFO", logger="logitless"):
+        patch = patch_model(model)
+    assert patch.checked == "checked at attach" and patch.last_plan is None
+    assert "LlamaForCausalLM: loss without logits, checked at attach" in caplog.text
+    model(**INPUTS).loss.backward()
+    assert patch.last_plan.strategy == "fused"
+    with torch.no_grad():
+        model(**INPUTS)
+    assert patch.last_plan.strategy == "loss_only"
+    with pytest.raises(ValueError, match="model: expected LlamaForCausalLM as it comes.*undo that first"):
+        patch_model(model)
+
+
+def test_undo_leaves_nothing_behind():
+    model = tiny_model()
+    before = {name: set(module.__dict__) for name, module in model.named_modules()}
+    patch = patch_model(model)
+    assert type(model).__name__ == "LlamaForCausalLM" and isinstance(model.lm_head, nn.Linear)
+    patch()
+    patch()
+    assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is nn.Linear
+    assert before == {name: set(module.__dict__) for name, module in model.named_modules()}
+    assert model(**INPUTS).logits is not None
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("given", ["labels", "positional", "shift_labels", "both"])
+def test_labels_however_they_come(given):
+    model, aligned = tiny_model(), nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100)
+    expected = model(IDS, labels=LABELS).loss
+    patch_model(model)
+    out = {
+        "labels": lambda: model(IDS, labels=LABELS),
+        "positional": lambda: model(IDS, None, None, None, None, LABELS),
+        "shift_labels": lambda: model(IDS, shift_labels=aligned),
+        "both": lambda: model(IDS, labels=LABELS, shift_labels=aligned),
+    }[given]()
+    torch.testing.assert_close(out.loss, expected)
+    assert out.logits is None
+
+
+def test_a_loss_function_of_the_users_is_honoured():
+    model = tiny_model()
+
+    def smoothed(logits, labels, vocab_size, **kwargs):
+        flat = logits[:, :-1].reshape(-1, vocab_size)
+        return nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.3)
+
+    model.loss_function = smoothed
+    expected = model(**INPUTS).loss
+    patch_model(model)
+    torch.testing.assert_close(model(**INPUTS).loss, expected)
+    model.loss_function = lambda logits, labels, **_: logits.softmax(-1).sum()
+    with pytest.raises(
+        AttributeError, match="logits: expected a loss that is their cross-entropy, got 'softmax'"
+    ):
+        model(**INPUTS)
+    model.loss_function = lambda logits, labels, **_: torch.log_softmax(logits, -1).sum()
+    with pytest.raises(
+        TypeError, match="logits: expected a loss that is their cross-entropy, got log_softmax"
+    ):
+        model(**INPUTS)
+    model.loss_function = lambda logits, labels, **_: nn.functional.cross_entropy(
+        logits, labels, reduce=False
+    )
+    with pytest.raises(TypeError, match="got cross_entropy with size_average or reduce"):
+        model(**INPUTS)
+    # and the next call is not left with the deferred head
+    assert isinstance(model(IDS).logits, torch.Tensor)
+
+
+def test_a_tuple_would_have_no_place_for_logits():
+    model = tiny_model()
+    patch_model(model)
+    with pytest.raises(ValueError, match="return_dict: expected True for a labelled call, got False"):
+        model(**INPUTS, return_dict=False)
+    assert isinstance(model(IDS, return_dict=False)[0], torch.Tensor)
+
+
+def test_other_calls_run_as_before():
+    plain, model = tiny_model().eval(), tiny_model().eval()
+    patch_model(model)
+    assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options))
+
+
+# --- copies and files
+
+
+def test_a_deep_copy_trains_its_own_weights():
+    model = tiny_model()
+    patch = patch_model(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(3)
+        twin.model.embed_tokens.weight.mul_(2)
+    same_as_stock(twin)
+    assert all(x.grad is None for x in model.parameters())
+    patch()
+    assert model(**INPUTS).logits is not None and twin(**INPUTS).logits is None
+
+
+def test_files_hold_the_stock_model(tmp_path):
+    model = tiny_model()
+    expected = model(**INPUTS).loss
+    keys = model.state_dict().keys()
+    patch_model(model)
+    assert model.state_dict().keys() == keys
+    model.save_pretrained(tmp_path)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for restored in (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path),
+        torch.load(file, weights_only=False),
+    ):
+        assert type(restored) is transformers.LlamaForCausalLM and type(restored.lm_head) is nn.Linear
+        out = restored(**INPUTS)
+        torch.testing.assert_close(out.loss, expected)
+        assert out.logits is not None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    patch_model(model)
+    same_as_stock(model)
+
+
+# --- forward passes that somebody else put on the instance
+
+
+def autocast_by_accelerate(model):
+    """As `Accelerator.prepare_model` does with mixed_precision="bf16"."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    model._original_forward = model.forward
+    new = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward.__func__)
+    model.forward = types.MethodType(new, model)
+    model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+
+
+@pytest.mark.parametrize("first", ["accelerate", "patch"])
+@pytest.mark.parametrize("undone", [False, True])
+def test_accelerates_autocast(first, undone):
+    model, plain = tiny_model(), tiny_model()
+    autocast_by_accelerate(plain)
+    expected = plain(**INPUTS).loss
+    assert expected != tiny_model()(**INPUTS).loss
+    if first == "accelerate":
+        autocast_by_accelerate(model)
+    patch = patch_model(model)
+    if first == "patch":
+        autocast_by_accelerate(model)
+    for one in (model, copy.deepcopy(model)):
+        out = one(**INPUTS)
+        assert out.logits is None
+        torch.testing.assert_close(out.loss, expected, rtol=1e-3, atol=0)
+    if undone:
+        patch()
+        out = model(**INPUTS)
+        assert torch.equal(out.loss, expected) and out.logits is not None
+        assert STATES not in model.__dict__
+
+
+def test_accelerate_takes_its_own_wrapper_off_and_not_ours():
+    from accelerate.utils import extract_model_from_parallel
+
+    model = tiny_model()
+    patch_model(model)
+    autocast_by_accelerate(model)
+    extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    assert model(**INPUTS).logits is None
+
+
+def test_a_head_with_a_hook_of_accelerate():
+    """As with a device_map: the hook moves the head's input, and ours must not lose the head for it."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = tiny_model()
+    add_hook_to_module(model.lm_head, AlignDevicesHook(execution_device="cpu"))
+    patch = patch_model(model)
+    same_as_stock(model)
+    patch()
+    assert "forward" in model.lm_head.__dict__ and model(**INPUTS).logits is not None
+    offloaded = tiny_model()
+    add_hook_to_module(offloaded.lm_head, AlignDevicesHook(execution_device="cpu", offload=True))
+    with pytest.raises(ValueError, match="model: expected an LM head on a device, got one that is offloaded"):
+        patch_model(offloaded)
+
+
+def test_adapters_that_come_after_the_patch():
+    model = tiny_model()
+    patch = patch_model(model)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    ours, found = gradients(adapted, **INPUTS)
+    stock = tiny_model()
+    torch.manual_seed(0)
+    theirs, expected = gradients(peft.get_peft_model(stock, config), **INPUTS)
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    torch.testing.assert_close(found, expected)
+    assert ours.logits is None and any("lm_head.lora_A" in name for name in found)
+    patch()
+    assert not any(STATES in module.__dict__ for module in adapted.modules())
+
+
+# --- dtypes
+
+
+def test_fp32_head_on_a_half_precision_backbone():
+    """As Mamba has it, whose own forward pass casts; autocast casts for the others."""
+    model = tiny_model().bfloat16()
+    model.lm_head.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**INPUTS).loss
+        patch_model(model)
+        torch.testing.assert_close(model(**INPUTS).loss, expected, rtol=1e-2, atol=0)
+    mamba = tiny("MambaForCausalLM").bfloat16()
+    mamba.lm_head.float()
+    expected = mamba(IDS, labels=LABELS).loss
+    patch_model(mamba)
+    torch.testing.assert_close(mamba(IDS, labels=LABELS).loss, expected)
+
+
+# --- DeepSpeed ZeRO-3
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
+    """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
+    elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
+    from logitless import linear_logprobs
+    from logitless.trl_integration.head import attach_chunked_head
+
+    def score(hidden, weight, bias, labels, shift):
+        logps = linear_logprobs(hidden[:, :-1], weight, labels[:, 1:], bias=bias).logps
+        return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
+
+    model = tiny_model()
+    _, expected = gradients(model, **INPUTS)
+    model.zero_grad()
+    weight = model.lm_head.weight
+    weight.ds_id, whole = 0, weight.data
+
+    def gather(*_):
+        weight.data = whole
+
+    def release(*_):
+        weight.data = torch.empty(0)
+
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(release)
+    model.lm_head.register_full_backward_pre_hook(gather)
+    weight.register_post_accumulate_grad_hook(release)
+    release()
+    patch = None
+    if scored:
+        attach_chunked_head(model, score)
+    else:
+        patch = patch_model(model)
+        assert patch.checked.startswith("not checked yet")
+    more = {"fused_lm_head": True} if scored else {}
+    _, found = gradients(model, **INPUTS, **more)
+    assert weight.numel() == 0 and (scored or patch.checked == "checked at step 1")
+    torch.testing.assert_close(found, expected)
+
+
+# --- the probes
+
+
+def test_probes_leave_no_trace():
+    model = tiny_model(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    patch_model(model)
+    assert torch.equal(torch.get_rng_state(), state) and modes == [m.training for m in model.modules()]
+    assert torch.equal(model.lm_head.weight.grad, torch.ones_like(model.lm_head.weight)) and not calls
+
+
+def test_a_head_that_is_not_its_parameters():
+    model = tiny_model()
+    model.lm_head.register_forward_hook(lambda module, args, out: out)  # as a logger: nothing changes
+    patch_model(model)()
+    # an instance's own forward that is not the class's: read as a Linear, and found out
+    head = model.lm_head
+    head.forward = lambda x: nn.functional.linear(x, head.weight).clamp(max=3.0)
+    with pytest.raises(
+        ValueError, match="model: expected logits that differ by at most .* from those of its head's"
+    ):
+        patch_model(model)
+    assert (
+        type(model) is transformers.LlamaForCausalLM
+        and type(head) is nn.Linear
+        and "forward" in head.__dict__
+    )
+
+
+def test_a_loss_that_differs_is_refused_with_both_numbers(monkeypatch):
+    from logitless.models import logits
+
+    own = logits.DeferredLogits.cross_entropy
+    wrong = lambda self, target, **options: own(self, target.roll(1), **options)
+    monkeypatch.setitem(logits.OPERATIONS, nn.functional.cross_entropy, wrong)
+    model = tiny_model(initializer_range=0.5)
+    with pytest.raises(
+        ValueError, match=r"model: expected the model's own loss \d+\.\d+, got \d+\.\d+; compute"
+    ):
+        patch_model(model)
+    assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is nn.Linear
+
+
+def test_a_model_that_cannot_be_called_with_ids_alone():
+    model = tiny_model()
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: {}[1] if kwargs["input_ids"].shape[1] < 5 else None, with_kwargs=True
+    )
+    patch = patch_model(model)
+    assert patch.checked == "checked at attach, its head alone (KeyError: 1)"
+    model(**INPUTS).loss.backward()
+
+
+def test_meta_models_are_checked_at_step_1():
+    with torch.device("meta"):
+        model = tiny_model()
+    patch = patch_model(model)
+    assert patch.checked.startswith("not checked yet: ")
+    model.to_empty(device="cpu").load_state_dict(tiny_model().state_dict())
+    model.model.rotary_emb = tiny_model().model.rotary_emb
+    same_as_stock(model)
+    assert patch.checked == "checked at step 1"
+
+
+def test_an_unchecked_model_is_not_compiled_silently():
+    with torch.device("meta"):
+        model = tiny_model()
+    patch_model(model)
+    model.to_empty(device="cpu").load_state_dict(tiny_model().state_dict())
+    model.model.rotary_emb = tiny_model().model.rotary_emb
+    with torch.compiler.set_stance("default"):
+        with pytest.raises(Exception, match="pass unverified=True"):
+            torch.compile(model, backend="eager", fullgraph=True)(**INPUTS)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_compiles_into_one_graph(family):
+    model = tiny_model(family, **({"output_router_logits": True} if family == "mixtral" else {}))
+    expected = model(**INPUTS).loss
+    patch_model(model)
+    with torch.compiler.set_stance("default"):
+        out = torch.compile(model, backend="aot_eager", fullgraph=True)(**INPUTS)
+    torch.testing.assert_close(out.loss, expected)
+    assert out.logits is None
+
+
+# --- what is refused
+
+
+def test_models_without_a_head():
+    for model in (tiny_model().base_model, nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="model: expected a causal language model with an LM head, got"):
+            patch_model(model)
+
+
+def test_a_forward_pass_that_does_not_call_its_head(monkeypatch):
+    model = tiny_model()
+    other = nn.Linear(32, VOCAB, bias=False)
+    monkeypatch.setattr(model, "get_output_embeddings", lambda: other)
+    with pytest.raises(
+        ValueError, match="model: expected a forward pass that calls the module of get_output_emb"
+    ):
+        patch_model(model)
+
+
+def test_data_parallel():
+    model = tiny_model()
+    patch_model(model)
+    # as torch.nn.parallel.replicate makes it, which needs two GPUs
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel"):
+        replica(**INPUTS)
+
+
+def test_label_smoothing_of_the_plain_trainer(tmp_path):
+    """Trainer takes the labels away and smooths full logits."""
+    args = transformers.TrainingArguments(output_dir=tmp_path, label_smoothing_factor=0.1, report_to=[])
+    with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 with a patched model, got 0.1"):
+        check_trainer_arguments(args)
+    check_trainer_arguments(transformers.TrainingArguments(output_dir=tmp_path, report_to=[]))
+    model = tiny_model()
+    patch_model(model)
+    trainer = transformers.Trainer(model, args)
+    with pytest.warns(UserWarning, match="labels: expected labels in a training step, got none.*full logits"):
+        trainer.compute_loss(model.train(), dict(INPUTS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.compute_loss(model, dict(INPUTS))  # said once
+        with torch.no_grad():
+            tiny_model().train()(IDS)
