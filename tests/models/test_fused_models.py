@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from logitless.models import bodies, exchange, fuse, fuse_layers, fused_forwards
+from logitless.models import bodies, exchange, fuse, fuse_layers, fused_forwards, patch_model
 from logitless.models.exchange import state_of
 from tests.models.tiny import IDS, assert_same, step, tiny, twin
 
@@ -279,6 +279,24 @@ def test_a_model_on_the_meta_device_can_be_fused():
         model = transformers.AutoModelForCausalLM.from_config(tiny("Qwen3").config)
     report = fuse_layers(model).report
     assert len(report.fused) == 9 + 3 * 2 and not report.left
+
+
+@pytest.mark.parametrize("first", ["loss", "layers"])
+def test_beside_a_patched_loss(calls, first):
+    model = tiny("Gemma2")
+    wanted = step(model)
+    attach = {"loss": patch_model, "layers": lambda model: fuse_counted(model, calls)}
+    order = [first, *(attach.keys() - {first})]
+    undo = [attach[name](model) for name in order]
+    calls.update(dict.fromkeys(calls, 0))
+    assert_same(step(model), wanted, 1e-5)
+    assert calls["rms_norm_add"] == 4 and calls["gated"] == 2
+    for each in undo:
+        each()
+    assert_same(step(model), wanted)
+    assert {type(module).forward.__module__ for module in model.modules()} <= {
+        type(module).forward.__module__ for module in tiny("Gemma2").modules()
+    }
 
 
 def test_a_failure_in_between_leaves_the_model_as_it_was(monkeypatch):
