@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, readme, trainers
+from benchmarks import compare_trees, readme, steps, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -269,6 +269,72 @@ def trl(
     if failed := trainers.failed(document):
         typer.echo("not right: " + "; ".join(failed), err=True)
         raise typer.Exit(1)
+
+
+@app.command("step")
+def whole_steps(
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="Only models whose name contains this.")
+    ] = None,
+    checkpointing: Annotated[str, typer.Option(help="on, off or both.")] = "both",
+    rounds: Annotated[int, typer.Option(min=1, help="Processes for each configuration, in turns.")] = 1,
+    timed: Annotated[int, typer.Option(min=1, help="Timed steps in a process.")] = 12,
+    limit: Annotated[float, typer.Option(help="Seconds after which a process is ended.")] = 240.0,
+    minutes: Annotated[float, typer.Option(help="Start no process that might not end within these.")] = 60.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
+    our loss, our layers, both."""
+    target = chosen_device(device, quick)
+    switches = {"on": (True,), "off": (False,), "both": (True, False)}
+    if checkpointing not in switches:
+        valid = ", ".join(switches)
+        raise typer.BadParameter(
+            f"--checkpointing: expected one of {valid}, got {checkpointing}; pick one of these."
+        )
+    available = steps.QUICK if quick else steps.MODELS
+    chosen = {name: available[name] for name in picked(available, models)}
+    skipped = picked(steps.CONFIGURATIONS, skip) if skip else []
+    names = [name for name in picked(steps.CONFIGURATIONS, only) if name not in skipped]
+    if not chosen or not names:
+        raise typer.BadParameter(
+            "--model, --only, --skip: expected names that leave something of "
+            f"{', '.join([*available, *steps.CONFIGURATIONS])}, got none; pick some of these."
+        )
+    configurations = {name: steps.CONFIGURATIONS[name] for name in names}
+    packages = ("trl", "accelerate", "liger-kernel")
+    versions = {name: package_version(name) for name in packages}
+    document = new_document("step", target, quick=quick, versions=versions)
+    settings = [
+        steps.Settings(
+            target.type, document["seed"], 2 if quick else 4, 1 if quick else timed, checkpointing=switch
+        )
+        for switch in switches[checkpointing]
+    ]
+    path = out_path(out, document)
+    limits = steps.Limits(limit, minutes)
+    steps.run(
+        document, chosen, configurations, settings, rounds=rounds, limits=limits, out=path, say=speaker()
+    )
+    finish(path)
+    for section in document["sections"]:
+        typer.echo(f"\n{steps.table(section)}")
+    if failed := steps.failed(document):
+        typer.echo("not right: " + "; ".join(failed), err=True)
+        raise typer.Exit(1)
+
+
+def picked(names: Iterable[str], words: list[str] | None) -> list[str]:
+    """Names that a word is, or is part of where it is none; all without words."""
+    found: list[str] = []
+    for word in words or [""]:
+        same = [name for name in names if name.lower() == word.lower()]
+        found += same or [name for name in names if word.lower() in name.lower()]
+    return [name for name in names if name in found]
 
 
 @app.command()

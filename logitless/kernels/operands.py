@@ -7,37 +7,35 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from logitless import errors
 from logitless.kernels.cross_entropy import TRITON_DTYPES, uses_triton
+
+# These run several times a decoder layer: a message is put together only where it is raised.
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     if value not in choices:
-        valid = ", ".join(map(repr, choices))
-        raise ValueError(f"{name}: expected one of {valid}, got {value!r}; pick one of these.")
+        errors.check_choice(name, value, choices)
 
 
 def check_floating(*, optional: bool = False, **operands: Tensor | None) -> None:
     for name, x in operands.items():
         if not (isinstance(x, Tensor) and x.is_floating_point()) and not (optional and x is None):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"{name}: expected a floating-point tensor, got {got}; pass {name} as one.")
+            errors.expect(False, name, "a floating-point tensor", got, f"pass {name} as one", TypeError)
 
 
 def check_device(device: torch.device, owner: str, **operands: Tensor | None) -> None:
     for name, x in operands.items():
         if x is not None and x.device != device:
-            raise ValueError(
-                f"{name}: expected {owner}'s device {device}, got {x.device}; move {name} there."
-            )
+            errors.expect(False, name, f"{owner}'s device {device}", x.device, f"move {name} there")
 
 
 def check_vector(size: int, **operands: Tensor | None) -> None:
     for name, x in operands.items():
         if x is not None and tuple(x.shape) != (size,):
-            raise ValueError(
-                f"{name}: expected shape ({size},), one entry per column, got {tuple(x.shape)}; "
-                f"pass the {name} of this norm."
-            )
+            expected = f"shape ({size},), one entry per column"
+            errors.expect(False, name, expected, tuple(x.shape), f"pass the {name} of this norm")
 
 
 def widest(x: Tensor, *others: Tensor | None) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What is done to a Hugging Face model: its LM head for our losses, and its loss without logits.
+"""What is done to a Hugging Face model: its LM head for our losses, loss without logits, fused layers.
 
 Needs transformers at most, and PEFT where a head is under it.
 """
@@ -10,10 +10,11 @@ _HOMES = {
     "HeadView": "logitless.engine.head_view",
     "Patch": "logitless.models.patch",
     "check_trainer_arguments": "logitless.models.patch",
+    "fuse_layers": "logitless.models.fuse",
     "head_of": "logitless.models.views",
     "patch_model": "logitless.models.patch",
 }
-__all__ = ["HeadView", "Patch", "check_trainer_arguments", "head_of", "patch_model"]
+__all__ = ["HeadView", "Patch", "check_trainer_arguments", "fuse_layers", "head_of", "patch_model"]
 
 
 def __getattr__(name: str) -> Any:

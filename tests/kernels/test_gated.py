@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from logitless.kernels import gated as gated_module
 from logitless.kernels.gated import ACTIVATIONS, gated
 from tests.kernels.layer_support import (
     STRIDES,
@@ -282,4 +281,4 @@ def test_names_are_the_kernels_names():
         pytest.importorskip("triton")
     from logitless.kernels import gated_triton
 
-    assert list(gated_module.ACTIVATIONS) == list(gated_triton.KINDS)
+    assert list(ACTIVATIONS) == list(gated_triton.KINDS)

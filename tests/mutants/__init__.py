@@ -6,6 +6,7 @@ from tests.mutants import (
     calls,
     distillation,
     foundation,
+    fused_layers,
     models,
     multi_token,
     parallel,
@@ -25,5 +26,6 @@ MODULES = (
     calls,
     models,
     trainers,
+    fused_layers,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

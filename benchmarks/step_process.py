@@ -1,0 +1,152 @@
+"""One process of `benchmarks.steps`: trains a model with random weights for a few steps, writes its numbers.
+
+python -m benchmarks.step_process '{"model": …, "configuration": …, "settings": …, "out": …}'
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from torch import nn
+from transformers import PrinterCallback, TrainerCallback
+
+import logitless.trl_integration as our_trainers
+from benchmarks.measure import synchronize
+from benchmarks.peers import one_line
+from benchmarks.steps import Configuration, Model, Settings
+from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
+from logitless.models import fuse_layers
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    parts = Model(**told["model"]), Configuration(**told["configuration"]), Settings(**told["settings"])
+    transformers.logging.set_verbosity_error()
+    try:
+        found = train(*parts)
+    # Any failure is a result here: the other processes go on.
+    except Exception as error:
+        exhausted = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+        found = (
+            {"verdict": "out of memory"} if exhausted else {"verdict": "failed", "reason": one_line(error)}
+        )
+    Path(told["out"]).write_text(json.dumps(found))
+
+
+def train(model: Model, configuration: Configuration, settings: Settings) -> dict:
+    device = torch.device(settings.device)
+    trainer = construct(model, configuration, settings, device)
+    watch = Watch(device, settings)
+    trainer.add_callback(watch)
+    # Prints every log where there is no progress bar.
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return {
+        "verdict": "ok",
+        "ms": watch.ms,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [log["grad_norm"] for log in logs],
+    }
+
+
+class Watch(TrainerCallback):
+    """Logs the first steps, then times the others as a whole, and logs what they came to."""
+
+    def __init__(self, device: torch.device, settings: Settings) -> None:
+        self.device, self.settings, self.start, self.ms = device, settings, 0.0, 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        step, last = state.global_step, self.settings.logged + self.settings.timed
+        if step == last:
+            synchronize(self.device)
+            self.ms = 1e3 * (time.perf_counter() - self.start) / self.settings.timed
+        control.should_log = step <= self.settings.logged or step == last
+        return control
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.settings.logged:
+            synchronize(self.device)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self.start = time.perf_counter()
+
+
+def construct(
+    model: Model, configuration: Configuration, settings: Settings, device: torch.device
+) -> trl.SFTTrainer:
+    on_gpu = device.type == "cuda"
+    options: dict[str, Any] = {
+        "output_dir": "out",
+        "per_device_train_batch_size": model.sequences,
+        "max_length": model.tokens,
+        "max_steps": settings.logged + settings.timed,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused",
+        "gradient_checkpointing": settings.checkpointing,
+        "logging_steps": 10**9,
+        # Reads every loss, and waits for it.
+        "logging_nan_inf_filter": False,
+        "seed": settings.seed,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    if configuration.loss:
+        options["use_chunked_loss"] = True
+    pair = (
+        (our_trainers.SFTConfig, our_trainers.SFTTrainer)
+        if configuration.loss
+        else (trl.SFTConfig, trl.SFTTrainer)
+    )
+    random = torch.Generator().manual_seed(settings.seed)
+    count = model.sequences * (settings.logged + settings.timed)
+    ids = torch.randint(2, model.sizes["vocab_size"], (count, model.tokens), generator=random)
+    made = causal_lm(model, settings, device)
+    if configuration.layers == "liger":
+        give_ligers_layers(made)
+    trainer = pair[1](
+        model=made,
+        args=pair[0](**options),
+        train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
+        processing_class=tokenizer(),
+    )
+    if configuration.layers == "ours":
+        print(fuse_layers(trainer.model).report)
+    if configuration.layers == "compiled":
+        for layer in trainer.model.model.layers:
+            layer.compile()
+    return trainer
+
+
+def causal_lm(model: Model, settings: Settings, device: torch.device) -> nn.Module:
+    """In bf16 on a GPU."""
+    config = getattr(transformers, model.config)(
+        **model.sizes, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None
+    )
+    torch.manual_seed(settings.seed)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype_on(device), attn_implementation="sdpa"
+        )
+
+
+def give_ligers_layers(model: nn.Module) -> None:
+    """Its norms, rotation and MLPs; the loss stays TRL's, or ours."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
+if __name__ == "__main__":
+    main()

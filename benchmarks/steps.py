@@ -1,0 +1,256 @@
+"""Whole SFT steps of TRL: stock, with Liger's layers, with compiled layers, with our loss, our layers, both.
+
+Each configuration runs in a process of its own, as Liger patches a process for good, and they take turns: a
+round runs each of them once. The weights are random, the same in all; a step is `Trainer`'s, optimizer
+included, and nothing waits for the device between the first timed step and the last.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from benchmarks import report
+from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
+from benchmarks.peers import package_version
+from benchmarks.trainers import furthest
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Model:
+    config: str  # class of transformers
+    sizes: dict
+    sequences: int
+    tokens: int  # of a sequence
+
+
+QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SMALL = {
+    "vocab_size": 517,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MODELS = {
+    "Qwen3-0.6B": Model("Qwen3Config", QWEN3, 4, 4096),
+    "Llama-3.1-8B": Model("LlamaConfig", LLAMA, 2, 4096),
+}
+QUICK = {"tiny Qwen3": Model("Qwen3Config", SMALL, 2, 32)}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    loss: bool = False  # use_chunked_loss
+    layers: str | None = None  # "liger", "compiled" or "ours"
+
+    @property
+    def package(self) -> str | None:
+        return "liger-kernel" if self.layers == "liger" else None
+
+
+CONFIGURATIONS = {
+    "stock": Configuration(),
+    "Liger's layers": Configuration(layers="liger"),
+    "compiled layers": Configuration(layers="compiled"),
+    "our loss": Configuration(loss=True),
+    "our layers": Configuration(layers="ours"),
+    "our loss + our layers": Configuration(loss=True, layers="ours"),
+    "our loss + Liger's layers": Configuration(loss=True, layers="liger"),
+    "our loss + compiled layers": Configuration(loss=True, layers="compiled"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process is told, beside its model and configuration."""
+
+    device: str
+    seed: int
+    logged: int  # first steps, whose loss and gradient norm are logged
+    timed: int  # steps behind them, without a synchronisation in between
+    checkpointing: bool = True
+
+
+@dataclass(frozen=True)
+class Limits:
+    seconds: float  # for one process
+    minutes: float  # for all; a process begins only if it can still take its whole time
+
+
+def run(
+    document: dict,
+    models: dict[str, Model],
+    configurations: dict[str, Configuration],
+    settings: list[Settings],
+    *,
+    rounds: int,
+    limits: Limits,
+    out: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Fills `document`, one section for each model with and without checkpointing, and writes it after every
+    process."""
+    start = time.perf_counter()
+    absent = {
+        name: f"{made.package} is not installed"
+        for name, made in configurations.items()
+        if made.package and package_version(made.package) is None
+    }
+    for name, reason in absent.items():
+        say(f"absent: {name}: {reason}")
+    present = {name: made for name, made in configurations.items() if name not in absent}
+    sections = [
+        {
+            "model": name,
+            "checkpointing": each.checkpointing,
+            "rows": [{"name": made, "runs": []} for made in present],
+        }
+        | {"sequences": model.sequences, "tokens": model.tokens}
+        for name, model in models.items()
+        for each in settings
+    ]
+    document |= {"absent": absent, "rounds": rounds, "settings": asdict(settings[0]), "sections": sections}
+    document["complete"] = False
+    for turn in range(rounds):
+        for section, (model, each) in zip(sections, ((m, s) for m in models.values() for s in settings)):
+            for row in section["rows"]:
+                if time.perf_counter() - start + limits.seconds > 60 * limits.minutes:
+                    say(f"stopped: another process might not end within {limits.minutes:g} minutes")
+                    report.write_json(out, document)
+                    return
+                row["runs"].append(one_run(model, present[row["name"]], each, limits.seconds))
+                judge(section)
+                report.write_json(out, document)
+                say(f"round {turn + 1}, {title(section)}: {row['name']} {describe(row)}")
+    document["complete"] = True
+    report.write_json(out, document)
+
+
+def one_run(model: Model, configuration: Configuration, settings: Settings, seconds: float) -> dict:
+    """What one process found: a verdict, and numbers if it is "ok"."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        told = {"model": asdict(model), "configuration": asdict(configuration), "settings": asdict(settings)}
+        command = [sys.executable, "-m", "benchmarks.step_process", json.dumps(told | {"out": str(found)})]
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with (Path(folder) / "log").open("w") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # In a session of its own, it can be ended with all its children.
+                start_new_session=True,
+            )
+            try:
+                process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return {"verdict": "failed", "reason": f"did not end within {seconds:g} s"}
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        if found.exists():
+            return json.loads(found.read_text())
+        said = (Path(folder) / "log").read_text(errors="replace").strip().splitlines()
+        return {
+            "verdict": "failed",
+            "reason": f"exit status {process.returncode}: {(said or ['no output'])[-1][:300]}",
+        }
+
+
+def judge(section: dict) -> None:
+    """Times of all rounds together, and how far losses and gradient norms are from the stock trainer's."""
+    good = {row["name"]: [each for each in row["runs"] if each["verdict"] == "ok"] for row in section["rows"]}
+    for row in section["rows"]:
+        runs = good[row["name"]]
+        bad = [each for each in row["runs"] if each["verdict"] != "ok"]
+        row["verdict"] = bad[0]["verdict"] if bad else "ok" if runs else None
+        row["reason"] = bad[0].get("reason") if bad else None
+        if not runs:
+            continue
+        row["ms"] = statistics.median(each["ms"] for each in runs)
+        row["peak_bytes"] = max((each["peak_bytes"] for each in runs if each["peak_bytes"]), default=None)
+        if not good.get("stock"):
+            continue
+        stock = good["stock"][0]
+        row["loss_difference"] = furthest(stock["losses"], runs[0]["losses"])
+        row["grad_norm_difference"] = furthest(stock["grad_norms"], runs[0]["grad_norms"])
+        near = row["loss_difference"] <= LOSS_LIMIT and row["grad_norm_difference"] <= GRADIENT_LIMIT
+        if row["verdict"] == "ok" and not (near and min(stock["grad_norms"]) > 0):
+            row["verdict"] = "wrong"
+
+
+def title(section: dict) -> str:
+    kind = "with" if section["checkpointing"] else "without"
+    return f"{section['model']}, {section['sequences']} x {section['tokens']:,}, {kind} checkpointing"
+
+
+def describe(row: dict) -> str:
+    if row["verdict"] in ("ok", "wrong"):
+        memory = report.text(report.gib(row["peak_bytes"]), ", {:.1f} GiB") or ""
+        apart = ""
+        if "loss_difference" in row:
+            apart = (
+                f", loss {row['loss_difference']:.0e} and norms {row['grad_norm_difference']:.0e} from stock"
+            )
+        return f"{row['verdict']}: {row['runs'][-1]['ms']:.1f} ms{memory}{apart}"
+    return f"{row['verdict']} {row['reason'] or ''}".strip()
+
+
+def table(section: dict, form: str = "simple") -> str:
+    body = []
+    for row in section["rows"]:
+        if "ms" not in row:
+            body.append([row["name"], row.get("verdict") or "not run", "", "", ""])
+            continue
+        times = [each["ms"] for each in row["runs"] if each["verdict"] == "ok"]
+        spread = f"{row['ms']:.1f}" + (f" ({min(times):.1f} to {max(times):.1f})" if len(times) > 1 else "")
+        apart = [report.text(row.get(f"{name}_difference"), "{:.0e}") for name in ("loss", "grad_norm")]
+        memory = report.text(report.gib(row["peak_bytes"]), "{:.1f}")
+        body.append([row["name"], spread if row["verdict"] == "ok" else row["verdict"], memory, *apart])
+    headers = ["configuration", "ms a step", "GiB", "loss differs by", "gradient norm by"]
+    return f"{title(section)}\n{tabulate(body, headers, tablefmt=form, disable_numparse=True)}"
+
+
+def failed(document: dict) -> list[str]:
+    """Configurations of ours that are wrong or broke down, and the stock one, without which nothing shows."""
+    return [
+        f"{title(section)}: {row['name']}: {row['verdict']} {row.get('reason') or ''}".strip()
+        for section in document["sections"]
+        for row in section["rows"]
+        if row.get("verdict") in ("wrong", "failed") and (row["name"] == "stock" or "our" in row["name"])
+    ]

@@ -1,0 +1,172 @@
+"""Fused norms, rotations and gates in a model that is there: `fuse_layers`."""
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType
+
+from torch import nn
+
+from logitless.errors import expect
+from logitless.models import fused_forwards
+from logitless.models.bodies import (
+    Rotation,
+    activation_agrees,
+    activation_of,
+    norm_of,
+    rotations_of,
+)
+from logitless.models.exchange import exchange, state_of
+from logitless.models.fused_forwards import KEY
+from logitless.models.rewrite import Rewritten, rewrite
+from logitless.models.source import Unknown, forward_of
+from logitless.models.statements import Known
+
+# Modules that one would expect to be fused: a report gives a reason for those that are not.
+EXPECTED = re.compile("Norm|MLP|Mlp|FeedForward|Attention|DecoderLayer|Experts")
+HELPERS = {
+    "_fused_add_norm": fused_forwards.add_norm,
+    "_fused_norm_add": fused_forwards.norm_add,
+    "_fused_gate": fused_forwards.gate,
+    "_fused_gate_packed": fused_forwards.gate_packed,
+}
+
+
+@dataclass
+class Report:
+    """What `fuse_layers` did, by the modules' names in the model; `str()` of it counts them by class."""
+
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, entries in (("fused", self.fused), ("left as they are", self.left)):
+            counts: Counter[tuple[str, str]] = Counter()
+            for name, what in entries.items():
+                for each in (what,) if isinstance(what, str) else what:
+                    counts[self.classes[name], each] += 1
+            lines.append(f"{title}:" if counts else f"{title}: none")
+            lines += [f"  {number} x {cls}: {what}" for (cls, what), number in counts.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused model's undoing: call it. `report` says what was fused, and what was left alone and why."""
+
+    report: Report
+    _undos: tuple[Callable[[], None], ...] = field(repr=False)
+
+    def __call__(self) -> None:
+        for undo in self._undos:
+            undo()
+
+
+def fuse_layers(model: nn.Module) -> Fused:
+    """Fuse the elementwise work between a model's matrix products: norms, rotary embeddings, gates.
+
+    A residual addition goes into the norm before or after it, the norms of queries and keys into their
+    rotation, activation and product of a gated MLP into one another. Loss and gradients stay what they
+    were, up to rounding; weights, names, hooks, checkpointing and `state_dict` stay altogether. Each module
+    of this model is changed by itself; other models of its class are not.
+
+    Args:
+        model: a Hugging Face model, or any module with layers like theirs. With adapters (PEFT) or without,
+            before or after FSDP2.
+
+    Returns:
+        A `Fused`: call it to undo all; its `report` says what was fused, and what was left alone and why.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: nothing in it is known, or it is fused already.
+
+    Example:
+
+        fused = fuse_layers(model)
+        print(fused.report)
+        ...
+        fused()
+    """
+    expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, "pass a model", TypeError)
+    again = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
+    expect(not again, "model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
+    report, undos = Report(), []
+    try:
+        for change in (_change_norm, _change_rest):
+            for name, module in model.named_modules():
+                if name not in report.fused:
+                    _attempt(change, name, module, report, undos)
+    except BaseException:
+        Fused(report, tuple(undos))()
+        raise
+    expect(
+        bool(undos),
+        "model",
+        "norms, rotary embeddings or gated MLPs whose source is one of those that we know",
+        f"{type(model).__name__} with none ({_reasons(report)})",
+        "leave it as it is, or see docs/layers.md",
+    )
+    return Fused(report, tuple(undos))
+
+
+def _attempt(change: Callable, name: str, module: nn.Module, report: Report, undos: list) -> None:
+    report.classes[name] = type(module).__name__
+    try:
+        what, undo, unknown = change(module)
+    except Unknown as reason:
+        what, undo, unknown = (), None, str(reason)
+    if undo is not None:
+        report.fused[name] = what
+        undos.append(undo)
+        report.left.pop(name, None)
+    if unknown and EXPECTED.search(type(module).__name__):
+        report.left[name] = unknown
+
+
+def _change_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
+    """What was fused in a module, its undoing, and what was not."""
+    if type(module) is nn.LayerNorm:
+        return (), None, "torch's own is one kernel; an addition before it may be fused"
+    body = norm_of(module)
+    if body is None:
+        return (), None, "its source is none of those that we know"
+    return ("norm",), exchange(module, KEY, fused_forwards.norm, body), ""
+
+
+def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
+    bodies = {name: fused_forwards.body_of(child) for name, child in module.named_children()}
+    bodies = {name: body for name, body in bodies.items() if body is not None}
+    activations = {name for name, child in module.named_children() if activation_of(child) is not None}
+    activations = {name for name in activations if activation_agrees(getattr(module, name))}
+    function = forward_of(module)
+    rotations, unknown = rotations_of(function)
+    reason = f"{', '.join(unknown)}: not one of those that we know" if unknown else ""
+    rms_norms = {name for name, body in bodies.items() if not body.center}
+    known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
+    new = _rewritten(function, known, tuple(rotations.items())) if any(known) else None
+    if new is None:
+        # What is to be said of a norm has been said.
+        is_norm = "Norm" in type(module).__name__
+        return (), None, reason or ("" if is_norm else "no statements that we could fuse")
+    return new.replaced, exchange(module, KEY, fused_forwards.rewritten, new.function), reason
+
+
+@functools.cache
+def _rewritten(
+    function: FunctionType, known: Known, rotations: tuple[tuple[str, tuple[Callable, Rotation]], ...]
+) -> Rewritten | None:
+    """One new function serves all layers, and all models of the class."""
+    bound = {name: fused_forwards.Rotate(*value) for name, value in rotations}
+    return rewrite(function, known, HELPERS | bound)
+
+
+def _reasons(report: Report) -> str:
+    found = Counter((report.classes[name], why) for name, why in report.left.items())
+    return (
+        "; ".join(f"{number} {cls}: {why}" for (cls, why), number in found.most_common(3)) or "no candidates"
+    )

@@ -1,0 +1,42 @@
+"""Models with fused layers through the Triton kernels, on a GPU or interpreted, with the strides that models
+make."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from logitless.kernels import norm
+from logitless.models import fuse_layers
+from tests.kernels.layer_support import hardware_rounding  # noqa: F401
+from tests.kernels.support import DEVICE, INTERPRETED
+from tests.models.tiny import IDS, assert_same, error, step, tiny, twin
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not INTERPRETED, reason="the twins are tested in tests/models"
+)
+BF16 = torch.bfloat16
+
+
+# Between them: every operator, both orders of norm and addition, packed halves, both orders of norm and
+# transposition, interleaved rotation, LayerNorm.
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Phi3", "Granite", "Cohere"])
+def test_loss_and_gradients_in_fp32(family):
+    model, ids = tiny(family, num_hidden_layers=1).to(DEVICE), IDS.to(DEVICE)
+    wanted = step(model, ids)
+    fuse_layers(model)
+    assert norm._runs_triton(torch.zeros(2, 2, device=DEVICE))
+    assert_same(step(model, ids), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32 under autocast"])
+def test_the_error_in_bf16(kind):
+    ids, ratios = IDS.to(DEVICE), []
+    for family in ("Qwen3", "Gemma3", "Phi3"):
+        model = tiny(family, BF16 if kind == "bf16" else torch.float32, num_hidden_layers=1).to(DEVICE)
+        truth = step(twin(model).double(), ids)
+        with torch.autocast(DEVICE.type, BF16, enabled=kind != "bf16"):
+            stock = error(step(model, ids), truth)
+            fuse_layers(model)
+            ratios.append(error(step(model, ids), truth) / stock)
+    assert max(ratios) < 1.3 and torch.tensor(ratios).log().mean() < 0.1, ratios

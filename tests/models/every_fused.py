@@ -1,0 +1,150 @@
+"""Every language model of transformers, tiny: whether loss and gradients with fused layers are its own.
+
+python -m tests.models.every_fused            compares them and prints what was found
+python -m tests.models.every_fused --write    and writes the tables of docs/layers.md
+"""
+
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from logitless.models import fuse_layers
+from tests.models import every
+from tests.models.tiny import FAMILIES, disturb
+
+PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
+Gradients = dict[str, torch.Tensor]  # those of the parameters, and the loss as "loss"
+
+
+class Row(NamedTuple):
+    model: str
+    verdict: str  # "equal", "untouched", "not run" or "wrong"
+    detail: str  # what was fused, or why not
+    left: str = ""
+
+
+def classes() -> list[str]:
+    """Language models, and models of images and text, which are given text alone."""
+    wrappers = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    wrappers = [name if isinstance(name, str) else name[0] for name in wrappers]
+    return list(dict.fromkeys([*every.classes(), *wrappers]))
+
+
+def stepped(model: transformers.PreTrainedModel) -> Gradients:
+    out, gradients = every.gradients(model, **every.labelled(model))
+    return gradients | {"loss": out.loss.detach()}
+
+
+def furthest(found: Gradients, wanted: Gradients) -> tuple[float, str]:
+    """The largest relative distance; gradients that are next to nothing beside the others do not count."""
+    largest = max(x.norm() for x in wanted.values())
+    distances = []
+    for name, x in wanted.items():
+        apart = (found[name] - x).norm() / x.norm().clamp_min(1e-5 * largest)
+        distances.append((apart.item() if apart.isfinite() else float("inf"), name))
+    return max(distances)
+
+
+def compare(name: str) -> Row:
+    try:
+        torch.manual_seed(0)
+        model = every.tiny(name)
+        disturb(model)
+        wanted, again = stepped(model), stepped(model)
+    except Exception as error:  # whatever a config or a model has against sizes like these
+        return Row(name, "not run", every.described(error))
+    if not torch.equal(wanted["loss"], again["loss"]):
+        return Row(name, "not run", "it gives another loss every time")
+    # How far the stock model goes when its weights move by a rounding: top-k of experts may not be smooth.
+    weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 1e-7 * torch.randn_like(parameter))
+    sensitivity, _ = furthest(stepped(model), wanted)
+    model.load_state_dict(weights, strict=False)
+    try:
+        report = fuse_layers(model).report
+    except ValueError as error:
+        return Row(name, "untouched", str(error).split("(", 1)[1].rsplit(")", 1)[0])
+    left = Counter(f"{report.classes[key]}: {why}" for key, why in report.left.items())
+    what = {short(each) for parts in report.fused.values() for each in parts}
+    row = Row(name, "equal", ", ".join(sorted(what)), "; ".join(left))
+    distance, where = furthest(stepped(model), wanted)
+    if distance < max(1e-4, 10 * sensitivity):
+        return row
+    return row._replace(verdict="wrong", detail=f"{where} by {distance:.1e}, {sensitivity:.1e}; {row.detail}")
+
+
+def short(what: str) -> str:
+    """A replacement without the names of the modules."""
+    if "rotation after" in what:
+        return "qk-norm + rope"
+    if "addition after" in what:
+        return "norm + add"
+    if "addition before" in what:
+        return "add + norm"
+    if what.startswith("gate"):
+        return "packed gate" if "halves" in what else "gate"
+    return "rope" if "rot" in what else what
+
+
+def markdown(found: list[Row]) -> str:
+    """Fused models, those of one combination in one line."""
+    groups: dict[str, list[str]] = {}
+    for row in found:
+        if row.verdict == "equal":
+            groups.setdefault(row.detail, []).append(row.model)
+    lines = ["| fused | classes |", "|---|---|"]
+    for what, models in sorted(groups.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {what} | {', '.join(models)} |")
+    untouched = [row.model for row in found if row.verdict == "untouched"]
+    absent = [row.model for row in found if row.verdict == "not run"]
+    return "\n".join(lines) + (
+        f"\n\nNothing in them is known, and `fuse_layers` says so: {', '.join(untouched)}.\n\n"
+        f"Could not be run tiny, or not with text alone: {', '.join(absent)}."
+    )
+
+
+def families() -> str:
+    """What is fused in each family that is tested in every way, from the tests' own table."""
+    lines = ["| family | attention | decoder layer | MLP |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        layer = ", ".join(dict.fromkeys(map(short, family.layer))) or "norms by themselves"
+        mlp = short(family.mlp) if family.mlp else "experts: left alone"
+        lines.append(f"| {name} | {short(family.attention)} | {layer} | {mlp} |")
+    return "\n".join(lines)
+
+
+def replaced(text: str, name: str, block: str) -> str:
+    """The page with what stands between two markers exchanged."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}{block}\n{end}{rest.partition(end)[2]}"
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
+    found = []
+    for name in words or classes():
+        row = compare(name)
+        found.append(row)
+        print(
+            f"{name}: {row.verdict}: {row.detail}" + (f" | left: {row.left}" if row.left else ""), flush=True
+        )
+    print(dict(Counter(row.verdict for row in found)))
+    if "--write" in sys.argv:
+        text = replaced(PAGE.read_text(), "families", families())
+        PAGE.write_text(replaced(text, "models", markdown(found)))
+    sys.exit(any(row.verdict == "wrong" for row in found))
+
+
+if __name__ == "__main__":
+    main()

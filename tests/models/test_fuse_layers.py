@@ -1,0 +1,73 @@
+"""`fuse_layers` on every family: what is fused, and that loss and gradients stay what they were."""
+
+import math
+
+import pytest
+import torch
+import transformers
+
+from logitless.models import fuse_layers
+from tests.models.tiny import ADD_NORM, FAMILIES, ROPE, SIZES, assert_same, disturb, error, step, tiny, twin
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_all_that_is_known_is_fused(family):
+    expected, model = FAMILIES[family], tiny(family)
+    report = fuse_layers(model).report
+    fused = {report.classes[name].removesuffix("RMSNorm"): what for name, what in report.fused.items()}
+    kinds = {"Attention": (expected.attention,), "DecoderLayer": expected.layer, "MLP": (expected.mlp,)}
+    for suffix, what in kinds.items():
+        found = [each for cls, each in fused.items() if cls.endswith(suffix)]
+        assert found == ([what] if any(what) else []), suffix
+    norms = [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
+    assert norms and all(report.fused[name] == ("norm",) for name in norms)
+    # What is left has a reason: experts, and Cohere's layers, which add attention and MLP at once.
+    left = {report.classes[name] for name in report.left}
+    assert all("Experts" in cls or cls == "CohereDecoderLayer" for cls in left), left
+
+
+@families
+def test_loss_and_gradients_in_fp32_are_those_of_the_stock_model(family):
+    model = tiny(family)
+    wanted = step(model)
+    fuse_layers(model)
+    assert_same(step(model), wanted)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32 under autocast", "fp16"])
+def test_the_error_against_fp64_is_that_of_the_stock_models(kind):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    ratios = {}
+    for family in FAMILIES:
+        model = tiny(family, dtype)
+        # transformers' experts have no fp64.
+        has_experts = any("Experts" in type(module).__name__ for module in model.modules())
+        truth = step(twin(model).to(torch.float32 if has_experts else torch.float64))
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in kind):
+            stock = error(step(model), truth)
+            fuse_layers(model)
+            ratios[family] = error(step(model), truth) / stock
+        assert stock > 1e-4
+    # Where rounding errors of both kinds are as large, one or the other is larger for a few tokens.
+    assert max(ratios.values()) < 1.25, ratios
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) < 1.02, ratios
+
+
+def test_the_language_tower_of_a_vision_model():
+    sizes = {
+        **SIZES,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "out_hidden_size": 32}
+    config = transformers.Qwen2_5_VLConfig(text_config=sizes, vision_config=vision)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    disturb(model)
+    wanted = step(model)
+    report = fuse_layers(model).report
+    layer = "model.language_model.layers.1"
+    assert report.fused[layer] == (ADD_NORM,) and report.fused[f"{layer}.self_attn"] == (ROPE,)
+    assert report.fused[f"{layer}.mlp"] == ("gate act_fn",)
+    assert_same(step(model), wanted)

@@ -1,0 +1,403 @@
+"""What goes on working in a model with fused layers: undoing, copies, files, checkpointing, adapters,
+compilers, generation, hooks."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from logitless.models import bodies, exchange, fuse, fuse_layers, fused_forwards, patch_model
+from logitless.models.exchange import state_of
+from tests.models.tiny import IDS, assert_same, step, tiny, twin
+
+OPERATORS = ("add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of our operators was called from a model."""
+    counts = dict.fromkeys(("rms_norm", "rope", *OPERATORS), 0)
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in counts:
+        for file in (fused_forwards, bodies):
+            if hasattr(file, name):
+                monkeypatch.setattr(file, name, counted(name, getattr(file, name)))
+    return counts
+
+
+def fuse_counted(model, calls):
+    """Without what is called while the modules are tried on a few numbers."""
+    undo = fuse_layers(model)
+    calls.update(dict.fromkeys(calls, 0))
+    return undo
+
+
+def test_the_operators_run(calls):
+    model = tiny("Qwen3")
+    fuse_counted(model, calls)
+    step(model)
+    # Two layers, and the norm behind them.
+    assert calls == {
+        "rms_norm": 3,
+        "rope": 0,
+        "add_rms_norm": 2,
+        "rms_norm_add": 0,
+        "qk_norm_rope": 2,
+        "gated": 2,
+    }
+
+
+def test_another_model_of_the_class_is_untouched(calls):
+    model, other = tiny("Qwen3"), tiny("Qwen3")
+    fuse_counted(model, calls)
+    step(other)
+    step(tiny("Qwen3"))
+    assert not any(calls.values())
+    assert all(
+        type(module).forward is not None and not vars(module).get("_logitless_states")
+        for module in other.modules()
+    )
+
+
+def test_undo_restores_the_model_to_the_bit(calls):
+    model, stock = tiny("Gemma3"), tiny("Gemma3")
+    fuse_counted(model, calls)()
+    assert [type(module) for module in model.modules()] == [type(module) for module in stock.modules()]
+    found, wanted = step(model), step(stock)
+    assert not any(calls.values())
+    assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
+    fuse_counted(model, calls)
+    assert_same(step(model), wanted)
+
+
+def test_a_fused_model_is_not_fused_again():
+    model = tiny("Llama")
+    undo = fuse_layers(model)
+    with pytest.raises(
+        ValueError, match=re.escape("model: expected one that is not fused, got 11 fused modules")
+    ):
+        fuse_layers(model)
+    undo()
+    fuse_layers(model)
+
+
+def test_copies_and_files(tmp_path):
+    model, stock = tiny("Qwen3"), tiny("Qwen3")
+    undo = fuse_layers(model)
+    wanted = step(stock)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.layers[0].input_layernorm.weight.mul_(3)
+    assert_same(step(model), wanted)
+    assert not torch.allclose(step(copied).loss, wanted.loss)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    stock.load_state_dict(model.state_dict())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    model.save_pretrained(tmp_path)
+    for restored in (
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path),
+    ):
+        assert not any(state_of(module, fused_forwards.KEY) for module in restored.modules())
+        assert {type(module) for module in restored.modules()} == {type(module) for module in stock.modules()}
+        assert_same(step(restored), wanted)
+    undo()
+    assert_same(step(model), wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_still_checkpoints(monkeypatch, calls, reentrant):
+    model = tiny("Qwen3")
+    wanted = step(model)
+    attention, ran = transformers.models.qwen3.modeling_qwen3.ALL_ATTENTION_FUNCTIONS, []
+    name = model.config._attn_implementation
+    monkeypatch.setitem(attention, name, lambda *a, f=attention[name], **kw: ran.append(1) or f(*a, **kw))
+    fuse_counted(model, calls)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
+    assert_same(step(model), wanted)
+    assert len(ran) == 4 and calls["add_rms_norm"] == calls["qk_norm_rope"] == 4
+    model.gradient_checkpointing_disable()
+    ran.clear()
+    step(model)
+    assert len(ran) == 2
+
+
+@pytest.mark.parametrize("first", ["adapters", "fusion"])
+def test_lora_and_modules_to_save(calls, first):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2,
+        target_modules="all-linear",
+        modules_to_save=["post_attention_layernorm"],
+        init_lora_weights=False,
+    )
+
+    def adapted(model):
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    stock, model = adapted(tiny("Qwen3")), tiny("Qwen3")
+    if first == "fusion":
+        fuse_counted(model, calls)
+        model = adapted(model)
+    else:
+        model = adapted(model)
+        fuse_counted(model, calls)
+    wanted = step(stock)
+    assert len(wanted.gradients) == 2 * (7 * 2 + 1)
+    assert_same(step(model), wanted)
+    # The copy is fused; the wrapper around it is not one of our norms, so that the addition is made before.
+    assert calls["rms_norm"] == 2 + 1 + 2 and calls["add_rms_norm"] == 0 and calls["gated"] == 2
+
+
+def test_compiled_layers_run_the_stock_code_in_one_graph(calls):
+    model = tiny("Qwen3", num_hidden_layers=1)
+    wanted = step(model)
+    fuse_counted(model, calls)
+    model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
+    assert_same(step(model), wanted)
+    assert {name: number for name, number in calls.items() if number} == {"rms_norm": 1}
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_generation_with_a_cache_is_that_of_the_stock_model(family):
+    model = tiny(family)
+    wanted = model.generate(IDS, max_new_tokens=8, do_sample=False)
+    fuse_layers(model)
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), wanted)
+
+
+def test_hooks_on_norms_see_what_they_saw(calls):
+    seen = []
+    model = tiny("Qwen3")
+
+    def scaled(module, args, output):
+        seen.append((len(args), tuple(output.shape)))
+        return output * 2
+
+    def hook(model):
+        norms = [model.model.layers[0].post_attention_layernorm, model.model.layers[1].self_attn.q_norm]
+        return [norm.register_forward_hook(scaled) for norm in norms]
+
+    handles = hook(model)
+    wanted, before = step(model), list(seen)
+    seen.clear()
+    fuse_counted(model, calls)
+    assert_same(step(model), wanted)
+    assert seen == before and calls["add_rms_norm"] == calls["qk_norm_rope"] == 1
+    for handle in handles:
+        handle.remove()
+    assert step(model).loss != wanted.loss and calls["add_rms_norm"] == calls["qk_norm_rope"] == 3
+
+
+def test_a_forward_on_an_instance_is_run(calls):
+    model = tiny("Qwen3")
+    norm, act = model.model.layers[0].post_attention_layernorm, model.model.layers[1].mlp.act_fn
+    ran = []
+
+    def own(module):
+        forward = module.forward
+        module.forward = lambda *args: ran.append(module) or forward(*args)
+
+    wanted = step(model)
+    own(norm)
+    report = fuse_counted(model, calls).report
+    assert (
+        report.left["model.layers.0.post_attention_layernorm"]
+        == "a forward pass has been put on this instance"
+    )
+    own(act)
+    assert_same(step(model), wanted)
+    assert ran == [norm, act] and calls["add_rms_norm"] == 1 and calls["gated"] == 1
+
+
+def test_hidden_states_and_attentions_are_recorded():
+    model = tiny("Qwen3", attn_implementation="eager")
+    wanted = model(IDS, output_hidden_states=True, output_attentions=True)
+    fuse_layers(model)
+    found = model(IDS, output_hidden_states=True, output_attentions=True)
+    for name in ("hidden_states", "attentions"):
+        assert len(found[name]) == len(wanted[name]) > 1
+        torch.testing.assert_close(found[name], wanted[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_another_dtype_takes_the_stock_path(calls, dtype):
+    model = tiny("Qwen3", dtype)
+    wanted = step(model)
+    fuse_counted(model, calls)
+    assert_same(step(model), wanted, 1e-12)
+    assert not any(calls.values())
+
+
+def test_weights_in_fp32_under_activations_in_bf16(calls):
+    # as QLoRA prepares a model
+    model = tiny("Qwen3", torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = step(model)
+        fuse_counted(model, calls)
+        found = step(model)
+    assert calls["add_rms_norm"] == calls["qk_norm_rope"] == 2
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-2, atol=0)
+    assert {g.dtype for g in found.gradients.values()} == {torch.bfloat16, torch.float32}
+
+
+def test_functional_transformations_take_the_stock_path(calls):
+    model = tiny("Llama", attn_implementation="eager")
+    fuse_counted(model, calls)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (IDS,), {"labels": IDS, "use_cache": False}).loss
+
+    assert torch.func.grad(loss)(parameters)["model.norm.weight"].norm() > 0
+    assert not any(calls.values())
+
+
+def test_a_model_on_the_meta_device_can_be_fused():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny("Qwen3").config)
+    report = fuse_layers(model).report
+    assert len(report.fused) == 9 + 3 * 2 and not report.left
+
+
+@pytest.mark.parametrize("first", ["loss", "layers"])
+def test_beside_a_patched_loss(calls, first):
+    model = tiny("Gemma2")
+    wanted = step(model)
+    attach = {"loss": patch_model, "layers": lambda model: fuse_counted(model, calls)}
+    order = [first, *(attach.keys() - {first})]
+    undo = [attach[name](model) for name in order]
+    calls.update(dict.fromkeys(calls, 0))
+    assert_same(step(model), wanted, 1e-5)
+    assert calls["rms_norm_add"] == 4 and calls["gated"] == 2
+    for each in undo:
+        each()
+    assert_same(step(model), wanted)
+    assert {type(module).forward.__module__ for module in model.modules()} <= {
+        type(module).forward.__module__ for module in tiny("Gemma2").modules()
+    }
+
+
+def test_a_failure_in_between_leaves_the_model_as_it_was(monkeypatch):
+    model, done = tiny("Qwen3"), []
+
+    def failing(*args):
+        if len(done) == 12:
+            raise RuntimeError("in between")
+        done.append(exchange.exchange(*args))
+        return done[-1]
+
+    monkeypatch.setattr(fuse, "exchange", failing)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(RuntimeError, match="in between"):
+        fuse_layers(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_arguments_by_name():
+    model, x = tiny("Qwen3"), torch.randn(2, 32)
+    norm = model.model.norm
+    wanted = norm(x)
+    fuse_layers(model)
+    torch.testing.assert_close(norm(hidden_states=x), wanted)
+    with pytest.raises(TypeError):
+        norm(x, x)
+
+
+def test_an_evaluation_is_fused_too(calls):
+    model = tiny("Qwen3").eval()
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits
+        fuse_counted(model, calls)
+        torch.testing.assert_close(model(IDS, use_cache=False).logits, wanted)
+    assert calls["add_rms_norm"] == calls["qk_norm_rope"] == calls["gated"] == 2
+
+
+def partition(model):
+    """What ZeRO-3 does to parameters: gathered by hooks while their module runs, forward and backward, and
+    empty otherwise."""
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        whole = [parameter.data for parameter in own]
+        if not own:
+            continue
+
+        def gather(*args, own=own, whole=whole):
+            for parameter, data in zip(own, whole):
+                parameter.data = data
+
+        def release(*args, own=own):
+            for parameter in own:
+                parameter.data = parameter.data.new_empty(0)
+
+        for parameter in own:
+            parameter.ds_shape = parameter.shape
+        release()
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
+        module.register_full_backward_pre_hook(gather)
+
+
+def test_partitioned_parameters_are_gathered(calls):
+    model = tiny("Qwen3", tie_word_embeddings=False)
+    wanted = step(model)
+    partition(model)
+    assert model.model.norm.weight.numel() == 0
+    undo = fuse_counted(model, calls)
+    # Nothing to report: the trial needs none of the weights.
+    assert not undo.report.left
+    assert_same(step(model), wanted)
+    # Norms by themselves, inside of their hooks.
+    assert calls["rms_norm"] == 9 and calls["add_rms_norm"] == calls["qk_norm_rope"] == 0
+
+
+def test_bad_models():
+    with pytest.raises(TypeError, match="model: expected a module, got str; pass a model."):
+        fuse_layers("Qwen/Qwen3-0.6B")
+    nothing = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    looked_for = (
+        "model: expected norms, rotary embeddings or gated MLPs whose source is one of those that we know"
+    )
+    with pytest.raises(
+        ValueError, match=f"{looked_for}, got Sequential with none .*1 LayerNorm: torch's own"
+    ):
+        fuse_layers(nothing)
+    assert type(nothing[1]) is nn.LayerNorm
+
+
+def test_a_weight_on_another_device_is_an_error():
+    model = tiny("Llama")
+    fuse_layers(model)
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.to("meta"))
+    with pytest.raises(ValueError, match="weight: expected x's device cpu, got meta"):
+        step(model)
+
+
+def test_twins_differ():
+    # The other tests would pass if `tiny` gave a model whose norms and gates did nothing.
+    model = tiny("Qwen3")
+    other = twin(model)
+    with torch.no_grad():
+        other.model.layers[0].post_attention_layernorm.weight.mul_(1.5)
+    assert abs(step(model).loss - step(other).loss) > 1e-3

@@ -1,0 +1,102 @@
+"""Fused layers over two processes: FSDP2, and a tensor-parallel plan of transformers."""
+
+import pytest
+import transformers
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from logitless.models import bodies, fuse_layers, fused_forwards
+from tests.models.tiny import Step, assert_same, step, tiny
+from tests.ranks import in_processes
+
+
+def whole(found: Step) -> Step:
+    gradients = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.gradients.items()}
+    return Step(found.loss, gradients)
+
+
+def counted(calls: dict[str, int]) -> None:
+    """Counts calls of two operators; the process is ours."""
+    for file, name in (
+        (fused_forwards, "add_rms_norm"),
+        (fused_forwards, "qk_norm_rope"),
+        (bodies, "rms_norm"),
+    ):
+        function = getattr(file, name)
+
+        def call(*args, function=function, name=name, **kwargs):
+            calls[name] = calls.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        setattr(file, name, call)
+
+
+def sharded(folder: str) -> dict:
+    """FSDP2: fused before and after, one norm wrapped by itself; and undone while it is sharded."""
+    found = {}
+    for order in ("stock", "fused before", "fused after"):
+        model, calls = tiny("Qwen3"), {}
+        undo = fuse_layers(model) if order == "fused before" else None
+        fully_shard(model.model.layers[0].post_attention_layernorm)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        if order == "fused after":
+            undo = fuse_layers(model)
+        if undo is not None:
+            counted(calls)
+        found[order] = whole(step(model))
+        found[f"{order}, names"] = {type(module).__name__ for module in model.modules()}
+        found[f"{order}, calls"] = dict(calls)
+        if undo is not None:
+            undo()
+            found[f"{order}, undone"] = whole(step(model))
+    return found
+
+
+def parallel(folder: str) -> dict:
+    """A plan of transformers: q_norm's gradient is summed over the ranks, inside its instance's forward."""
+    found = {}
+    for kind in ("stock", "fused"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+        if kind == "fused":
+            found["report"] = fuse_layers(model).report
+        found[kind] = whole(step(model))
+    return found
+
+
+def both(folder: str) -> tuple[dict, dict]:
+    return sharded(folder), parallel(folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny("Qwen3").save_pretrained(folder)
+    return in_processes(2, both, str(folder))
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("order", ["fused before", "fused after"])
+def test_fsdp2(ranks, rank, order):
+    found, wanted = ranks[rank][0], step(tiny("Qwen3"))
+    assert_same(found["stock"], wanted)
+    assert_same(found[order], wanted)
+    assert_same(found[f"{order}, undone"], wanted)
+    assert (
+        found[f"{order}, names"] == found["stock, names"] and "FSDPQwen3DecoderLayer" in found["stock, names"]
+    )
+    # The norm that was wrapped by itself gathers its weight in hooks: nothing goes around them.
+    assert found[f"{order}, calls"] == {"rms_norm": 4, "add_rms_norm": 1, "qk_norm_rope": 2}
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_tensor_parallel_plan(ranks, rank):
+    found, wanted = ranks[rank][1], step(tiny("Qwen3"))
+    assert_same(found["stock"], wanted)
+    assert_same(found["fused"], wanted)
+    report = found["report"]
+    norms = {name for layer in range(2) for name in (f"q_norm of {layer}", f"k_norm of {layer}")}
+    assert {f"{name[-6:]} of {name.split('.')[2]}" for name in report.left} == norms
+    assert set(report.left.values()) == {"a forward pass has been put on this instance"}
+    assert report.fused["model.layers.0.self_attn"] == ("apply_rotary_pos_emb",)

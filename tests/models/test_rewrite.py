@@ -1,0 +1,464 @@
+"""Which statements of a forward pass are replaced, that all others stay, and that each replacement computes
+what it stands for."""
+
+import inspect
+import traceback
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from logitless.models import fuse_layers, fused_forwards
+from logitless.models.exchange import state_of
+from logitless.models.rewrite import rewrite
+from logitless.models.source import Unknown
+from logitless.models.statements import Known
+
+NORMS = frozenset({"norm", "q_norm", "k_norm"})
+KNOWN = Known(NORMS, NORMS, frozenset({"act"}), frozenset({"apply_rotary_pos_emb"}))
+ADD, POST = "the addition before norm, and the norm", "norm and the addition after it"
+GATE, PACKED = "gate act", "gate act of both halves of one tensor"
+NORMED = "q_norm, k_norm and the rotation after them"
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.q_norm, self.k_norm = LlamaRMSNorm(8), LlamaRMSNorm(8), LlamaRMSNorm(8)
+        self.proj, self.act, self.multiplier = nn.Linear(8, 8), ACT2FN["silu"], 0.5
+        for norm in (self.norm, self.q_norm, self.k_norm):
+            nn.init.normal_(norm.weight)
+
+
+class Plain(Base):
+    def forward(self, x, r):
+        x = r + x
+        r = x
+        x = self.norm(x)
+        return x, r
+
+
+class Scaled(Base):
+    def forward(self, x, r):
+        x = r + self.proj(x) * self.multiplier
+        r = x
+        x = self.norm(x)
+        return x, r
+
+
+class OtherNames(Base):
+    def forward(self, x, r):
+        total = self.proj(x) + r
+        y = self.norm(total)
+        return y, total
+
+
+class SumIsLost(Base):
+    def forward(self, x, r):
+        x = r + x
+        x = self.norm(x)
+        return x
+
+
+class SumHasTwoNames(Base):
+    def forward(self, x, r):
+        x = r + x
+        s = x
+        y = self.norm(x)
+        return x, s, y
+
+
+class NormElsewhere(Base):
+    def forward(self, x, r):
+        x = r + x
+        r = x
+        x = x * 2
+        x = self.norm(x)
+        return x, r
+
+
+class AfterNorm(Base):
+    def forward(self, x, r):
+        x = self.norm(self.proj(x))
+        x = x + r
+        return x
+
+
+class NormIsUsedTwice(Base):
+    def forward(self, x, r):
+        y = self.norm(x)
+        x = r + y
+        return x, y
+
+
+class TorchsLayerNorm(Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x, r):
+        x = self.proj(x) + r
+        r = x
+        x = self.norm(x)
+        return x, r
+
+
+class AfterTorchsLayerNorm(TorchsLayerNorm):
+    def forward(self, x, r):
+        x = self.norm(x)
+        x = r + x
+        return x
+
+
+class InABranch(Base):
+    def forward(self, x, r):
+        if x.shape == r.shape:
+            x = self.norm(x)
+            x = r + x
+        else:
+            x = r + x
+            x = self.norm(x)
+        return x
+
+
+class Gate(Base):
+    def forward(self, x, r):
+        return self.proj(r * self.act(x)) + self.act(r) * x
+
+
+class Packed(Base):
+    def forward(self, x, r):
+        a, x = torch.cat((x, r), -1).chunk(2, dim=-1)
+        x = x * self.act(a)
+        return self.proj(x)
+
+
+class PackedAtOnce(Base):
+    def forward(self, x, r):
+        a, b = torch.cat((x, r), -1).chunk(2, -1)
+        return self.proj(self.act(a) * b)
+
+
+class HalvesLiveOn(Base):
+    def forward(self, x, r):
+        a, b = torch.cat((x, r), -1).chunk(2, dim=-1)
+        y = self.act(a) * b
+        return y + b
+
+
+class GateIsSecond(Base):
+    def forward(self, x, r):
+        b, a = torch.cat((x, r), -1).chunk(2, dim=-1)
+        return self.act(a) * b
+
+
+class NormBeforeTransposition(Base):
+    def forward(self, x, r):
+        q = self.q_norm(x.view(2, 3, 1, 8)).transpose(1, 2)
+        k = self.k_norm(r.view(2, 3, 1, 8)).transpose(1, 2)
+        v = self.proj(x)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k, v
+
+
+class NormAfterTransposition(Base):
+    def forward(self, x, r):
+        q = x.view(2, 3, 1, 8).transpose(1, 2)
+        k = r.view(2, 3, 1, 8).transpose(1, 2)
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k
+
+
+class NormedIsUsed(Base):
+    def forward(self, x, r):
+        q = self.q_norm(x.view(2, 3, 1, 8)).transpose(1, 2)
+        k = self.k_norm(r.view(2, 3, 1, 8)).transpose(1, 2)
+        size = q.abs().sum()
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k, size
+
+
+class SumBeforeALinear(Base):
+    def forward(self, x, r):
+        x = r + x
+        r = x
+        x = self.proj(x)
+        return x, r
+
+
+class AnotherTransposition(Base):
+    def forward(self, x, r):
+        q = self.q_norm(x.view(3, 1, 2, 8)).transpose(0, 2)
+        k = self.k_norm(r.view(3, 1, 2, 8)).transpose(0, 2)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k
+
+
+class NormedHasAnotherName(Base):
+    def forward(self, x, r):
+        q = x.view(2, 1, 3, 8)
+        k = r.view(2, 1, 3, 8)
+        normed = self.q_norm(q)
+        k = self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k, normed
+
+
+class NormsOfAnotherKind(NormBeforeTransposition):
+    def __init__(self):
+        super().__init__()
+        self.q_norm = self.k_norm = nn.LayerNorm(8)
+
+
+class NormBesideASum(Base):
+    def forward(self, x, r):
+        y = self.norm(r)
+        x = x + r
+        return x, y
+
+
+class SumBesideANorm(Base):
+    def forward(self, x, r):
+        x = r + x
+        y = self.norm(r)
+        return x, y
+
+
+class NormOfAllHeads(Base):
+    def forward(self, x, r):
+        q = self.q_norm(x)
+        k = self.k_norm(r)
+        q = q.view(2, 3, 1, 8).transpose(1, 2)
+        k = k.view(2, 3, 1, 8).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, torch.cos(x), torch.sin(x))
+        return q, k
+
+
+CASES = {
+    Plain: {ADD},
+    Scaled: {ADD},
+    OtherNames: {ADD},
+    SumIsLost: {ADD},
+    SumHasTwoNames: set(),
+    NormElsewhere: set(),
+    AfterNorm: {POST},
+    NormIsUsedTwice: set(),
+    TorchsLayerNorm: {ADD},
+    AfterTorchsLayerNorm: set(),
+    InABranch: {ADD, POST},
+    Gate: {GATE},
+    Packed: {PACKED},
+    PackedAtOnce: {PACKED},
+    HalvesLiveOn: {GATE},
+    GateIsSecond: {GATE},
+    NormBeforeTransposition: {NORMED},
+    NormAfterTransposition: {NORMED},
+    NormedIsUsed: {"apply_rotary_pos_emb"},
+    SumBeforeALinear: set(),
+    NormBesideASum: set(),
+    SumBesideANorm: set(),
+    NormsOfAnotherKind: {"apply_rotary_pos_emb"},
+    AnotherTransposition: {"apply_rotary_pos_emb"},
+    NormedHasAnotherName: {"apply_rotary_pos_emb"},
+    NormOfAllHeads: {"apply_rotary_pos_emb"},
+}
+
+
+def outcome(module: nn.Module, x: Tensor, r: Tensor) -> list[Tensor]:
+    """Results, and gradients of all that has one."""
+    x, r = x.detach().requires_grad_(), r.detach().requires_grad_()
+    results = module(x, r)
+    results = results if isinstance(results, tuple) else (results,)
+    leaves = [x, r, *module.parameters()]
+    total = sum((y * torch.arange(y.numel()).view(y.shape).cos()).sum() for y in results)
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [*(y.detach() for y in results), *(g for g in found if g is not None)]
+
+
+def operands() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, 8, generator=generator), torch.randn(2, 3, 8, generator=generator)
+
+
+@pytest.mark.parametrize("cls", CASES, ids=lambda cls: cls.__name__)
+def test_a_rewritten_forward_computes_the_same(cls):
+    module = cls()
+    wanted = outcome(module, *operands())
+    report = fuse_layers(module).report
+    assert set(report.fused.get("", ())) == CASES[cls]
+    torch.testing.assert_close(outcome(module, *operands()), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [cls for cls, fused in CASES.items() if fused], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("why", ["hooks", "a forward on the instance", "another dtype", "compiled modules"])
+def test_and_so_does_its_way_around_the_operators(cls, why, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("an operator that goes around a module")
+
+    module, (x, r) = cls(), operands()
+    seen = []
+    if why == "another dtype":
+        module, x, r = module.double(), x.double(), r.double()
+    wanted = outcome(module, x, r)
+    fuse_layers(module)
+    for child in (module.norm, module.q_norm, module.k_norm, module.act):
+        if why == "hooks":
+            child.register_forward_hook(lambda module, args, output: seen.append([x.shape for x in args]))
+        if why == "a forward on the instance":
+            child.forward = child.forward
+        if why == "compiled modules":
+            child._compiled_call_impl = child._call_impl
+    for name in ("add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated"):
+        monkeypatch.setattr(fused_forwards, name, forbidden)
+    torch.testing.assert_close(outcome(module, x, r), wanted, rtol=1e-5, atol=1e-5)
+    if why == "hooks":
+        shape = (
+            (2, 3, 1, 8)
+            if cls is NormBeforeTransposition
+            else (2, 1, 3, 8)
+            if cls is NormAfterTransposition
+            else None
+        )
+        assert shape is None or seen == [[shape], [shape]]
+
+
+@pytest.mark.parametrize("cls", [Plain, AfterNorm, Gate])
+def test_operands_that_must_be_stretched(cls):
+    module, (x, r) = cls(), operands()
+    r = r[:1]
+    wanted = outcome(module, x, r)
+    fuse_layers(module)
+    torch.testing.assert_close(outcome(module, x, r), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [Plain, TorchsLayerNorm, AfterNorm, Gate, NormAfterTransposition])
+def test_dtypes_under_autocast(cls):
+    """As the stock module's: a LayerNorm is one in fp32 then."""
+    module, (x, r) = cls(), operands()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = module(module.proj(x), r)
+        fuse_layers(module)
+        found = module(module.proj(x), r)
+    for y, z in zip(*(each if isinstance(each, tuple) else (each,) for each in (found, wanted)), strict=True):
+        # A rotation keeps bf16 where stock goes to fp32, and attention comes back to bf16.
+        assert y.dtype == z.dtype or cls is NormAfterTransposition
+        torch.testing.assert_close(y.float(), z.float(), rtol=3e-2, atol=3e-2)
+
+
+def test_a_factor_that_is_a_tensor_keeps_its_gradient():
+    module = Scaled()
+    module.multiplier = nn.Parameter(torch.tensor(0.5))
+    wanted = outcome(module, *operands())
+    fuse_layers(module)
+    torch.testing.assert_close(outcome(module, *operands()), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_sides_are_evaluated_in_their_order():
+    class Ordered(Base):
+        def side(self, x, name):
+            self.seen.append(name)
+            return x
+
+        def forward(self, x, r):
+            self.seen = []
+            x = self.side(r, "left") * self.act(self.side(x, "right")) + self.act(
+                self.side(x, "a")
+            ) * self.side(r, "b")
+            return x
+
+    module = Ordered()
+    fuse_layers(module)
+    module(*operands())
+    assert module.seen == ["left", "right", "a", "b"]
+
+
+def test_tracebacks_show_the_models_own_lines():
+    class Failing(Base):
+        def forward(self, x, r):
+            x = self.act(x) * r
+            return x.no_such_attribute
+
+    module = Failing()
+    fuse_layers(module)
+    with pytest.raises(AttributeError) as caught:
+        module(*operands())
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert last.filename == __file__ and last.line == "return x.no_such_attribute"
+
+
+def test_globals_stay_live(monkeypatch):
+    module = Gate()
+    fuse_layers(module)
+    new = state_of(module, fused_forwards.KEY)
+    assert new.__globals__ is Gate.forward.__globals__
+
+
+def test_defaults_are_those_of_the_function():
+    class Defaults(Base):
+        size = 3
+
+        def forward(self, x, r=None, *, factor=size):
+            return self.act(x) * (x if r is None else r) * factor
+
+    module = Defaults()
+    x, _ = operands()
+    wanted = module(x)
+    fuse_layers(module)
+    torch.testing.assert_close(module(x), wanted)
+    assert inspect.signature(state_of(module, fused_forwards.KEY)) == inspect.signature(Defaults.forward)
+
+
+def test_what_cannot_be_told_from_the_source():
+    class WithSuper(Base):
+        def forward(self, x, r):
+            return self.act(x) * super().forward(x)
+
+    class WithPrivateNames(Base):
+        def forward(self, x, r):
+            return self.act(x) * self.__factor
+
+    namespace = {"Base": Base}
+    exec("class NoSource(Base):\n    def forward(self, x, r):\n        return self.act(x) * r", namespace)
+    for cls, why in (
+        (WithSuper, "depends on where it is defined"),
+        (WithPrivateNames, "depends on where it is defined"),
+        (namespace["NoSource"], "its source is not at hand"),
+    ):
+        with pytest.raises(Unknown, match=why):
+            rewrite(cls.forward, KNOWN, {})
+
+
+def test_a_class_whose_forward_is_wrapped_is_left_alone():
+    import functools
+
+    class WrappedAttention(Base):
+        def forward(self, x, r):
+            return self.act(x) * r
+
+    stock = WrappedAttention.forward
+
+    @functools.wraps(stock)
+    def doubled(self, *args):
+        return 2 * stock(self, *args)
+
+    WrappedAttention.forward = doubled
+    module = WrappedAttention()
+    x, r = operands()
+    wanted = module(x, r)
+    report = fuse_layers(module).report
+    assert report.left[""] == f"its forward pass is wrapped by doubled of {__name__}"
+    torch.testing.assert_close(module(x, r), wanted)
+
+
+def test_the_rotation_of_the_models_file_is_not_touched():
+    assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
+    assert rewrite(NormedIsUsed.forward, KNOWN, {"apply_rotary_pos_emb": None}) is not None
+    assert NormedIsUsed.forward.__globals__["apply_rotary_pos_emb"] is apply_rotary_pos_emb

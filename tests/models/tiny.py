@@ -1,0 +1,113 @@
+"""Tiny models of the families whose layers are fused, and what one step of them gives."""
+
+import copy
+from typing import NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 4}
+IDS = torch.tensor([[5, 9, 3, 17, 40, 8, 22], [11, 4, 33, 9, 60, 2, 7]], device="cpu")
+
+ROPE = "apply_rotary_pos_emb"
+NORMED_ROPE = "q_norm, k_norm and the rotation after them"
+ADD_NORM = "the addition before post_attention_layernorm, and the norm"
+POST_NORMS = (
+    "post_attention_layernorm and the addition after it",
+    "post_feedforward_layernorm and the addition after it",
+)
+
+
+class Family(NamedTuple):
+    config: str
+    attention: str  # what is fused in a module of attention
+    layer: tuple[str, ...]  # in a decoder layer
+    mlp: str | None  # in an MLP
+    options: dict = {}
+
+
+FAMILIES = {
+    "Llama": Family("LlamaConfig", ROPE, (ADD_NORM,), "gate act_fn"),
+    "Mistral": Family("MistralConfig", ROPE, (ADD_NORM,), "gate act_fn"),
+    "Qwen2": Family("Qwen2Config", ROPE, (ADD_NORM,), "gate act_fn"),
+    "Qwen3": Family("Qwen3Config", NORMED_ROPE, (ADD_NORM,), "gate act_fn"),
+    "Gemma": Family("GemmaConfig", ROPE, (ADD_NORM,), "gate act_fn"),
+    "Gemma2": Family("Gemma2Config", ROPE, POST_NORMS, "gate act_fn"),
+    "Gemma3": Family("Gemma3TextConfig", NORMED_ROPE, POST_NORMS, "gate act_fn"),
+    "Phi3": Family("Phi3Config", ROPE, (ADD_NORM,), "gate activation_fn of both halves of one tensor"),
+    "OLMo2": Family("Olmo2Config", ROPE, POST_NORMS, "gate act_fn"),
+    "Granite": Family("GraniteConfig", ROPE, (ADD_NORM,), "gate act_fn", {"residual_multiplier": 0.7}),
+    "Cohere": Family("CohereConfig", ROPE, (), "gate act_fn"),
+    "Mixtral": Family("MixtralConfig", ROPE, (ADD_NORM,), None, EXPERTS),
+    "Qwen2 MoE": Family("Qwen2MoeConfig", ROPE, (ADD_NORM,), "gate act_fn", EXPERTS),
+    "Qwen3 MoE": Family("Qwen3MoeConfig", NORMED_ROPE, (ADD_NORM,), None, EXPERTS),
+    "Granite MoE": Family(
+        "GraniteMoeConfig", ROPE, (ADD_NORM,), None, EXPERTS | {"residual_multiplier": 0.7}
+    ),
+}
+
+
+def tiny(family: str, dtype: torch.dtype = torch.float32, **options: object) -> nn.Module:
+    """With weights of norms that are not all ones, and biases that are not zero."""
+    known = FAMILIES[family]
+    config = getattr(transformers, known.config)(**SIZES | known.options | options)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    disturb(model)
+    return model.to(dtype)
+
+
+def disturb(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def step(model: nn.Module, ids: Tensor = IDS, **kwargs: object) -> Step:
+    """Loss and every gradient."""
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids, **kwargs).loss
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Step(loss.detach(), found)
+
+
+def error(found: Step, truth: Step) -> float:
+    """Root mean square over loss and parameters of the relative errors."""
+    assert found.gradients.keys() == truth.gradients.keys()
+    pairs = [(found.loss, truth.loss)] + [(found.gradients[n], truth.gradients[n]) for n in truth.gradients]
+    relative = [
+        ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12)).item() for a, b in pairs
+    ]
+    return (sum(x * x for x in relative) / len(relative)) ** 0.5
+
+
+def assert_same(found: Step, wanted: Step, tolerance: float = 3e-6) -> None:
+    assert found.gradients.keys() == wanted.gradients.keys()
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=tolerance, atol=0)
+    for name, gradient in wanted.gradients.items():
+        assert gradient.norm() > 0 or "expert" in name, f"{name}: no gradient, so nothing is compared"
+        distance = (found.gradients[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+        assert distance < tolerance, f"{name}: {distance:.1e}"
+
+
+def twin(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)

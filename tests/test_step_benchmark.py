@@ -1,0 +1,143 @@
+"""`python -m benchmarks step` on a CPU: every configuration learns the same, and a process that breaks down
+or hangs is a result."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("trl")
+
+from benchmarks import step_process, steps  # noqa: E402
+from benchmarks.__main__ import app, picked  # noqa: E402
+
+MODEL = steps.QUICK["tiny Qwen3"]
+SETTINGS = steps.Settings("cpu", 0, logged=2, timed=1)
+LIMITS = steps.Limits(120, 10)
+OK = {"verdict": "ok", "ms": 20.0, "peak_bytes": 2**30, "losses": [2.0, 1.0], "grad_norms": [4.0, 3.0]}
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["step", "--device", "cpu", "--quick", *arguments], catch_exceptions=False)
+
+
+def faked(monkeypatch, run) -> None:
+    monkeypatch.setattr(steps, "package_version", lambda name: "1.0")
+    monkeypatch.setattr(steps, "one_run", lambda model, made, settings, seconds: dict(run(made, settings)))
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_every_configuration_learns_the_same(tmp_path, monkeypatch, checkpointing):
+    monkeypatch.chdir(tmp_path)
+    settings = replace(SETTINGS, checkpointing=checkpointing)
+    found = {
+        name: step_process.train(MODEL, steps.CONFIGURATIONS[name], settings)
+        for name in ("stock", "our layers", "our loss + our layers")
+    }
+    stock = found["stock"]
+    assert len(stock["losses"]) == 3 and min(stock["grad_norms"]) > 1e-3
+    for each in found.values():
+        assert each["verdict"] == "ok" and 0 < each["ms"] < 60_000
+        assert steps.furthest(stock["losses"], each["losses"]) < 1e-5
+        assert steps.furthest(stock["grad_norms"], each["grad_norms"]) < 1e-4
+
+
+def test_a_process_writes_its_numbers(tmp_path):
+    out = tmp_path / "step.json"
+    result = invoke("--only", "our loss + our layers", "--checkpointing", "off", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    written = json.loads(out.read_text())
+    [section] = written["sections"]
+    [row] = section["rows"]
+    assert written["complete"] and written["benchmark"] == "step" and not section["checkpointing"]
+    assert row["verdict"] == "ok" and row["ms"] > 0 and len(row["runs"][0]["losses"]) == 3
+
+
+def test_a_process_that_hangs_or_breaks_down(monkeypatch):
+    late = steps.one_run(MODEL, steps.Configuration(), SETTINGS, 0.2)
+    assert late == {"verdict": "failed", "reason": "did not end within 0.2 s"}
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    broken = steps.one_run(MODEL, steps.Configuration(), SETTINGS, 60)
+    assert broken == {"verdict": "failed", "reason": "exit status 1: no output"}
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), {"verdict": "out of memory"}),
+        (ValueError("no such\nthing"), {"verdict": "failed", "reason": "ValueError: no such thing"}),
+    ],
+)
+def test_what_fails_inside_of_a_process(tmp_path, monkeypatch, error, verdict):
+    def failing(*args):
+        raise error
+
+    monkeypatch.setattr(step_process, "train", failing)
+    told = {
+        "model": vars(MODEL),
+        "configuration": {},
+        "settings": vars(SETTINGS),
+        "out": str(tmp_path / "out"),
+    }
+    monkeypatch.setattr("sys.argv", ["step_process", json.dumps(told)])
+    step_process.main()
+    assert json.loads((tmp_path / "out").read_text()) == verdict
+
+
+@pytest.mark.parametrize("change", [{"losses": [2.0, 1.1]}, {"grad_norms": [4.0, float("nan")]}])
+def test_a_configuration_that_learns_something_else_is_wrong(monkeypatch, change):
+    faked(monkeypatch, lambda made, settings: OK | change if made.layers == "ours" else OK)
+    result = invoke()
+    assert (
+        result.exit_code == 1 and "our layers: wrong" in result.output and "stock: wrong" not in result.output
+    )
+
+
+def test_gradients_of_zero_are_wrong(monkeypatch):
+    faked(monkeypatch, lambda made, settings: OK | {"grad_norms": [0.0, 0.0]})
+    assert "stock: wrong" in invoke("--only", "stock").output
+
+
+def test_rounds_take_turns_and_make_a_median(monkeypatch, tmp_path):
+    order = []
+
+    def run(made, settings):
+        order.append((made.loss, made.layers, settings.checkpointing))
+        return OK | {"ms": float(len(order))}
+
+    faked(monkeypatch, run)
+    out = tmp_path / "step.json"
+    result = invoke("--only", "stock", "--only", "our layers", "--rounds", "3", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    one = [(False, layers, on) for on in (True, False) for layers in (None, "ours")]
+    assert order == one * 3
+    written = json.loads(out.read_text())
+    assert [row["ms"] for row in written["sections"][0]["rows"]] == [5.0, 6.0]
+    assert "5.0 (1.0 to 9.0)" in result.output
+
+
+def test_no_process_begins_that_might_not_end_in_time(monkeypatch, tmp_path):
+    faked(monkeypatch, lambda made, settings: OK)
+    out = tmp_path / "step.json"
+    result = invoke("--minutes", "1", "--limit", "61", "--out", str(out))
+    assert (
+        result.exit_code == 0 and "stopped: another process might not end within 1 minutes" in result.output
+    )
+    written = json.loads(out.read_text())
+    assert not written["complete"] and not any(row["runs"] for row in written["sections"][0]["rows"])
+
+
+def test_liger_is_absent_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(steps, "package_version", lambda name: None)
+    monkeypatch.setattr(steps, "one_run", lambda *given: dict(OK))
+    result = invoke()
+    assert result.exit_code == 0 and "absent: Liger's layers: liger-kernel is not installed" in result.output
+
+
+def test_names():
+    names = list(steps.CONFIGURATIONS)
+    assert picked(names, ["our layers"]) == ["our layers"] and picked(names, None) == names
+    assert picked(names, ["Liger"]) == ["Liger's layers", "our loss + Liger's layers"]
+    assert invoke("--only", "nobody").exit_code == 2 and invoke("--checkpointing", "maybe").exit_code == 2
