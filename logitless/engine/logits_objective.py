@@ -64,7 +64,9 @@ class LogitsObjective:
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         return ("values",)
 
-    per_token_names = differentiable_names
+    @classmethod
+    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        return {name: ((rows,) if name == "values" else (), None) for name in cls.number_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:

@@ -39,6 +39,7 @@ class Costs(NamedTuple):
 class Objective(Protocol):
     """The loss of one call, as the loop uses it."""
 
+    rows: Rows
     reports: list[Report]
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
@@ -57,7 +58,10 @@ class Objective(Protocol):
         """(C,) what the rows of the chunk's gradient still lack; None for nothing."""
 
     def numbers(self) -> dict[str, Tensor]:
-        """What was read, by the names of `number_names`: (rows,) per token, or 0-d."""
+        """What was read, by the names of `number_names`: (rows, ...) per token, or 0-d."""
+
+    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
+        """(n, H) d loss / d hidden of some rows, from what the strategy row_scaled kept of them."""
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
@@ -81,9 +85,11 @@ class Objective(Protocol):
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         """Those of them that carry a gradient."""
 
-    @staticmethod
-    def per_token_names(loss: LossSpec) -> tuple[str, ...]:
-        """Those of them that have an entry per token."""
+    @classmethod
+    def number_shapes(
+        cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shape of each number, (rows, ...) or 0-d, and its dtype; None for that of statistics."""
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:

@@ -112,7 +112,6 @@ def token_gradients(
     gradients = Gradients([call], static=static)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if vectors is not None:
-        given.setdefault("logps", torch.zeros_like(known["lse"]))
         objective = call.loss.objective.writing(call, rows, known, given)
         head = Projection(call, rows, gradients=False)
         head.d_hidden = torch.zeros_like(vectors)

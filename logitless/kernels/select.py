@@ -1,0 +1,63 @@
+"""The k largest logits of each row, of equal ones those with the lowest ids; best first.
+
+`torch.topk` promises no order among equal numbers, and rounded logits tie often. The Triton kernels
+(`select_triton.py`) read a row once; the PyTorch twin takes a few rows at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TWIN_BYTES, uses_triton
+from logitless.kernels.head import Head
+
+# The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
+MOST_IDS = 128
+
+
+def select(
+    logits: Tensor,  # (C, V)
+    k: int,  # at most V
+    *,
+    head: Head,
+    bias: Tensor | None = None,  # (V,)
+) -> Tensor:
+    """(C, k) int64 ids of the largest logits. A NaN counts as infinite."""
+    if k <= MOST_IDS and uses_triton(logits.device, logits.dtype) and logits.numel():
+        from logitless.kernels import select_triton
+
+        return select_triton.select(logits, k, head=head, bias=bias)
+    ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
+    step = _twin_rows(logits)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        ids[rows] = _select_twin(head.logits(logits[rows], bias)[0], k)
+    return ids
+
+
+def row_bytes(V: int, k: int) -> int:
+    """Memory a row takes beside its logits: the kernel's tile maxima, and the ids."""
+    return 4 * (V // 64 + 1) + 24 * k
+
+
+def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int) -> int:
+    """Memory of the twin's temporaries."""
+    if k <= MOST_IDS and uses_triton(device, dtype):
+        return 0
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    return max(TWIN_BYTES, V * wide) * (6 + 8 * k // V)
+
+
+def _twin_rows(logits: Tensor) -> int:
+    wide = torch.promote_types(logits.dtype, torch.float32).itemsize
+    return max(1, TWIN_BYTES // (logits.shape[1] * wide))
+
+
+def _select_twin(z: Tensor, k: int) -> Tensor:
+    z = torch.where(z.isnan(), torch.inf, z)
+    least = z.topk(k, -1).values[:, -1:]
+    above, equal = z > least, z == least
+    missing = k - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= missing))
+    ids = torch.nonzero_static(chosen, size=z.shape[0] * k)[:, 1].view(-1, k)
+    order = z.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)
