@@ -107,7 +107,8 @@ class IdsObjective:
         ids = self._best(chunk.logits, reader) if ids is None else ids[chunk.at]
         slots = Slots.of(ids, self.call.vocabulary, self.call.V)
         found = reader.numbers(chunk.logits, slots, entropy="entropy" in self.stats)
-        self._keep(chunk, found | {"ids": ids})
+        kept = (chunk.targets != chunk.ignored)[:, None]
+        self._keep(chunk, found | {"ids": torch.where(kept, ids, 0)})
 
     def _reader(self, chunk: Chunk) -> Reader:
         call, ignored = self.call, chunk.ignored
