@@ -123,9 +123,9 @@ class IdsObjective:
         if not vocabulary.sharded:
             return columns
         bias = None if reader.bias is None else reader.bias[columns]
-        z, _ = reader.head.logits(logits.gather(1, columns), bias)
+        z = selection.compared(logits.gather(1, columns), reader.head, bias)
         missing = (0, min(k, self.call.width) - columns.shape[1])
-        z = pad(torch.where(z.isnan(), torch.inf, z), missing, value=-torch.inf)
+        z = pad(z, missing, value=-torch.inf)
         ids = pad(columns + vocabulary.start, missing, value=self.call.V)
         z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
         # By rising id, and stable: of equal logits the lowest id comes first, and what is missing last.

@@ -1,7 +1,8 @@
 """The k largest logits of each row, of equal ones those with the lowest ids; best first.
 
-`torch.topk` promises no order among equal numbers, and rounded logits tie often. The Triton kernels
-(`select_triton.py`) read a row once; the PyTorch twin takes a few rows at a time.
+`torch.topk` promises no order among equal numbers, and rounded logits tie often. A soft cap rises with the
+logit, so the products with the head are compared as they are, where tanh has made none of them equal. The
+Triton kernels (`select_triton.py`) read a row once; the PyTorch twin takes a few rows at a time.
 """
 
 import torch
@@ -15,23 +16,35 @@ MOST_IDS = 128
 
 
 def select(
-    logits: Tensor,  # (C, V)
+    logits: Tensor,  # (C, V) products with the head
     k: int,  # at most V
     *,
     head: Head,
     bias: Tensor | None = None,  # (V,)
 ) -> Tensor:
-    """(C, k) int64 ids of the largest logits. A NaN counts as infinite."""
+    """(C, k) int64 ids of the largest logits after the head's transform. A NaN counts as infinite."""
     if k <= MOST_IDS and uses_triton(logits.device, logits.dtype) and logits.numel():
         from logitless.kernels import select_triton
 
-        return select_triton.select(logits, k, head=head, bias=bias)
+        return select_triton.select(logits, k, sign=_sign(head), bias=bias)
     ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
     step = _twin_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
-        ids[rows] = _select_twin(head.logits(logits[rows], bias)[0], k)
+        ids[rows] = _select_twin(compared(logits[rows], head, bias), k)
     return ids
+
+
+def _sign(head: Head) -> float:
+    return 1.0 if head.logit_scale > 0 else -1.0
+
+
+def compared(x: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+    """What products x are compared by: the larger, the larger the logit."""
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    z = z if bias is None else z + bias.to(z.dtype)
+    z = z * _sign(head)
+    return torch.where(z.isnan(), torch.inf, z)
 
 
 def row_bytes(V: int, k: int) -> int:
@@ -53,7 +66,6 @@ def _twin_rows(logits: Tensor) -> int:
 
 
 def _select_twin(z: Tensor, k: int) -> Tensor:
-    z = torch.where(z.isnan(), torch.inf, z)
     least = z.topk(k, -1).values[:, -1:]
     above, equal = z > least, z == least
     missing = k - above.sum(-1, keepdim=True)

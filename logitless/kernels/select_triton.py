@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import _vocabulary_arguments, head_logits
-from logitless.kernels.layout import check_rows
+from logitless.kernels.layout import check_rows, dense
 
-TILE, TILES_PER_BLOCK, WARPS = 128, 16, 4
+# A row of tiles, and the candidates of k tiles, are in registers: up to 2,048 and 8,192 numbers for 64 ids
+# and a vocabulary of 262,144.
+TILE, SMALL_TILE, BLOCK, WARPS, SELECT_WARPS = 128, 64, 2048, 4, 8
 # Below the integer of every number.
 NOWHERE = tl.constexpr(-2147483648)
 
@@ -29,6 +30,14 @@ def ordered(z):
     z = tl.where(z == 0.0, 0.0, z)
     bits = z.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 2147483647, bits)
+
+
+@triton.jit
+def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
+    x = x.to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
+    return x * sign
 
 
 @triton.jit
@@ -53,23 +62,20 @@ def tile_max_kernel(
     logits_stride,
     maxima_stride,
     V,
-    gain,
-    squash,
-    cap,
+    sign,
     HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
-    TILES_PER_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     maxima_ptr += row * maxima_stride
-    tile = tl.arange(0, TILES_PER_BLOCK)
-    for start in range(0, V, TILE * TILES_PER_BLOCK):
+    tile = tl.arange(0, BLOCK // TILE)
+    for start in range(0, V, BLOCK):
         cols = start + tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
         mask = cols < V
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
-        z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+        z = compared(x, bias_ptr, cols, mask, sign, HAS_BIAS)
         z = tl.where(z == z, z, float("inf"))
         top = tl.max(tl.where(mask, z, -float("inf")), 1)
         number = start // TILE + tile
@@ -87,11 +93,8 @@ def select_kernel(
     maxima_stride,
     V,
     k,
-    gain,
-    squash,
-    cap,
+    sign,
     HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     K: tl.constexpr,
@@ -115,7 +118,7 @@ def select_kernel(
     cols = tl.reshape(tiles[:, None] * TILE + tl.arange(0, TILE)[None, :], [K * TILE])
     mask = cols < V
     x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
-    z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    z = compared(x, bias_ptr, cols, mask, sign, HAS_BIAS)
     key = tl.where(mask, ordered(z), NOWHERE)
     chosen = first_largest(key, k)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -132,44 +135,32 @@ def select_kernel(
     tl.store(ids_ptr + rank, 2147483647 - (mine & 2147483647), mask=slot < k)
 
 
-def select(logits: Tensor, k: int, *, head, bias: Tensor | None) -> Tensor:
+def select(logits: Tensor, k: int, *, sign: float, bias: Tensor | None) -> Tensor:
     check_rows(logits=logits)
     C, V = logits.shape
     K = max(16, triton.next_power_of_2(k))
-    tiles = triton.cdiv(V, TILE)
+    tile = TILE if K <= 64 else SMALL_TILE
+    tiles = triton.cdiv(V, tile)
     maxima = torch.empty((C, tiles), dtype=torch.float32, device=logits.device)
-    pointers, scalars, flags = _vocabulary_arguments(head, bias, None, maxima)
-    del flags["HAS_WEIGHTS"]
-    tile_max_kernel[(C,)](
-        logits,
-        pointers[0],
-        maxima,
-        logits.stride(0),
-        tiles,
-        V,
-        *scalars,
-        **flags,
-        TILE=TILE,
-        TILES_PER_BLOCK=TILES_PER_BLOCK,
-        num_warps=WARPS,
-    )
     scratch = torch.empty((C, K), dtype=torch.int64, device=logits.device)
     ids = torch.empty((C, k), dtype=torch.int64, device=logits.device)
+    bias_or_nothing = maxima if bias is None else dense(bias, torch.float32)
+    strides, flags = (logits.stride(0), tiles, V), {"HAS_BIAS": bias is not None, "TILE": tile}
+    tile_max_kernel[(C,)](
+        logits, bias_or_nothing, maxima, *strides, sign, **flags, BLOCK=BLOCK, num_warps=WARPS
+    )
     select_kernel[(C,)](
         logits,
-        pointers[0],
+        bias_or_nothing,
         maxima,
         scratch,
         ids,
-        logits.stride(0),
-        tiles,
-        V,
+        *strides,
         k,
-        *scalars,
+        sign,
         **flags,
-        TILE=TILE,
         TILES=max(K, triton.next_power_of_2(tiles)),
         K=K,
-        num_warps=WARPS,
+        num_warps=SELECT_WARPS,
     )
     return ids

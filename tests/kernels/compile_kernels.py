@@ -18,7 +18,9 @@ TYPES = ("fp32", "bf16", "fp16")
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
-INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows")
+INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows", "k", "H", "count")
+INT64 = ("targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr")
+SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 128, 2048, 8
 
 
 class Combination(NamedTuple):
@@ -99,6 +101,15 @@ def scale_combinations() -> Iterator[Combination]:
         yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": SCALE_BLOCK})
 
 
+def select_combinations() -> Iterator[Combination]:
+    for logits, bias in itertools.product(TYPES, (False, True)):
+        flags = {"TILE": SELECT_TILE, "HAS_BIAS": bias}
+        yield combination("tile_max_kernel", {"logits": logits}, flags | {"BLOCK": SELECT_BLOCK})
+        yield combination("select_kernel", {"logits": logits}, flags | {"TILES": 16, "K": 16})
+    # 64 of 151,936 ids; that takes seconds to compile.
+    yield combination("select_kernel", {"logits": "bf16"}, flags | {"TILES": 2048, "K": 64})
+
+
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
     return [
@@ -107,6 +118,7 @@ def combinations() -> list[Combination]:
         *divergence_combinations(),
         *shard_combinations(),
         *scale_combinations(),
+        *select_combinations(),
     ]
 
 
@@ -116,7 +128,7 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
     def dtype(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("targets_ptr", "labels_ptr"):
+        if name in INT64:
             return "*i64"
         if name.endswith("_ptr"):
             return "*" + dtypes.get(name.removesuffix("_ptr"), "fp32")
@@ -135,8 +147,11 @@ def compile_all(backend: str, architecture: str) -> int:
         divergence_shard_triton,
         divergence_triton,
         scale_triton,
+        select_triton,
     )
 
+    assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
+    assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
     target = (
@@ -147,7 +162,13 @@ def compile_all(backend: str, architecture: str) -> int:
     binary = "cubin" if backend == "cuda" else "hsaco"
     wanted = combinations()
     for number, c in enumerate(wanted):
-        modules = cross_entropy_triton, divergence_triton, divergence_shard_triton, scale_triton
+        modules = (
+            cross_entropy_triton,
+            divergence_triton,
+            divergence_shard_triton,
+            scale_triton,
+            select_triton,
+        )
         kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
         types = signature(kernel.arg_names, c)
         # Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized,
@@ -158,7 +179,7 @@ def compile_all(backend: str, architecture: str) -> int:
             if name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")
         ]
         attributes = {(i,): [["tt.divisibility", 16]] for i in aligned} if number % 2 else {}
-        warps = getattr(cross_entropy_triton, "WARPS", 4)
+        warps = SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
         result = triton.compile(
             ASTSource(kernel, types, dict(c.constants), attributes),
             target=target,

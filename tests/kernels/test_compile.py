@@ -12,9 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs
+from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs, linear_topk
 from tests.cases import DTYPES, operands
-from tests.kernels.compile_kernels import combination, combinations
+from tests.kernels.compile_kernels import INT64, combination, combinations
 
 ROOT = Path(__file__).parents[2]
 TRITONS = ("3.6.0", "3.9.0")
@@ -87,9 +87,7 @@ class Recorder:
                 assert value.is_contiguous() or name == "factor_ptr", (
                     f"{name} has strides {value.stride()}, which no kernel sees"
                 )
-                assert value.dtype == (
-                    torch.int64 if name in ("targets_ptr", "labels_ptr") else torch.float32
-                ), name
+                assert value.dtype == (torch.int64 if name in INT64 else torch.float32), name
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -106,10 +104,12 @@ def launches(monkeypatch):
         divergence_triton,
         scale,
         scale_triton,
+        select,
+        select_triton,
     )
 
     found = set()
-    for module in (cross_entropy, divergence, scale):
+    for module in (cross_entropy, divergence, scale, select):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in cross_entropy.TRITON_DTYPES)
     for module, name in (
         (cross_entropy_triton, "row_kernel"),
@@ -117,6 +117,8 @@ def launches(monkeypatch):
         (divergence_triton, "divergence_kernel"),
         (divergence_shard_triton, "shard_kernel"),
         (scale_triton, "scale_kernel"),
+        (select_triton, "tile_max_kernel"),
+        (select_triton, "select_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))
     return found
@@ -141,6 +143,7 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
             losses.append(SumObserver(**head)(h, w, targets, bias=b if bias else None).loss)
             out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
+            linear_topk(h, w, 5, bias=b if bias else None, **head)
         for divergence, temperature in itertools.product(("jsd", "forward_kl", "reverse_kl"), (1.0, 2.0)):
             distillation = DistillationLoss(divergence=divergence, temperature=temperature, **head)
             teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}
@@ -168,4 +171,5 @@ def test_launchers_ask_for_nothing_else(launches, dtype):
     name = NAMES[dtype]
     for c in set(combinations()) - launches:
         product = dict(c.pointers).get("grad")
-        assert c.kernel in ("scale_kernel", "shard_kernel") or product != name or product == "fp32", c
+        elsewhere = c.kernel in ("scale_kernel", "shard_kernel") or dict(c.constants).get("TILES", 16) > 16
+        assert elsewhere or product != name or product == "fp32", c

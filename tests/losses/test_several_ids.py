@@ -69,6 +69,7 @@ def test_any_loss_of_the_outputs(case, dtype):
         "compact": case["compact"],
         "logits_budget": case["budget"] and case["budget"] * V * dtype.itemsize,
     }
+
     def ours(hidden, weight, targets, **kwargs):
         entropy = case["outputs"] == "all"
         out = linear_logprobs(hidden, weight, targets, entropy=entropy, **kwargs, **head, **engine)
