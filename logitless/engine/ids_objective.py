@@ -104,34 +104,21 @@ class IdsObjective:
             return
         reader = self._reader(chunk)
         ids = self.call.inputs.get("ids")
-        ids = self._best(chunk.logits, reader) if ids is None else ids[chunk.at]
-        slots = Slots.of(ids, self.call.vocabulary, self.call.V)
+        ids = best(chunk.logits, self.call.loss.k, reader) if ids is None else ids[chunk.at]
+        self._keep(chunk, self._read(chunk, reader, ids))
+
+    def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> dict[str, Tensor]:
+        """The numbers of ids (n, k), whose logits are then gone from the chunk."""
+        slots = Slots.of(ids, reader.vocabulary, reader.V)
         found = reader.numbers(chunk.logits, slots, entropy="entropy" in self.stats)
         kept = (chunk.targets != chunk.ignored)[:, None]
-        self._keep(chunk, found | {"ids": torch.where(kept, ids, 0)})
+        return found | {"ids": torch.where(kept, ids, 0)}
 
     def _reader(self, chunk: Chunk) -> Reader:
         call, ignored = self.call, chunk.ignored
         nowhere = torch.full_like(chunk.targets, chunk.logits.shape[1])
         nowhere = torch.where(chunk.targets == ignored, chunk.targets, nowhere)
         return Reader(call.loss.head, call.bias, call.vocabulary, call.V, nowhere, ignored, call.stat_dtype)
-
-    def _best(self, logits: Tensor, reader: Reader) -> Tensor:
-        """(n, k) ids of the largest logits of the whole vocabulary."""
-        vocabulary, k = self.call.vocabulary, self.call.loss.k
-        columns = selection.select(logits, min(k, logits.shape[1]), head=reader.head, bias=reader.bias)
-        if not vocabulary.sharded:
-            return columns
-        bias = None if reader.bias is None else reader.bias[columns]
-        z = selection.compared(logits.gather(1, columns), reader.head, bias)
-        missing = (0, min(k, self.call.width) - columns.shape[1])
-        z = pad(z, missing, value=-torch.inf)
-        ids = pad(columns + vocabulary.start, missing, value=self.call.V)
-        z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
-        # By rising id, and stable: of equal logits the lowest id comes first, and what is missing last.
-        ids, by_id = ids.sort(dim=1, stable=True)
-        best = z.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :k]
-        return ids.gather(1, best)
 
     def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
         for name, x in found.items():
@@ -157,29 +144,23 @@ class IdsObjective:
         reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
         stats, slots = self._at(rows)
         if self.vectors:
-            entries, factor, entropy = 0.0, torch.ones_like(stats["lse"]), None
+            upstream, entries, factor = Upstream(None), 0.0, torch.ones_like(stats["lse"])
         else:
             upstream = self._upstream(rows)
             entries, factor = upstream.entries(stats, slots, reader.head)
-            entropy = upstream.entropy
-        known = TokenBuffers(
-            torch.zeros_like(factor), stats["lse"], stats["lse_residual"], stats.get("entropy")
-        )
-        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
-        kernels.logits_gradient(
-            chunk.logits,
-            reader.targets,
-            known,
-            TokenBuffers(lse=factor, entropy=entropy),
-            gradient=chunk.place,
-            **options,
-        )
-        if isinstance(entries, Tensor):
-            entries = torch.where((chunk.targets == chunk.ignored)[:, None], 0.0, entries)
+        self._spread(chunk, reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
         slots.put(chunk.place, entries)
         chunk.gradient = chunk.place
 
+    def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
+        """The gradient of the logits that are multiples of their probabilities, over the logits."""
+        logps = stats["hard"] if grads.logps is not None else torch.zeros_like(stats["lse"])
+        known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
+        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
+        kernels.logits_gradient(chunk.logits, reader.targets, known, grads, gradient=chunk.place, **options)
+
     def _at(self, rows: slice) -> tuple[dict[str, Tensor], Slots]:
+        """What is known of some rows, and where their ids are: those of ignored ones nowhere."""
         stats = {name: x[rows] for name, x in self.stats.items()}
         return stats, Slots.of(stats["ids"], self.call.vocabulary, self.call.V)
 
@@ -201,3 +182,21 @@ class IdsObjective:
         entries = torch.where(slots.first & slots.here & kept[:, None], entries, 0.0)
         own = self.call.vocabulary.reduce(weighted_rows(head.weight, slots.columns, entries))
         return torch.addcmul(own, vectors.to(own.dtype), torch.where(kept, factor, 0.0)[:, None])
+
+
+def best(logits: Tensor, k: int, reader: Reader) -> Tensor:
+    """(n, k) ids of the largest logits of the whole vocabulary, the first of equal ones first."""
+    vocabulary, width = reader.vocabulary, logits.shape[1]
+    columns = selection.select(logits, min(k, width), head=reader.head, bias=reader.bias)
+    if not vocabulary.sharded:
+        return columns
+    bias = None if reader.bias is None else reader.bias[columns]
+    z = selection.compared(logits.gather(1, columns), reader.head, bias)
+    missing = (0, min(k, max(vocabulary.sizes)) - columns.shape[1])
+    z = pad(z, missing, value=-torch.inf)
+    ids = pad(columns + vocabulary.start, missing, value=reader.V)
+    z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
+    # By rising id, and stable: of equal logits the lowest id comes first, and what is missing last.
+    ids, by_id = ids.sort(dim=1, stable=True)
+    chosen = z.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return ids.gather(1, chosen)
