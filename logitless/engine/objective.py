@@ -34,6 +34,7 @@ class Costs(NamedTuple):
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
     # Whether the gradient of a chunk comes from reading it again, for numbers handed out before.
     rereads: bool
+    columns: int = 0  # of the head that are multiplied with for each row, where those are all that it takes
 
 
 class Objective(Protocol):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
+from logitless.engine.gathered import GatheredProjection
 from logitless.engine.gradients import Gradients
 from logitless.engine.loop import run
 from logitless.engine.objective import Objective, settled_metrics
@@ -61,7 +62,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         plan = plan_for(call, rows, Pass.SOLVE)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = Projection(call, rows, gradients=True)
+        head = _projection(call, rows, plan, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.chunks > 1)
         run(plan, rows, head, objective, gradients)
         if plan.strategy == "row_scaled":
@@ -89,7 +90,7 @@ def token_numbers(call: Call) -> Numbers:
     rows, N = choose_rows(call), call.targets.shape[0]
     plan = plan_for(call, rows, Pass.NUMBERS)
     objective = call.loss.objective.reading(call, rows, plan)
-    head = Projection(call, rows, gradients=keeps_vectors(call))
+    head = _projection(call, rows, plan, gradients=keeps_vectors(call))
     run(plan, rows, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
@@ -124,11 +125,16 @@ def token_gradients(
     given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS)
     objective = call.loss.objective.writing(call, rows, known, given)
-    head = Projection(call, rows, gradients=True)
+    head = _projection(call, rows, plan, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
     run(plan, rows, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
+
+
+def _projection(call: Call, rows: Rows, plan: Plan, *, gradients: bool) -> Projection:
+    kind = GatheredProjection if plan.columns else Projection
+    return kind(call, rows, gradients=gradients)
 
 
 def keeps_vectors(call: Call) -> bool:
@@ -169,10 +175,11 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
     loss, device, needs = call.loss, call.weight.device, call.needs
     budget = loss.logits_budget or default_budget(device)
     costs = loss.objective.costs(call, budget)
-    row_bytes = call.width * call.logits_dtype.itemsize + costs.row_bytes
-    fixed = costs.fixed_bytes + piece_bytes(
-        device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
-    )
+    row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
+    if not costs.columns:
+        row_bytes += call.width * call.logits_dtype.itemsize
+        shape = call.width, call.hidden.shape[1]
+        fixed += piece_bytes(device, call.dtype, call.logits_dtype, *shape)
     if budget - fixed < row_bytes:
         warn_once(
             f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than "
@@ -181,7 +188,13 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     facts = Facts(
-        rows.count, rows.group_sizes, call.trainable, trainable_head, costs.linear_in_logps, costs.rereads
+        rows.count,
+        rows.group_sizes,
+        call.trainable,
+        trainable_head,
+        costs.linear_in_logps,
+        costs.rereads,
+        costs.columns,
     )
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:

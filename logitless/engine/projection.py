@@ -9,7 +9,7 @@ from logitless.engine.call import Call, Layers
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import identity_hooks
 from logitless.engine.rows import Rows
-from logitless.kernels.matmul import hidden_gradient, project
+from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from logitless.kernels.scale import scale
 
 
@@ -76,6 +76,10 @@ class Projection:
         if chunk.factor is None:
             return x
         return scale(x, chunk.factor, x if own else torch.empty_like(x))
+
+    def accumulate(self, total: Tensor, chunk: Chunk, features: Tensor, *, first: bool) -> None:
+        """Product 3: `total` (V, columns of `features`) (+)= gradient.T @ features."""
+        accumulate(total, chunk.gradient, features, first=first)
 
     def scatter(self, chunk: Chunk, arrival) -> None:
         """Wait for the ranks' sum, go back through the layers, and write the chunk's rows into d_hidden."""

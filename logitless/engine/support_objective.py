@@ -22,12 +22,27 @@ TEACHER = ("teacher_logps", "teacher_rest", "agreement")
 # Of the label: log p at temperature 1 and what it takes to differentiate it; whether it is the best id.
 LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
 
+# Where the loss needs no more than k columns of the head, products with all V of them are slower than
+# gathering these while k < V / GATHERED.
+GATHERED = 180
+
+
+def gathered_columns(call: Call) -> int:
+    """How many columns of the head are multiplied with for each row, in the place of all; 0: all."""
+    k = call.loss.slots(call.inputs)
+    return k if call.loss.cancels and k * GATHERED < call.V else 0
+
 
 @dataclass
 class SupportObjective(IdsObjective):
     """Numbers of the student and, in the same slots, of the teacher; the label's beside them."""
 
     _teacher_buffer: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of the head, gathered for each row; 0: all."""
+        return gathered_columns(self.call)
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
@@ -45,6 +60,8 @@ class SupportObjective(IdsObjective):
     @classmethod
     def costs(cls, call: Call, budget: int) -> Costs:
         costs, loss = super().costs(call, budget), call.loss
+        if columns := gathered_columns(call):
+            return costs._replace(fixed_bytes=0, columns=columns)
         row, itemsize = costs.row_bytes + loss.slots(call.inputs) * SLOT_BYTES, call.logits_dtype.itemsize
         teacher = call.inputs["teacher_weight"]
         if teacher is not None:
@@ -57,6 +74,9 @@ class SupportObjective(IdsObjective):
         head.project(chunk)
         if not chunk.step.read:
             return
+        if self.columns:
+            self._keep(chunk, self._gathered(chunk))
+            return
         reader, inputs = self._reader(chunk), self.call.inputs
         found, favourites = self._read_label(chunk, reader), {"student": best(chunk.logits, 1, reader)[:, 0]}
         if inputs["ids"] is None:
@@ -65,15 +85,30 @@ class SupportObjective(IdsObjective):
             there = teacher.numbers(taught, Slots.of(ids, teacher.vocabulary, teacher.V), entropy=False)
             found |= {"teacher_logps": there["logps"], "teacher_rest": there["rest"]}
         else:
-            ids, given = inputs["ids"][chunk.at], inputs["teacher_logps"][chunk.at].to(self.call.stat_dtype)
-            favourites["teacher"] = ids.gather(1, given.argmax(1, keepdim=True))[:, 0]
-            ids = torch.where(distinct(ids), ids, -1)
-            found["teacher_logps"] = torch.where(ids >= 0, given, -torch.inf)
+            ids, found["teacher_logps"] = self._given(chunk)
+            at = found["teacher_logps"].argmax(1, keepdim=True)
+            favourites["teacher"] = ids.gather(1, at)[:, 0]
         found["agreement"] = favourites["student"] == favourites["teacher"]
         labels = inputs["labels"]
         if labels is not None:
             found["token_accuracy"] = favourites["student"] == labels[chunk.at]
         self._keep(chunk, found | self._read(chunk, reader, ids))
+
+    def _gathered(self, chunk: Chunk) -> dict[str, Tensor]:
+        """From the products of the ids alone: logits in the place of log-probabilities."""
+        call, (ids, teacher) = self.call, self._given(chunk)
+        columns, here = call.vocabulary.find(ids, call.V)
+        z, _ = call.loss.head.logits(chunk.logits, None if call.bias is None else call.bias[columns])
+        z = call.vocabulary.reduce(torch.where(here, z, 0.0))
+        z = torch.where(ids >= 0, z, -torch.inf)
+        kept = (chunk.targets != chunk.ignored)[:, None]
+        return {"ids": ids, "logps": torch.where(kept, z, 0.0), "teacher_logps": teacher}
+
+    def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """The teacher's ids, each once, and their log-probabilities."""
+        ids, given = self.call.inputs["ids"][chunk.at], self.call.inputs["teacher_logps"][chunk.at]
+        ids = torch.where(distinct(ids), ids, -1)
+        return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _taught(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
         """The teacher's logits of a chunk, in a buffer of their own, and what it takes to read them."""
@@ -142,6 +177,13 @@ class SupportObjective(IdsObjective):
         return reader.head._replace(temperature=1.0)
 
     def write(self, chunk: Chunk) -> None:
+        if self.columns:
+            stats, slots = self._at(slice(chunk.step.start, chunk.step.stop))
+            g = self.grads["logps"][chunk.step.start : chunk.step.stop]
+            g = g * self.call.loss.head.derivative_at(stats["logps"])
+            kept = slots.first & (chunk.targets != chunk.ignored)[:, None]
+            chunk.gradient = torch.where(kept, g, 0.0)
+            return
         given = self.grads.get("hard")
         if given is None:
             super().write(chunk)
