@@ -33,5 +33,5 @@ class GatheredProjection(Projection):
                 out = self.d_hidden[chunk.at]
             chunk.d_features = weighted_rows(self.weight, self._columns, chunk.gradient, out)
 
-    def accumulate(self, total: Tensor, chunk: Chunk, features: Tensor, *, first: bool) -> None:
-        add_rows(total, self._columns, chunk.gradient, features, first=first)
+    def accumulate(self, total: Tensor, gradient: Tensor, features: Tensor, *, first: bool) -> None:
+        add_rows(total, self._columns, gradient, features, first=first)

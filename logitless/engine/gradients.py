@@ -72,7 +72,7 @@ class Gradients:
         """Product 3: a chunk's share of d_weight and d_bias."""
         if self._weight is not None:
             features = head.trained_features(chunk)
-            head.accumulate(self._weight.total, chunk, features, first=not self._weight.written)
+            head.accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)
             self._weight.written = True
         if self._bias is not None:
             self._add_bias(chunk, head)
@@ -83,7 +83,7 @@ class Gradients:
             factor = gradient.new_ones(gradient.shape[0])
         column, total = factor.to(gradient.dtype), self._bias.total
         if column.dtype == factor.dtype:
-            head.accumulate(total, chunk, column[:, None], first=not self._bias.written)
+            head.accumulate(total, gradient, column[:, None], first=not self._bias.written)
         else:
             # In two pieces: a factor that all tokens share would be rounded the same way in all of them.
             pieces = torch.stack((column, (factor - column).to(column.dtype)), dim=1)

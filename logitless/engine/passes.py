@@ -24,6 +24,9 @@ from logitless.engine.rows import Grouping, Rows, select_rows
 from logitless.engine.spec import Fault
 from logitless.kernels.matmul import piece_bytes
 
+# By whether only some columns of the head are gathered.
+PROJECTIONS = {False: Projection, True: GatheredProjection}
+
 
 @dataclass
 class Solved:
@@ -62,7 +65,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         plan = plan_for(call, rows, Pass.SOLVE)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = _projection(call, rows, plan, gradients=True)
+        head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.chunks > 1)
         run(plan, rows, head, objective, gradients)
         if plan.strategy == "row_scaled":
@@ -90,7 +93,7 @@ def token_numbers(call: Call) -> Numbers:
     rows, N = choose_rows(call), call.targets.shape[0]
     plan = plan_for(call, rows, Pass.NUMBERS)
     objective = call.loss.objective.reading(call, rows, plan)
-    head = _projection(call, rows, plan, gradients=keeps_vectors(call))
+    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=keeps_vectors(call))
     run(plan, rows, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
@@ -125,16 +128,11 @@ def token_gradients(
     given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS)
     objective = call.loss.objective.writing(call, rows, known, given)
-    head = _projection(call, rows, plan, gradients=True)
+    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
     run(plan, rows, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
-
-
-def _projection(call: Call, rows: Rows, plan: Plan, *, gradients: bool) -> Projection:
-    kind = GatheredProjection if plan.columns else Projection
-    return kind(call, rows, gradients=gradients)
 
 
 def keeps_vectors(call: Call) -> bool:

@@ -22,6 +22,9 @@ class Projection:
         gradients: whether the pass computes gradients.
     """
 
+    # Product 3: (total, gradient, features, first=) -> total (+)= gradient.T @ features.
+    accumulate = staticmethod(accumulate)
+
     def __init__(self, call: Call, rows: Rows, *, gradients: bool):
         self.call, self.rows, self.needs = call, rows, call.needs
         # (V, H) in the dtype of the products
@@ -76,10 +79,6 @@ class Projection:
         if chunk.factor is None:
             return x
         return scale(x, chunk.factor, x if own else torch.empty_like(x))
-
-    def accumulate(self, total: Tensor, chunk: Chunk, features: Tensor, *, first: bool) -> None:
-        """Product 3: `total` (V, columns of `features`) (+)= gradient.T @ features."""
-        accumulate(total, chunk.gradient, features, first=first)
 
     def scatter(self, chunk: Chunk, arrival) -> None:
         """Wait for the ranks' sum, go back through the layers, and write the chunk's rows into d_hidden."""
