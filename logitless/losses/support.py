@@ -51,8 +51,7 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
         expect(
             loss.k is not None, "k", "how many ids of each, with support", None, "set it, to 64 for example"
         )
-    own = [field.name for field in fields(SupportDistillation) if field.name != "given"]
-    return SupportDistillation(**{name: getattr(loss, name) for name in own}, given=given)
+    return SupportDistillation(**{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
 
 
 def vocabulary_size(loss: LinearLoss, weight: Tensor | SplitHead) -> int:
@@ -145,3 +144,6 @@ class SupportDistillation(LinearLoss):
         # Where the student has nothing but these ids, neither has the teacher.
         rest = torch.where(stats.rest[:, None] == -torch.inf, NOTHING, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)
+
+
+SHARED_FIELDS = tuple(field.name for field in fields(SupportDistillation) if field.name != "given")
