@@ -18,9 +18,10 @@ TYPES = ("fp32", "bf16", "fp16")
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
-INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows", "k", "H", "count")
-INT64 = ("targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr")
+INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows", "k", "H", "count", "piece")
+INT64 = ("targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr", "ends_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 128, 2048, 8
+GATHERED_BLOCK, SLOTS = 256, 16
 
 
 class Combination(NamedTuple):
@@ -110,6 +111,16 @@ def select_combinations() -> Iterator[Combination]:
     yield combination("select_kernel", {"logits": "bf16"}, flags | {"TILES": 2048, "K": 64})
 
 
+def gathered_combinations() -> Iterator[Combination]:
+    block, slots = {"BLOCK": GATHERED_BLOCK}, {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}
+    for x in TYPES:
+        yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
+        for out in {x, "fp32"}:
+            yield combination("weighted_rows_kernel", {"weight": x, "out": out}, slots)
+            yield combination("piece_kernel", {"hidden": x, "total": out}, block)
+        yield combination("merge_kernel", {"total": x}, block)
+
+
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
     return [
@@ -119,6 +130,7 @@ def combinations() -> list[Combination]:
         *shard_combinations(),
         *scale_combinations(),
         *select_combinations(),
+        *gathered_combinations(),
     ]
 
 
@@ -146,11 +158,13 @@ def compile_all(backend: str, architecture: str) -> int:
         cross_entropy_triton,
         divergence_shard_triton,
         divergence_triton,
+        gathered_triton,
         scale_triton,
         select_triton,
     )
 
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
+    assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
@@ -166,6 +180,7 @@ def compile_all(backend: str, architecture: str) -> int:
             cross_entropy_triton,
             divergence_triton,
             divergence_shard_triton,
+            gathered_triton,
             scale_triton,
             select_triton,
         )

@@ -56,7 +56,7 @@ def test_compiles(version, target, tmp_path):
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # What a kernel takes in several dtypes.
-STREAMED = ("logits", "student", "teacher", "grad", "x", "out")
+STREAMED = ("logits", "student", "teacher", "grad", "x", "out", "hidden", "weight", "total")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,8 @@ def launches(monkeypatch):
         divergence,
         divergence_shard_triton,
         divergence_triton,
+        gathered,
+        gathered_triton,
         scale,
         scale_triton,
         select,
@@ -109,7 +111,7 @@ def launches(monkeypatch):
     )
 
     found = set()
-    for module in (cross_entropy, divergence, scale, select):
+    for module in (cross_entropy, divergence, gathered, scale, select):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in cross_entropy.TRITON_DTYPES)
     for module, name in (
         (cross_entropy_triton, "row_kernel"),
@@ -119,6 +121,10 @@ def launches(monkeypatch):
         (scale_triton, "scale_kernel"),
         (select_triton, "tile_max_kernel"),
         (select_triton, "select_kernel"),
+        (gathered_triton, "gathered_logits_kernel"),
+        (gathered_triton, "weighted_rows_kernel"),
+        (gathered_triton, "piece_kernel"),
+        (gathered_triton, "merge_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))
     return found
@@ -151,6 +157,17 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                 losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
                 with torch.no_grad():
                     distillation(h, w, targets, bias=b if bias else None, **teacher)
+        several = targets[:, None].expand(-1, 3)
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            given = {"bias": b if bias else None, **head}
+            losses.append(linear_logprobs(h, w, several, entropy=entropy, **given).logps)
+            if trainable == "hidden" and softcap is None:
+                rows = torch.cat([w] * 7).detach()
+                bias_of_rows = torch.cat([b] * 7).requires_grad_() if bias else None
+                for head_rows in (rows, rows.clone().requires_grad_()):
+                    loss = DistillationLoss(support="teacher", topk_mode="renormalize")
+                    known = -torch.ones(6, 1), several[:, :1]
+                    losses.append(loss(h, head_rows, bias=bias_of_rows, teacher_logprobs_topk=known).loss)
         for loss in losses:
             if trainable != "nothing":
                 loss.sum().backward(retain_graph=True)
