@@ -10,7 +10,18 @@ from tests.mutants import (
     parallel,
     policy,
     preference,
+    several_ids,
 )
 
-MODULES = (foundation, preference, policy, distillation, multi_token, parallel, beyond_eager, calls)
+MODULES = (
+    foundation,
+    preference,
+    policy,
+    distillation,
+    multi_token,
+    parallel,
+    beyond_eager,
+    calls,
+    several_ids,
+)
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
