@@ -43,7 +43,7 @@ MUTANTS = [
             "empty slots count",
             "add_rows",
             "torch.where(ids >= 0, coefficients, 0.0)",
-            "coefficients.nan_to_num()",
+            "torch.where(ids >= 0, coefficients, 1.0)",
         ),
         ("earlier sums lost", "add_rows", "total[touched].to(sums.dtype) + sums", "sums"),
         (
