@@ -34,6 +34,6 @@ def test_a_wrong_row_gets_no_time():
         row, right = topk.rows_of(wrong, x, expected, device, 0.0)
         if task.gradients:
             # A constant changes no gradient.
-            assert row["logps_error"] > 0.1 and row["d_hidden_error"] < 0.01
+            assert row["logps_error"] > 0.05 and row["d_hidden_error"] < 0.01
         assert row["verdict"] == "wrong" and "ms" not in row and right["verdict"] == "ok"
     assert topk.failed({"rows": [row]}) == ["k best"]

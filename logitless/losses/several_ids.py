@@ -149,7 +149,9 @@ def linear_topk(
     whole = isinstance(k, int) and not isinstance(k, bool)
     expect(whole, "k", "a whole number", repr(k), "say how many ids", TypeError)
     expect(k >= 1, "k", "at least 1", k, "say how many ids")
-    if head.get("logits_dtype") is None and isinstance(hidden, Tensor):
+    remedy = "pass the hidden states, such as model.model(ids).last_hidden_state"
+    expect(isinstance(hidden, Tensor), "hidden", "a tensor", type(hidden).__name__, remedy, TypeError)
+    if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
     loss = IdsNumbers(entropy="metric", k=k, **head)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from logitless import DistillationLoss, linear_logprobs, linear_topk
+from logitless import DistillationLoss, check, linear_logprobs, linear_topk
 from logitless.losses import teachers
 from tests import reference
 from tests.cases import covering_array, one_row_warning
@@ -249,6 +249,33 @@ def test_inside_a_compiled_graph():
     assert torch.equal(best, same)
     truth, found = torch.autograd.grad(eager, (h, w)), torch.autograd.grad(compiled, (h, w))
     torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("support", ["teacher", "student", "union"])
+def test_check_knows_the_definition(support):
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    h, w, t, tw = (torch.randn(x, generator=generator) for x in ((9, 4), (30, 4), (9, 3), (30, 3)))
+    operands, labels = (h.requires_grad_(), w.requires_grad_()), torch.arange(9)
+    teacher = {"teacher_hidden": t, "teacher_weight": tw}
+    for reduction in ("mean", "none"):
+        loss = DistillationLoss(
+            support=support, k=3, hard_loss_weight=0.3, temperature=1.5, reduction=reduction
+        )
+        report = check(loss, *operands, labels, **teacher)
+        assert report, report.errors
+    for mode in ("tail", "renormalize"):
+        few = DistillationLoss(support="teacher", topk_mode=mode)
+        assert check(few, *operands, teacher_logprobs_topk=given(9, 3, 30))
+
+
+def test_onto_a_main_gradient():
+    h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4, requires_grad=True)
+    few, main = DistillationLoss(support="teacher", topk_mode="renormalize"), torch.ones(900, 4)
+    teacher = {"teacher_logprobs_topk": given(9, 3, 900)}
+    few(h, w, **teacher, accumulate_into=main, grad_scale=0.5).loss.backward()
+    assert w.grad is None
+    few(h, w, **teacher).loss.backward()
+    torch.testing.assert_close(main, 1 + 0.5 * w.grad)
 
 
 def call(loss=None, V=7, V_teacher=7, **arguments):
