@@ -33,6 +33,11 @@ def gathered_columns(call: Call) -> int:
     return k if call.loss.cancels and k * GATHERED < call.V else 0
 
 
+def teacher_dtype(call: Call) -> torch.dtype:
+    """Of the teacher's logits, which must rank its ids: its own, or a wider one of the student's."""
+    return torch.promote_types(call.logits_dtype, call.inputs["teacher_weight"].dtype)
+
+
 @dataclass
 class SupportObjective(IdsObjective):
     """Numbers of the student and, in the same slots, of the teacher; the label's beside them."""
@@ -62,10 +67,10 @@ class SupportObjective(IdsObjective):
         costs, loss = super().costs(call, budget), call.loss
         if columns := gathered_columns(call):
             return costs._replace(fixed_bytes=0, columns=columns)
-        row, itemsize = costs.row_bytes + loss.slots(call.inputs) * SLOT_BYTES, call.logits_dtype.itemsize
+        row = costs.row_bytes + loss.slots(call.inputs) * SLOT_BYTES
         teacher = call.inputs["teacher_weight"]
         if teacher is not None:
-            row += call.vocabulary.widest(teacher.shape[0]) * itemsize
+            row += call.vocabulary.widest(teacher.shape[0]) * teacher_dtype(call).itemsize
         if "hard" in loss.differentiates and loss.temperature != 1.0:
             row += call.width * call.dtype.itemsize
         return costs._replace(row_bytes=row)
@@ -116,7 +121,7 @@ class SupportObjective(IdsObjective):
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
         columns = weight.shape[0]
         if self._teacher_buffer is None or self._teacher_buffer.shape[0] < rows:
-            self._teacher_buffer = chunk.logits.new_empty(rows, columns)
+            self._teacher_buffer = chunk.logits.new_empty(rows, columns, dtype=teacher_dtype(call))
         logits = project(hidden[chunk.at].to(weight.dtype), weight, self._teacher_buffer[:rows])
         vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
         nowhere = torch.where(chunk.targets == chunk.ignored, chunk.targets, columns)
