@@ -92,7 +92,7 @@ class IdsObjective:
         if loss.k is not None:
             k = min(loss.k, call.width)
             row += selection.row_bytes(call.width, k)
-            fixed = max(fixed, selection.fixed_bytes(device, dtype, call.width, k))
+            fixed = max(fixed, selection.fixed_bytes(device, dtype, call.width, k, budget))
         return Costs(row, fixed, cls.linear_in_logps(loss), rereads=False)
 
     def numbers(self) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ Triton kernels (`select_triton.py`) read a row once; the PyTorch twin takes a fe
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TWIN_BYTES, uses_triton
+from logitless.kernels.cross_entropy import twin_bytes, twin_rows, uses_triton
 from logitless.kernels.head import Head
 
 # The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
@@ -28,7 +28,7 @@ def select(
 
         return select_triton.select(logits, k, sign=_sign(head), bias=bias)
     ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
-    step = _twin_rows(logits)
+    step = twin_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
         ids[rows] = _select_twin(compared(logits[rows], head, bias), k)
@@ -52,17 +52,12 @@ def row_bytes(V: int, k: int) -> int:
     return 4 * (V // 64 + 1) + 24 * k
 
 
-def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int) -> int:
-    """Memory of the twin's temporaries."""
+def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget: int) -> int:
+    """Memory of the twin's temporaries in a chunk that fits in the budget."""
     if k <= MOST_IDS and uses_triton(device, dtype):
         return 0
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    return max(TWIN_BYTES, V * wide) * (6 + 8 * k // V)
-
-
-def _twin_rows(logits: Tensor) -> int:
-    wide = torch.promote_types(logits.dtype, torch.float32).itemsize
-    return max(1, TWIN_BYTES // (logits.shape[1] * wide))
+    # Twice those of the other twins, whichever device they are on.
+    return 2 * twin_bytes(torch.device("meta"), dtype, V, budget)
 
 
 def _select_twin(z: Tensor, k: int) -> Tensor:
