@@ -16,6 +16,7 @@ from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
 from benchmarks import preference as pairs
 from benchmarks import tensor_parallel as shards
+from benchmarks import topk as several_ids
 from benchmarks.ce import CE
 from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
@@ -356,6 +357,21 @@ def tensor_parallel(
         section["loss"] for section in document["sections"] for row in section["rows"][1:] if not row["right"]
     ]:
         typer.echo(f"not right: {', '.join(wrong)}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def topk(out: Out = None, quick: Quick = False, device: Device = "", seconds: Seconds = 4.0) -> None:
+    """Log-probabilities of 64 ids per token, the 64 best, and the renormalized top-k loss: time in bare
+    products, memory, beside PyTorch on full logits."""
+    target = chosen_device(device, quick)
+    document = new_document("topk", target, quick=quick)
+    path, shape = out_path(out, document), several_ids.QUICK_SHAPE if quick else several_ids.SHAPE
+    several_ids.run(document, shape, target, seconds=0.0 if quick else seconds, out=path, say=speaker())
+    finish(path)
+    typer.echo(several_ids.table(document))
+    if wrong := several_ids.failed(document):
+        typer.echo("not right: " + "; ".join(wrong), err=True)
         raise typer.Exit(1)
 
 

@@ -72,18 +72,18 @@ class Gradients:
         """Product 3: a chunk's share of d_weight and d_bias."""
         if self._weight is not None:
             features = head.trained_features(chunk)
-            accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)
+            head.accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)
             self._weight.written = True
         if self._bias is not None:
-            self._add_bias(chunk)
+            self._add_bias(chunk, head)
 
-    def _add_bias(self, chunk: Chunk) -> None:
+    def _add_bias(self, chunk: Chunk, head: Projection) -> None:
         gradient, factor = chunk.gradient, chunk.factor
         if factor is None:
             factor = gradient.new_ones(gradient.shape[0])
         column, total = factor.to(gradient.dtype), self._bias.total
         if column.dtype == factor.dtype:
-            accumulate(total, gradient, column[:, None], first=not self._bias.written)
+            head.accumulate(total, gradient, column[:, None], first=not self._bias.written)
         else:
             # In two pieces: a factor that all tokens share would be rounded the same way in all of them.
             pieces = torch.stack((column, (factor - column).to(column.dtype)), dim=1)

@@ -18,14 +18,14 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
-from logitless.engine.objective import Costs, Report, batch_of, settled_metrics
+from logitless.engine.objective import Costs, Report, batch_of, logits_bytes, settled_metrics
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec, Role
 from logitless.engine.terms import UnitFactors
-from logitless.kernels.matmul import piece_bytes, project
+from logitless.kernels.matmul import project
 
 
 @dataclass
@@ -67,7 +67,9 @@ class LogitsObjective:
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         return ("values",)
 
-    per_token_names = differentiable_names
+    @classmethod
+    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        return {name: ((rows,) if name == "values" else (), None) for name in cls.number_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -75,11 +77,8 @@ class LogitsObjective:
 
     @staticmethod
     def costs(call: Call, budget: int, purpose: Pass) -> Costs:
-        row = call.width * call.logits_dtype.itemsize + measured_row_bytes(call)
-        fixed = piece_bytes(
-            call.weight.device, call.dtype, call.logits_dtype, call.width, call.hidden.shape[1]
-        )
-        return Costs(row, fixed, linear_in_logps=False, rereads=True)
+        row, fixed = logits_bytes(call)
+        return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
 
     def numbers(self) -> dict[str, Tensor]:
         loss = self.call.loss

@@ -17,6 +17,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UnitFactors
+from logitless.kernels.matmul import piece_bytes
 
 
 class Report(NamedTuple):
@@ -34,6 +35,7 @@ class Costs(NamedTuple):
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
     # Whether the gradient of a chunk comes from reading it again, for numbers handed out before.
     rereads: bool
+    columns: int = 0  # of the head that are multiplied with for each row, where those are all that it takes
 
 
 class Objective(Protocol):
@@ -42,6 +44,7 @@ class Objective(Protocol):
     # Whether it could do with logits that are never rounded: those that a kernel reads in the product.
     takes_unrounded: ClassVar[bool]
 
+    rows: Rows
     reports: list[Report]
     in_product: bool  # whether one kernel projects a chunk and reads it, so that its logits are nowhere
 
@@ -61,7 +64,10 @@ class Objective(Protocol):
         """(C,) what the rows of the chunk's gradient still lack; None for nothing."""
 
     def numbers(self) -> dict[str, Tensor]:
-        """What was read, by the names of `number_names`: (rows,) per token, or 0-d."""
+        """What was read, by the names of `number_names`: (rows, ...) per token, or 0-d."""
+
+    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
+        """(n, H) d loss / d hidden of some rows, from what the strategy row_scaled kept of them."""
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
@@ -85,9 +91,11 @@ class Objective(Protocol):
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         """Those of them that carry a gradient."""
 
-    @staticmethod
-    def per_token_names(loss: LossSpec) -> tuple[str, ...]:
-        """Those of them that have an entry per token."""
+    @classmethod
+    def number_shapes(
+        cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shape of each number, (rows, ...) or 0-d, and its dtype; None for that of statistics."""
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -96,6 +104,12 @@ class Objective(Protocol):
     @staticmethod
     def costs(call: Call, budget: int, purpose: Pass) -> Costs:
         """What the objective needs in a pass, within a budget of bytes."""
+
+
+def logits_bytes(call: Call) -> tuple[int, int]:
+    """What the products of a chunk take: memory a row, and memory that does not grow with the rows."""
+    shape = call.logits_dtype, call.width, call.hidden.shape[1]
+    return call.width * call.logits_dtype.itemsize, piece_bytes(call.weight.device, call.dtype, *shape)
 
 
 def batch_of(call: Call, rows: Rows, span: Span) -> Batch:

@@ -185,10 +185,10 @@ def _(tensors, sequences, key):
     stat, objective = torch.promote_types(signature.dtype, torch.float32), loss.objective
     hidden_alone = signature.needs[0] and not any(signature.needs[1:])
     kept = objective.linear_in_logps(loss) and hidden_alone
-    per_token = objective.per_token_names(loss)
-    shapes = [targets.shape if name in per_token else () for name in objective.number_names(loss)]
+    inputs = dict(zip(loss.roles, tensors[-len(loss.roles) :], strict=True)) if loss.roles else {}
+    shapes = objective.number_shapes(loss, targets.shape[0], inputs).values()
     vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=signature.dtype)
-    return [vectors, *(hidden.new_empty(shape, dtype=stat) for shape in shapes)]
+    return [vectors, *(hidden.new_empty(shape, dtype=dtype or stat) for shape, dtype in shapes)]
 
 
 @torch.library.custom_op("logitless::gradients", mutates_args=())

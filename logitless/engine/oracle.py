@@ -14,12 +14,15 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome
+from logitless.engine.ids_objective import IdsObjective
 from logitless.engine.logits_objective import LogitsObjective
 from logitless.engine.objective import Report, batch_of, settled_metrics
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import Span
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
+from logitless.engine.several_ids import distinct
+from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, metric_shares, reduced, unreduced
 
 # Numbers that the engine does not differentiate, whatever a loss does with them.
@@ -75,7 +78,12 @@ class Oracle:
         """Those numbers (rows,) that the engine would have, and the batch that goes with them."""
         loss, batch, z = call.loss, _whole_batch(call, rows), logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
-        found = token_statistics(z, batch, weights)
+        if issubclass(loss.objective, IdsObjective):
+            given = call.inputs.get("teacher_hidden") is not None
+            teacher = other_logits(call, rows, "teacher").detach() if given else None
+            found = ids_statistics(z, teacher, batch, loss)
+        else:
+            found = token_statistics(z, batch, weights)
         numbers = {}
         for name in loss.objective.number_names(loss):
             constant = name in CONSTANT and name not in loss.differentiates
@@ -167,3 +175,55 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
         "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
     }
     return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in found.items()}
+
+
+def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSpec) -> dict[str, Tensor]:
+    """Every number of several ids per token, from logits (n, V) and a teacher's (n, V')."""
+    log_p, zero = z.log_softmax(-1), torch.zeros_like(z[:, 0])
+    finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
+    common = z.shape[1] if teacher is None else min(z.shape[1], teacher.shape[1])
+    ids, best = getattr(batch, "ids", None), {"student": _best(z, z.shape[1])}
+    if teacher is not None:
+        best["teacher"], k = _best(teacher, common), loss.k
+        shared = {"student": _best(z, common), "teacher": best["teacher"]}
+        names = ("teacher", "student") if loss.support == "union" else (loss.support,)
+        ids = torch.cat([shared[name][:, :k] for name in names], 1)
+    elif ids is None:
+        ids = best["student"][:, : loss.k]
+    if loss.teacher:
+        ids = torch.where(distinct(ids), ids, -1)
+    logps, rest = _of_ids(log_p, ids)
+    found = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
+    found["entropy"] = -(log_p.exp() * finite).sum(-1)
+    if not loss.teacher:
+        return found
+    if teacher is None:
+        found |= {"teacher_logps": batch.teacher_logps.to(z.dtype), "teacher_rest": zero}
+        favourite = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
+    else:
+        favourite = best["teacher"][:, 0]
+        there = _of_ids(teacher.log_softmax(-1), ids)
+        found |= dict(zip(("teacher_logps", "teacher_rest"), there, strict=True))
+    found |= {"agreement": (best["student"][:, 0] == favourite).to(z.dtype), "hard": zero}
+    found |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
+    if batch.labels is not None:
+        known, warm = (batch.labels >= 0) & (batch.labels < z.shape[1]), z * loss.temperature
+        labels = torch.where(known, batch.labels, 0)[:, None]
+        found["hard"] = torch.where(known, warm.log_softmax(-1).gather(1, labels)[:, 0], 0.0)
+        found["token_accuracy"] = (best["student"][:, 0] == batch.labels).to(z.dtype)
+    return found
+
+
+def _best(z: Tensor, common: int) -> Tensor:
+    """Ids by falling logit, of equal ones by rising id."""
+    return z.detach()[:, :common].sort(dim=-1, descending=True, stable=True).indices
+
+
+def _of_ids(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ids (n, k), -inf in empty slots, and of all others together."""
+    filled, columns = ids >= 0, ids.clamp(min=0)
+    covered = torch.zeros_like(log_p).scatter_add(1, columns, filled.to(log_p.dtype)) > 0
+    rest = log_p.masked_fill(covered, -torch.inf)
+    whole = covered.all(1)
+    rest = torch.where(whole, -torch.inf, rest.masked_fill(whole[:, None], 0.0).logsumexp(-1))
+    return log_p.gather(1, columns).masked_fill(~filled, -torch.inf), rest

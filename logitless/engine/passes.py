@@ -12,6 +12,7 @@ from torch import Tensor
 
 from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
+from logitless.engine.gathered import GatheredProjection
 from logitless.engine.gradients import Gradients
 from logitless.engine.loop import run
 from logitless.engine.objective import Objective, settled_metrics
@@ -21,6 +22,9 @@ from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
 from logitless.engine.spec import Fault
+
+# By whether only some columns of the head are gathered.
+PROJECTIONS = {False: Projection, True: GatheredProjection}
 
 
 @dataclass
@@ -60,7 +64,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         plan = plan_for(call, rows, Pass.SOLVE)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = Projection(call, rows, gradients=True)
+        head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.chunks > 1)
         run(plan, rows, head, objective, gradients)
         if plan.strategy == "row_scaled":
@@ -88,7 +92,7 @@ def token_numbers(call: Call) -> Numbers:
     rows, N = choose_rows(call), call.targets.shape[0]
     plan = plan_for(call, rows, Pass.NUMBERS)
     objective = call.loss.objective.reading(call, rows, plan)
-    head = Projection(call, rows, gradients=keeps_vectors(call))
+    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=keeps_vectors(call))
     run(plan, rows, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
@@ -111,7 +115,6 @@ def token_gradients(
     gradients = Gradients([call], static=static)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if vectors is not None:
-        given.setdefault("logps", torch.zeros_like(known["lse"]))
         objective = call.loss.objective.writing(call, rows, known, given)
         head = Projection(call, rows, gradients=False)
         head.d_hidden = torch.zeros_like(vectors)
@@ -124,7 +127,7 @@ def token_gradients(
     given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS)
     objective = call.loss.objective.writing(call, rows, known, given)
-    head = Projection(call, rows, gradients=True)
+    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
     run(plan, rows, head, objective, gradients)
     gradients.close(call, head, deferred)
@@ -178,7 +181,13 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     facts = Facts(
-        rows.count, rows.group_sizes, call.trainable, trainable_head, costs.linear_in_logps, costs.rereads
+        rows.count,
+        rows.group_sizes,
+        call.trainable,
+        trainable_head,
+        costs.linear_in_logps,
+        costs.rereads,
+        costs.columns,
     )
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:

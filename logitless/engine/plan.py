@@ -63,6 +63,7 @@ class Plan:
         chunks: how many chunks of logits are projected.
         token_chunk: rows of the largest of them.
         parts: the strategies of the groups, where they have several.
+        columns: of the head, how many are multiplied with for each row; 0: all.
     """
 
     strategy: str
@@ -73,6 +74,7 @@ class Plan:
     chunks: int
     token_chunk: int
     parts: tuple[str, ...] = ()
+    columns: int = 0
 
     @property
     def chunk_bytes(self) -> int:
@@ -80,9 +82,10 @@ class Plan:
 
     def describe(self) -> str:
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
+        gathered = f"gathered: {self.columns} columns, " if self.columns else ""
         return (
-            f"{self.strategy}{parts}: {self.rows} supervised tokens in {self.chunks} chunks of up to "
-            f"{self.token_chunk}, {self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
+            f"{gathered}{self.strategy}{parts}: {self.rows} supervised tokens in {self.chunks} chunks of up "
+            f"to {self.token_chunk}, {self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
         )
 
 
@@ -118,12 +121,16 @@ class Facts(NamedTuple):
     trainable_head: bool  # whether weight or bias do
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
     rereads: bool = False  # whether the gradient of a chunk comes from reading it again
+    columns: int = 0  # gathered for each row, in the place of the whole head
 
 
 def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
     """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
-    rows, groups, differentiable, trainable_head, linear_in_logps, rereads = facts
+    rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns = facts
     C = chunk_rows(rows, row_bytes, budget)
+    if columns:
+        # Without a product no chunk is too large to be good.
+        C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
     row_scaled = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
     strategy, parts = "recompute", ()
@@ -143,7 +150,9 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     else:
         strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
     sizes = [step.stop - step.start for step in steps if step.stop > step.start]
-    return Plan(strategy, tuple(steps), rows, row_bytes, budget, len(sizes), max(sizes, default=0), parts)
+    return Plan(
+        strategy, tuple(steps), rows, row_bytes, budget, len(sizes), max(sizes, default=0), parts, columns
+    )
 
 
 def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = False) -> list[Step]:

@@ -11,7 +11,7 @@ from logitless.engine.local_autograd import identity_hooks
 from logitless.engine.plan import Plan
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection
-from logitless.kernels.matmul import hidden_gradient, project
+from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from logitless.kernels.scale import scale
 
 
@@ -23,6 +23,9 @@ class Projection:
         rows: which of its rows are walked.
         gradients: whether the pass computes gradients.
     """
+
+    # Product 3: (total, gradient, features, first=) -> total (+)= gradient.T @ features.
+    accumulate = staticmethod(accumulate)
 
     def __init__(self, call: Call, rows: Rows, *, gradients: bool):
         self.call, self.rows, self.needs = call, rows, call.needs

@@ -86,7 +86,9 @@ class TokenObjective:
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         return (*loss.differentiates, "lse")  # lse is differentiable at no extra cost
 
-    per_token_names = number_names
+    @classmethod
+    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        return {name: ((rows,), None) for name in cls.number_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -190,6 +192,28 @@ class TokenObjective:
         if chunk.factor is None or self.vectors:
             return chunk.factor
         return chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]
+
+    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
+        """For a loss of lse, W[target] is left out of the vectors (`target_apart`) and added here.
+
+        Taken as a difference from it, d lse / d hidden would lose the digits of a token whose own gradient is
+        small.
+        """
+        call, stats, grads = self.call, self.stats[rows], self.grads[rows]
+        g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
+        g_lse = 0.0 if grads.lse is None else grads.lse
+        if target_apart(call.loss):
+            own = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
+        elif grads.lse is not None:
+            own = grads.lse
+        else:
+            return vectors * g_logp[:, None]
+        targets = call.targets[at]
+        supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
+        own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)
+        head_rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
+        # In the numbers' dtype, the wider one: promotion spares a copy of the vectors and of the rows.
+        return (vectors * (g_logp - g_lse)[:, None]).addcmul_(own[:, None], head_rows)
 
 
 def reads_in_product(call: Call, purpose: Pass) -> bool:

@@ -213,16 +213,16 @@ def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) ->
     return TWIN_TEMPORARIES * max(row, SMALL_CHUNK, min(TWIN_BYTES, budget // 24))
 
 
-def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
-    C, V = logits.shape
+def twin_rows(logits: Tensor) -> int:
+    """Rows that a twin takes at a time."""
     # Within `twin_bytes` for every budget: a chunk fills at most 3/4 of it, twice that when upcast.
-    step = max(
-        1,
-        min(
-            TWIN_BYTES // _wide_row(V, logits.dtype), max(C // 36, SMALL_CHUNK // _wide_row(V, logits.dtype))
-        ),
-    )
-    for start in range(0, C, step):
+    row = _wide_row(logits.shape[1], logits.dtype)
+    return max(1, min(TWIN_BYTES // row, max(logits.shape[0] // 36, SMALL_CHUNK // row)))
+
+
+def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
+    step = twin_rows(logits)
+    for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)
         yield rows, *head.logits(logits[rows], bias)
 

@@ -53,7 +53,8 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
     wide = hidden.to(out.dtype)
     for piece in _vocabulary_pieces(weight.shape[0]):
-        out[:, piece] = wide @ weight[piece].to(out.dtype).t()
+        # With `out` autocast, which would round the result, leaves the product alone.
+        torch.mm(wide, weight[piece].to(out.dtype).t(), out=out[:, piece])
     return out
 
 

@@ -14,6 +14,7 @@ from logitless.losses.medusa import MedusaHeads, MedusaLoss
 from logitless.losses.multi_token import MultiTokenLoss
 from logitless.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from logitless.losses.rloo import REINFORCELoss, RLOOLoss
+from logitless.losses.several_ids import TopkLogprobs, linear_topk
 from logitless.parallel.normalizers import global_num_items
 
 __all__ = [
@@ -41,7 +42,9 @@ __all__ = [
     "TokenLogprobs",
     "TokenLoss",
     "TokenStats",
+    "TopkLogprobs",
     "global_num_items",
     "linear_cross_entropy",
     "linear_logprobs",
+    "linear_topk",
 ]

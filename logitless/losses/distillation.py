@@ -1,6 +1,6 @@
 """Distillation losses: divergences between the distributions of a student and a teacher, token by token."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,16 +14,11 @@ from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
+from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.heads import with_heads
+from logitless.losses.support import SUPPORTS, check_support, on_support, vocabulary_size
+from logitless.losses.teachers import check_teacher, check_topk, warn_of_sizes
 
-# Of log-probabilities (n, K) of student and teacher.
-DIVERGENCES: Mapping[str, Callable[["DistillationLoss", Tensor, Tensor], Tensor]] = {
-    "jsd": lambda loss, student, teacher: kernels.jsd(student, teacher, loss.beta),
-    "forward_kl": lambda loss, student, teacher: kernels.kl(teacher, student),
-    "reverse_kl": lambda loss, student, teacher: kernels.kl(student, teacher),
-    "skewed_kl": lambda loss, student, teacher: kernels.skewed_kl(student, teacher, loss.skew_alpha),
-    "total_variation": lambda loss, student, teacher: 0.5 * (student.exp() - teacher.exp()).abs().sum(-1),
-}
 # Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its
 # cancellation.
 COSINE = "cosine"
@@ -51,8 +46,12 @@ class DistillationLoss(LogitsLoss):
         beta: mixture of "jsd", in [0, 1]; as in TRL, 0 stands for KL(t||s) and 1 for KL(s||t).
         skew_alpha: the teacher's share in the mixture of "skewed_kl", in [0, 1].
         hard_loss_weight: share of the cross-entropy, in [0, 1]; it uses temperature 1.
-        topk_mode: what a teacher known by its k best tokens leaves out: one bucket more ("tail"), or nothing
-            ("renormalize").
+        topk_mode: what a few ids leave out: one bucket more ("tail"), or nothing ("renormalize").
+        support: whose best ids the divergence is over, each once: "teacher", "student" or "union"; None for
+            the whole vocabulary, or for the ids of `teacher_logprobs_topk`.
+        k: how many ids of each; None with `teacher_logprobs_topk`, which has its own.
+        shared_vocabulary: how many ids, the first ones, mean the same to student and teacher. Where the sizes
+            of the vocabularies differ, the smaller, with a warning, unless this is given.
         temperature: divides both logits; there is no factor temperature^2.
         teacher_softcap, teacher_logit_scale: of the teacher's head.
 
@@ -61,7 +60,11 @@ class DistillationLoss(LogitsLoss):
     (..., H') with `teacher_weight` (V', H') and `teacher_bias` (V',), or `teacher_logprobs_topk`, a pair of
     log-probabilities (..., k) at `temperature`, -inf for an empty slot, and ids (..., k) int64. Also `mask`
     (...), of the tokens that count, `bias` (V,) and `num_items`, in tokens. Vocabularies of different sizes
-    are cut to the ids that both have.
+    are cut to the ids that both have; with `support` the bucket has all others of each.
+
+    With support="teacher", `teacher_logprobs_topk`, "renormalize" and no hard loss, the partition function
+    cancels: while k < V / 180, only the k columns of the head are multiplied with, and the only metric is
+    soft_loss.
 
     Metrics: soft_loss, hard_loss, entropy (the student's), token_accuracy, agreement (of the arg-maxes);
     hard_loss and token_accuracy are 0 without targets.
@@ -76,6 +79,9 @@ class DistillationLoss(LogitsLoss):
     skew_alpha: float = 0.1
     hard_loss_weight: float = 0.0
     topk_mode: str = "tail"
+    support: str | None = None
+    k: int | None = None
+    shared_vocabulary: int | None = None
 
     teacher: ClassVar = True
     vocab_parallel: ClassVar = True
@@ -96,6 +102,8 @@ class DistillationLoss(LogitsLoss):
                 getattr(self, name),
                 "it is a share",
             )
+        if type(self).support is None:  # else a subclass has a support of its own
+            check_support(self)
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         if batch.topk_ids is None:
@@ -193,15 +201,18 @@ class DistillationLoss(LogitsLoss):
         expect(labelled, "targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
         expected = "one of teacher_hidden and teacher_logprobs_topk"
         expect(given == 1, "teacher_hidden", expected, f"{given} of them", "pass one teacher")
-        inputs = {"labels": targets}
+        inputs, loss = {"labels": targets}, self
+        if self.support in SUPPORTS:
+            loss = on_support(self, given=teacher_hidden is None)
         if teacher_hidden is not None:
-            _check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
+            check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
+            teacher = self._shared(teacher, weight.shape[0])
             alike = self.tp_group is None or teacher_weight.shape[0] == weight.shape[0]
             expected, rows = f"{weight.shape[0]} rows with tp_group", teacher_weight.shape[0]
             expect(alike, "teacher_weight", expected, rows, "shard both heads alike")
             inputs |= teacher
         else:
-            inputs |= self._best_ids(teacher_logprobs_topk, shape, weight.shape[0])
+            inputs |= self._best_ids(teacher_logprobs_topk, shape, vocabulary_size(self, weight))
         counted = targets
         if targets is None:
             counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
@@ -209,20 +220,36 @@ class DistillationLoss(LogitsLoss):
             expected = f"shape {tuple(shape)}, one entry per token"
             expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
             counted = torch.where(mask.bool(), counted, self.ignore_index)
-        return super().__call__(hidden, weight, counted, **inputs, **arguments)
+        call = super().__call__ if loss is self else loss
+        return call(hidden, weight, counted, **inputs, **arguments)
+
+    def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
+        """The teacher's head, with the rows alone that mean the same to the student."""
+        rows, shared = teacher["teacher_weight"].shape[0], self.shared_vocabulary
+        if shared is None:
+            if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
+                warn_of_sizes(V, rows)
+            return teacher
+        fits, remedy = self.tp_group is None and shared <= min(V, rows), "count the ids that mean the same"
+        expect(fits, "shared_vocabulary", f"at most {min(V, rows)}, without tp_group", shared, remedy)
+        head = ("teacher_weight", "teacher_bias")
+        return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 
     def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size, V: int) -> dict[str, Tensor]:
         """The teacher that is known by its k best tokens, as inputs."""
         name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
-        expect(self.tp_group is None, name, "a teacher with a sharded head, with tp_group", "k ids", remedy)
+        alone = self.tp_group is None or self.support in SUPPORTS
+        expect(alone, name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
         expect(self.divergence != COSINE, name, "a teacher with logits for 'cosine'", "k of them", remedy)
         pair, got = isinstance(topk, (tuple, list)) and len(topk) == 2, type(topk).__name__
         expect(pair, name, "a pair of log-probabilities and ids", got, "pass (values, ids)", TypeError)
         values, ids = topk
-        _check_topk(values, ids, shape, V, on_host=self.compact)
+        check_topk(values, ids, shape, min(V, self.shared_vocabulary or V), on_host=self.compact)
         # An empty slot may hold any id.
-        ids = ids.long().masked_fill(values == -torch.inf, 0)
-        return {"topk_logprobs": values.detach(), "topk_ids": ids}
+        empty, ids, values = values == -torch.inf, ids.long(), values.detach()
+        if self.support in SUPPORTS:
+            return {"teacher_logps": values, "ids": ids.masked_fill(empty, -1)}
+        return {"topk_logprobs": values, "topk_ids": ids.masked_fill(empty, 0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,35 +271,3 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     rest = torch.log(-torch.expm1(known))
     rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)
-
-
-def _check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
-    expect(
-        weight is not None,
-        "teacher_weight",
-        "the teacher's head (V', H')",
-        None,
-        "pass it with teacher_hidden",
-    )
-    expected, got = f"shape {tuple(shape)} + (H',)", tuple(hidden.shape)
-    expect(hidden.shape[:-1] == shape, "teacher_hidden", expected, got, "give one row per token of hidden")
-    fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
-    expected, got = f"shape (V', {hidden.shape[-1]})", tuple(weight.shape)
-    expect(fits, "teacher_weight", expected, got, "pass the head of these hidden states")
-    if bias is not None:
-        expected, got = f"shape ({weight.shape[0]},)", tuple(bias.shape)
-        expect(bias.shape == weight.shape[:1], "teacher_bias", expected, got, "give one entry per token id")
-
-
-def _check_topk(values: Tensor, ids: Tensor, shape: torch.Size, V: int, *, on_host: bool) -> None:
-    fits = values.shape == ids.shape and values.shape[:-1] == shape and values.shape[-1:] > (0,)
-    expected = f"two tensors {tuple(shape)} + (k,) with k >= 1"
-    got = f"{tuple(values.shape)} and {tuple(ids.shape)}"
-    expect(fits, "teacher_logprobs_topk", expected, got, "give the same k ids to every token")
-    inside = ((ids >= 0) & (ids < V) | (values == -torch.inf)).all()
-    message = f"ids in [0, {V})"
-    if torch.compiler.is_compiling() or not on_host:
-        torch._assert_async(inside, f"teacher_logprobs_topk: expected {message}")
-    else:
-        remedy = "give ids of the student's vocabulary"
-        expect(bool(inside), "teacher_logprobs_topk", message, "ids outside", remedy)

@@ -16,14 +16,15 @@ from logitless.errors import check_choice
 from logitless.losses.base import TokenLoss
 from logitless.losses.heads import with_heads
 from logitless.losses.keywords import check_options
+from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 
 
 class TokenLogprobs(NamedTuple):
-    """fp32 tensors of the targets' shape, 0 where ignored; `entropy` (nats) is None unless asked for."""
+    """fp32 tensors, 0 where ignored; `entropy` (nats) is None unless asked for."""
 
-    logps: Tensor
-    entropy: Tensor | None
-    lse: Tensor
+    logps: Tensor  # of the targets' shape: (...), or (..., k)
+    entropy: Tensor | None  # (...)
+    lse: Tensor  # (...)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,25 +89,35 @@ def linear_logprobs(
     entropy: bool | str = False,
     **head,
 ) -> TokenLogprobs:
-    """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time.
+    """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
 
     With a trainable head the backward pass projects the chunks again (4 products in all). With a frozen one
     the forward pass keeps one vector per token, d logp / d hidden, which the backward pass only scales, for
     any later loss of logps and lse (2 products; a differentiable entropy costs one more).
 
+    Of several ids, one that equals `ignore_index` is an empty slot: its log-probability is -inf and has no
+    gradient. A position all of whose slots are empty is ignored. An id may come twice.
+
     Args:
         hidden: (..., H).
         weight: (V, H), or the LM head itself, as in every loss.
-        targets: (...) int64.
+        targets: (...) int64, or (..., k) for k ids per position.
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 
     Returns:
-        TokenLogprobs(logps, entropy, lse), each of the targets' shape; lse is the log-sum-exp of the logits.
+        TokenLogprobs(logps, entropy, lse): logps of the targets' shape, the others (...); lse is the
+        log-sum-exp of the logits.
     """
     check_options(head, OPTIONS)
-    loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
-    found, _ = loss.numbers(hidden, weight, targets, bias=bias)
+    several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()
+    if several and hidden.dim() > 1:
+        check_choice("entropy", entropy, (False, True, "metric"))
+        loss = IdsNumbers(ignore_index=ignore_index, entropy=entropy, **head)
+        found = logprobs_of_ids(hidden, weight, targets, bias, loss)
+    else:
+        loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
+        found, _ = loss.numbers(hidden, weight, targets, bias=bias)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

@@ -20,7 +20,10 @@ TYPES = ("fp32", "bf16", "fp16")
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
-INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows")
+INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows", "k", "H", "count", "piece")
+INT64 = ("targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr", "ends_ptr")
+SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 128, 2048, 8
+GATHERED_BLOCK, SLOTS = 256, 16
 
 
 class Combination(NamedTuple):
@@ -101,6 +104,25 @@ def scale_combinations() -> Iterator[Combination]:
         yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": SCALE_BLOCK})
 
 
+def select_combinations() -> Iterator[Combination]:
+    for logits, bias in itertools.product(TYPES, (False, True)):
+        flags = {"TILE": SELECT_TILE, "HAS_BIAS": bias}
+        yield combination("tile_max_kernel", {"logits": logits}, flags | {"BLOCK": SELECT_BLOCK})
+        yield combination("select_kernel", {"logits": logits}, flags | {"TILES": 16, "K": 16})
+    # 64 of 151,936 ids; that takes seconds to compile.
+    yield combination("select_kernel", {"logits": "bf16"}, flags | {"TILES": 2048, "K": 64})
+
+
+def gathered_combinations() -> Iterator[Combination]:
+    block, slots = {"BLOCK": GATHERED_BLOCK}, {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}
+    for x in TYPES:
+        yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
+        for out in {x, "fp32"}:
+            yield combination("weighted_rows_kernel", {"weight": x, "out": out}, slots)
+            yield combination("piece_kernel", {"hidden": x, "total": out}, block)
+        yield combination("merge_kernel", {"total": x}, block)
+
+
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
     return [
@@ -109,6 +131,8 @@ def combinations() -> list[Combination]:
         *divergence_combinations(),
         *shard_combinations(),
         *scale_combinations(),
+        *select_combinations(),
+        *gathered_combinations(),
     ]
 
 
@@ -118,7 +142,7 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
     def dtype(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("targets_ptr", "labels_ptr"):
+        if name in INT64:
             return "*i64"
         if name.endswith("_ptr"):
             return "*" + dtypes.get(name.removesuffix("_ptr"), "fp32")
@@ -134,18 +158,31 @@ def source(number: int, c: Combination) -> Source:
         cross_entropy_triton,
         divergence_shard_triton,
         divergence_triton,
+        gathered_triton,
         scale_triton,
+        select_triton,
     )
 
+    assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
+    assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
+    assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
-    modules = cross_entropy_triton, divergence_triton, divergence_shard_triton, scale_triton
+    modules = (
+        cross_entropy_triton,
+        divergence_triton,
+        divergence_shard_triton,
+        gathered_triton,
+        scale_triton,
+        select_triton,
+    )
     kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
     types, attributes = signature(kernel.arg_names, c), {}
     for i, name in enumerate(types):
         if number % 2 and (name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    return Source(kernel, types, dict(c.constants), attributes, cross_entropy_triton.WARPS)
+    warps = SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
+    return Source(kernel, types, dict(c.constants), attributes, warps)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ and on a GPU.
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, linear_logprobs
+from logitless import CrossEntropyLoss, DistillationLoss, linear_logprobs, linear_topk
 from tests import reference
 from tests.cases import DTYPES, TRAINABLE, operands
 from tests.kernels.support import DEVICE, INTERPRETED
@@ -102,3 +102,64 @@ def test_logprobs(trainable, logits_dtype, dtype):
         )
 
     compare(ours, lambda *a, **k: loss(*reference.token_logprobs(*a, **k)), dtype, TRAINABLE[trainable])
+
+
+@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+@pairs
+@trainable
+def test_several_ids(trainable, logits_dtype, dtype):
+    ids = torch.arange(11 * 5, device=DEVICE).view(11, 5) * 19 % SHAPE[2]
+    ids[:, 1], ids[4], ids[6, 2] = ids[:, 0], -100, -100
+
+    def loss(logps, entropy, lse):
+        logps = torch.where(logps > -torch.inf, logps, 0.0)
+        return (logps / 4).sin().sum(-1) - 0.5 * entropy + 0.05 * lse**2
+
+    def ours(hidden, weight, targets, **kwargs):
+        options = {"entropy": True, "logits_dtype": logits_dtype, "logits_budget": BUDGET}
+        return loss(*linear_logprobs(hidden, weight, ids, **kwargs, **options))
+
+    def full(hidden, weight, targets, **kwargs):
+        return loss(*reference.ids_logprobs(hidden, weight, ids, **kwargs))
+
+    compare(ours, full, dtype, TRAINABLE[trainable])
+
+
+@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+@pairs
+@pytest.mark.parametrize("support", ["union", "given", "gathered"])
+def test_supports(support, logits_dtype, dtype):
+    generator = torch.Generator("cpu").manual_seed(3)
+    teacher = torch.randn(11, 7, generator=generator), torch.randn(SHAPE[2], 7, generator=generator)
+    teacher = [x.to(DEVICE) for x in teacher]
+    logits = teacher[0] @ teacher[1].t()
+    options = {"topk_mode": "renormalize" if support == "gathered" else "tail", "divergence": "forward_kl"}
+    if support == "union":
+        known, options = logits, options | {"support": "union", "k": 3}
+        arguments = {"teacher_hidden": teacher[0], "teacher_weight": teacher[1]}
+    else:
+        known = logits.log_softmax(-1).topk(4)
+        arguments = {"teacher_logprobs_topk": known}
+        options |= {"support": "teacher"}
+    weights = torch.linspace(0.5, 1.5, 11, device=DEVICE)
+    engine = {"logits_dtype": logits_dtype, "logits_budget": BUDGET}
+
+    def ours(hidden, weight, targets, **kwargs):
+        out = DistillationLoss(**options, **engine, reduction="none")(hidden, weight, **kwargs, **arguments)
+        assert ("gathered" in out.plan.describe()) == (support == "gathered")
+        return out.loss * weights
+
+    def full(hidden, weight, targets, *, bias):
+        z = reference.head_logits(hidden, weight, bias)
+        given = known if support == "union" else tuple(known)
+        return reference.support_divergence(z, given, **options) * weights
+
+    compare(ours, full, dtype, TRAINABLE["all"])
+
+
+def test_the_best_ids_with_their_log_probabilities():
+    h, w, _, b = (x.to(DEVICE) for x in operands(*SHAPE, torch.bfloat16))
+    found = linear_topk(h, w, 9, bias=b, softcap=5.0)
+    logps, ids = reference.best_ids(h.float(), w.float(), 9, bias=b.float(), softcap=5.0)
+    assert torch.equal(found.ids, ids)
+    torch.testing.assert_close(found.logps, logps, rtol=1e-4, atol=1e-4)

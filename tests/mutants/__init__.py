@@ -12,6 +12,7 @@ from tests.mutants import (
     parallel,
     policy,
     preference,
+    several_ids,
     trainers,
 )
 
@@ -24,6 +25,7 @@ MODULES = (
     parallel,
     beyond_eager,
     calls,
+    several_ids,
     models,
     trainers,
     fused_layers,

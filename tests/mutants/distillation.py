@@ -27,10 +27,21 @@ MUTANTS = [
         prefix="divergence: ",
     ),
     *of_file(
-        "losses/distillation.py",
+        "losses/divergences.py",
         TEST_DISTILLATION,
         ("forward and reverse swapped", "DIVERGENCES", "kl(teacher, student)", "kl(student, teacher) + 0"),
         ("total variation doubled", "DIVERGENCES", "0.5 * (student.exp()", "(student.exp()"),
+        prefix="distillation: ",
+    ),
+    *of_file(
+        "losses/teachers.py",
+        TEST_DISTILLATION,
+        ("ids unchecked", "check_topk", "expect(bool(inside)", "expect(True"),
+        prefix="distillation: ",
+    ),
+    *of_file(
+        "losses/distillation.py",
+        TEST_DISTILLATION,
         (
             "cosine of raw logits",
             "DistillationLoss.terms",
@@ -60,7 +71,6 @@ MUTANTS = [
             "pass",
         ),
         ("agreement with the label", "DistillationLoss.terms", "best == favourite", "best == batch.targets"),
-        ("ids unchecked", "_check_topk", "expect(bool(inside)", "expect(True"),
         prefix="distillation: ",
     ),
     *of_file(

@@ -17,6 +17,7 @@ PASSES = "engine/passes.py"
 PROJECTION = "engine/projection.py"
 REDUCTION = "engine/reduction.py"
 ROWS = "engine/rows.py"
+SCALED = "TokenObjective.scaled"
 
 MUTANTS = [
     *of_file(
@@ -122,11 +123,11 @@ MUTANTS = [
         (
             "zero d_weight",
             "Gradients.add",
-            "accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)",
+            "head.accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)",
             "self._weight.total.zero_()",
         ),
         ("every chunk is the first one", "Gradients.add", "first=not self._weight.written", "first=True"),
-        ("bias gradient dropped", "Gradients.add", "self._add_bias(chunk)", "pass"),
+        ("bias gradient dropped", "Gradients.add", "self._add_bias(chunk, head)", "pass"),
     ),
     *of_file(
         PROJECTION,
@@ -155,23 +156,18 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        "engine/row_vectors.py",
+        "engine/token_objective.py",
         TEST_LOGPROBS,
-        ("d lse has the wrong sign", "_scaled", "(grads.logps - g_lse)", "(grads.logps + g_lse)"),
-        (
-            "row of the target dropped",
-            "_scaled",
-            "own[:, None], rows)",
-            "own[:, None], 0 * rows)",
-        ),
+        ("d lse has the wrong sign", SCALED, "(g_logp - g_lse)", "(g_logp + g_lse)"),
+        ("row of the target dropped", SCALED, "own[:, None], head_rows)", "own[:, None], 0 * head_rows)"),
         (
             "slope of the head dropped",
-            "_scaled",
+            SCALED,
             "call.loss.head.derivative_at(stats.logps + stats.lse)",
             "1.0",
         ),
-        ("gradient of ignored tokens", "_scaled", "torch.where(supervised, own *", "torch.where(True, own *"),
-        ("target's own gradient dropped", "_scaled", "- grads.logps * torch.expm1(stats.logps)", ""),
+        ("gradient of ignored tokens", SCALED, "torch.where(supervised, own *", "torch.where(True, own *"),
+        ("target's own gradient dropped", SCALED, "- g_logp * torch.expm1(stats.logps)", ""),
         prefix="frozen head: ",
     ),
     *of_file(

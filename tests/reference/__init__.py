@@ -12,14 +12,17 @@ from tests.reference.cross_entropy import cross_entropy, head_logits, shift_left
 from tests.reference.distillation import distillation
 from tests.reference.policy import grpo, ppo, reinforce, rloo
 from tests.reference.preference import cpo, dpo, kto, orpo, simpo
+from tests.reference.several_ids import best_ids, ids_logprobs, support_divergence
 
 __all__ = [
+    "best_ids",
     "cpo",
     "cross_entropy",
     "distillation",
     "dpo",
     "grpo",
     "head_logits",
+    "ids_logprobs",
     "kto",
     "orpo",
     "ppo",
@@ -27,5 +30,6 @@ __all__ = [
     "rloo",
     "shift_left",
     "simpo",
+    "support_divergence",
     "token_logprobs",
 ]

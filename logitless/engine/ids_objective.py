@@ -1,0 +1,206 @@
+"""The objective of a loss of the log-probabilities of several ids per token.
+
+The ids are an input, or the k best of the chunk that is read (of the student's or of a teacher's).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from logitless.engine.call import Call
+from logitless.engine.chunk import Chunk
+from logitless.engine.local_autograd import grad_and_value
+from logitless.engine.objective import Costs, Report, batch_of, logits_bytes
+from logitless.engine.plan import Pass, Plan, Span
+from logitless.engine.projection import Projection
+from logitless.engine.rows import Rows
+from logitless.engine.several_ids import Reader, Slots, Upstream
+from logitless.engine.spec import LossSpec
+from logitless.engine.terms import UnitFactors, evaluate_terms, metric_shares, reduced
+from logitless.errors import expect
+from logitless.kernels import cross_entropy as kernels
+from logitless.kernels import select as selection
+from logitless.kernels.cross_entropy import TokenBuffers
+from logitless.kernels.gathered import weighted_rows
+
+# Bytes of the numbers and temporaries of one slot of a row.
+SLOT_BYTES = 160
+
+
+@dataclass
+class IdsObjective:
+    """See `objective.Objective`."""
+
+    takes_unrounded: ClassVar = False
+    in_product: ClassVar = False
+
+    call: Call
+    rows: Rows
+    stats: dict[str, Tensor]  # (rows, ...) each, of `number_names`: filled by reading, or given
+    grads: dict[str, Tensor]  # (rows, ...) d loss / d number
+    factors: UnitFactors | None = None
+    # Whether sum p_r W[r] over all other ids is kept, to be scaled afterwards (the strategy row_scaled).
+    vectors: bool = False
+    reports: list[Report] = field(default_factory=list)
+
+    @classmethod
+    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+        k, V = call.loss.k, call.V
+        expect(k is None or k <= V, "k", f"at most the {V} ids of the vocabulary", k, "ask for fewer")
+        shapes = cls.number_shapes(call.loss, rows.count, call.inputs)
+        stats = {
+            name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
+            for name, (shape, dtype) in shapes.items()
+        }
+        return cls(call, rows, stats, {}, factors, plan.strategy == "row_scaled")
+
+    @classmethod
+    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+        return cls.solving(call, rows, plan, None)
+
+    @classmethod
+    def writing(
+        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    ) -> Self:
+        return cls(call, rows, dict(numbers), dict(upstream))
+
+    @staticmethod
+    def number_names(loss: LossSpec) -> tuple[str, ...]:
+        extra = ("entropy",) if "entropy" in (*loss.differentiates, *loss.observes) else ()
+        return ("ids", "logps", "lse", "lse_residual", "rest", *extra)
+
+    @staticmethod
+    def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
+        return (*loss.differentiates, "lse")
+
+    @classmethod
+    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        slots = {name: ((rows, loss.slots(inputs)), None) for name in ("logps",)}
+        slots["ids"] = ((rows, loss.slots(inputs)), torch.int64)
+        return {name: slots.get(name, ((rows,), None)) for name in cls.number_names(loss)}
+
+    @staticmethod
+    def linear_in_logps(loss: LossSpec) -> bool:
+        return set(loss.differentiates) <= {"logps", "lse", "rest"}
+
+    @classmethod
+    def costs(cls, call: Call, budget: int, purpose: Pass) -> Costs:
+        loss, device, dtype = call.loss, call.weight.device, call.logits_dtype
+        row = loss.slots(call.inputs) * SLOT_BYTES
+        fixed = kernels.twin_bytes(device, dtype, call.width, budget)
+        if loss.k is not None:
+            k = min(loss.k, call.width)
+            row += selection.row_bytes(call.width, k)
+            fixed = max(fixed, selection.fixed_bytes(device, dtype, call.width, k, budget))
+        logits, pieces = logits_bytes(call)
+        return Costs(row + logits, fixed + pieces, cls.linear_in_logps(loss), rereads=False)
+
+    def numbers(self) -> dict[str, Tensor]:
+        return self.stats
+
+    def fill(self, chunk: Chunk, head: Projection) -> None:
+        head.project(chunk)
+        if not chunk.step.read:
+            return
+        reader = self._reader(chunk)
+        ids = self.call.inputs.get("ids")
+        ids = best(chunk.logits, self.call.loss.k, reader) if ids is None else ids[chunk.at]
+        self._keep(chunk, self._read(chunk, reader, ids))
+
+    def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> dict[str, Tensor]:
+        """The numbers of ids (n, k), whose logits are then gone from the chunk."""
+        slots = Slots.of(ids, reader.vocabulary, reader.V)
+        found = reader.numbers(chunk.logits, slots, entropy="entropy" in self.stats)
+        kept = (chunk.targets != chunk.ignored)[:, None]
+        return found | {"ids": torch.where(kept, ids, 0)}
+
+    def _reader(self, chunk: Chunk) -> Reader:
+        call, ignored = self.call, chunk.ignored
+        nowhere = torch.full_like(chunk.targets, chunk.logits.shape[1])
+        nowhere = torch.where(chunk.targets == ignored, chunk.targets, nowhere)
+        return Reader(call.loss.head, call.bias, call.vocabulary, call.V, nowhere, ignored, call.stat_dtype)
+
+    def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
+        for name, x in found.items():
+            if name in self.stats:
+                self.stats[name][chunk.step.start : chunk.step.stop] = x
+
+    def evaluate(self, span: Span) -> None:
+        call, rows = self.call, slice(span.start, span.stop)
+        stats, batch = {name: x[rows] for name, x in self.stats.items()}, batch_of(self.call, self.rows, span)
+        names = call.loss.differentiates if call.trainable else ()
+
+        def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
+            terms, metrics = evaluate_terms(call.loss, stats | variables, batch)
+            losses = reduced(terms, self.factors.loss, call.sequences)
+            return sum(losses.values()), metric_shares(metrics, self.factors.metrics, call.sequences)
+
+        gradients, report = grad_and_value(total, {name: stats[name] for name in names})
+        for name, gradient in gradients.items():
+            self.grads.setdefault(name, torch.zeros_like(self.stats[name]))[rows] = gradient
+        self.reports.append(Report(*report))
+
+    def write(self, chunk: Chunk, head: Projection) -> None:
+        reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
+        stats, slots = self._at(rows)
+        if self.vectors:
+            upstream, entries, factor = Upstream(None), 0.0, torch.ones_like(stats["lse"])
+        else:
+            upstream = self._upstream(rows)
+            entries, factor = upstream.entries(stats, slots, reader.head)
+        self._spread(chunk, reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
+        slots.put(chunk.place, entries)
+        chunk.gradient = chunk.place
+
+    def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
+        """The gradient of the logits that are multiples of their probabilities, over the logits."""
+        logps = stats["hard"] if grads.logps is not None else torch.zeros_like(stats["lse"])
+        known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
+        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
+        kernels.logits_gradient(chunk.logits, reader.targets, known, grads, gradient=chunk.place, **options)
+
+    def _at(self, rows: slice) -> tuple[dict[str, Tensor], Slots]:
+        """What is known of some rows, and where their ids are: those of ignored ones nowhere."""
+        stats = {name: x[rows] for name, x in self.stats.items()}
+        return stats, Slots.of(stats["ids"], self.call.vocabulary, self.call.V)
+
+    def _upstream(self, rows: slice) -> Upstream:
+        given = {name: x[rows] for name, x in self.grads.items()}
+        return Upstream(*(given.get(name) for name in Upstream._fields))
+
+    def factor(self, chunk: Chunk) -> Tensor | None:
+        return None
+
+    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
+        """d loss / d hidden of some rows from sum p_r W[r] over the ids that nobody asked for.
+
+        Those asked for come apart, from their own rows of the head: no cancellation between the two.
+        """
+        stats, slots = self._at(rows)
+        entries, factor = self._upstream(rows).entries(stats, slots, self.call.loss.head)
+        kept = self.call.targets[at] != self.call.loss.ignore_index
+        entries = torch.where(slots.first & slots.here & kept[:, None], entries, 0.0)
+        own = self.call.vocabulary.reduce(weighted_rows(head.weight, slots.columns, entries))
+        return torch.addcmul(own, vectors.to(own.dtype), torch.where(kept, factor, 0.0)[:, None])
+
+
+def best(logits: Tensor, k: int, reader: Reader) -> Tensor:
+    """(n, k) ids of the largest logits of the whole vocabulary, the first of equal ones first."""
+    vocabulary, width = reader.vocabulary, logits.shape[1]
+    columns = selection.select(logits, min(k, width), head=reader.head, bias=reader.bias)
+    if not vocabulary.sharded:
+        return columns
+    bias = None if reader.bias is None else reader.bias[columns]
+    z = selection.compared(logits.gather(1, columns), reader.head, bias)
+    missing = (0, min(k, max(vocabulary.sizes)) - columns.shape[1])
+    z = pad(z, missing, value=-torch.inf)
+    ids = pad(columns + vocabulary.start, missing, value=reader.V)
+    z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
+    # By rising id, and stable: of equal logits the lowest id comes first, and what is missing last.
+    ids, by_id = ids.sort(dim=1, stable=True)
+    chosen = z.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return ids.gather(1, chosen)

@@ -1,0 +1,225 @@
+"""The objective of a divergence over a few ids per token, those that student or teacher rate best."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import Call
+from logitless.engine.chunk import Chunk
+from logitless.engine.ids_objective import SLOT_BYTES, IdsObjective, best
+from logitless.engine.objective import Costs, logits_bytes
+from logitless.engine.plan import Pass
+from logitless.engine.projection import Projection
+from logitless.engine.several_ids import Reader, Slots, distinct
+from logitless.engine.spec import LossSpec
+from logitless.kernels import cross_entropy as kernels
+from logitless.kernels.cross_entropy import TokenBuffers
+from logitless.kernels.matmul import project
+from logitless.parallel.vocabulary import WHOLE_VOCABULARY
+
+TEACHER = ("teacher_logps", "teacher_rest", "agreement")
+# Of the label: log p at temperature 1 and what it takes to differentiate it; whether it is the best id.
+LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
+
+# Where the loss needs no more than k columns of the head, products with all V of them are slower than
+# gathering these while k < V / GATHERED.
+GATHERED = 180
+
+
+def gathered_columns(call: Call) -> int:
+    """How many columns of the head are multiplied with for each row, in the place of all; 0: all."""
+    k = call.loss.slots(call.inputs)
+    return k if call.loss.cancels and k * GATHERED < call.V else 0
+
+
+def teacher_dtype(call: Call) -> torch.dtype:
+    """Of the teacher's logits, which must rank its ids: its own, or a wider one of the student's."""
+    return torch.promote_types(call.logits_dtype, call.inputs["teacher_weight"].dtype)
+
+
+@dataclass
+class SupportObjective(IdsObjective):
+    """Numbers of the student and, in the same slots, of the teacher; the label's beside them."""
+
+    _teacher_buffer: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of the head, gathered for each row; 0: all."""
+        return gathered_columns(self.call)
+
+    @staticmethod
+    def number_names(loss: LossSpec) -> tuple[str, ...]:
+        return (*IdsObjective.number_names(loss), *TEACHER, *LABEL)
+
+    @classmethod
+    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        shapes = super().number_shapes(loss, rows, inputs)
+        return shapes | {"teacher_logps": shapes["logps"]}
+
+    @staticmethod
+    def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
+        return loss.differentiates
+
+    @classmethod
+    def costs(cls, call: Call, budget: int, purpose: Pass) -> Costs:
+        costs, loss = super().costs(call, budget, purpose), call.loss
+        if columns := gathered_columns(call):
+            row = costs.row_bytes - logits_bytes(call)[0]
+            return costs._replace(row_bytes=row, fixed_bytes=0, columns=columns)
+        row = costs.row_bytes + loss.slots(call.inputs) * SLOT_BYTES
+        teacher = call.inputs["teacher_weight"]
+        if teacher is not None:
+            row += call.vocabulary.widest(teacher.shape[0]) * teacher_dtype(call).itemsize
+        if "hard" in loss.differentiates and loss.temperature != 1.0:
+            row += call.width * call.dtype.itemsize
+        return costs._replace(row_bytes=row)
+
+    def fill(self, chunk: Chunk, head: Projection) -> None:
+        head.project(chunk)
+        if not chunk.step.read:
+            return
+        if self.columns:
+            self._keep(chunk, self._gathered(chunk))
+            return
+        reader, inputs = self._reader(chunk), self.call.inputs
+        found, favourites = self._read_label(chunk, reader), {"student": best(chunk.logits, 1, reader)[:, 0]}
+        if inputs["ids"] is None:
+            teacher, taught = self._taught(chunk, reader)
+            ids, favourites["teacher"] = self._support(chunk.logits, reader, taught, teacher)
+            there = teacher.numbers(taught, Slots.of(ids, teacher.vocabulary, teacher.V), entropy=False)
+            found |= {"teacher_logps": there["logps"], "teacher_rest": there["rest"]}
+        else:
+            ids, found["teacher_logps"] = self._given(chunk)
+            at = found["teacher_logps"].argmax(1, keepdim=True)
+            favourites["teacher"] = ids.gather(1, at)[:, 0]
+        found["agreement"] = favourites["student"] == favourites["teacher"]
+        labels = inputs["labels"]
+        if labels is not None:
+            found["token_accuracy"] = favourites["student"] == labels[chunk.at]
+        self._keep(chunk, found | self._read(chunk, reader, ids))
+
+    def _gathered(self, chunk: Chunk) -> dict[str, Tensor]:
+        """From the products of the ids alone: logits in the place of log-probabilities."""
+        call, (ids, teacher) = self.call, self._given(chunk)
+        columns, here = call.vocabulary.find(ids, call.V)
+        z, _ = call.loss.head.logits(chunk.logits, None if call.bias is None else call.bias[columns])
+        z = call.vocabulary.reduce(torch.where(here, z, 0.0))
+        z = torch.where(ids >= 0, z, -torch.inf)
+        kept = (chunk.targets != chunk.ignored)[:, None]
+        return {"ids": ids, "logps": torch.where(kept, z, 0.0), "teacher_logps": teacher}
+
+    def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """The teacher's ids, each once, and their log-probabilities."""
+        ids, given = self.call.inputs["ids"][chunk.at], self.call.inputs["teacher_logps"][chunk.at]
+        ids = torch.where(distinct(ids), ids, -1)
+        return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
+
+    def _taught(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
+        """The teacher's logits of a chunk, in a buffer of their own, and what it takes to read them."""
+        call, (rows, _) = self.call, chunk.logits.shape
+        hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
+        columns = weight.shape[0]
+        if self._teacher_buffer is None or self._teacher_buffer.shape[0] < rows:
+            self._teacher_buffer = chunk.logits.new_empty(rows, columns, dtype=teacher_dtype(call))
+        logits = project(hidden[chunk.at].to(weight.dtype), weight, self._teacher_buffer[:rows])
+        vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
+        nowhere = torch.where(chunk.targets == chunk.ignored, chunk.targets, columns)
+        teacher = reader._replace(
+            head=call.loss.teacher_head,
+            bias=call.inputs["teacher_bias"],
+            vocabulary=vocabulary,
+            V=V,
+            targets=nowhere,
+        )
+        return teacher, logits
+
+    def _support(
+        self, logits: Tensor, reader: Reader, taught: Tensor, teacher: Reader
+    ) -> tuple[Tensor, Tensor]:
+        """The ids (n, slots) that the divergence is over, each once, and the teacher's best id (n,)."""
+        loss, found = self.call.loss, {}
+        for name, z, own in (("student", logits, reader), ("teacher", taught, teacher)):
+            if not own.vocabulary.sharded:
+                # Ids that only one of them has belong to nobody's support.
+                common = min(logits.shape[1], taught.shape[1])
+                z, own = z[:, :common], own._replace(bias=None if own.bias is None else own.bias[:common])
+            wanted = loss.support in (name, "union")
+            found[name] = best(z, loss.k if wanted else 1, own)
+        favourite = found["teacher"][:, 0]
+        if loss.support != "union":
+            return found[loss.support], favourite
+        ids = torch.cat((found["teacher"], found["student"]), 1)
+        return torch.where(distinct(ids), ids, -1), favourite
+
+    def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
+        """log p of the label at temperature 1, with its log-sum-exp."""
+        if self.call.inputs["labels"] is None:
+            return {}
+        columns, known = self._labels(chunk)
+        stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
+        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignored}
+        kernels.token_statistics(chunk.logits, columns, stats, **options)
+        reader.vocabulary.combine(stats, columns)
+        return {
+            "hard": torch.where(known, stats.logps, 0.0),
+            "hard_lse": stats.lse,
+            "hard_lse_residual": stats.lse_residual,
+        }
+
+    def _labels(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """The labels as columns of the chunk, beyond it for those of other ranks and of nobody; who has one.
+
+        Those of ignored tokens are ignored.
+        """
+        labels, width = self.call.inputs["labels"][chunk.at].long(), chunk.logits.shape[1]
+        columns, here = self.call.vocabulary.find(labels, self.call.V)
+        ignored = chunk.targets == chunk.ignored
+        known = (labels >= 0) & (labels < self.call.V) & ~ignored
+        return torch.where(ignored, chunk.targets, torch.where(here, columns, width)), known
+
+    def _warm(self, reader: Reader):
+        return reader.head._replace(temperature=1.0)
+
+    def write(self, chunk: Chunk, head: Projection) -> None:
+        if self.columns:
+            stats, slots = self._at(slice(chunk.step.start, chunk.step.stop))
+            g = self.grads["logps"][chunk.step.start : chunk.step.stop]
+            g = g * self.call.loss.head.derivative_at(stats["logps"])
+            kept = slots.first & (chunk.targets != chunk.ignored)[:, None]
+            chunk.gradient = torch.where(kept, g, 0.0)
+            return
+        given = self.grads.get("hard")
+        if given is None:
+            super().write(chunk, head)
+            return
+        rows = slice(chunk.step.start, chunk.step.stop)
+        reader, (stats, slots) = self._reader(chunk), self._at(rows)
+        (columns, known), warm = self._labels(chunk), self._warm(reader)
+        g = torch.where(known, given[rows], 0.0)
+        entries, factor = self._upstream(rows).entries(stats, slots, reader.head)
+        if warm == reader.head:
+            both = TokenBuffers(logps=g, lse=factor)
+            self._spread(chunk, reader._replace(targets=columns), stats, both)
+        else:
+            # A second softmax, of temperature 1: before the first overwrites the logits.
+            own, other = self._of_label(stats), torch.empty_like(chunk.place)
+            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignored}
+            kernels.logits_gradient(
+                chunk.logits, columns, own, TokenBuffers(logps=g), gradient=other, **options
+            )
+            self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
+            chunk.place.add_(other)
+        # At the ids, whose logits are not in the chunk any more.
+        labels = torch.where(known, self.call.inputs["labels"][chunk.at].long(), -2)
+        z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
+        p = (z - stats["hard_lse"][:, None]).exp()
+        own = torch.where(slots.ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
+        own = torch.where(slots.ids >= 0, own * g[:, None] * warm.derivative_at(z), 0.0)
+        slots.put(chunk.place, entries + own)
+        chunk.gradient = chunk.place
+
+    def _of_label(self, stats: Mapping[str, Tensor]) -> TokenBuffers:
+        return TokenBuffers(stats["hard"], stats["hard_lse"], stats["hard_lse_residual"])

@@ -1,0 +1,84 @@
+"""Products with k rows of the head per token, of which `(N, k, H)` never exists.
+
+    gathered_logits   z[n, j] = hidden[n] . weight[ids[n, j]]
+    weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]]
+    add_rows          d_weight[v] += sum over the slots (n, j) with the id v of g[n, j] hidden[n]
+
+A negative id is an empty slot. Everything is summed in promote(dtype, fp32), in the same order in every run:
+`add_rows` sorts the slots by id and has each row of the head written by one program. The Triton kernels
+(`gathered_triton.py`) read k rows of the head per token; the twins take a slot of all tokens at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import uses_triton
+
+
+def _runs(x: Tensor, ids: Tensor) -> bool:
+    return uses_triton(x.device, x.dtype) and ids.numel() > 0
+
+
+def gathered_logits(
+    hidden: Tensor,  # (n, H)
+    weight: Tensor,  # (V, H)
+    ids: Tensor,  # (n, k) int64
+    out: Tensor,  # (n, k), written
+) -> Tensor:
+    """The products of the ids; 0 in empty slots."""
+    if _runs(weight, ids):
+        from logitless.kernels import gathered_triton
+
+        return gathered_triton.gathered_logits(hidden, weight, ids, out)
+    wide = hidden.to(out.dtype)
+    for slot in range(ids.shape[1]):
+        rows = weight[ids[:, slot].clamp(min=0)].to(out.dtype)
+        out[:, slot] = torch.where(ids[:, slot] >= 0, (rows * wide).sum(1), 0.0)
+    return out
+
+
+def weighted_rows(
+    weight: Tensor,  # (V, H)
+    ids: Tensor,  # (n, k) int64
+    coefficients: Tensor,  # (n, k)
+    out: Tensor | None = None,  # (n, H), written
+) -> Tensor:
+    """(n, H) sums over k of coefficients * weight[ids], in the coefficients' dtype or in that of `out`."""
+    if out is None:
+        out = coefficients.new_empty(ids.shape[0], weight.shape[1])
+    if _runs(weight, ids):
+        from logitless.kernels import gathered_triton
+
+        return gathered_triton.weighted_rows(weight, ids, coefficients, out)
+    coefficients = torch.where(ids >= 0, coefficients, 0.0)
+    total = torch.zeros(out.shape, dtype=coefficients.dtype, device=out.device)
+    for slot in range(ids.shape[1]):
+        rows = weight[ids[:, slot].clamp(min=0)].to(total.dtype)
+        total.addcmul_(rows, coefficients[:, slot, None])
+    return out.copy_(total)
+
+
+def add_rows(
+    total: Tensor,  # (V, H): its rows of the ids are added to
+    ids: Tensor,  # (n, k) int64
+    coefficients: Tensor,  # (n, k)
+    hidden: Tensor,  # (n, H)
+    *,
+    first: bool,  # whether `total` is uninitialized
+) -> None:
+    """Add each token's coefficient * hidden to the rows of its ids."""
+    if first:
+        total.zero_()
+    if _runs(hidden, ids) and total.dtype != torch.float64:
+        from logitless.kernels import gathered_triton
+
+        gathered_triton.add_rows(total, ids, coefficients, hidden)
+        return
+    coefficients = torch.where(ids >= 0, coefficients, 0.0)
+    touched, numbers = ids.clamp(min=0).unique(return_inverse=True)
+    sums = coefficients.new_zeros(touched.shape[0], hidden.shape[1])
+    wide = hidden.to(sums.dtype)
+    for slot in range(ids.shape[1]):
+        # Unlike index_add_, in the same order in every run, on CUDA too.
+        sums.index_put_((numbers[:, slot],), wide * coefficients[:, slot, None], accumulate=True)
+    total[touched] = (total[touched].to(sums.dtype) + sums).to(total.dtype)

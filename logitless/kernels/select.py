@@ -1,0 +1,70 @@
+"""The k largest logits of each row, of equal ones those with the lowest ids; best first.
+
+`torch.topk` promises no order among equal numbers, and rounded logits tie often. A soft cap rises with the
+logit, so the products with the head are compared as they are, where tanh has made none of them equal. The
+Triton kernels (`select_triton.py`) read a row once; the PyTorch twin takes a few rows at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import twin_bytes, twin_rows, uses_triton
+from logitless.kernels.head import Head
+
+# The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
+MOST_IDS = 128
+
+
+def select(
+    logits: Tensor,  # (C, V) products with the head
+    k: int,  # at most V
+    *,
+    head: Head,
+    bias: Tensor | None = None,  # (V,)
+) -> Tensor:
+    """(C, k) int64 ids of the largest logits after the head's transform. A NaN counts as infinite."""
+    if k <= MOST_IDS and uses_triton(logits.device, logits.dtype) and logits.numel():
+        from logitless.kernels import select_triton
+
+        return select_triton.select(logits, k, sign=_sign(head), bias=bias)
+    ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
+    step = twin_rows(logits)
+    for start in range(0, logits.shape[0], step):
+        rows = slice(start, start + step)
+        ids[rows] = _select_twin(compared(logits[rows], head, bias), k)
+    return ids
+
+
+def _sign(head: Head) -> float:
+    return 1.0 if head.logit_scale > 0 else -1.0
+
+
+def compared(x: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+    """What products x are compared by: the larger, the larger the logit."""
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    z = z if bias is None else z + bias.to(z.dtype)
+    z = z * _sign(head)
+    return torch.where(z.isnan(), torch.inf, z)
+
+
+def row_bytes(V: int, k: int) -> int:
+    """Memory a row takes beside its logits: the kernel's tile maxima, and the ids."""
+    return 4 * (V // 64 + 1) + 24 * k
+
+
+def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget: int) -> int:
+    """Memory of the twin's temporaries in a chunk that fits in the budget."""
+    if k <= MOST_IDS and uses_triton(device, dtype):
+        return 0
+    # Twice those of the other twins, whichever device they are on.
+    return 2 * twin_bytes(torch.device("meta"), dtype, V, budget)
+
+
+def _select_twin(z: Tensor, k: int) -> Tensor:
+    least = z.topk(k, -1).values[:, -1:]
+    above, equal = z > least, z == least
+    missing = k - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= missing))
+    ids = torch.nonzero_static(chosen, size=z.shape[0] * k)[:, 1].view(-1, k)
+    order = z.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order)

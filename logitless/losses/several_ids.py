@@ -1,0 +1,166 @@
+"""Log-probabilities of several ids per token: those that are given, or the model's own best."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.call import Options, prepare
+from logitless.engine.function import Mode, run_calls
+from logitless.engine.ids_objective import IdsObjective
+from logitless.engine.operands import INTEGERS, Operands, SplitHead
+from logitless.engine.terms import Term
+from logitless.errors import expect
+from logitless.losses.keywords import check_options
+from logitless.losses.linear import LinearLoss
+
+
+class TopkLogprobs(NamedTuple):
+    """The k best ids of each position (..., k), best first, with log-probabilities; 0 where masked."""
+
+    logps: Tensor  # (..., k) fp32
+    ids: Tensor  # (..., k) int64
+    entropy: Tensor  # (...) fp32, nats
+    lse: Tensor  # (...) fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdsNumbers(LinearLoss):
+    """What `IdsObjective` finds of the ids (..., k), or with `k` of the k best; for ordinary autograd."""
+
+    entropy: bool | str = False
+    k: int | None = None
+
+    prediction_inputs: ClassVar = ("ids",)
+    objective: ClassVar[type] = IdsObjective
+    reduction: ClassVar = "none"
+
+    @property
+    def differentiates(self) -> tuple[str, ...]:
+        return ("logps", "lse", "entropy") if self.entropy is True else ("logps", "lse")
+
+    @property
+    def observes(self) -> tuple[str, ...]:
+        return ("entropy",) if self.entropy == "metric" else ()
+
+    def slots(self, inputs) -> int:
+        """How many ids a position has."""
+        return inputs["ids"].shape[-1] if self.k is None else self.k
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        """As a loss, the sum of the log-probabilities."""
+        return {"logps": Term(stats.logps.sum(-1))}, {}
+
+    def numbers(
+        self,
+        hidden: Tensor,
+        weight: Tensor | SplitHead,
+        targets: Tensor,
+        bias: Tensor | None,
+        ids: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """{name: (..., k) or (...)}; `targets` (...) says which positions count."""
+        loss = self if self.tp_group is None else self.resolved(weight)
+        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(), {"ids": ids})
+        found = run_calls([given], Mode.PER_TOKEN).numbers
+        return {name: x.view(*targets.shape, *x.shape[1:]) for name, x in found.items()}
+
+
+def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
+    """(..., k) ids -> (...): a wrong one if there is one, else the largest; `ignore_index` if all are."""
+    filled = ids != ignore_index
+    negative = -1 if ignore_index != -1 else -2
+    largest = torch.where(filled, ids, negative - 1).amax(-1)
+    largest = torch.where((filled & (ids < 0)).any(-1), negative, largest)
+    return torch.where(filled.any(-1), largest, ignore_index)
+
+
+def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
+    """Targets that say which positions count, and nothing else."""
+    any_id = 0 if ignore_index != 0 else 1
+    if mask is None:
+        return torch.full(shape, any_id, dtype=torch.int64, device=device)
+    expected = f"shape {tuple(shape)}, one entry per token"
+    expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
+    return torch.where(mask.bool(), any_id, ignore_index)
+
+
+def check_ids(ids: Tensor, hidden: Tensor) -> None:
+    remedy = "pass token ids, not probabilities or a mask"
+    expect(ids.dtype in INTEGERS, "targets", "integer token ids (int64)", ids.dtype, remedy, TypeError)
+    expected, got = f"shape {tuple(hidden.shape[:-1])} + (k,) with k >= 1", tuple(ids.shape)
+    fits = ids.shape[:-1] == hidden.shape[:-1] and ids.shape[-1] > 0
+    expect(fits, "targets", expected, got, "give every position the same number of ids")
+
+
+def logprobs_of_ids(
+    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, loss: IdsNumbers
+) -> dict[str, Tensor]:
+    """The numbers of `linear_logprobs` for ids (..., k)."""
+    check_ids(ids, hidden)
+    ids = ids.long()
+    targets = one_per_position(ids, loss.ignore_index)
+    slots = torch.where(ids == loss.ignore_index, -1, ids)
+    return loss.numbers(hidden, weight, targets, bias, slots)
+
+
+OPTIONS = (
+    "ignore_index",
+    "softcap",
+    "logit_scale",
+    "temperature",
+    "logits_budget",
+    "accum_dtype",
+    "logits_dtype",
+    "compact",
+    "tp_group",
+)
+
+
+def linear_topk(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    **head,
+) -> TopkLogprobs:
+    """The k largest of log softmax(hidden @ weight.T) and their ids, one chunk of logits at a time.
+
+    One product and no gradient. Of equal logits the lowest id comes first. The logits are in fp32 unless
+    `logits_dtype` says otherwise: rounded to bf16, most tokens have several at the k-th place.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        k: how many ids, at most V.
+        bias: (V,).
+        mask: (...), which positions count; the others are not projected, and get zeros.
+        **head: softcap, logit_scale, temperature, logits_budget, logits_dtype, compact, tp_group, as in every
+            loss.
+
+    Returns:
+        TopkLogprobs(logps, ids, entropy, lse): (..., k), (..., k) int64, (...), (...).
+    """
+    check_options(head, OPTIONS)
+    whole = isinstance(k, int) and not isinstance(k, bool)
+    expect(whole, "k", "a whole number", repr(k), "say how many ids", TypeError)
+    expect(k >= 1, "k", "at least 1", k, "say how many ids")
+    remedy = "pass the hidden states, such as model.model(ids).last_hidden_state"
+    expect(isinstance(hidden, Tensor), "hidden", "a tensor", type(hidden).__name__, remedy, TypeError)
+    if head.get("logits_dtype") is None:
+        head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
+    loss = IdsNumbers(entropy="metric", k=k, **head)
+    with torch.no_grad():
+        targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
+        found = loss.numbers(hidden, weight, targets, bias)
+    return TopkLogprobs(found["logps"], found["ids"], found["entropy"], found["lse"])
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if autocast else hidden.dtype

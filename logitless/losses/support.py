@@ -1,0 +1,149 @@
+"""Distillation over a few ids per token, those that student or teacher rate best."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.operands import SplitHead
+from logitless.engine.support_objective import SupportObjective
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, expect
+from logitless.kernels.divergence import NOTHING
+from logitless.kernels.head import Head
+from logitless.losses.divergences import DIVERGENCES
+from logitless.losses.linear import LinearLoss
+from logitless.parallel.groups import local_parameter
+from logitless.parallel.vocabulary import ShardedVocabulary
+
+# How many sets of k ids a token has.
+SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
+
+
+def check_support(loss: LinearLoss) -> None:
+    """Whether the fields of a `DistillationLoss` that concern a support fit together."""
+    check_choice("support", loss.support, (None, *SUPPORTS))
+    k, shared = loss.k, loss.shared_vocabulary
+    for name, value in (("k", k), ("shared_vocabulary", shared)):
+        whole = value is None or (isinstance(value, int) and not isinstance(value, bool))
+        expect(whole, name, "a whole number or None", repr(value), "count token ids", TypeError)
+        expect(value is None or value >= 1, name, "at least 1", value, "count token ids")
+    remedy = "say whose best ids with support="
+    expect(loss.support is not None or k is None, "k", "None without support", k, remedy)
+    if loss.support is not None:
+        divergences = ", ".join(map(repr, DIVERGENCES))
+        expected, remedy = f"one of {divergences} with support", "leave support out"
+        expect(loss.divergence in DIVERGENCES, "divergence", expected, repr(loss.divergence), remedy)
+
+
+def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
+    """What a `DistillationLoss` runs as; `given`: of the teacher only k log-probabilities are known."""
+    if given:
+        remedy = "pass teacher_hidden and teacher_weight"
+        expected = "'teacher' where the teacher's logits are not given"
+        expect(loss.support == "teacher", "support", expected, repr(loss.support), remedy)
+        remedy = "teacher_logprobs_topk has its own"
+        expect(loss.k is None, "k", "None with teacher_logprobs_topk", loss.k, remedy)
+    else:
+        expect(
+            loss.k is not None, "k", "how many ids of each, with support", None, "set it, to 64 for example"
+        )
+    return SupportDistillation(**{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
+
+
+def vocabulary_size(loss: LinearLoss, weight: Tensor | SplitHead) -> int:
+    """Ids of the student's vocabulary, also where this rank has a shard of them."""
+    if loss.tp_group is None:
+        return weight.shape[0]
+    group = loss.resolved(weight).tp_group
+    return ShardedVocabulary.of(local_parameter("weight", weight, group), group).total(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupportDistillation(LinearLoss):
+    """`DistillationLoss` with a support, as the engine sees it."""
+
+    divergence: str = "jsd"
+    beta: float = 0.5
+    skew_alpha: float = 0.1
+    hard_loss_weight: float = 0.0
+    topk_mode: str = "tail"
+    support: str = "teacher"
+    k: int | None = None
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    given: bool = False
+
+    objective: ClassVar[type] = SupportObjective
+    teacher: ClassVar = True
+    token_inputs: ClassVar = ("labels",)
+    prediction_inputs: ClassVar = ("ids", "teacher_logps")
+    observes: ClassVar = (
+        "ids",
+        "rest",
+        "entropy",
+        "teacher_logps",
+        "teacher_rest",
+        "agreement",
+        "hard",
+        "token_accuracy",
+    )
+
+    @property
+    def differentiates(self) -> tuple[str, ...]:
+        soft = ("logps",) if self.topk_mode == "renormalize" else ("logps", "rest")
+        return (*soft, "hard") if self.hard_loss_weight else soft
+
+    @property
+    def cancels(self) -> bool:
+        """Whether the loss is a function of the ids' logits alone: the partition function cancels."""
+        return self.given and self.topk_mode == "renormalize" and not self.hard_loss_weight
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        every = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
+        return every[:1] if self.cancels else every
+
+    @property
+    def teacher_head(self) -> Head:
+        return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
+
+    def slots(self, inputs: Mapping[str, Tensor | None]) -> int:
+        """How many ids a token has."""
+        return inputs["ids"].shape[-1] if self.given else self.k * SUPPORTS[self.support]
+
+    def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        filled = stats.ids >= 0
+        student, teacher = (
+            torch.where(filled, x, NOTHING).clamp(min=NOTHING) for x in (stats.logps, stats.teacher_logps)
+        )
+        if self.topk_mode == "renormalize":
+            student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+        else:
+            student = torch.cat((student, stats.rest.clamp(min=NOTHING)[:, None]), -1)
+            teacher = self._with_rest(teacher, stats, batch)
+        soft = DIVERGENCES[self.divergence](self, student, teacher)
+        if self.cancels:
+            return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
+        weight, hard = self.hard_loss_weight, -stats.hard
+        loss = weight * hard + (1 - weight) * soft if weight else soft
+        numbers = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
+        metrics = zip(self.metric_names, numbers, strict=True)
+        return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
+
+    def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:
+        """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""
+        if not self.given:
+            return torch.cat((teacher, stats.teacher_rest.clamp(min=NOTHING)[:, None]), -1)
+        # At least the rounding error of the sum, below which 1 - sum means nothing.
+        known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(teacher.dtype).eps)
+        rest = torch.log(-torch.expm1(known))
+        # Where the student has nothing but these ids, neither has the teacher.
+        rest = torch.where(stats.rest[:, None] == -torch.inf, NOTHING, rest)
+        return torch.cat((teacher, rest), -1).log_softmax(-1)
+
+
+SHARED_FIELDS = tuple(field.name for field in fields(SupportDistillation) if field.name != "given")

@@ -1,0 +1,63 @@
+"""What a teacher is given as, and what must be true of it."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from logitless.errors import expect, warn
+
+# A log-probability that a server rounded may lie so far above 0.
+ROUNDING = 1e-3
+
+
+def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
+    expect(
+        weight is not None,
+        "teacher_weight",
+        "the teacher's head (V', H')",
+        None,
+        "pass it with teacher_hidden",
+    )
+    expected, got = f"shape {tuple(shape)} + (H',)", tuple(hidden.shape)
+    expect(hidden.shape[:-1] == shape, "teacher_hidden", expected, got, "give one row per token of hidden")
+    fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+    expected, got = f"shape (V', {hidden.shape[-1]})", tuple(weight.shape)
+    expect(fits, "teacher_weight", expected, got, "pass the head of these hidden states")
+    if bias is not None:
+        expected, got = f"shape ({weight.shape[0]},)", tuple(bias.shape)
+        expect(bias.shape == weight.shape[:1], "teacher_bias", expected, got, "give one entry per token id")
+
+
+def check_topk(values: Tensor, ids: Tensor, shape: torch.Size, V: int, *, on_host: bool) -> None:
+    fits = values.shape == ids.shape and values.shape[:-1] == shape and values.shape[-1:] > (0,)
+    expected = f"two tensors {tuple(shape)} + (k,) with k >= 1"
+    got = f"{tuple(values.shape)} and {tuple(ids.shape)}"
+    expect(fits, "teacher_logprobs_topk", expected, got, "give the same k ids to every token")
+    for x, kind, wanted in (
+        (ids, not (ids.is_floating_point() or ids.is_complex()), "integer ids"),
+        (values, values.is_floating_point(), "floating-point log-probabilities"),
+    ):
+        remedy = "pass (values, ids)"
+        expect(kind, "teacher_logprobs_topk", wanted, x.dtype, remedy, TypeError)
+    inside = ((ids >= 0) & (ids < V) | (values == -torch.inf)).all()
+    below = (values <= ROUNDING).all()
+    message = f"ids in [0, {V})"
+    if torch.compiler.is_compiling() or not on_host:
+        torch._assert_async(inside, f"teacher_logprobs_topk: expected {message}")
+        torch._assert_async(below, "teacher_logprobs_topk: expected log-probabilities of at most 0")
+    else:
+        remedy = "give ids of the student's vocabulary"
+        expect(bool(inside), "teacher_logprobs_topk", message, "ids outside", remedy)
+        remedy = "give log-probabilities, normalized over the vocabulary, not logits"
+        expect(bool(below), "teacher_logprobs_topk", "log-probabilities of at most 0", "others", remedy)
+
+
+@functools.cache
+def warn_of_sizes(student: int, teacher: int) -> None:
+    """Once for each pair of sizes."""
+    warn(
+        f"teacher_weight: the teacher has {teacher} ids and the student {student}; the first "
+        f"{min(student, teacher)} are taken to mean the same. Say how many do with shared_vocabulary=.",
+        UserWarning,
+    )

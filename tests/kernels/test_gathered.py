@@ -1,0 +1,91 @@
+"""Products with k rows of the head per token, and the gradient of those rows."""
+
+import pytest
+import torch
+
+from logitless.kernels import gathered
+from tests.cases import dtypes
+from tests.kernels.support import DEVICE, INTERPRETED, Random, poisoned, strided
+from tests.support import assert_close
+
+
+def operands(n, k, V, H, dtype, seed=0):
+    random = Random(seed)
+    ids = random.integers(V, n, k)
+    ids[0] = -1
+    ids[1, 0] = -1
+    ids[2:, -1] = 3  # an id that nearly all tokens have
+    g = torch.where(ids >= 0, random.normal(n, k), float("nan"))
+    return random.normal(n, H).to(dtype), random.normal(V, H).to(dtype), ids, g
+
+
+SHAPES = [(5, 1, 7, 3), (9, 20, 40, 300), (70, 17, 11, 5)]
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_the_definition(shape, dtype):
+    hidden, weight, ids, g = operands(*shape, dtype)
+    filled = ids >= 0
+    rows = weight.double()[ids.clamp(min=0)]
+    z = torch.where(filled, torch.einsum("nh,nkh->nk", hidden.double(), rows), 0.0)
+    found = gathered.gathered_logits(hidden, weight, ids, poisoned(*ids.shape, dtype=torch.float32))
+    assert_close(found, z, 1e-6, name="logits")
+    exact_g = torch.where(filled, g, 0.0).double()
+    d_hidden = torch.einsum("nk,nkh->nh", exact_g, rows)
+    assert_close(gathered.weighted_rows(weight, ids, g), d_hidden, 1e-6, name="d_hidden")
+    out = gathered.weighted_rows(weight, ids, g, poisoned(*hidden.shape, dtype=dtype))
+    # The interpreter cuts fp32 off to bf16 where hardware rounds.
+    error = torch.finfo(dtype).eps * (2 if INTERPRETED else 1)
+    assert_close(out, d_hidden, error, name="d_hidden, narrow")
+    products = exact_g[:, :, None] * hidden.double()[:, None]
+    d_weight = torch.zeros(weight.shape, dtype=torch.float64, device=DEVICE)
+    d_weight.index_add_(0, ids.clamp(min=0).reshape(-1), products.flatten(0, 1))
+    for total_dtype in (torch.float32, dtype):
+        total = poisoned(*weight.shape, dtype=total_dtype)
+        gathered.add_rows(total, ids, g, hidden, first=True)
+        error = 1e-6 if total_dtype == torch.float32 else torch.finfo(dtype).eps * 2
+        assert_close(total, d_weight, error, name="d_weight")
+    gathered.add_rows(total := total.float(), ids, g, hidden, first=False)
+    assert_close(total, 2 * d_weight, torch.finfo(dtype).eps * 2, name="twice")
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 64])
+def test_runs_across_pieces(piece, monkeypatch):
+    if not INTERPRETED and DEVICE.type == "cpu":
+        pytest.skip("the kernel's")
+    from logitless.kernels import gathered_triton
+
+    monkeypatch.setattr(gathered_triton, "PIECE", piece)
+    hidden, _, ids, g = operands(40, 3, 6, 5, torch.float32)
+    total = poisoned(6, 5, dtype=torch.float32)
+    gathered.add_rows(total, ids, g, hidden, first=True)
+    again = poisoned(6, 5, dtype=torch.float32)
+    gathered.add_rows(again, ids, g, hidden, first=True)
+    assert torch.equal(total, again)
+    truth = torch.zeros(6, 5, dtype=torch.float64, device=DEVICE)
+    for n, j in (ids >= 0).nonzero().tolist():
+        truth[ids[n, j]] += g[n, j].double() * hidden[n].double()
+    assert_close(total, truth, 1e-6, name="d_weight")
+
+
+def test_layouts():
+    hidden, weight, ids, g = operands(9, 4, 20, 8, torch.float32)
+    wide_h, wide_w = torch.cat((hidden, hidden), 1)[:, :8], torch.cat((weight, weight), 1)[:, 8:]
+    out = torch.empty(9, 4, device=DEVICE)
+    truth = gathered.gathered_logits(hidden, weight, ids, out).clone()
+    assert torch.equal(gathered.gathered_logits(wide_h, wide_w, strided(ids), out), truth)
+    truth = gathered.weighted_rows(weight, ids, g)
+    assert torch.equal(gathered.weighted_rows(wide_w, strided(ids), strided(g)), truth)
+    plain, other = torch.empty(20, 8, device=DEVICE), torch.empty(20, 16, device=DEVICE)[:, 3:11]
+    gathered.add_rows(plain, ids, g, hidden, first=True)
+    gathered.add_rows(other, strided(ids), strided(g), wide_h, first=True)
+    assert torch.equal(plain, other)
+
+
+def test_without_rows():
+    ids, g = torch.zeros(0, 3, dtype=torch.int64, device=DEVICE), torch.zeros(0, 3, device=DEVICE)
+    hidden, weight = torch.ones(0, 4, device=DEVICE), torch.ones(5, 4, device=DEVICE)
+    total = poisoned(5, 4, dtype=torch.float32)
+    gathered.add_rows(total, ids, g, hidden, first=True)
+    assert not total.any() and gathered.weighted_rows(weight, ids, g).shape == (0, 4)

@@ -1,0 +1,54 @@
+"""The k largest logits of each row, of equal ones those with the lowest ids."""
+
+import pytest
+import torch
+
+from logitless.kernels import select as file
+from logitless.kernels.head import Head
+from logitless.kernels.select import select
+from tests.cases import dtypes
+from tests.kernels.support import DEVICE, Random
+
+
+def expected(z: torch.Tensor, k: int) -> torch.Tensor:
+    """By the definition: sorted by falling logit, then by rising id."""
+    rows = [sorted(range(len(row)), key=lambda v: (-row[v], v))[:k] for row in z.double().tolist()]
+    return torch.tensor(rows, device=z.device)
+
+
+@dtypes
+@pytest.mark.parametrize("V, k", [(1, 1), (17, 1), (17, 17), (129, 2), (1000, 64), (2500, 5), (300, 128)])
+def test_against_a_sort(V, k, dtype):
+    logits = Random(V + k).normal(7, V).to(dtype)
+    logits[1] = (logits[1] * 1.5).round()  # many ties
+    logits[2] = 0.0
+    logits[3] = -torch.inf
+    logits[4, : V // 2] = -torch.inf
+    logits[5, V // 3] = torch.inf
+    assert torch.equal(select(logits, k, head=Head()), expected(logits, k))
+
+
+def test_zeros_of_both_signs_are_equal():
+    logits = torch.tensor([[-0.0, 0.0, -0.0, -1.0]], device=DEVICE)
+    assert select(logits, 3, head=Head()).tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("head", [Head(None, -0.5, 0.7), Head(1.5, 0.8, 2.0)], ids=["negative", "softcap"])
+def test_order_is_that_of_the_transformed_logits(head):
+    random = Random(3)
+    logits, bias = random.normal(5, 400), random.normal(400)
+    z, _ = head.logits(logits, bias)
+    assert torch.equal(select(logits, 9, head=head, bias=bias), expected(z, 9))
+
+
+def test_rows_with_gaps_and_nan():
+    logits = Random(4).normal(6, 500)
+    assert torch.equal(select(logits[::2, :300], 7, head=Head()), expected(logits[::2, :300], 7))
+    logits[0, 40] = torch.nan
+    assert select(logits, 2, head=Head())[0, 0] == 40
+
+
+def test_more_ids_than_the_kernel_takes(monkeypatch):
+    logits = (Random(5).normal(3, 400) * 4).round()
+    k = file.MOST_IDS + 7
+    assert torch.equal(select(logits, k, head=Head()), expected(logits, k))
