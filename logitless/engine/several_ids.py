@@ -188,8 +188,8 @@ class Upstream(NamedTuple):
         logps = numbers["logps"]
         p, g = logps.exp(), torch.zeros_like(logps)
         if self.logps is not None:
-            # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
-            g = merged(slots.ids, torch.where(slots.ids >= 0, self.logps, 0.0))
+            # What comes back to an empty slot, whose log-probability is -inf, may be NaN: it stays there.
+            g = merged(slots.ids, self.logps)
         total = torch.where(slots.first, g, 0.0).sum(1, keepdim=True)
         d_z = g * -torch.expm1(logps) - (total - g) * p
         factor = -total[:, 0]

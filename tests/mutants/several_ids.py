@@ -71,12 +71,6 @@ MUTANTS = [
         ("lse dropped", "Upstream.entries", "factor + self.lse", "factor"),
         ("entropy dropped", "Upstream.entries", "d_z - self.entropy[:, None] * share", "d_z"),
         ("slope dropped", "Upstream.entries", "d_z * slope", "d_z"),
-        (
-            "empty slots have a gradient",
-            "Upstream.entries",
-            "torch.where(slots.ids >= 0, self.logps, 0.0)",
-            "self.logps",
-        ),
         ("what was taken out stays", "Reader._others", "(1 - share.sum(1))", "1 + 0 * share.sum(1)"),
         (
             "rounding of lse dropped",
