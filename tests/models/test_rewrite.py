@@ -215,7 +215,7 @@ class NormedHasAnotherName(Base):
 class NormsOfAnotherKind(NormBeforeTransposition):
     def __init__(self):
         super().__init__()
-        self.q_norm = self.k_norm = nn.LayerNorm(8)
+        self.q_norm, self.k_norm = nn.LayerNorm(8), nn.LayerNorm(8)
 
 
 class NormBesideASum(Base):
