@@ -343,6 +343,7 @@ def test_operands_that_must_be_stretched(cls):
 def test_dtypes_under_autocast(cls):
     """As the stock module's: a LayerNorm is one in fp32 then."""
     module, (x, r) = cls(), operands()
+    r = r.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         wanted = module(module.proj(x), r)
         fuse_layers(module)
