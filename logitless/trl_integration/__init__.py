@@ -8,99 +8,40 @@ Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logi
 it *is* TRL's pair. They cover TRL's trainers for language models and, from `trl.experimental`, A2PO,
 AsyncDistillation, AsyncGRPO, CPO, GKD, GMPO, GOLD, IW-OPD, OnlineDPO, ORPO, SDFT, SDPO, ServerDistillation
 and TPO. For trainers and models that exist already there are `apply_to` and `patch_model`. This is the only
-folder of the library that imports trl or transformers.
+folder of the library that imports trl.
+
+A name is imported when it is first used: SFT loads no experimental trainer, and `patch_model` no TRL.
 """
 
-from .versions import SUPPORTED, require_supported
+from importlib import import_module
+from typing import Any
 
-require_supported()
+from .versions import SUPPORTED
 
-from .async_distillation import AsyncDistillationConfig, AsyncDistillationTrainer  # noqa: E402
-from .distillation_trainers import (  # noqa: E402
-    DistillationConfig,
-    DistillationTrainer,
-    GKDConfig,
-    GKDTrainer,
-)
-from .existing import apply_to, patch_model  # noqa: E402
-from .log_prob_trainers import (  # noqa: E402
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-)
-from .mixins import ChunkedLossConfigMixin, ChunkedLossTrainerMixin  # noqa: E402
-from .online_trainers import (  # noqa: E402
-    A2POConfig,
-    A2POTrainer,
-    AsyncGRPOConfig,
-    AsyncGRPOTrainer,
-    GMPOConfig,
-    GMPOTrainer,
-    OnlineDPOConfig,
-    OnlineDPOTrainer,
-)
-from .preference_trainers import CPOConfig, CPOTrainer, ORPOConfig, ORPOTrainer  # noqa: E402
-from .self_distillation_trainers import SDFTConfig, SDFTTrainer, SDPOConfig, SDPOTrainer  # noqa: E402
-from .sft import SFTConfig, SFTTrainer  # noqa: E402
-from .teacher_distillation_trainers import (  # noqa: E402
-    GOLDConfig,
-    GOLDTrainer,
-    IWOPDConfig,
-    IWOPDTrainer,
-    ServerDistillationConfig,
-    ServerDistillationTrainer,
-)
-from .triple_preference import TPOConfig, TPOTrainer  # noqa: E402
+# Where the names live that are no Config or Trainer.
+PLACES = {
+    "ChunkedLossConfigMixin": ".pairs",
+    "ChunkedLossTrainerMixin": ".pairs",
+    "apply_to": ".apply",
+    "head_of": "logitless.models",
+    "patch_model": "logitless.models",
+}
+PAIRS = (
+    "A2PO AsyncDistillation AsyncGRPO CPO DPO Distillation GKD GMPO GOLD GRPO IWOPD KTO ORPO OnlineDPO RLOO "
+    "SDFT SDPO SFT ServerDistillation TPO"
+).split()
+__all__ = ["SUPPORTED", *PLACES, *(f"{name}{part}" for name in PAIRS for part in ("Config", "Trainer"))]
 
-__all__ = [
-    "A2POConfig",
-    "A2POTrainer",
-    "AsyncDistillationConfig",
-    "AsyncDistillationTrainer",
-    "AsyncGRPOConfig",
-    "AsyncGRPOTrainer",
-    "CPOConfig",
-    "CPOTrainer",
-    "ChunkedLossConfigMixin",
-    "ChunkedLossTrainerMixin",
-    "DPOConfig",
-    "DPOTrainer",
-    "DistillationConfig",
-    "DistillationTrainer",
-    "GKDConfig",
-    "GKDTrainer",
-    "GMPOConfig",
-    "GMPOTrainer",
-    "GOLDConfig",
-    "GOLDTrainer",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "IWOPDConfig",
-    "IWOPDTrainer",
-    "KTOConfig",
-    "KTOTrainer",
-    "ORPOConfig",
-    "ORPOTrainer",
-    "OnlineDPOConfig",
-    "OnlineDPOTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "SDFTConfig",
-    "SDFTTrainer",
-    "SDPOConfig",
-    "SDPOTrainer",
-    "SFTConfig",
-    "SFTTrainer",
-    "SUPPORTED",
-    "TPOConfig",
-    "TPOTrainer",
-    "ServerDistillationConfig",
-    "ServerDistillationTrainer",
-    "apply_to",
-    "patch_model",
-]
+
+def __getattr__(name: str) -> Any:
+    for part in ("Config", "Trainer"):
+        if name.endswith(part) and name.removesuffix(part) in PAIRS:
+            made = import_module(".pairs", __name__).pair(name.removesuffix(part))
+            return made[part == "Trainer"]
+    if name not in PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(PLACES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,12 @@
 """TRL's command line with our trainers:
 
-    python -m logitless.trl_integration sft --model_name_or_path MODEL --dataset_name DATASET
-    --use_chunked_loss true python -m logitless.trl_integration dpo --config dpo.yaml
+    python -m logitless.trl_integration sft --model_name_or_path MODEL --use_chunked_loss true ...
+    accelerate launch -m logitless.trl_integration dpo --config dpo.yaml
 
 The commands are TRL's own scripts, with TRL's arguments and YAML files, in which the names of Config and
 Trainer mean ours; trainers for which TRL has no script are started by that of their kin. Datasets and models
-are on the hub or on disk: `datasets: [{path: json,
-data_files: rows.jsonl}]` in the YAML file reads a local one.
+are on the hub or on disk: `datasets: [{path: json, data_files: rows.jsonl}]` in the YAML file reads a local
+one.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import logitless.trl_integration as ours
 
-from .mixins import swapped
+from .adapter import swapped
 
 # TRL's scripts -> the pair that each trains with.
 SCRIPTS = {

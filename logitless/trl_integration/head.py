@@ -5,7 +5,6 @@ TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `Fuse
 where the hooks of DDP, FSDP and DeepSpeed fire.
 """
 
-import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -119,35 +118,3 @@ def _scored_forward(
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss
     return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
-
-
-def replace_forward(model: PreTrainedModel, forward: Any) -> Callable[[], None]:
-    """Puts `forward` in the place of the model's own; returns a function that puts back what was there."""
-    undo = remembered(model)
-    model.forward = types.MethodType(forward, model)
-    # A replica would run this forward, which is bound to the original, on the original's GPU.
-    model._replicate_for_data_parallel = _refuse_replicas
-    return undo
-
-
-def remembered(*models: PreTrainedModel) -> Callable[[], None]:
-    """A function that gives every model the forward back that it has now."""
-    names = ("forward", "_replicate_for_data_parallel")
-    before = [{name: model.__dict__[name] for name in names if name in model.__dict__} for model in models]
-
-    def restore() -> None:
-        for model, attributes in zip(models, before, strict=True):
-            withdraw(model, KEY)
-            undeferred(model)
-            for name in names:
-                model.__dict__.pop(name, None)
-            model.__dict__.update(attributes)
-
-    return restore
-
-
-def _refuse_replicas() -> None:
-    raise ValueError(
-        "model: expected one process per GPU, got nn.DataParallel around the chunked loss; start it with "
-        "torchrun or accelerate launch, or make a single GPU visible with CUDA_VISIBLE_DEVICES."
-    )

@@ -1,15 +1,21 @@
-"""Per-token numbers in the shape that TRL's trainers read them in."""
+"""Per-token numbers in the shape that TRL's trainers read them in, for the trainers whose loss TRL's own code
+makes of them: DPO, KTO, GRPO, RLOO, GMPO and AsyncGRPO, whose heads are here too.
 
-from typing import Any
+The head is walked twice where it trains (4 products) and once where it is frozen (2): one vector per token is
+kept for it.
+"""
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from logitless.engine.plan import Plan
+from logitless.engine.operands import SplitHead
 from logitless.losses.logprobs import TokenNumbers
 
-from .head import head_options
+from .adapter import Adapter, ChunkedLoss, base_of
+from .head import Score, head_options
 
 # TRL's names of what a trainer may ask for beside the log-probabilities, and ours.
 FIELDS = {
@@ -20,63 +26,79 @@ FIELDS = {
 }
 
 
-class PerTokenScore:
-    """A scorer (see `head.Score`) that hands out log-probabilities and what else TRL asked for,
-    differentiable as TRL's are.
+def per_token_score(
+    chunked: ChunkedLoss,
+    model: PreTrainedModel,
+    *,
+    outputs: tuple[str, ...] = ("log_probs",),
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+) -> Score:
+    """A scorer that answers with log-probabilities and `outputs`, differentiable as TRL's are.
 
-    The head is walked twice where it trains (4 products) and once where it is frozen (2): one vector per
-    token is kept for it.
+    The arguments are those of TRL's `add_fused_lm_head`.
     """
+    asked = tuple(FIELDS[name] for name in outputs if name in FIELDS and name != "entropy")
+    # Only GRPO differentiates the entropy.
+    differentiable = bool(getattr(chunked.trainer.args, "entropy_coef", 0.0))
+    numbers = TokenNumbers(
+        entropy=("entropy" in outputs) and (differentiable or "metric"),
+        also=asked,
+        temperature=temperature,
+        logits_budget=chunked.budget,
+        logits_dtype=torch.float32 if cast_lm_head_to_fp32 else None,
+        **head_options(model.config),
+    )
 
-    def __init__(
-        self,
-        trainer: Any,
-        model: PreTrainedModel,
-        *,
-        differentiable_entropy: bool = False,
-        temperature: float = 1.0,
-        cast_lm_head_to_fp32: bool = False,
-        outputs: tuple[str, ...] = ("log_probs",),
-    ):
-        self.trainer, self.outputs, self.exact = trainer, outputs, cast_lm_head_to_fp32
-        asked = tuple(FIELDS[name] for name in outputs if name in FIELDS and name != "entropy")
-        self.head = {
-            "temperature": temperature,
-            "logits_budget": trainer.args.logits_budget,
-            **head_options(model.config),
-        }
-        if cast_lm_head_to_fp32:
-            self.head["logits_dtype"] = torch.float32
-        self.loss = TokenNumbers(
-            entropy=("entropy" in outputs) and (differentiable_entropy or "metric"), also=asked, **self.head
-        )
-        self.every_position = TokenNumbers(also=("sum_logits",), **self.head)
-
-    def numbers(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
-    ) -> tuple[dict, Plan | None]:
-        return self.loss.numbers(hidden, weight, labels, bias=bias, shift=shift)
-
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+    def score(
+        hidden: Tensor, weight: Tensor | SplitHead, bias: Tensor | None, labels: Tensor, shift: bool
     ) -> dict[str, Tensor]:
-        if self.exact:
+        if cast_lm_head_to_fp32:
             # The head's own precision, whatever autocast would make of it.
             hidden = hidden.to(weight.dtype)
-        with torch.autocast(
-            hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type) and not self.exact
-        ):
-            found, self.trainer.last_plan = self.numbers(hidden, weight, bias, labels, shift)
+        autocast = torch.is_autocast_enabled(hidden.device.type) and not cast_lm_head_to_fp32
+        with torch.autocast(hidden.device.type, enabled=autocast), chunked.saving():
+            found, plan = numbers.numbers(hidden, weight, labels, bias=bias, shift=shift)
+        chunked.note(plan)
         mask = labels != -100
         if shift:
             # TRL's fields have an entry for each label but the first of a row.
             found, mask = {name: x[:, :-1] for name, x in found.items()}, mask[:, 1:]
         fields = {"log_probs": found["logps"], "label_mask": mask}
-        for name in self.outputs:
-            if name in FIELDS:
-                fields[name] = found[FIELDS[name]]
+        fields |= {name: found[FIELDS[name]] for name in outputs if name in FIELDS}
         if "mean_logits" in fields:
             fields["mean_logits"] = fields["mean_logits"] / weight.shape[0]
         if "is_top1" in fields:
             fields["is_top1"] = fields["is_top1"].bool()
         return fields
+
+    return score
+
+
+def fused_heads(*outputs: str) -> Callable[[ChunkedLoss], Iterator[Callable[[], None]]]:
+    """Heads for the trainers that call `add_fused_lm_head` when they are constructed: ours take the place of
+    TRL's, on the policy and on the reference."""
+
+    def heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
+        trainer, asked = chunked.trainer, ("log_probs", *outputs)
+        if getattr(trainer, "use_weighting", False):
+            asked += ("log_sum_sq_probs",)
+        options = {
+            "temperature": getattr(trainer, "temperature", 1.0),
+            "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
+        }
+        policy = base_of(trainer, trainer.model)
+        yield chunked.attach(policy, per_token_score(chunked, policy, outputs=asked, **options))
+        if getattr(trainer, "ref_model", None) is not None:
+            reference = base_of(trainer, trainer.ref_model)
+            yield chunked.attach(reference, per_token_score(chunked, reference, **options))
+
+    return heads
+
+
+DPO = Adapter("trl:DPO", heads=fused_heads("entropy", "mean_logits", "is_top1"))
+KTO = Adapter("trl:KTO", heads=fused_heads("entropy", "mean_logits"))
+GRPO = Adapter("trl:GRPO", heads=fused_heads("entropy"))
+RLOO = Adapter("trl:RLOO", heads=fused_heads("entropy"))
+GMPO = Adapter("trl.experimental.gmpo:GMPO", heads=fused_heads("entropy"))
+AsyncGRPO = Adapter("trl.experimental.async_grpo:AsyncGRPO", heads=fused_heads("entropy"))

@@ -107,34 +107,19 @@ def divergence(
     targets: Tensor,  # (B, T)
     mask: Tensor,  # (B, T)
     *,
-    num_items: Tensor | int | None = None,
-    token_weights: Tensor | None = None,
-    old_logps: Tensor | None = None,
+    given: dict[str, Any],  # to the loss: `num_items`, `token_weights`, `old_logps`
     **options: Any,  # of `SupportDivergence`
 ) -> LossOutput:
     """The loss of `student`'s distribution to `teacher`'s, at their temperature."""
-    device = student.hidden.device
     if isinstance(teacher, DeferredLogits):
         options |= {"teacher_softcap": teacher.softcap, "teacher_logit_scale": teacher.logit_scale}
-        given = {
-            "teacher_hidden": teacher.hidden.to(device),
-            "teacher_weight": teacher.weight,
-            "teacher_bias": teacher.bias,
-        }
+        given["teacher_hidden"] = teacher.hidden.to(student.hidden.device)
+        given |= {"teacher_weight": teacher.weight, "teacher_bias": teacher.bias}
     else:
-        given = {"teacher_logprobs_topk": teacher}
+        given["teacher_logprobs_topk"] = teacher
     # The loss takes the temperature of both from the student.
     loss = SupportDivergence(**student.head, **options)
-    out = loss(
-        student.hidden,
-        student.weight,
-        targets,
-        bias=student.bias,
-        mask=mask.bool(),
-        num_items=num_items,
-        token_weights=token_weights,
-        old_logps=old_logps,
-        **given,
-    )
-    student.trainer.last_plan = out.plan
+    with student.chunked.saving():
+        out = loss(student.hidden, student.weight, targets, bias=student.bias, mask=mask.bool(), **given)
+    student.chunked.note(out.plan)
     return out

@@ -1,21 +1,21 @@
 """TRL's TPO, which builds the full logits of three sequences for each prompt: the better, the worse and the
 gold answer."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import trl.experimental.tpo.tpo_trainer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from trl.experimental.tpo import TPOConfig as StockTPOConfig
-from trl.experimental.tpo import TPOTrainer as StockTPOTrainer
 
-from .attached_head import AttachedHeadTrainerMixin
-from .mixins import ChunkedLossConfigMixin, swapped
-from .per_token import FIELDS, PerTokenScore
+from .adapter import Adapter, ChunkedLoss, Seam
+from .head import Score
+from .per_token import per_token_score
+from .preference import attached
+
+FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1")
 
 
 class LogitsOf:
@@ -29,7 +29,7 @@ class LogitsOf:
     def __init__(self, **fields: Tensor):
         self.fields = fields
 
-    def _each(self, change: Any) -> "LogitsOf":
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "LogitsOf":
         return LogitsOf(**{name: change(x) for name, x in self.fields.items()})
 
     def detach(self) -> "LogitsOf":
@@ -56,41 +56,39 @@ class LogitsOf:
         """The label itself where it is the most likely token, else an id that no label has."""
         return torch.where(self.fields["is_top1"], self.fields["labels"], -1)
 
-    def scores(self, labels: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        """In place of TRL's `selective_log_softmax_and_entropy`."""
-        return self.fields["log_probs"], self.fields["entropy"]
-
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return -args[0].fields["log_probs"].mean() if function is F.cross_entropy else NotImplemented
 
 
-@dataclass
-class TPOConfig(ChunkedLossConfigMixin, StockTPOConfig):
-    """`trl.experimental.tpo.TPOConfig` with `use_chunked_loss` (default False) and `logits_budget` (bytes,
-    default the library's)."""
+def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
+    """TRL's `selective_log_softmax_and_entropy`."""
+    fields = given.logits.fields
+    return fields["log_probs"], fields["entropy"]
 
 
-class TPOTrainer(AttachedHeadTrainerMixin, StockTPOTrainer):
-    """`trl.experimental.tpo.TPOTrainer`; with `TPOConfig(use_chunked_loss=True)` the full logits disappear.
+def compute_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
+    ids, completion, model = given.inputs["input_ids"], given.inputs["completion_mask"].bool(), given.model
 
-    Who asks for the logits (`predict`, `compute_metrics`) is given them.
-    """
+    def scored(**inputs: Any) -> SimpleNamespace:
+        out = model(**inputs, labels=ids.masked_fill(~completion, -100), fused_lm_head=True)
+        fields = {name: getattr(out, name) for name in FIELDS}
+        return SimpleNamespace(logits=LogitsOf(labels=ids[:, 1:], **fields))
 
-    def chunked_score(self, model: PreTrainedModel, **stock_options: Any) -> PerTokenScore:
-        return PerTokenScore(
-            self, model, outputs=("log_probs", *(name for name in FIELDS if name != "log_sum_sq_probs"))
-        )
+    return stock(model=scored)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        if not self.uses_chunked_loss or return_outputs:
-            return super()._compute_loss(model, inputs, return_outputs)
-        ids, completion = inputs["input_ids"], inputs["completion_mask"].bool()
 
-        def scored(**given: Any) -> SimpleNamespace:
-            out = model(**given, labels=ids.masked_fill(~completion, -100), fused_lm_head=True)
-            fields = {name: getattr(out, name) for name in ("log_probs", "entropy", "mean_logits", "is_top1")}
-            return SimpleNamespace(logits=LogitsOf(labels=ids[:, 1:], **fields))
+def score(chunked: ChunkedLoss, model: PreTrainedModel) -> Score:
+    return per_token_score(chunked, model, outputs=FIELDS)
 
-        with swapped(trl.experimental.tpo.tpo_trainer, selective_log_softmax_and_entropy=LogitsOf.scores):
-            return super()._compute_loss(scored, inputs, return_outputs)
+
+TPO = Adapter(
+    "trl.experimental.tpo:TPO",
+    heads=lambda chunked: attached(chunked, score),
+    patches={
+        "_compute_loss": Seam(compute_loss, train=True, evaluate=True, replaces=False),
+        "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": Seam(logps_and_entropy),
+    },
+    during=("_compute_loss",),
+    predicts=True,
+)

@@ -1,6 +1,8 @@
 """The TRL and transformers releases this integration was read against and is tested with, stated once."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 SUPPORTED = {"transformers": ">=5.17,<6", "trl": "~=1.16.0"}
 
@@ -23,3 +25,30 @@ def require_supported() -> None:
 
         if not SpecifierSet(wanted).contains(found, prereleases=True):
             raise ImportError(f"{package}: expected {wanted}, got {found}; {remedy}.")
+
+
+def found_in_trl(place: str) -> Any:
+    """What TRL has at `place`, "module:name".
+
+    Raises:
+        ImportError: this version of TRL has nothing of that name there.
+    """
+    module, name = place.split(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ModuleNotFoundError, AttributeError):
+        raise ImportError(moved(place)) from None
+
+
+def moved(place: str) -> str:
+    """The message for a name of TRL that is not where it was."""
+    wanted = SUPPORTED["trl"]
+    found = installed("trl")
+    return f"{place}: expected in trl {wanted}, got trl {found} without it; pip install 'trl{wanted}'."
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

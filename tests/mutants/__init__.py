@@ -12,6 +12,7 @@ from tests.mutants import (
     parallel,
     policy,
     preference,
+    trainers,
 )
 
 MODULES = (
@@ -24,6 +25,7 @@ MODULES = (
     beyond_eager,
     calls,
     models,
+    trainers,
     fused_layers,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

@@ -19,8 +19,8 @@ from trl.experimental.async_distillation import async_distillation_trainer
 from trl.trainer import distillation_trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from logitless.trl_integration import AsyncDistillationTrainer, DistillationTrainer
-from logitless.trl_integration.existing import TRAINERS
+from logitless.trl_integration import distillation
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss, Seam
 
 SCRIPT = "script_args training_args model_args dataset_args"
 LOSS = "self model inputs return_outputs num_items_in_batch"
@@ -157,14 +157,6 @@ def test_place_model_on_device_is_a_property():
     )
 
 
-def test_subclasses_come_before_their_parents_in_apply_to():
-    order = list(TRAINERS)
-    for i, stock in enumerate(order):
-        assert not any(issubclass(later, stock) for later in order[i + 1 :]), (
-            f"TRAINERS: {stock.__name__} hides a subclass of it"
-        )
-
-
 # -- what the exchanged functions return, in TRL's order
 
 
@@ -181,8 +173,10 @@ def same(ours, theirs, seam):
         )
 
 
-def trainer() -> SimpleNamespace:
-    return SimpleNamespace(args=SimpleNamespace(logits_budget=None), last_plan=None)
+def in_place_of(stock, use):
+    """`stock` as a trainer calls it with the flag on."""
+    trainer = SimpleNamespace(args=SimpleNamespace(), last_plan=None)
+    return ChunkedLoss(trainer, Adapter("trl:None"), None)._seam("name", Seam(use), stock)
 
 
 def test_chunked_divergence_loss():
@@ -192,12 +186,10 @@ def test_chunked_divergence_loss():
     more = {"student_logit_scale": 0.5, "teacher_final_logit_softcapping": 3.0, "temperature": 1.5}
     seam = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
     for num_items in (None, 11):
-        theirs = distillation_trainer._chunked_divergence_loss(*call, num_items_in_batch=num_items, **more)
-        same(
-            DistillationTrainer._divergence(trainer(), *call, num_items_in_batch=num_items, **more),
-            theirs,
-            seam,
-        )
+        stock = distillation_trainer._chunked_divergence_loss
+        ours = in_place_of(stock, distillation.chunked_divergence)
+        more["num_items_in_batch"] = num_items
+        same(ours(*call, **more), stock(*call, **more), seam)
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "renormalized"])
@@ -230,9 +222,6 @@ def test_chunked_jsd_loss(tail, teachers, beta, dtypes):
         teachers,
         4,
     )
-    theirs = async_distillation_trainer._chunked_jsd_loss(*call)
-    same(
-        AsyncDistillationTrainer._divergence(trainer(), *call),
-        theirs,
-        f"{async_distillation_trainer.__name__}:_chunked_jsd_loss",
-    )
+    stock = async_distillation_trainer._chunked_jsd_loss
+    ours = in_place_of(stock, distillation.chunked_jsd)
+    same(ours(*call), stock(*call), f"{async_distillation_trainer.__name__}:_chunked_jsd_loss")

@@ -3,9 +3,13 @@ here first."""
 
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss
+from logitless.trl_integration.deferred import DeferredLogits
 
 SDFT, SDPO = "trl.experimental.sdft.sdft_trainer", "trl.experimental.sdpo.sdpo_trainer"
 IW_OPD, GOLD = "trl.experimental.iw_opd.iw_opd_trainer", "trl.experimental.gold.gold_trainer"
@@ -127,12 +131,10 @@ def test_a_server_answers_with_these_tensors():
 
 
 def test_deferred_logits_do_what_trl_does_and_no_more():
-    from logitless.trl_integration.deferred import DeferredLogits
-
     hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8)
-    trainer = type("Trainer", (), {"args": type("Args", (), {"logits_budget": None})})()
+    chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
     deferred, logits = (
-        DeferredLogits(trainer, hidden, weight, None, 3.0, 2.0),
+        DeferredLogits(chunked, hidden, weight, None, 3.0, 2.0),
         3 * torch.tanh(2 * (hidden @ weight.T) / 3),
     )
     ids = torch.randint(0, 30, (2, 3))

@@ -6,8 +6,11 @@ import torch
 import transformers
 from datasets import Dataset
 
-from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, words
-from .tiny import tiny_dataset, tiny_model
+import logitless.trl_integration as ours
+
+from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, stock, words
+from .test_sft import options
+from .tiny import tiny_dataset, tiny_model, train
 
 FUSED = frozenset({"fused", "loss_only"})
 
@@ -60,3 +63,18 @@ def test_distillation(tmp_path, changes):
         tmp_path, "Distillation", prompt_dataset(), trainer=trainer, max_completion_length=6, **changes
     )
     assert_same(*runs, strategies=FUSED, rtol=1e-3)
+
+
+def test_gkd_teacher_under_autocast(tmp_path):
+    """bf16=True leaves its weights in fp32, and its layers run in bf16, as the stock trainer's do."""
+    dtypes = []
+    for changes in ({}, {"use_chunked_loss": True}):
+        taught = teacher(tmp_path)
+        taught.base_model.layers[0].mlp.down_proj.register_forward_hook(
+            lambda module, args, out: dtypes.append(out.dtype)
+        )
+        kind = (ours.GKDTrainer, ours.GKDConfig) if changes else (stock("GKDTrainer"), stock("GKDConfig"))
+        settings = {"lmbda": 0.0, "max_length": None, "bf16": True, "max_steps": 1} | changes
+        given = {"teacher_model": taught, "data_collator": collate, "tokenizer": words()}
+        train(kind[0], kind[1](**options(tmp_path, **settings)), tiny_model(), tiny_dataset(), **given)
+    assert dtypes == [torch.bfloat16] * 2

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import logitless.trl_integration as ours
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 from logitless.trl_integration.head import attach_chunked_head
-from logitless.trl_integration.per_token import PerTokenScore
+from logitless.trl_integration.per_token import per_token_score
 from tests.ranks import in_processes
 from tests.support import uncompiled
 
@@ -132,7 +133,7 @@ def iw_opd(folder) -> list[SimpleNamespace]:
     with uncompiled():
         runs = side_by_side(folder, "IWOPD", tiny_dataset(examples=32), trainer=trainer, **changes)
     assert isinstance(runs[1].trainer.model_wrapped, DistributedDataParallel)
-    return [SimpleNamespace(logs=run.logs, strategies=run.strategies, weights=run.weights) for run in runs]
+    return [SimpleNamespace(**vars(run) | {"trainer": None}) for run in runs]
 
 
 def test_iwopd_ddp_with_two_processes(ranks):
@@ -179,8 +180,8 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
     if score == "fused":
         ours.patch_model(base, logits_budget=2**12)
     else:
-        trainer = SimpleNamespace(args=SimpleNamespace(logits_budget=2**12))
-        attach_chunked_head(base, PerTokenScore(trainer, base))
+        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
+        attach_chunked_head(base, per_token_score(chunked, base))
     return model
 
 

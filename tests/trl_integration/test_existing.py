@@ -6,13 +6,10 @@ import transformers
 import trl
 
 from logitless.trl_integration import ORPOConfig, ORPOTrainer, SFTConfig, SFTTrainer, apply_to, patch_model
+from logitless.trl_integration.apply import PLAIN, adapter_of
 
-from .served import serve
-from .test_distillation_trainers import teacher
-from .test_log_prob_trainers import ROLLOUTS, preference_dataset, prompt_dataset, reward, stock, words
-from .test_self_distillation_trainers import privileged_dataset
+from .test_log_prob_trainers import preference_dataset, words
 from .test_sft import options
-from .test_teacher_distillation_trainers import batches
 from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
 
 
@@ -67,141 +64,44 @@ def test_patched_model_in_the_plain_trainer(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind, more",
-    [("SFT", {}), ("DPO", {"use_weighting": True}), ("ORPO", {"max_length": 48}), ("GRPO", ROLLOUTS)],
-)
-def test_apply_to(tmp_path, calls, kind, more):
-    path = tmp_path / "model"
-    tiny_model().save_pretrained(path)
-    words().save_pretrained(path)
-    logs = []
-    for applied in (False, True):
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_pretrained(path)
-        dataset = {"SFT": tiny_dataset, "GRPO": prompt_dataset}.get(kind, preference_dataset)()
-        extra = {"reward_funcs": reward} if kind == "GRPO" else {}
-        args = stock(f"{kind}Config")(**options(tmp_path / "out", **more))
-        cls = type("Mine", (stock(f"{kind}Trainer"),), {}) if kind == "DPO" else stock(f"{kind}Trainer")
-        trainer = cls(model, args=args, train_dataset=dataset, processing_class=words(), **extra)
-        undo = apply_to(trainer, logits_budget=2**14) if applied else None
-        trainer.train()
-        logs.append(
-            [
-                {
-                    k: v
-                    for k, v in log.items()
-                    if isinstance(v, float) and "time" not in k and "per_second" not in k
-                }
-                for log in trainer.state.log_history
-            ]
-        )
-        assert (calls.number > 0) == applied
-    for theirs, ours in zip(*logs, strict=True):
-        for name in theirs.keys() - {"train_runtime", "total_flos"}:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-    undo()
-    assert type(trainer) is cls and not hasattr(trainer.args, "use_chunked_loss")
+def made(cls, config, tmp_path, **more):
+    settings = options(tmp_path, **more)
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    return cls(tiny_model(), args=config(**settings), **given)
 
 
-def test_what_needs_logits_is_refused(tmp_path):
-    args = trl.SFTConfig(**options(tmp_path))
-    trainer = trl.SFTTrainer(
-        tiny_model(),
-        args=args,
-        train_dataset=tiny_dataset(),
-        processing_class=tiny_tokenizer(),
-        compute_metrics=lambda _: {},
-    )
-    with pytest.raises(ValueError, match="compute_metrics: expected None"):
-        apply_to(trainer)
-    mine = SFTTrainer(
-        tiny_model(),
-        args=SFTConfig(**options(tmp_path)),
-        train_dataset=tiny_dataset(),
-        processing_class=tiny_tokenizer(),
-    )
-    with pytest.raises(ValueError, match="trainer: expected one without"):
+def test_what_apply_to_does_not_take(tmp_path):
+    mine = made(SFTTrainer, SFTConfig, tmp_path, use_chunked_loss=True)
+    with pytest.raises(ValueError, match="trainer: expected one without the chunked loss, got a SFTTrainer"):
         apply_to(mine)
+    stock_trainer = made(trl.SFTTrainer, trl.SFTConfig, tmp_path)
+    undo = apply_to(stock_trainer)
+    with pytest.raises(ValueError, match="trainer: expected one without the chunked loss"):
+        apply_to(stock_trainer)
+    undo()
+    apply_to(stock_trainer)()
+    with pytest.raises(ValueError, match="trainer: expected a transformers.Trainer.*got LlamaForCausalLM"):
+        apply_to(tiny_model())
+    with pytest.raises(TypeError, match="logits_budget: expected a whole number"):
+        apply_to(stock_trainer, logits_budget=1.5)
+    args = transformers.TrainingArguments(**options(tmp_path, label_smoothing_factor=0.1))
+    with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 in a trainer outside of TRL"):
+        apply_to(transformers.Trainer(tiny_model(), args=args))
     with pytest.raises(ValueError, match="model: expected a causal language model"):
         patch_model(tiny_model().base_model)
 
 
-DISTILLED = [
-    ("SDFT", {"num_generations": 1, "distillation_topk": 7, "max_completion_length": 6}),
-    (
-        "SDPO",
-        {
-            "distillation_weight": 0.5,
-            "num_generations": 2,
-            "max_completion_length": 6,
-            "per_device_train_batch_size": 4,
-        },
-    ),
-    (
-        "IWOPD",
-        {
-            "beta": 0.4,
-            "loss_top_k": 3,
-            "lmbda": 0.0,
-            "distillation_objective": "jsd",
-            "max_completion_length": 6,
-        },
-    ),
-    ("GOLD", {"lmbda": 0.0, "max_completion_length": 6, "dataset_kwargs": {"skip_prepare_dataset": True}}),
-    ("ServerDistillation", {"teacher_model_server_url": "http://nowhere", "max_completion_length": 6}),
-]
+class OfTheirOwn(trl.DPOTrainer):
+    pass
 
 
-def distilled(tmp_path, kind, more):
-    """A stock trainer of this kind, with a model and a teacher of its own."""
-    path = tmp_path / "model"
-    tiny_model(initializer_range=0.3).save_pretrained(path)
-    words().save_pretrained(path)
-    torch.manual_seed(0)
-    local = kind in ("IWOPD", "GOLD")
-    dataset = (
-        tiny_dataset()
-        if local
-        else prompt_dataset()
-        if kind == "ServerDistillation"
-        else privileged_dataset()
-    )
-    extra = (
-        {"teacher_model": teacher(tmp_path), "data_collator": batches}
-        if local
-        else {"reward_funcs": reward}
-        if kind == "SDPO"
-        else {}
-    )
-    args = stock(f"{kind}Config")(
-        **options(tmp_path / "out", **{"optim": "sgd", "learning_rate": 0.3} | more)
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    return stock(f"{kind}Trainer")(model, args=args, train_dataset=dataset, processing_class=words(), **extra)
-
-
-@pytest.mark.parametrize("kind, more", DISTILLED)
-def test_apply_to_distillation(tmp_path, monkeypatch, calls, kind, more):
-    serve(monkeypatch)
-    logs = []
-    for applied in (False, True):
-        trainer = distilled(tmp_path, kind, more)
-        undo = apply_to(trainer, logits_budget=2**14) if applied else None
-        trainer.train()
-        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-        assert (calls.number > 0) == applied
-    assert logs[1] == pytest.approx(logs[0], rel=1e-3) and logs[0][0] > 1e-3
-    undo()
-    assert type(trainer) is stock(f"{kind}Trainer")
-    assert isinstance(trainer.model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits, torch.Tensor)
-
-
-def test_apply_to_leaves_a_trainer_that_it_refuses_as_it_was(tmp_path):
-    trainer = distilled(tmp_path, "SDPO", DISTILLED[1][1] | {"distillation_mode": "topk_logits"})
-    with pytest.raises(ValueError, match="distillation_topk: expected a number"):
-        apply_to(trainer)
-    assert type(trainer) is stock("SDPOTrainer") and not hasattr(trainer.args, "use_chunked_loss")
+def test_a_trainer_that_is_not_covered_is_refused_by_name():
+    """A subclass inside TRL has a loss of its own, whatever it extends."""
+    unknown = type("NewTrainer", (trl.GRPOTrainer,), {"__module__": "trl.experimental.new"})
+    assert adapter_of(OfTheirOwn).name == "DPO" and adapter_of(transformers.Trainer) is PLAIN
+    for cls in (unknown, trl.RewardTrainer):
+        with pytest.raises(ValueError, match="trainer: expected one of TRL's SFT, DPO.*got " + cls.__name__):
+            adapter_of(cls)
 
 
 def test_data_parallel_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.models.exchange import state_of
 from logitless.trl_integration import SFTConfig, SFTTrainer
-from logitless.trl_integration.mixins import swapped
+from logitless.trl_integration.adapter import swapped
 
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer
 

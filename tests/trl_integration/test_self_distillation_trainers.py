@@ -182,12 +182,23 @@ def test_a_server_that_leaves_tokens_out(tmp_path, monkeypatch):
         trainer.train()
 
 
-def test_options_that_make_no_sense(tmp_path):
-    with pytest.raises(ValueError, match="distillation_topk: expected a number"):
-        ours.SDPOConfig(**options(tmp_path, **SDPO, distillation_mode="topk_logits", use_chunked_loss=True))
-    with pytest.raises(ValueError, match="distillation_mode: expected one of full_logits"):
-        ours.SDFTConfig(**options(tmp_path, **SDFT, distillation_mode="logits", use_chunked_loss=True))
-    ours.SDPOConfig(**options(tmp_path, **SDPO, distillation_mode="topk_logits"))  # TRL's own affair
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"distillation_mode": "topk_logits", "distillation_topk": None},
+            "distillation_topk: expected a number",
+        ),
+        ({"distillation_mode": "logits"}, "distillation_mode: expected one of 'full_logits'"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path, changes, message):
+    args = ours.SDFTConfig(
+        **options(tmp_path, **SDFT, teacher_model_kind="live", use_chunked_loss=True, **changes)
+    )
+    given = {"train_dataset": privileged_dataset(), "processing_class": words()}
+    with pytest.raises(ValueError, match=message):
+        ours.SDFTTrainer(tiny_model(), args=args, **given)
 
 
 @pytest.mark.parametrize("kind", ["SDFT", "SDPO"])

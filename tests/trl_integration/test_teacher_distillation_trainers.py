@@ -1,6 +1,8 @@
 """Our IW-OPD, ServerDistillation and GOLD pairs beside TRL's: the same losses, gradient norms and metrics
 over several steps."""
 
+from types import SimpleNamespace
+
 import peft
 import pytest
 import torch
@@ -8,13 +10,16 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless.trl_integration as ours
+from logitless.trl_integration.adapters import ADAPTERS
+from logitless.trl_integration.deferred import whole_models
+from logitless.trl_integration.teacher_distillation import one_vocabulary
 
 from .served import serve
 from .test_distillation_trainers import collate, teacher
 from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, stock, words
 from .test_self_distillation_trainers import FUSED, decided
 from .test_sft import options
-from .tiny import SIZES, VOCAB, tiny_dataset, tiny_model
+from .tiny import SIZES, VOCAB, tiny_dataset
 
 SGD = {"optim": "sgd", "learning_rate": 0.3, "per_device_train_batch_size": 4}
 OFF_POLICY = {"lmbda": 0.0, "max_length": 48, "max_completion_length": 8, **SGD}
@@ -198,30 +203,17 @@ def test_autocast_covers_the_teacher_and_both_heads(tmp_path, calls, kind):
 
 
 def test_what_needs_logits_is_refused(tmp_path):
+    trainer = SimpleNamespace(args=SimpleNamespace(use_uld_loss=True))
     with pytest.raises(ValueError, match="use_uld_loss: expected False with use_chunked_loss=True"):
-        ours.GOLDConfig(**options(tmp_path, use_uld_loss=True, use_chunked_loss=True))
-    ours.GOLDConfig(**options(tmp_path, use_uld_loss=True))
-    decided(tmp_path)
-    args = ours.IWOPDConfig(**options(tmp_path, **IW_OPD, use_chunked_loss=True))
-    given = {"teacher_model": teacher(tmp_path), "data_collator": batches, "train_dataset": tiny_dataset()}
-    with pytest.raises(ValueError, match="compute_metrics: expected None"):
-        ours.IWOPDTrainer(
-            tiny_model(), args=args, processing_class=words(), compute_metrics=lambda _: {}, **given
-        )
-    trainer = ours.IWOPDTrainer(tiny_model(), args=args, processing_class=words(), **given)
-    trainer.is_fsdp_enabled = True
+        one_vocabulary(trainer)
+    assert one_vocabulary in ADAPTERS["GOLD"].checks
+    trainer = SimpleNamespace(is_fsdp_enabled=True, accelerator=SimpleNamespace(state=None))
     with pytest.raises(
-        ValueError, match="use_chunked_loss: expected whole models in IWOPDTrainer, got sharded ones"
+        ValueError, match="use_chunked_loss: expected whole models in SimpleNamespace, got sha"
     ):
-        trainer.defer_heads()
-
-
-@pytest.mark.parametrize("kind", ["IWOPD", "GOLD", "ServerDistillation", "SDFT", "SDPO"])
-def test_flag_off_is_the_stock_trainer(kind):
-    more = {"teacher_model_server_url": "http://nowhere"} if kind == "ServerDistillation" else {}
-    config = getattr(ours, f"{kind}Config")(output_dir="x", use_cpu=True, bf16=False, **more)
-    assert config.use_chunked_loss is False
-    assert issubclass(getattr(ours, f"{kind}Trainer"), stock(f"{kind}Trainer"))
+        whole_models(trainer)
+    deferred = {"SDFT", "SDPO", "GOLD", "IWOPD", "ServerDistillation"}
+    assert {name for name, x in ADAPTERS.items() if whole_models in x.checks} == deferred
 
 
 WATCHED = {

@@ -76,6 +76,8 @@ class Run:
     trainer: Any
     logs: list[dict[str, float]]
     strategies: list[str] = field(default_factory=list)
+    # of every parameter, before each step of the optimizer
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     @property
     def weights(self) -> torch.Tensor:
@@ -84,10 +86,15 @@ class Run:
 
 
 class _Watch(TrainerCallback):
-    """Notes after each micro-batch which strategy ran last."""
+    """Notes after each micro-batch which strategy ran last, and the gradients of each step."""
 
     def __init__(self) -> None:
-        self.trainer, self.strategies = None, []
+        self.trainer, self.strategies, self.gradients = None, [], []
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        model = getattr(model, "module", model)
+        named = ((name.removeprefix("_orig_mod."), p.grad) for name, p in model.named_parameters())
+        self.gradients.append({name: grad.clone() for name, grad in named if grad is not None})
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         self.strategies.append(getattr(getattr(self.trainer, "last_plan", None), "strategy", None))
@@ -115,4 +122,16 @@ def train(
         {key: value for key, value in log.items() if not key.endswith(timing)}
         for log in trainer.state.log_history
     ]
-    return Run(trainer, logs, watch.strategies)
+    return Run(trainer, logs, watch.strategies, watch.gradients)
+
+
+def assert_same_gradients(stock: Run, ours: Run, *, rtol: float) -> None:
+    """Of each parameter: the first step's to rounding, later ones' after steps that were made of it."""
+    assert len(stock.gradients) == len(ours.gradients) > 0
+    for step, (theirs, mine) in enumerate(zip(stock.gradients, ours.gradients, strict=True)):
+        assert theirs.keys() == mine.keys() and theirs
+        largest = max(grad.norm() for grad in theirs.values())
+        for name, grad in theirs.items():
+            error = (mine[name] - grad).norm()
+            allowed = (1 if step == 0 else 30) * rtol * grad.norm() + 1e-5 * largest
+            assert error <= allowed, f"{name}, step {step}: off by {error:.1e} of {grad.norm():.1e}"

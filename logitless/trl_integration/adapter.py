@@ -1,0 +1,294 @@
+"""What a trainer needs for the chunked loss (`Adapter`), and how that is put on and taken off (`enable`).
+
+The constructors of our pairs and `apply_to` both end in `enable`. It changes nothing but the one trainer: its
+methods are exchanged on the instance, its models get heads, and names of TRL's modules are exchanged only
+while the trainer computes a loss. Nobody but the trainer knows whether it came by: so the first training step
+and the first evaluation step check that every seam was used, before the optimizer moves.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from logitless.engine.plan import Plan
+from logitless.errors import expect
+from logitless.models import heads
+from logitless.models.exchange import state_of
+from logitless.models.patch import Patch
+
+from .head import Score, attach_chunked_head
+from .versions import SUPPORTED, found_in_trl, installed, moved
+
+logger = logging.getLogger("logitless.trl_integration")
+
+# Products of a plan whose head trains; those of a solved loss are one fewer for a frozen head.
+PRODUCTS = {"fused": 3, "resident": 3, "recompute": 4, "row_scaled": 2, "loss_only": 1}
+SOLVED = ("fused", "resident")
+LIGER_LOSS = "fused_linear_cross_entropy"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Takes the place of a method or a name of TRL.
+
+    `use(chunked, stock, given)` has the call's arguments by name in `given`; `stock(**changes)` makes the
+    call that was meant. `train` and `evaluate`: whether the first training or evaluation step must use it.
+    `replaces`: whether TRL's is not called, so that a user's own method would be left out too.
+    """
+
+    use: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
+    train: bool = False
+    evaluate: bool = False
+    replaces: bool = True
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One of TRL's trainers, described.
+
+    Attributes:
+        stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
+        checks: raise for a trainer whose loss the flag cannot compute.
+        heads: puts heads on the trainer's models, and yields the undoing of each.
+        patches: by name: a method of the trainer, or "module:name" in a module of TRL.
+        during: the trainer's methods while which names in modules are exchanged, and `around` is entered.
+        evaluates: whether an evaluation step computes the loss.
+        predicts: whether an evaluation step that is asked for predictions, which are logits, is stock.
+    """
+
+    stock: str
+    checks: tuple[Callable[[Any], None], ...] = ()
+    heads: Callable[["ChunkedLoss"], Iterator[Callable[[], None]]] = lambda chunked: iter(())
+    patches: Mapping[str, Seam] = field(default_factory=dict)
+    during: tuple[str, ...] = ("compute_loss",)
+    around: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
+    evaluates: bool = True
+    predicts: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.stock.partition(":")[2]
+
+
+class ChunkedLoss:
+    """The chunked loss of one trainer, while it is switched on."""
+
+    def __init__(self, trainer: Any, adapter: Adapter, budget: int | None):
+        self.trainer, self.adapter, self.budget = trainer, adapter, budget
+        self.plan: Plan | None = None  # of the last loss that was trained on
+        # Whether a loss was computed with and without gradients; bools, as a compiled graph sets them.
+        self.trained = self.evaluated = False
+        self.used: set[str] = set()
+        self.verified: set[str] = set()
+        # In an evaluation step: whether predictions are asked for, and the stock loss with them.
+        self.wants_logits = self.stock_only = False
+        # What GKD's student learns from, and whether models answer with deferred logits: while they do.
+        self.taught, self.deferring = None, False
+        self.patch: Patch | None = None  # of a trainer outside of TRL
+
+    def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
+        # A model that is copied with its head leaves the trainer where it is.
+        return self
+
+    def note(self, plan: Plan | None) -> None:
+        """A loss was computed with this plan, which is None inside a compiled graph."""
+        self.trainer.last_plan = plan
+        if torch.is_grad_enabled():
+            self.trained, self.plan = True, plan
+        else:
+            self.evaluated = True
+
+    def saving(self) -> AbstractContextManager:
+        """For a call of a loss: what it saves stays on the GPU under TRL's activation offloading, as the
+        backward pass begins with it."""
+        if not getattr(self.trainer.args, "activation_offloading", False):
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    def attach(self, model: PreTrainedModel, score: Score) -> Callable[[], None]:
+        """Puts a head on a model; where Accelerate has prepared it, under its autocast."""
+
+        def scored(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+            with self.trainer.accelerator.autocast():
+                return score(*args, **kwargs)
+
+        return attach_chunked_head(model, scored if hasattr(model, "_original_forward") else score)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the trainer computes a loss."""
+        with ExitStack() as stack:
+            for place, seam in self.adapter.patches.items():
+                if ":" in place:
+                    module, name = place.split(":")
+                    ours = self._seam(place, seam, found_in_trl(place))
+                    stack.enter_context(swapped(import_module(module), **{name: ours}))
+            stack.enter_context(self.adapter.around(self))
+            yield
+
+    def methods(self) -> Iterator[tuple[str, Callable]]:
+        """(name, what takes its place) of the trainer's methods."""
+        patches, adapter = self.adapter.patches, self.adapter
+        for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
+            stock = getattr(self.trainer, name, None)
+            if stock is None:
+                raise ImportError(moved(f"{adapter.stock}Trainer.{name}"))
+            own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
+            remedy = "train without the chunked loss, or leave that method as it is"
+            expect(not own, name, f"TRL's own in {adapter.name}Trainer", stock.__qualname__, remedy)
+            ours = self._seam(name, patches[name], stock) if name in patches else stock
+            yield name, self._during(ours, stock) if name in adapter.during else ours
+        for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
+            stock = getattr(self.trainer, name)
+            yield name, functools.wraps(stock)(functools.partial(step, stock))
+
+    def _seam(self, place: str, seam: Seam, stock: Callable) -> Callable:
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def used(*args: Any, **kwargs: Any) -> Any:
+            if self.stock_only:
+                return stock(*args, **kwargs)
+            self.used.add(place)
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+
+            def as_meant(**changes: Any) -> Any:
+                call.arguments.update(changes)
+                return stock(*call.args, **call.kwargs)
+
+            # A method of the user's own may take `**kwargs`.
+            given = SimpleNamespace(**call.arguments, **call.arguments.get("kwargs", {}))
+            return seam.use(self, as_meant, given)
+
+        return used
+
+    def _during(self, ours: Callable, stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def computes(*args: Any, **kwargs: Any) -> Any:
+            if self.stock_only:
+                return stock(*args, **kwargs)
+            with self.computing():
+                return ours(*args, **kwargs)
+
+        return computes
+
+    def _train(self, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        self._begin("train")
+        loss = stock(*args, **kwargs)
+        self._end("train", loss, self.trained)
+        return loss
+
+    def _evaluate(
+        self, stock: Callable, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        logits = not prediction_loss_only
+        with swapped(self, wants_logits=logits, stock_only=self.adapter.predicts and logits):
+            self._begin("evaluate")
+            found = stock(model, inputs, prediction_loss_only, *args, **kwargs)
+            if self.adapter.evaluates and not self.stock_only:
+                self._end("evaluate", found[0], self.evaluated)
+        return found
+
+    def _begin(self, step: str) -> None:
+        if step not in self.verified:
+            self.used.clear()
+            self.trained = self.evaluated = False
+
+    def _end(self, step: str, loss: Tensor | None, computed: bool) -> None:
+        """Raises after the first step that has a loss if it did not use what it has to use."""
+        if step in self.verified or loss is None:
+            return
+        seams = self.adapter.patches.items()
+        unused = [place for place, seam in seams if getattr(seam, step) and place not in self.used]
+        unused += [] if computed else ["the chunked loss"]
+        # A batch without anything to learn from may skip the loss.
+        if unused and bool((loss == 0).all()):
+            return
+        expected = f"to be used by {type(self.trainer).__name__}'s first step ({step})"
+        found = f"a loss computed without it by trl {installed('trl')} (supported: {SUPPORTED['trl']})"
+        remedy = "install that version, leave out a compute_loss of your own, or train without the flag"
+        expect(not unused, ", ".join(unused), expected, found, remedy, RuntimeError)
+        self.verified.add(step)
+        if step == "train" and self.trainer.is_world_process_zero():
+            logger.info(self.describe())
+
+    def describe(self) -> str:
+        """One line: trainer, plan, products, and whether the model was checked."""
+        head, plan = base_of(self.trainer, self.trainer.model).get_output_embeddings(), self.plan
+        what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
+        if plan is not None:
+            frozen = not any(parameter.requires_grad for parameter in head.parameters())
+            products = PRODUCTS[plan.strategy] - (frozen and plan.strategy in SOLVED)
+            what = f"{plan.describe()}, {products} products"
+        if self.patch is not None:
+            checked = f"model {self.patch.checked}"
+        elif (deferral := state_of(head, "logits")) is not None:
+            checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
+        return f"{type(self.trainer).__name__}: {what}; {checked}"
+
+
+def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], None]:
+    """Switch the chunked loss on in a trainer; returns a function that switches it off again.
+
+    Raises:
+        ValueError: the trainer, its model or its options are not the adapter's.
+        ImportError: TRL has moved something that the adapter replaces.
+    """
+    for check in (any_loss, *adapter.checks):
+        check(trainer)
+    chunked, undo = ChunkedLoss(trainer, adapter, budget), ExitStack()
+    with ExitStack() as failed:
+        failed.callback(undo.close)
+        for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.methods()):
+            before = {name: trainer.__dict__[name]} if name in trainer.__dict__ else {}
+            undo.callback(trainer.__dict__.update, before)
+            undo.callback(trainer.__dict__.pop, name, None)
+            trainer.__dict__[name] = value
+        for detach in adapter.heads(chunked):
+            undo.callback(detach)
+        failed.pop_all()
+    return undo.close
+
+
+@contextmanager
+def swapped(owner: Any, **values: Any) -> Iterator[None]:
+    """Sets attributes that `owner` already has, and puts the old values back on the way out."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def base_of(trainer: Any, model: Any) -> PreTrainedModel:
+    """The transformers model under what distribution and PEFT put around it."""
+    return heads.base_of(trainer.accelerator.unwrap_model(model))
+
+
+def any_loss(trainer: Any) -> None:
+    """What no trainer's chunked loss can be computed with."""
+    args, remedy = trainer.args, "start it with torchrun or accelerate launch, or show it one GPU"
+    found = f"nn.DataParallel over {args.n_gpu} GPUs"
+    expect(args.n_gpu <= 1, "model", "one process per GPU", found, remedy)
+    own, found = getattr(trainer, "compute_loss_func", None), "a function of the full logits"
+    expect(own is None, "compute_loss_func", "None with the chunked loss", found, "leave it out")
+    found, remedy = "an encoder-decoder", "train it without the flag"
+    decoder = not trainer.model.config.is_encoder_decoder
+    expect(decoder, "model", "a decoder with the chunked loss", found, remedy)
+    liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
+    expected, remedy = f"{LIGER_LOSS}=False with the chunked loss", "Liger's layers stay, so pass that"
+    expect(not liger, "liger_kernel_config", expected, args.liger_kernel_config, remedy)

@@ -1,0 +1,108 @@
+"""Our Config/Trainer pairs: TRL's own classes, made when they are first asked for, with the flag.
+
+With the flag off a pair *is* TRL's pair; with it on, the trainer's constructor ends in `enable`.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from logitless.errors import expect
+
+from .adapter import LIGER_LOSS, Adapter, enable, swapped
+from .adapters import ADAPTERS
+from .versions import found_in_trl, require_supported
+
+
+@dataclass
+class ChunkedLossConfigMixin:
+    """Adds `use_chunked_loss` and `logits_budget` to a TRL config.
+
+    Raises:
+        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with the flag
+            off.
+        ValueError: the config, with the flag on, is given to a trainer that would ignore it.
+    """
+
+    use_chunked_loss: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute the loss from the hidden states and the LM head, chunk by chunk, without full "
+            "logits."
+        },
+    )
+    logits_budget: int | None = field(
+        default=None,
+        metadata={"help": "Bytes that the logits alive at one time may take. Unset: the library's default."},
+    )
+
+    # Whether one of our trainers is being constructed with this config
+    _claimed = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logits_budget is None:
+            return
+        check_budget(self.logits_budget)
+        expected, remedy = "None with use_chunked_loss=False", "set use_chunked_loss=True"
+        expect(self.use_chunked_loss, "logits_budget", expected, self.logits_budget, remedy)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
+        # moment at which a config can see that it came to a trainer that does not know the flag.
+        honoured = not self.use_chunked_loss or self._claimed
+        expected, found = "a trainer that honours it", "one that would ignore it"
+        remedy = "import the trainer from logitless.trl_integration too"
+        expect(honoured, "use_chunked_loss", expected, found, remedy)
+        return super().place_model_on_device
+
+
+def check_budget(logits_budget: Any) -> None:
+    whole = isinstance(logits_budget, int) and not isinstance(logits_budget, bool)
+    remedy = "256 MiB is 256 * 2**20"
+    expect(whole, "logits_budget", "a whole number of bytes", repr(logits_budget), remedy, TypeError)
+    remedy = "leave it out for the default"
+    expect(logits_budget > 0, "logits_budget", "at least 1 byte", logits_budget, remedy)
+
+
+class ChunkedLossTrainerMixin:
+    """A trainer of TRL whose constructor switches the chunked loss on if its config says so.
+
+    `last_plan` is the `plan` of the most recent loss call; None if there was none, or in a compiled model,
+    which is traced before anything runs.
+    """
+
+    adapter: ClassVar[Adapter]
+    last_plan: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        configs = (value for value in (*args, *kwargs.values()) if isinstance(value, ChunkedLossConfigMixin))
+        config = next(configs, None)
+        if config is None or not config.use_chunked_loss:
+            super().__init__(*args, **kwargs)
+            return
+        if config.use_liger_kernel:
+            # its layers: its loss would read the head itself
+            config.liger_kernel_config = (config.liger_kernel_config or {}) | {LIGER_LOSS: False}
+        with swapped(config, _claimed=True):
+            super().__init__(*args, **kwargs)
+        enable(self, self.adapter, config.logits_budget)
+
+
+@functools.cache
+def pair(name: str) -> tuple[type, type]:
+    """(Config, Trainer) of that name."""
+    require_supported()
+    adapter = ADAPTERS[name]
+    stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))
+    added = "with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."
+    about = f"TRL's `{name}Config` {added}"
+    config = type(
+        f"{name}Config",
+        (ChunkedLossConfigMixin, stock_config),
+        {"__module__": __package__, "__doc__": about},
+    )
+    about = f"TRL's `{name}Trainer`; with `use_chunked_loss=True` the same loss without the full logits."
+    given = {"__module__": __package__, "__doc__": about, "adapter": adapter}
+    return dataclass(config), type(f"{name}Trainer", (ChunkedLossTrainerMixin, stock_trainer), given)

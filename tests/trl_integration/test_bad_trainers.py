@@ -1,0 +1,128 @@
+"""What is refused, by the constructor and by `apply_to` alike; and a head that DeepSpeed ZeRO-3 empties."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+import trl
+
+import logitless.trl_integration as ours
+from logitless.trl_integration import apply_to
+from logitless.trl_integration.adapter import Adapter, Seam, any_loss, enable
+from logitless.trl_integration.versions import found_in_trl
+
+from .test_every_trainer import folder, step  # noqa: F401
+from .test_log_prob_trainers import preference_dataset, stock, words
+from .test_sft import options
+from .tiny import VOCAB, tiny_dataset, tiny_model, tiny_tokenizer
+
+
+def t5() -> transformers.PreTrainedModel:
+    sizes = {"d_model": 32, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **sizes))
+
+
+@pytest.mark.parametrize("kind", ["ORPO", "CPO"])
+def test_an_encoder_decoder(tmp_path, kind):
+    settings = options(tmp_path, max_length=24)
+    settings |= {"max_completion_length": 12}
+    given = {"train_dataset": preference_dataset(), "processing_class": words()}
+    trainer = stock(f"{kind}Trainer")(t5(), args=stock(f"{kind}Config")(**settings), **given)
+    refused = pytest.raises(
+        ValueError, match="model: expected a decoder with the chunked loss, got an encoder"
+    )
+    with refused:
+        apply_to(trainer)
+    config = getattr(ours, f"{kind}Config")
+    with refused:
+        args = config(**settings, use_chunked_loss=True)
+        getattr(ours, f"{kind}Trainer")(t5(), args=args, **given)
+
+
+def test_data_parallel():
+    with pytest.raises(
+        ValueError, match="model: expected one process per GPU, got nn.DataParallel over 2 GPUs"
+    ):
+        any_loss(SimpleNamespace(args=SimpleNamespace(n_gpu=2)))
+
+
+def made(cls, tmp_path, **more):
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    return cls(tiny_model(), args=trl.SFTConfig(**options(tmp_path)), **given, **more)
+
+
+def test_a_loss_function_of_logits(tmp_path):
+    with pytest.warns(FutureWarning):
+        trainer = made(trl.SFTTrainer, tmp_path, compute_loss_func=lambda *args, **kwargs: 0.0)
+    with pytest.raises(ValueError, match="compute_loss_func: expected None with the chunked loss"):
+        apply_to(trainer)
+
+
+class Mine(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_method_of_ones_own(tmp_path, calls):
+    """It runs where it can, and where the flag would leave it out it is refused."""
+    trainer = made(Mine, tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    expected = trainer.compute_loss(trainer.model, dict(batch))
+    undo = apply_to(trainer)
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, dict(batch)), expected)
+    assert calls.number == 1
+    undo()
+    instead = Adapter("trl:SFT", patches={"compute_loss": Seam(lambda *args: None)})
+    with pytest.raises(
+        ValueError, match="compute_loss: expected TRL's own in SFTTrainer, got Mine.compute_loss"
+    ):
+        enable(trainer, instead, None)
+    assert not {"compute_loss", "chunked_loss"} & vars(trainer).keys()
+
+
+def test_names_that_trl_has_moved(tmp_path):
+    moved = r"expected in trl ~=1.16.0, got trl 1\.16\.\d without it; pip install 'trl~=1.16.0'"
+    with pytest.raises(ImportError, match="trl:NoTrainer: " + moved):
+        found_in_trl("trl:NoTrainer")
+    trainer = made(trl.SFTTrainer, tmp_path)
+    with pytest.raises(ImportError, match="trl:SFTTrainer.no_method: " + moved):
+        enable(trainer, Adapter("trl:SFT", patches={"no_method": Seam(lambda *args: None)}), None)
+    assert "training_step" not in vars(trainer)
+
+
+# --- DeepSpeed ZeRO-3
+
+
+def emptied(head: torch.nn.Linear) -> None:
+    """As DeepSpeed does with it: whole while the module runs, and empty otherwise."""
+    whole = head.weight.data
+    head.weight.ds_id = 0
+
+    def fill(*args):
+        head.weight.data = whole
+
+    def empty(*args):
+        head.weight.data = torch.empty(0)
+
+    head.register_forward_pre_hook(fill)
+    head.register_forward_hook(empty)
+    empty()
+
+
+def test_gkd_s_teacher_with_an_emptied_head(folder):  # noqa: F811
+    found = []
+
+    def change(trainer):
+        apply_to(trainer)
+        batch, weight = next(iter(trainer.get_train_dataloader())), trainer.model.lm_head.weight
+        if found:
+            emptied(trainer.teacher_model.lm_head)
+        loss = trainer.compute_loss(trainer.model, batch)
+        found.append((loss, torch.autograd.grad(loss, weight)[0]))
+        trainer.train = lambda: None
+
+    for _ in range(2):
+        step("GKD", folder, change=change)
+    for whole, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, whole)

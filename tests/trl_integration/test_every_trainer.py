@@ -1,0 +1,119 @@
+"""Each trainer of TRL with `apply_to` on it, and ours with the flag off, beside the stock one: the gradients
+of every parameter in one step. And each notices a TRL that computes its loss elsewhere."""
+
+import logging
+
+import peft
+import pytest
+import torch
+import transformers
+
+import logitless.trl_integration as ours
+from logitless.trl_integration import apply_to
+from logitless.trl_integration.adapters import ADAPTERS
+
+from .kinds import ALL, needs
+from .served import serve
+from .test_log_prob_trainers import stock, words
+from .test_sft import options
+from .tiny import Run, assert_same_gradients, tiny_model, train
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("every")
+    tiny_model(initializer_range=0.3).save_pretrained(path / "model")
+    words().save_pretrained(path / "model")
+    return path
+
+
+def unchanged(x):
+    return x
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def step(kind: str, folder, *, config=None, trainer=None, wrap=unchanged, change=unchanged, **more) -> Run:
+    """One step of the stock pair, or of another, `wrap` made to the model and `change` to the trainer."""
+    dataset, settings, given = needs(kind, folder)
+    torch.manual_seed(0)
+    model = wrap(transformers.AutoModelForCausalLM.from_pretrained(folder / "model"))
+    config, trainer = config or stock(f"{kind}Config"), trainer or stock(f"{kind}Trainer")
+
+    def build(*args, **kwargs):
+        made = trainer(*args, **kwargs)
+        change(made)
+        return made
+
+    args = config(**options(folder / "out", **settings | {"max_steps": 1} | more))
+    return train(build, args, model, dataset, tokenizer=words(), **given)
+
+
+def test_all_twenty_are_here():
+    assert {*ALL, "AsyncGRPO", "AsyncDistillation"} == set(ADAPTERS) == set(ours.PAIRS)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
+    serve(monkeypatch)
+    undone = []
+    theirs = step(kind, folder)
+    off = step(kind, folder, config=getattr(ours, f"{kind}Config"), trainer=getattr(ours, f"{kind}Trainer"))
+    assert calls.number == 0 and "chunked_loss" not in vars(off.trainer)
+    for name, grad in theirs.gradients[0].items():
+        assert torch.equal(off.gradients[0][name], grad)
+
+    def change(trainer):
+        undone.append((trainer, dict(vars(trainer)), apply_to(trainer, logits_budget=2**14)))
+
+    with caplog.at_level(logging.INFO, "logitless.trl_integration"):
+        applied = step(kind, folder, change=change)
+    assert_same_gradients(theirs, applied, rtol=1e-3)
+    assert calls.number > 0
+    (line,) = [record.message for record in caplog.records if record.name == "logitless.trl_integration"]
+    assert line.startswith(f"{kind}Trainer: ") and " supervised tokens in " in line and " products; " in line
+    assert ("head checked at step 1" in line) is (kind != "Distillation")
+    trainer, before, undo = undone[0]
+    assert type(trainer) is stock(f"{kind}Trainer")
+    undo()
+    methods = {"training_step", "prediction_step", "compute_loss", "chunked_loss", "last_plan"}
+    assert not methods & (vars(trainer).keys() - before.keys())
+    logits = trainer.model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits
+    assert isinstance(logits, torch.Tensor)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_under_lora(folder, monkeypatch, kind):
+    """The pair with the flag on; the head is frozen, and nothing of its size is kept."""
+    serve(monkeypatch)
+    theirs = step(kind, folder, wrap=adapted)
+    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
+    mine = step(kind, folder, wrap=adapted, use_chunked_loss=True, logits_budget=2**14, **pair)
+    assert_same_gradients(theirs, mine, rtol=1e-3)
+    assert set(mine.gradients[0]) == {name for name in theirs.gradients[0] if "lora_" in name}
+    assert mine.trainer.chunked_loss.plan.strategy in ("row_scaled", "fused")
+
+
+def unused(trainer) -> None:
+    """As it would be if TRL computed its loss elsewhere: only the check is left of what was put on."""
+    undo = apply_to(trainer)
+    steps = trainer.training_step, trainer.prediction_step
+    undo()
+    trainer.training_step, trainer.prediction_step, trainer.last_plan = *steps, None
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_loss_that_is_computed_elsewhere_is_noticed(folder, monkeypatch, kind):
+    serve(monkeypatch)
+    with pytest.raises(RuntimeError) as raised:
+        step(kind, folder, change=unused)
+    message = str(raised.value)
+    for place, seam in ADAPTERS[kind].patches.items():
+        assert (f"{place}, " in message) is seam.train
+    assert "the chunked loss: expected to be used by" in message
+    assert "first step (train), got a loss computed without it by trl 1.16" in message
+    assert "(supported: ~=1.16.0)" in message

@@ -1,0 +1,30 @@
+"""A name is imported when it is first used, in a process that has imported nothing else."""
+
+import subprocess
+import sys
+
+import pytest
+
+import logitless.trl_integration as ours
+
+SCRIPT = """
+import sys
+loaded = lambda: [m for m in sys.modules if m == "trl" or m.startswith("trl.experimental.")]
+from logitless.trl_integration import head_of, patch_model
+print(loaded())
+from logitless.trl_integration import SFTConfig, SFTTrainer
+print(loaded())
+"""
+
+
+def test_what_an_import_loads():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "['trl']"]
+    assert "TRLExperimentalWarning" not in done.stderr
+
+
+def test_names():
+    assert len(ours.PAIRS) == 20 and {"apply_to", "patch_model", "head_of", "GKDConfig"} <= set(dir(ours))
+    assert ours.GKDTrainer is ours.GKDTrainer and ours.GKDTrainer.__module__ == "logitless.trl_integration"
+    with pytest.raises(AttributeError, match="no attribute 'PPOTrainer'"):
+        ours.PPOTrainer  # noqa: B018
