@@ -139,10 +139,12 @@ def _change_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
 
 
 def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    bodies = {name: fused_forwards.body_of(child) for name, child in module.named_children()}
+    # Not named_children, which has one name for a module that has two.
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    bodies = {name: fused_forwards.body_of(child) for name, child in children.items()}
     bodies = {name: body for name, body in bodies.items() if body is not None}
-    activations = {name for name, child in module.named_children() if activation_of(child) is not None}
-    activations = {name for name in activations if activation_agrees(getattr(module, name))}
+    activations = {name for name, child in children.items() if activation_of(child) is not None}
+    activations = {name for name in activations if activation_agrees(children[name])}
     function = forward_of(module)
     rotations, unknown = rotations_of(function)
     reason = f"{', '.join(unknown)}: not one of those that we know" if unknown else ""

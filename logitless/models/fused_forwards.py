@@ -5,6 +5,7 @@ would go around, a forward pass put on such an instance, a parameter that is not
 ZeRO-3, quantised), another dtype. Under torch.compile the model's own code runs: Inductor fuses it better.
 """
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -59,8 +60,8 @@ def add_norm(
     if type(factor) in (int, float) and _can_join(norm, x, residual):
         if type(norm) is not nn.LayerNorm:
             return norm(x, Addition(residual, factor, False))
-        # Autocast makes it one in fp32.
-        out = torch.float32 if torch.is_autocast_enabled(x.device.type) else None
+        kind = x.device.type
+        out = torch.float32 if torch.is_autocast_enabled(kind) and _widens_layer_norm(kind) else None
         return add_layer_norm(
             x, residual, norm.weight, norm.bias, eps=norm.eps, multiplier=factor, out_dtype=out
         )
@@ -148,6 +149,14 @@ def _norm_with(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> 
     if body.center:
         return add_layer_norm(x, addition.residual, weight, eps=eps, multiplier=factor)
     return add_rms_norm(x, addition.residual, weight, eps=eps, rounding=body.rounding, multiplier=factor)
+
+
+@functools.cache
+def _widens_layer_norm(device_type: str) -> bool:
+    """Whether autocast makes a LayerNorm one in fp32: on CUDA it does, on a CPU it does not."""
+    with torch.no_grad(), torch.autocast(device_type, torch.bfloat16):
+        x = torch.zeros(1, 2, dtype=torch.bfloat16, device=device_type)
+        return nn.functional.layer_norm(x, (2,)).dtype == torch.float32
 
 
 def body_of(module: nn.Module) -> Norm | None:

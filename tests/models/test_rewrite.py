@@ -215,7 +215,7 @@ class NormedHasAnotherName(Base):
 class NormsOfAnotherKind(NormBeforeTransposition):
     def __init__(self):
         super().__init__()
-        self.q_norm = self.k_norm = nn.LayerNorm(8)
+        self.q_norm, self.k_norm = nn.LayerNorm(8), nn.LayerNorm(8)
 
 
 class NormBesideASum(Base):
@@ -343,6 +343,7 @@ def test_operands_that_must_be_stretched(cls):
 def test_dtypes_under_autocast(cls):
     """As the stock module's: a LayerNorm is one in fp32 then."""
     module, (x, r) = cls(), operands()
+    r = r.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         wanted = module(module.proj(x), r)
         fuse_layers(module)

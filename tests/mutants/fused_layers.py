@@ -63,7 +63,7 @@ MUTANTS = [
         ("shapes that stretch", "_can_join", "and x.shape == residual.shape", ""),
         ("gates that stretch", "gate", " and a.shape == b.shape", ""),
         ("factors with a gradient", "add_norm", "type(factor) in (int, float) and", ""),
-        ("fp32 under autocast", "add_norm", "if torch.is_autocast_enabled(x.device.type)", "if False"),
+        ("fp32 under autocast", "add_norm", "and _widens_layer_norm(kind)", ""),
         ("norms see transposed heads", "Rotate.normed", "        if before:", "        if not before:"),
         prefix="fused layers: ",
     ),
