@@ -9,6 +9,7 @@ needs the logits themselves raises.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -155,44 +156,24 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.rows))
 
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.hidden.requires_grad
-
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def dim(self) -> int:
-        return self.hidden.dim()
-
-    def contiguous(self) -> "DeferredLogits":
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
+        """The loss is computed in fp32, and where the head is."""
         return self
 
-    def float(self) -> "DeferredLogits":
-        # The loss is computed in fp32 anyway.
-        return self
+    contiguous = float = to = _as_it_is
 
-    def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
-        # Where the head is, and in its dtype, is where the loss is computed.
-        return self
-
-    def __mul__(self, factor: float) -> "DeferredLogits":
-        if not isinstance(factor, int | float):
+    def __mul__(self, factor: Any) -> "DeferredLogits":
+        if not isinstance(factor, Real):
             return _refused(f"a product with {type(factor).__name__}")
         cap = None if self.cap is None else self.cap * factor
         return replace(self, gain=self.gain * factor, cap=cap)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float) -> "DeferredLogits":
+    def __truediv__(self, divisor: Any) -> "DeferredLogits":
         return self * (1 / divisor)
 
     def tanh(self) -> "DeferredLogits":
@@ -235,7 +216,7 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Any = 0.0,
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of the logits, without them."""
         if size_average is not None or reduce is not None:
@@ -260,6 +241,8 @@ class DeferredLogits:
         return _refused(function.__name__) if own is None else own(*args, **kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("device", "dtype", "requires_grad", "dim", "ndim"):
+            return getattr(self.hidden, name)
         raise AttributeError(_message(repr(name)))
 
 

@@ -61,7 +61,7 @@ MUTANTS = [
         ("positional labels", "_forward", "len(args) > at and args[at] is not None", "False"),
         ("aligned labels alone", "_forward", 'kwargs["labels"] = kwargs["shift_labels"]', "pass"),
         ("no probe of the loss", "_check", "all(map(_is_here, model.parameters()))", "False"),
-        ("a plan of the probe", "_check", "state.last_plan = None", "pass"),
+        ("a plan of the probe", "_check", "patch.last_plan = None", "pass"),
         ("an offloaded head", "_check", "not offloaded", "True"),
         ("a refused model stays exchanged", "patch_model", "        undeferred(base)\n", ""),
         prefix="models: ",
