@@ -34,12 +34,12 @@ MUTANTS = [
         ("a division multiplies", "DeferredLogits.__truediv__", "1 / divisor", "divisor"),
         ("a cap stays 1", "DeferredLogits.__mul__", "self.cap * factor", "self.cap"),
         ("padding counts", "DeferredLogits.view_now", "view = view.first(self.rows)", "pass"),
-        ("positions are not sliced", "DeferredLogits.__getitem__", "self.hidden[tuple(rows)]", "self.hidden"),
         prefix="models: ",
     ),
     *of_file(
         LOGITS,
         TEST_PATCH,
+        ("positions are not sliced", "DeferredLogits.__getitem__", "self.hidden[tuple(rows)]", "self.hidden"),
         ("the head stays deferred", "deferred", "deferral.asked = False", "pass"),
         ("a head that was not called", "deferred", 'deferral.seen, "model"', 'True, "model"'),
         ("replicas share", "deferred", "not replica", "True"),
