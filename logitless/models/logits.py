@@ -180,7 +180,7 @@ class DeferredLogits:
         return replace(self, cap=1.0) if self.cap is None else _refused("a second tanh")
 
     def view(self, *shape: int) -> "DeferredLogits":
-        if shape[-1] not in (-1, self.rows):
+        if len(shape) < 2 or shape[-1] not in (-1, self.rows):
             _refused(f"view{shape} of shape {tuple(self.shape)}")
         return replace(self, hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
@@ -189,11 +189,11 @@ class DeferredLogits:
     def __getitem__(self, index: Any) -> "DeferredLogits":
         index = index if isinstance(index, tuple) else (index,)
         dims = self.dim()
-        if index[:1] == (Ellipsis,):
+        if index[0] is Ellipsis:
             index = (*[slice(None)] * (dims - len(index) + 1), *index[1:])
         *rows, last = index if len(index) == dims else (*index, slice(None))
         if not all(isinstance(x, slice) for x in (*rows, last)) or last.start or last.step:
-            _refused(f"index {index}")
+            _refused(f"an index of {', '.join(type(x).__name__ for x in index)}")
         found = replace(self, hidden=self.hidden[tuple(rows)])
         return replace(found, rows=len(range(self.rows)[last]))
 
@@ -219,8 +219,11 @@ class DeferredLogits:
         label_smoothing: Any = 0.0,
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of the logits, without them."""
-        if size_average is not None or reduce is not None:
-            _refused("cross_entropy with size_average or reduce")
+        if self.dim() != 2 or size_average is not None or reduce is not None:
+            # PyTorch takes dimension 1 for the classes.
+            _refused(
+                f"cross_entropy of shape {tuple(self.shape)}, size_average={size_average}, reduce={reduce}"
+            )
         if not self.deferral.summed:
             return torch.zeros((), device=self.device)
         own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}

@@ -40,6 +40,8 @@ MUTANTS = [
         LOGITS,
         TEST_PATCH,
         ("positions are not sliced", "DeferredLogits.__getitem__", "self.hidden[tuple(rows)]", "self.hidden"),
+        ("classes in another dimension", "DeferredLogits.cross_entropy", "self.dim() != 2 or", ""),
+        ("flattened into one row", "DeferredLogits.view", "len(shape) < 2 or", ""),
         ("the head stays deferred", "deferred", "deferral.asked = False", "pass"),
         ("a head that was not called", "deferred", 'deferral.seen, "model"', 'True, "model"'),
         ("replicas share", "deferred", "not replica", "True"),
