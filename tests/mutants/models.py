@@ -85,7 +85,6 @@ MUTANTS = [
     *of_file(
         "models/views.py",
         TEST_HEADS,
-        ("layers in front go unnoticed", "_told", "torch.float64)[None, None]", "weight.dtype)[None, None]"),
         ("a scale of hidden states", "_told", "logits.gain * factor[0, 0, 0].item()", "1.0"),
         prefix="models: ",
     ),
