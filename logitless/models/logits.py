@@ -9,6 +9,7 @@ needs the logits themselves raises.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -155,51 +156,31 @@ class DeferredLogits:
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.rows))
 
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.hidden.requires_grad
-
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def dim(self) -> int:
-        return self.hidden.dim()
-
-    def contiguous(self) -> "DeferredLogits":
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
+        """The loss is computed in fp32, and where the head is."""
         return self
 
-    def float(self) -> "DeferredLogits":
-        # The loss is computed in fp32 anyway.
-        return self
+    contiguous = float = to = _as_it_is
 
-    def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
-        # Where the head is, and in its dtype, is where the loss is computed.
-        return self
-
-    def __mul__(self, factor: float) -> "DeferredLogits":
-        if not isinstance(factor, int | float):
+    def __mul__(self, factor: Any) -> "DeferredLogits":
+        if not isinstance(factor, Real):
             return _refused(f"a product with {type(factor).__name__}")
         cap = None if self.cap is None else self.cap * factor
         return replace(self, gain=self.gain * factor, cap=cap)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float) -> "DeferredLogits":
+    def __truediv__(self, divisor: Any) -> "DeferredLogits":
         return self * (1 / divisor)
 
     def tanh(self) -> "DeferredLogits":
         return replace(self, cap=1.0) if self.cap is None else _refused("a second tanh")
 
     def view(self, *shape: int) -> "DeferredLogits":
-        if shape[-1] not in (-1, self.rows):
+        if len(shape) < 2 or shape[-1] not in (-1, self.rows):
             _refused(f"view{shape} of shape {tuple(self.shape)}")
         return replace(self, hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
@@ -208,11 +189,11 @@ class DeferredLogits:
     def __getitem__(self, index: Any) -> "DeferredLogits":
         index = index if isinstance(index, tuple) else (index,)
         dims = self.dim()
-        if index[:1] == (Ellipsis,):
+        if index[0] is Ellipsis:
             index = (*[slice(None)] * (dims - len(index) + 1), *index[1:])
         *rows, last = index if len(index) == dims else (*index, slice(None))
         if not all(isinstance(x, slice) for x in (*rows, last)) or last.start or last.step:
-            _refused(f"index {index}")
+            _refused(f"an index of {', '.join(type(x).__name__ for x in index)}")
         found = replace(self, hidden=self.hidden[tuple(rows)])
         return replace(found, rows=len(range(self.rows)[last]))
 
@@ -235,11 +216,14 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Any = 0.0,
     ) -> Tensor:
         """`torch.nn.functional.cross_entropy` of the logits, without them."""
-        if size_average is not None or reduce is not None:
-            _refused("cross_entropy with size_average or reduce")
+        if self.dim() != 2 or size_average is not None or reduce is not None:
+            # PyTorch takes dimension 1 for the classes.
+            _refused(
+                f"cross_entropy of shape {tuple(self.shape)}, size_average={size_average}, reduce={reduce}"
+            )
         if not self.deferral.summed:
             return torch.zeros((), device=self.device)
         own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
@@ -260,6 +244,8 @@ class DeferredLogits:
         return _refused(function.__name__) if own is None else own(*args, **kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("device", "dtype", "requires_grad", "dim", "ndim"):
+            return getattr(self.hidden, name)
         raise AttributeError(_message(repr(name)))
 
 

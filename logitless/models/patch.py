@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
 from logitless.errors import expect, warn
-from logitless.models.exchange import exchange
+from logitless.models.exchange import exchange, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head
@@ -21,33 +21,10 @@ from logitless.parallel.groups import is_dtensor
 
 logger = logging.getLogger(__name__)
 KEY = "loss"
-REMEDY = (
-    "Trainer's label_smoothing_factor and compute_loss_func take the labels away; SFTTrainer of "
-    "logitless.trl_integration smooths without logits."
-)
+REMEDY = "Trainer takes the labels away to smooth them; SFTTrainer of logitless.trl_integration does not"
 
 
-@dataclass
-class State:
-    """What the patched forward pass knows beside the model."""
-
-    logits_budget: int | None
-    labels_at: int  # position of `labels` among the arguments
-    unverified: bool
-    checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
-    last_plan: Plan | None = None
-    told: bool = False
-
-    def tell_of_logits(self) -> None:
-        """A loss computed from full logits in spite of the patch, as `Trainer` does: said once."""
-        if not self.told:
-            warn(
-                f"labels: expected labels in a training step, got none: it builds full logits; {REMEDY}",
-                UserWarning,
-            )
-        self.told = True
-
-
+@dataclass(eq=False)
 class Patch:
     """A patched model; calling it takes the patch off.
 
@@ -57,20 +34,18 @@ class Patch:
         last_plan: what ran in the last labelled call; None before it, and in a compiled graph.
     """
 
-    def __init__(self, model: nn.Module, state: State, undo: Callable[[], None]):
-        self._model, self._state, self._undo = model, state, undo
-
-    @property
-    def checked(self) -> str:
-        return self._state.checked
-
-    @property
-    def last_plan(self) -> Plan | None:
-        return self._state.last_plan
+    model: nn.Module
+    logits_budget: int | None
+    unverified: bool
+    labels_at: int  # position of `labels` among the arguments
+    checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
+    last_plan: Plan | None = None
+    warned: bool = False  # of a training step without labels
 
     def __call__(self) -> None:
-        self._undo()
-        undeferred(self._model)
+        if state_of(self.model, KEY) is self:
+            withdraw(self.model, KEY)
+            undeferred(self.model)
 
 
 def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverified: bool = False) -> Patch:
@@ -98,56 +73,54 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     head, remedy = find_head(base), "pass AutoModelForCausalLM's"
     names = list(inspect.signature(base.forward).parameters)
     expect("labels" in names, "model", "a forward pass that takes labels", type(base).__name__, remedy)
-    state = State(logits_budget, names.index("labels"), unverified)
+    patch = Patch(base, logits_budget, unverified, names.index("labels"))
     try:
-        _check(base, head, state)
-        patch = Patch(base, state, exchange(base, KEY, _forward, state))
+        _check(patch, head)
+        exchange(base, KEY, _forward, patch)
     except Exception:
         undeferred(base)
         raise
-    logger.info("%s: loss without logits, %s", type(base).__name__, state.checked)
+    logger.info("%s: loss without logits, %s", type(base).__name__, patch.checked)
     return patch
 
 
-def _forward(model: nn.Module, state: State, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-    at = state.labels_at
+def _forward(model: nn.Module, patch: Patch, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    at = patch.labels_at
     given = kwargs.get("labels") is not None or len(args) > at and args[at] is not None
     if not given and kwargs.get("shift_labels") is None:
-        if model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            state.tell_of_logits()
+        trains = model.training and torch.is_grad_enabled()
+        if trains and not patch.warned and not torch.compiler.is_compiling():
+            patch.warned = True
+            warn(f"labels: expected labels in a training step, got none: full logits; {REMEDY}.", UserWarning)
         return stock(*args, **kwargs)
     if not given:
         # The model's own loss looks at the aligned ones alone, once there are labels.
         kwargs["labels"] = kwargs["shift_labels"]
     as_dict = kwargs.setdefault("return_dict", True)
     expect(as_dict, "return_dict", "True for a labelled call", as_dict, "its output has no logits to place")
-    with deferred(model, state.logits_budget, unverified=state.unverified) as deferral:
+    with deferred(model, patch.logits_budget, unverified=patch.unverified) as deferral:
         out = stock(*args, **kwargs)
-    state.last_plan = deferral.last_plan
-    if deferral.checked and not state.checked.startswith("checked"):
-        state.checked = "checked at step 1"
-    return without_logits(out)
-
-
-def without_logits(out: Any) -> Any:
-    """A model's output without what was deferred."""
+    patch.last_plan = deferral.last_plan
+    if deferral.checked and not patch.checked.startswith("checked"):
+        patch.checked = "checked at step 1"
     return type(out)(**{name: x for name, x in out.items() if not isinstance(x, DeferredLogits)})
 
 
-def _check(model: nn.Module, head: nn.Module, state: State) -> None:
+def _check(patch: Patch, head: nn.Module) -> None:
     """Both probes, as far as the parameters are here: nothing is gathered from other ranks."""
+    model = patch.model
     view, deferral = view_of(head, "model", called=True), deferral_of(model)
     if not all(map(_is_here, head.parameters())):
         offloaded, remedy = "_hf_hook" in head.__dict__, "give it a device of its own in device_map"
         expect(not offloaded, "model", "an LM head on a device", "one that is offloaded", remedy)
         return
     check_head(head, head.forward, view.weight[:1])
-    deferral.checked, state.checked = True, "checked at attach"
+    deferral.checked, patch.checked = True, "checked at attach"
     if all(map(_is_here, model.parameters())):
-        reason = check_call(model, model.forward, partial(_forward, model, state, model.forward))
-        state.last_plan = None
+        reason = check_call(model, model.forward, partial(_forward, model, patch, model.forward))
+        patch.last_plan = None
         if reason is not None:
-            state.checked = f"checked at attach, its head alone ({reason})"
+            patch.checked = f"checked at attach, its head alone ({reason})"
 
 
 def _is_here(x: Tensor) -> bool:
@@ -157,4 +130,4 @@ def _is_here(x: Tensor) -> bool:
 def check_trainer_arguments(args: Any) -> None:
     """Raise ValueError for arguments with which `transformers.Trainer` does not take the model's loss."""
     smoothing = getattr(args, "label_smoothing_factor", 0)
-    expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY[:-1])
+    expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY)

@@ -52,6 +52,7 @@ NOTICED = {
     **dict.fromkeys(("router_aux_loss_coef", "aux_loss_coef", "z_loss_coefficient"), 0.1),
     "logits_scaling": 0.25,
     "logits_mup_width_multiplier": 2.0,
+    "unpadded_vocab_size": 90,
     "output_router_logits": True,
 }
 # Attention in a latent space: one head of keys a head of queries, of the rotated width.

@@ -90,20 +90,36 @@ def test_a_loss_function_of_the_users_is_honoured():
     expected = model(**INPUTS).loss
     patch_model(model)
     torch.testing.assert_close(model(**INPUTS).loss, expected)
-    model.loss_function = lambda logits, labels, **_: logits.softmax(-1).sum()
+
+
+cross_entropy = nn.functional.cross_entropy
+REFUSED = {
+    "'softmax'": lambda logits, labels: logits.softmax(-1).sum(),
+    "log_softmax": lambda logits, labels: torch.log_softmax(logits, -1).sum(),
+    "view.*of shape": lambda logits, labels: cross_entropy(logits[:1, :1].view(-1), labels[0, 0]),
+    "cross_entropy of shape": lambda logits, labels: cross_entropy(logits, labels),
+    "cross_entropy .* reduce=False": lambda logits, labels: cross_entropy(
+        logits.view(-1, VOCAB), labels.flatten(), reduce=False
+    ).sum(),
+    "an index of Tensor": lambda logits, labels: cross_entropy(
+        logits[labels != -100], labels[labels != -100]
+    ),
+    "a product with Tensor": lambda logits, labels: cross_entropy(
+        (logits * torch.ones(VOCAB)).view(-1, VOCAB), labels.flatten()
+    ),
+    "a second tanh": lambda logits, labels: torch.tanh(torch.tanh(logits)),
+    "logsumexp over dimension 1": lambda logits, labels: logits.logsumexp(1),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_uses_that_need_the_logits_are_refused(use):
+    model = tiny_model()
+    patch_model(model)
+    model.loss_function = lambda logits, labels, **_: REFUSED[use](logits, labels)
     with pytest.raises(
-        AttributeError, match="logits: expected a loss that is their cross-entropy, got 'softmax'"
+        (TypeError, AttributeError), match=f"logits: expected a loss that is .*, got {use}.* of them"
     ):
-        model(**INPUTS)
-    model.loss_function = lambda logits, labels, **_: torch.log_softmax(logits, -1).sum()
-    with pytest.raises(
-        TypeError, match="logits: expected a loss that is their cross-entropy, got log_softmax"
-    ):
-        model(**INPUTS)
-    model.loss_function = lambda logits, labels, **_: nn.functional.cross_entropy(
-        logits, labels, reduce=False
-    )
-    with pytest.raises(TypeError, match="got cross_entropy with size_average or reduce"):
         model(**INPUTS)
     # and the next call is not left with the deferred head
     assert isinstance(model(IDS).logits, torch.Tensor)
@@ -366,6 +382,13 @@ def test_a_model_that_cannot_be_called_with_ids_alone():
     patch = patch_model(model)
     assert patch.checked == "checked at attach, its head alone (KeyError: 1)"
     model(**INPUTS).loss.backward()
+
+
+def test_a_model_whose_loss_is_not_finite():
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    assert patch_model(model).checked == "checked at attach, its head alone (its own loss is nan)"
 
 
 def test_meta_models_are_checked_at_step_1():
