@@ -3,6 +3,7 @@
 A loss names the kind that evaluates it: of per-token numbers, or of logits.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, Self
 
@@ -17,6 +18,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UnitFactors
+from logitless.parallel.sequences import WholeSequences
 
 
 class Report(NamedTuple):
@@ -116,13 +118,29 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
 
 
-def settled_metrics(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> list[Tensor]:
-    """Metrics over all slices, in the order of `metric_names`; 0 where there was nothing to average."""
+def whole_report(loss: LossSpec, reports: Sequence[Report], sequences: WholeSequences) -> Report:
+    """The reports of all slices as one.
+
+    Where tokens stand alone and ranks have slices of the sequences, they meet here and nowhere else: how many
+    chunks a rank walks is its own affair.
+    """
+    metrics = {
+        name: tuple(map(sum, zip(*(report.metrics[name] for report in reports), strict=True)))
+        for name in loss.metric_names
+    }
+    whole = Report(sum(report.total for report in reports), metrics)
+    if not sequences.sliced or loss.scope != "token":
+        return whole
+    numbers = [whole.total, *itertools.chain(*metrics.values())]
+    numbers = iter(sequences.sum(torch.stack([x.to(whole.total.dtype) for x in numbers])).unbind())
+    return Report(next(numbers), {name: tuple(next(numbers) for _ in x) for name, x in metrics.items()})
+
+
+def settled_metrics(loss: LossSpec, report: Report, dtype: torch.dtype) -> list[Tensor]:
+    """Metrics in the order of `metric_names`; 0 where there was nothing to average."""
     settled = []
     for name in loss.metric_names:
-        total, *weights = (
-            sum(parts) for parts in zip(*(report.metrics[name] for report in reports), strict=True)
-        )
+        total, *weights = report.metrics[name]
         total = total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
         settled.append(total.to(dtype))
     return settled

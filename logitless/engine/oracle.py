@@ -124,7 +124,7 @@ def _whole_batch(call: Call, rows: Rows) -> Batch:
 
 def _settled(call: Call, metrics: Mapping, factors: Factors) -> list[Tensor]:
     report = Report(torch.zeros(()), metric_shares(metrics, factors))
-    return settled_metrics(call.loss, [report], call.stat_dtype)
+    return settled_metrics(call.loss, report, call.stat_dtype)
 
 
 def logits(call: Call, rows: Rows) -> Tensor:

@@ -14,7 +14,7 @@ from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
 from logitless.engine.gradients import Gradients
 from logitless.engine.loop import run
-from logitless.engine.objective import Objective, settled_metrics
+from logitless.engine.objective import Objective, settled_metrics, whole_report
 from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
@@ -67,9 +67,10 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         if plan.strategy == "row_scaled":
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
-        losses.append(sum(report.total for report in objective.reports) * deferred)
+        report = whole_report(call.loss, objective.reports, call.sequences)
+        losses.append(report.total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
-        metrics.append(torch.stack([own, *settled_metrics(call.loss, objective.reports, call.stat_dtype)]))
+        metrics.append(torch.stack([own, *settled_metrics(call.loss, report, call.stat_dtype)]))
     if not isinstance(deferred, Tensor):
         deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
     tokens = _tokens(call, rows, objective, deferred) if call.loss.return_logps else []

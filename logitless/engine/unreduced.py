@@ -27,16 +27,17 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
         return values, metrics, {}, outcome.plan
     batch, dtype = _whole_batch(given), numbers["lse"].dtype
     terms, metrics = evaluate_terms(loss, numbers, batch)
-    values = unreduced(terms)
+    values, units = unreduced(terms), [term.over for term in terms.values()]
     supervised, chosen = batch.supervised.sum(), 0
     if given.sequence_count:
         chosen = (batch.supervised & batch.is_chosen).sum()
     tokens = loss.sequences.counts(given.targets.device, supervised, chosen)
     factors = metric_factors(unit_counts(*tokens, given.sequence_count), dtype)
     report = Report(values.detach(), metric_shares(metrics, factors, loss.sequences))
-    settled = settled_metrics(loss, [report], dtype)
+    settled = settled_metrics(loss, report, dtype)
     stacked = torch.stack(settled) if settled else values.new_zeros(0)
-    values = values.view(shape) if values.shape == given.targets.shape else values
+    per_token = values.shape == given.targets.shape and not batch.is_of_groups(values, units[0])
+    values = values.view(shape) if per_token else values
     kept = {name: x.detach() for name, x in numbers.items()} if loss.return_logps else {}
     return values, stacked, kept, outcome.plan
 

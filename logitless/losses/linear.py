@@ -78,11 +78,12 @@ class LinearLoss(CheckedCall):
             read by the host in every call. Also a one-dimensional DeviceMesh or, for a DTensor weight, the
             name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
         cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
-            like `tp_group`; of losses of pairs and whole sequences. What comes per token is this rank's, in
-            the order of the ranks and shifted before it was sliced, what comes per sequence is whole. Every
-            rank gets the whole loss and its metrics, d_hidden of its own tokens, and their share of d_weight:
-            the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP),
-            backpropagate the loss times the size of the group.
+            like `tp_group`; of losses of policies, pairs and whole sequences. What comes per token is this
+            rank's, shifted before it was sliced, what comes per sequence is whole. A slice may be any of the
+            tokens (of 2n chunks, rank r of n may have r and 2n - 1 - r): what looks at earlier tokens takes
+            `position_ids`. Every rank gets the whole loss and its metrics, d_hidden of its own tokens, and
+            their share of d_weight: the sum over the group is the whole. Where the ranks' average is taken
+            instead (DDP, FSDP), backpropagate the loss times the size of the group.
     """
 
     ignore_index: int = -100
@@ -120,8 +121,8 @@ class LinearLoss(CheckedCall):
     # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
     vocab_parallel: ClassVar[bool] = True
     # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens
-    # through the batch alone, and its values are per sequence or pair exactly where their unit is, else per
-    # token.
+    # through the batch alone, and unless its scope is "token", its values are per sequence or pair exactly
+    # where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
     # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of
     # `Fault`: read in the call's one sync. None: nothing can be.
@@ -209,6 +210,11 @@ class LinearLoss(CheckedCall):
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
         )
 
+    def check_slices(self, shift: bool) -> None:
+        """Slices of sequences cannot be shifted: the last token of one predicts another rank's first."""
+        remedy = "shift whole sequences before they are sliced"
+        expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
+
     def __call__(
         self,
         hidden: Tensor,
@@ -248,8 +254,7 @@ class LinearLoss(CheckedCall):
         """
         if not inputs.keys() <= self.roles.keys():
             self.check_call(inputs)
-        remedy = "shift whole sequences, whose slices then follow each other"
-        expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
+        self.check_slices(shift)
         loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
         operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
         given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED

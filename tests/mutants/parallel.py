@@ -65,7 +65,10 @@ MUTANTS = [
             "self._sequences.sum(self._own_lengths)",
             "self._own_lengths",
         ),
-        ("positions in a slice", "Batch.positions", "_own_positions + self", "_own_positions + 0 * self"),
+        ("positions in a slice", "Batch.positions", "if self._sequences.sliced", "if False"),
+        ("twice the same position", "Batch._positions_in_slices", "not twice.any().item()", "True"),
+        ("a quantile's share of a slice", "Batch.total", "self._sequences.sum(x)", "x"),
+        ("a quantile of a slice", "Batch.everyones", "self._sequences.everyones(x)", "x"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -77,7 +80,7 @@ MUTANTS = [
             "GroupShared.apply(x, self.group) if x.requires_grad else x",
             "x",
         ),
-        ("positions count this rank's too", "SlicedSequences.before", "rank()", "rank() + 1"),
+        ("padding among everybody's tokens", "SlicedSequences.everyones", "part[:size]", "part"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -98,10 +101,51 @@ MUTANTS = [
         (
             "packed slices of few tokens",
             "ReferencedLoss.is_per_token",
-            "per_token = not self.sequences.sum(others).item()",
+            "per_token = self.sequences.everywhere(per_token, targets.device)",
             "pass",
         ),
         ("mean logits of a slice", "mean_logits_over_positions", "sums = loss.sequences.sum(sums)", "pass"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/policy.py",
+        TEST_CONTEXT_PARALLEL,
+        ("lengths of a policy's slice", "Layout.lengths", "self._slices.sum(lengths)", "lengths"),
+        (
+            "packed advantages of few tokens",
+            "Layout.is_per_sequence",
+            "self._slices.everywhere(flat, x.device)",
+            "flat",
+        ),
+        ("shifted slices", "PolicyLoss.__call__", "self.check_slices(shift)", "pass"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/grpo.py",
+        TEST_CONTEXT_PARALLEL,
+        (
+            "values of tokens where sequences count",
+            "GRPOLoss.with_bonus",
+            'self.cp_group is not None and self.scope != "token"',
+            "False",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "engine/objective.py",
+        TEST_CONTEXT_PARALLEL,
+        ("slices of tokens not summed", "whole_report", 'or loss.scope != "token"', "or True"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        TEST_CONTEXT_PARALLEL,
+        (
+            "ranks meet in every chunk",
+            "TokenObjective.evaluate",
+            'WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences',
+            "call.sequences",
+        ),
         prefix="parallel: ",
     ),
     *of_file(
