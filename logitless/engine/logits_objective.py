@@ -18,7 +18,7 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
-from logitless.engine.objective import Costs, Report, batch_of, settled_metrics, whole_report
+from logitless.engine.objective import Costs, Report, batch_of, settled
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import metric_factors, unit_counts
@@ -77,10 +77,7 @@ class LogitsObjective:
     def numbers(self) -> dict[str, Tensor]:
         loss = self.call.loss
         zeros = [self.values.new_zeros(())] * len(loss.metric_names)
-        metrics = zeros
-        if self.reports:
-            report = whole_report(loss, self.reports, self.call.sequences)
-            metrics = settled_metrics(loss, report, self.call.stat_dtype)
+        metrics = settled(loss, self.reports, self.call.stat_dtype)[1] if self.reports else zeros
         return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
 
     def fill(self, chunk: Chunk, head: Projection) -> None:

@@ -18,7 +18,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UnitFactors
-from logitless.parallel.sequences import WholeSequences
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
 class Report(NamedTuple):
@@ -118,29 +118,38 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
 
 
-def whole_report(loss: LossSpec, reports: Sequence[Report], sequences: WholeSequences) -> Report:
-    """The reports of all slices as one.
+def settled(
+    loss: LossSpec,
+    reports: Sequence[Report],
+    dtype: torch.dtype,
+    sequences: WholeSequences = WHOLE_SEQUENCES,
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss up to the deferred factor, and the metrics by `metric_names`: of all slices.
 
-    Where tokens stand alone and ranks have slices of the sequences, they meet here and nowhere else: how many
-    chunks a rank walks is its own affair.
+    A metric is 0 where there was nothing to average.
     """
     metrics = {
         name: tuple(map(sum, zip(*(report.metrics[name] for report in reports), strict=True)))
         for name in loss.metric_names
     }
     whole = Report(sum(report.total for report in reports), metrics)
-    if not sequences.sliced or loss.scope != "token":
-        return whole
-    numbers = [whole.total, *itertools.chain(*metrics.values())]
-    numbers = iter(sequences.sum(torch.stack([x.to(whole.total.dtype) for x in numbers])).unbind())
-    return Report(next(numbers), {name: tuple(next(numbers) for _ in x) for name, x in metrics.items()})
-
-
-def settled_metrics(loss: LossSpec, report: Report, dtype: torch.dtype) -> list[Tensor]:
-    """Metrics in the order of `metric_names`; 0 where there was nothing to average."""
-    settled = []
+    if sequences.sliced and loss.scope == "token":
+        whole = _over_ranks(whole, sequences)
+    found = []
     for name in loss.metric_names:
-        total, *weights = report.metrics[name]
+        total, *weights = whole.metrics[name]
         total = total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
-        settled.append(total.to(dtype))
-    return settled
+        found.append(total.to(dtype))
+    return whole.total, found
+
+
+def _over_ranks(report: Report, sequences: WholeSequences) -> Report:
+    """Ranks with slices of sequences whose tokens stand alone meet here and nowhere else.
+
+    How many chunks a rank walks is its own affair.
+    """
+    numbers = [report.total, *itertools.chain(*report.metrics.values())]
+    numbers = iter(sequences.sum(torch.stack([x.to(report.total.dtype) for x in numbers])).unbind())
+    return Report(
+        next(numbers), {name: tuple(next(numbers) for _ in x) for name, x in report.metrics.items()}
+    )

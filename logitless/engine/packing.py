@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.call import Call, Given, Layers, Needs, Slots, check_vocabulary_input
-from logitless.engine.spec import LossSpec, Role
+from logitless.engine.call import Call, Given, Layers, Needs, Slots
+from logitless.engine.spec import LossSpec
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary
 
@@ -76,14 +76,9 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     calls = []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
         hidden, weight, bias, layers = part.slots
-        rows, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
-        V = width = rows
+        V, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
         if loss.tp_group is not None:
-            vocabulary = ShardedVocabulary.of(tensors[weight], loss.tp_group)
-            V, width = sum(vocabulary.sizes), max(vocabulary.sizes)
-            for name, x in inputs.items():
-                if x is not None and loss.roles[name] is Role.VOCABULARY:
-                    check_vocabulary_input(name, x, V)
+            V, vocabulary = 0, ShardedVocabulary(loss.tp_group, ())  # see `Call.with_shards`
         trained = [needs[slot] for slot in (hidden, weight, *layers)]
         wanted = Needs(needs[hidden], needs[weight], bias is not None and needs[bias], any(trained[2:]))
         calls.append(
@@ -107,7 +102,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 sequences=WHOLE_SEQUENCES if loss.cp_group is None else loss.sequences,
                 trainable=any(wanted),
                 V=V,
-                width=width,
+                width=V,
                 stat_dtype=torch.promote_types(dtype, torch.float32),
                 logits_dtype=loss.logits_dtype or dtype,
             )

@@ -138,7 +138,7 @@ class TokenObjective:
         if self.ref_logps is not None:
             batch.ref_logps = self.ref_logps[span.start : span.stop]
         names = call.loss.differentiates if call.trainable else ()
-        # Tokens that stand alone are summed over the ranks once, in the end (`objective.whole_report`).
+        # Tokens that stand alone are summed over the ranks once, in the end (`objective.settled`).
         sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:

@@ -75,7 +75,7 @@ class LinearLoss(CheckedCall):
         tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias
             (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
             the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
-            read by the host in every call. Also a one-dimensional DeviceMesh or, for a DTensor weight, the
+            read in the call's one host sync (with compact=False in one of their own). Also a one-dimensional DeviceMesh or, for a DTensor weight, the
             name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
         cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
             like `tp_group`; of losses of policies, pairs and whole sequences. What comes per token is this
@@ -210,10 +210,9 @@ class LinearLoss(CheckedCall):
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
         )
 
-    def check_slices(self, shift: bool) -> None:
+    def refuse_shift(self) -> None:
         """Slices of sequences cannot be shifted: the last token of one predicts another rank's first."""
-        remedy = "shift whole sequences before they are sliced"
-        expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
+        expect(False, "shift", "False with cp_group", True, "shift whole sequences before they are sliced")
 
     def __call__(
         self,
@@ -254,7 +253,8 @@ class LinearLoss(CheckedCall):
         """
         if not inputs.keys() <= self.roles.keys():
             self.check_call(inputs)
-        self.check_slices(shift)
+        if shift and self.cp_group is not None:
+            self.refuse_shift()
         loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
         operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
         given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED

@@ -120,7 +120,8 @@ class PolicyLoss(TokenLoss):
     ) -> LossOutput:
         tensors = {"hidden": hidden, "targets": targets, "mask": mask, "cu_seqlens": cu_seqlens}
         self.check_call(given, **tensors, advantages=advantages, **given)
-        self.check_slices(shift)
+        if shift and self.cp_group is not None:
+            self.refuse_shift()
         slices = WHOLE_SEQUENCES if self.cp_group is None else self.resolved(weight).sequences
         if mask is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)

@@ -1,6 +1,7 @@
 """Sequences in slices: every rank of two or four has the loss of the whole sequences, and its own tokens'
 part of the gradient."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -289,6 +290,8 @@ def errors(rank: int) -> dict[str, str]:
     for name, call, inputs in (
         ("own", "own", {"position_ids": None}),
         ("local", "dpo, ld_alpha", {"position_ids": torch.arange(len(slices[rank])).expand(B, -1)}),
+        ("target", "dapo", {"targets": TARGETS["some"][:, : len(slices[rank])] + V * (rank == 1)}),
+        ("target, all rows", "dpo", {"targets": TARGETS["some"][:, : len(slices[rank])] + V * (rank == 1)}),
         ("column", "dapo", {"advantages": ROLLOUT["advantages"][:, None]}),
     ):
         if name == "column" and len(slices) > 2:
@@ -296,8 +299,8 @@ def errors(rank: int) -> dict[str, str]:
         loss, given = call_of(call, "some", slices, rank)
         given |= inputs
         try:
-            run(replace(loss, cp_group=group), given, "all")
-        except ValueError as error:
+            run(replace(loss, cp_group=group, compact="all rows" not in name), given, "all")
+        except (ValueError, RuntimeError) as error:
             found[name] = str(error)
     return found
 
@@ -391,6 +394,13 @@ def test_other_losses_refuse(make):
         match=f"cp_group: expected None for {make.__name__}, got .*; pass num_items=global_num_items",
     ):
         make(cp_group="cp")
+
+
+def test_a_bad_target_on_one_rank(ranks):
+    for rank in ranks:
+        found = rank["errors"]
+        assert re.match(r"targets: expected ids in \[0, 23\).*, got \d+ outside on rank 1; ", found["target"])
+        assert found["target, all rows"].startswith("targets: expected ids in [0, 23)")
 
 
 def test_bad_positions(ranks):

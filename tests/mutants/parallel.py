@@ -108,6 +108,40 @@ MUTANTS = [
         prefix="parallel: ",
     ),
     *of_file(
+        "engine/rows.py",
+        TEST_SHARD,
+        (
+            "a fault told to nobody",
+            "_Meeting.told",
+            "self.peers.table(numbers[1:])",
+            "self.peers.table(numbers[1:] * 0)",
+        ),
+        (
+            "a fault of no rank's name",
+            "_Meeting.settle",
+            "zip(table[::width], table[i::width])",
+            "zip(table[i::width], table[i::width])",
+        ),
+        (
+            "an asserted fault of this rank alone",
+            "select_rows",
+            "fault._replace(count=count)",
+            "fault",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/multi_head.py",
+        TEST_SHARD,
+        (
+            "several heads with the groups' names",
+            "MultiHeadLoss.solve_parts",
+            "loss = self.resolved(parts[0].weight)",
+            "loss = self",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
         "losses/policy.py",
         TEST_CONTEXT_PARALLEL,
         ("lengths of a policy's slice", "Layout.lengths", "self._slices.sum(lengths)", "lengths"),
@@ -117,7 +151,7 @@ MUTANTS = [
             "self._slices.everywhere(flat, x.device)",
             "flat",
         ),
-        ("shifted slices", "PolicyLoss.__call__", "self.check_slices(shift)", "pass"),
+        ("shifted slices", "PolicyLoss.__call__", "self.refuse_shift()", "pass"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -134,7 +168,7 @@ MUTANTS = [
     *of_file(
         "engine/objective.py",
         TEST_CONTEXT_PARALLEL,
-        ("slices of tokens not summed", "whole_report", 'or loss.scope != "token"', "or True"),
+        ("slices of tokens not summed", "settled", "if sequences.sliced", "if False"),
         prefix="parallel: ",
     ),
     *of_file(
