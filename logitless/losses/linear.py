@@ -11,7 +11,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.main_gradient import check_main_gradient
+from logitless.engine.main_gradient import check_main_gradient, check_now
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.plan import Plan
@@ -75,8 +75,9 @@ class LinearLoss(CheckedCall):
         tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias
             (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
             the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
-            read in the call's one host sync (with compact=False in one of their own). Also a one-dimensional DeviceMesh or, for a DTensor weight, the
-            name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
+            read in the call's one host sync (with compact=False in one of their own). Also a one-dimensional
+            DeviceMesh or, for a DTensor weight, the name of its mesh dimension. Every rank gets the loss,
+            d_hidden and its own d_weight.
         cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
             like `tp_group`; of losses of policies, pairs and whole sequences. What comes per token is this
             rank's, shifted before it was sliced, what comes per sequence is whole. A slice may be any of the
@@ -225,6 +226,7 @@ class LinearLoss(CheckedCall):
         shift: bool = False,
         cu_seqlens: Tensor | None = None,
         accumulate_into: Tensor | None = None,
+        accumulate_now: bool = False,
         grad_scale: float = 1.0,
         **inputs: Tensor | None,
     ) -> LossOutput:
@@ -245,6 +247,10 @@ class LinearLoss(CheckedCall):
                 reference's, too) a second time: 4 products for 3; a group beyond the budget takes 5 for 4.
                 At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one
                 product more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
+            accumulate_now: add to accumulate_into in the forward pass: 3 products for 4. The caller promises
+                that a backward pass follows, once and with an upstream gradient of 1: a forward pass alone
+                has added already. Refused where the forward pass may be run again (saved-tensor hooks, as of
+                an activation checkpoint; torch.compile) and without autograd.
             grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of
                 micro-batches for example: the loss itself must be differentiated as it is. An upstream
                 gradient other than 1 is an error, at the price of a host sync in the backward pass; with
@@ -260,7 +266,12 @@ class LinearLoss(CheckedCall):
         given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED
         if accumulate_into is not None:
             check_main_gradient(given, weight, accumulate_into, grad_scale)
-            mode = Mode.INTO_MAIN
+            if accumulate_now:
+                check_now(grad_scale)
+            mode = Mode.INTO_MAIN_NOW if accumulate_now else Mode.INTO_MAIN
+        elif accumulate_now:
+            remedy = "pass the main gradient, or leave it out"
+            expect(False, "accumulate_now", "False without accumulate_into", True, remedy)
         elif grad_scale != 1.0:
             expect(False, "grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
         if loss.reduction == "none":

@@ -115,6 +115,7 @@ class PolicyLoss(TokenLoss):
         cu_seqlens: Tensor | None = None,
         shift: bool = False,
         accumulate_into: Tensor | None = None,
+        accumulate_now: bool = False,
         grad_scale: float = 1.0,
         **given: Tensor | None,
     ) -> LossOutput:
@@ -137,6 +138,7 @@ class PolicyLoss(TokenLoss):
             bias=bias,
             cu_seqlens=cu_seqlens,
             accumulate_into=accumulate_into,
+            accumulate_now=accumulate_now,
             grad_scale=grad_scale,
             **inputs,
         )

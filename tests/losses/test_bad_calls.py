@@ -32,7 +32,8 @@ from tests.losses.test_bad_input import FORM
 from tests.support import DEVICE
 
 B, T, H, V = 4, 3, 6, 11
-REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "grad_scale"}  # what every loss takes
+# What every loss takes.
+REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "accumulate_now", "grad_scale"}
 REFERENCE = {"ref_logps", "ref_hidden", "ref_weight", "ref_bias"}
 RATIO = {"advantages", "mask", "old_logps"}
 TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk", "mask"}
