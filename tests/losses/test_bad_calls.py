@@ -72,7 +72,7 @@ def inputs(*names: str) -> dict[str, Tensor]:
 # The loss, the inputs that it needs, and every keyword of its call.
 LOSSES = {
     "CrossEntropyLoss": (CrossEntropyLoss, (), REST | {"class_weights", "token_weights"}),
-    "DPOLoss": (DPOLoss, ("ref_logps",), REST | REFERENCE),
+    "DPOLoss": (DPOLoss, ("ref_logps",), REST | REFERENCE | {"position_ids"}),
     "KTOLoss": (KTOLoss, ("ref_logps", "labels", "kl"), REST | REFERENCE | {"labels", "kl"}),
     "ORPOLoss": (ORPOLoss, (), REST | {"nll_targets"}),
     "CPOLoss": (CPOLoss, (), REST),

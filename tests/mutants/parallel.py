@@ -268,9 +268,9 @@ MUTANTS = [
         prefix="shard: ",
     ),
     *of_file(
-        "engine/packing.py",
+        "engine/call.py",
         TEST_SHARD,
-        ("chunks of another size", "unpack", "max(vocabulary.sizes)", "rows"),
+        ("chunks of another size", "Call.with_shards", "max(sizes)", "vocabulary.width"),
         prefix="shard: ",
     ),
 ]
