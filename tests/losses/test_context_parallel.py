@@ -31,11 +31,10 @@ from logitless import (
     TokenLoss,
     global_num_items,
 )
-from tests.ranks import in_processes
-from tests.support import DEVICE, uncompiled
+from tests.ranks import device_type, here, on_devices
+from tests.support import uncompiled
 
-if DEVICE.type != "cpu":
-    pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
+pytestmark = pytest.mark.ranks
 
 B, T, H, V, REFERENCE_H = 4, 7, 6, 23, 5
 # Which tokens of every sequence each rank has. "halved" is accelerate's order: of 2n chunks, rank r has r and
@@ -219,7 +218,7 @@ def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, 
     found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
     found |= {f"token {name}": x for name, x in out.tokens.items()}
     if TRAINED[trained]:
-        weights = random(*out.loss.shape, seed=20) if out.loss.dim() else 1.7
+        weights = here(random(*out.loss.shape, seed=20)) if out.loss.dim() else 1.7
         weights = out.loss.detach().cos() if out.loss.shape == shape else weights  # whatever the slice
         gradients = torch.autograd.grad(
             (weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]]
@@ -238,7 +237,7 @@ def attempts():
 
 def call_of(name: str, which: str, slices: Slices | None = None, rank: int = 0) -> tuple[object, dict]:
     loss, inputs = CASES.get(name) or SEPARABLE[name]
-    return loss, sliced(HEAD | {"targets": TARGETS[which]} | inputs, slices, rank)
+    return loss, here(sliced(HEAD | {"targets": TARGETS[which]} | inputs, slices, rank))
 
 
 @uncompiled()
@@ -246,7 +245,7 @@ def everything() -> dict:
     """What a rank finds."""
     warnings.simplefilter("ignore", BudgetWarning)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh, found = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {}
+    mesh, found = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("cp",)), {}
     for layout, slices in SLICES[ranks].items():
         for (name, trained, budget), which in attempts():
             loss, inputs = call_of(name, which, slices, rank)
@@ -272,7 +271,7 @@ def everything() -> dict:
     found["errors"] = errors(rank)
 
     if ranks == 4:  # with a head in two shards
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("cp", "tp"))
         loss, inputs = call_of("dpo", "some", HALVES, grid.get_local_rank("cp"))
         rows = {
             name: inputs[name].split((13, 10))[grid.get_local_rank("tp")]
@@ -297,7 +296,7 @@ def errors(rank: int) -> dict[str, str]:
         if name == "column" and len(slices) > 2:
             continue  # there a rank with one token of each sequence takes them for its tokens'
         loss, given = call_of(call, "some", slices, rank)
-        given |= inputs
+        given |= here(inputs)
         try:
             run(replace(loss, cp_group=group, compact="all rows" not in name), given, "all")
         except (ValueError, RuntimeError) as error:
@@ -308,7 +307,7 @@ def errors(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module", params=list(SLICES), ids=lambda ranks: f"{ranks} ranks")
 def ranks(request):
     """What each rank found."""
-    return in_processes(request.param, everything)
+    return on_devices(request.param, everything)
 
 
 def per_token(name: str, x: Tensor) -> bool:
