@@ -1,0 +1,113 @@
+"""The examples of several processes, on tiny models: one process with all batches has the same losses."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import on_devices
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.ranks
+EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS, LR = 3, 1e-2
+
+
+def example(name: str):
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return import_module(name)
+
+
+def in_fsdp2() -> list[float]:
+    from torch.distributed.tensor import DTensor
+
+    module, common = example("fsdp2"), example("process_group")
+    with common.process_group() as device:
+        trainee = module.sharded(common.tiny_model(), device)
+        head = trainee.model.lm_head.weight
+        assert isinstance(head, DTensor) and head.to_local().shape[0] == common.VOCAB // 2
+        return module.train(trainee, device, STEPS, 3, 2, LR)
+
+
+def in_tensor_parallel() -> list[float]:
+    module, common = example("tensor_parallel"), example("process_group")
+    with common.process_group() as device:
+        mesh = module.init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
+        model = module.split(common.tiny_model().to(device), mesh)
+        assert model.lm_head.weight.to_local().shape[0] == common.VOCAB // 2
+        return module.train(model, device, STEPS, 3, LR)
+
+
+def everything() -> dict[str, list[float]]:
+    torch.use_deterministic_algorithms(False)
+    return {"fsdp2": in_fsdp2(), "tensor_parallel": in_tensor_parallel()}
+
+
+def alone(batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Losses of one process that takes as many batches a step as the ranks did together."""
+    common, losses = example("process_group"), []
+    model = common.tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        size = len(batches) // STEPS
+        ids, labels = (torch.cat(x) for x in zip(*batches[step * size : (step + 1) * size]))
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+FAILING = """
+import sys
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, sys.argv[1])
+from process_group import process_group
+
+with process_group() as device:
+    if dist.get_rank() == 1:
+        raise ArithmeticError("the cause")
+    dist.all_reduce(torch.ones(1, device=device))
+"""
+
+
+def test_a_rank_that_raises_ends_the_others(tmp_path):
+    """Under torchrun, which writes what every rank had to say."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    hidden = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, str(script), str(EXAMPLES)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | hidden,
+    )
+    assert done.returncode != 0
+    assert "rank 1:" in done.stderr and "ArithmeticError: the cause" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[float]]]:
+    return on_devices(2, everything)
+
+
+@pytest.mark.parametrize(("name", "a_step"), [("fsdp2", 4), ("tensor_parallel", 1)])
+def test_equals_one_process(ranks, name, a_step):
+    make = example("process_group").batch
+    truth = alone([make(i, 3) for i in range(a_step * STEPS)])
+    assert truth[-1] < truth[0] - 0.1
+    for rank in ranks:
+        assert rank[name] == pytest.approx(truth, abs=2e-3)
