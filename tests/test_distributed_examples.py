@@ -111,3 +111,40 @@ def test_equals_one_process(ranks, name, a_step):
     assert truth[-1] < truth[0] - 0.1
     for rank in ranks:
         assert rank[name] == pytest.approx(truth, abs=2e-3)
+
+
+# What accelerate reads of each file: environment variables of the processes that it starts.
+CONFIGS = {
+    "fsdp2": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "zero3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    "context_parallel": {
+        "FSDP_VERSION": "2",
+        "PARALLELISM_CONFIG_CP_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_accelerate_takes_the_config(name):
+    """Parsed, not run: every setting is one that its launcher knows."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = str(EXAMPLES / "accelerate" / f"{name}.yaml")
+    parser = launch.launch_command_parser()
+    known = vars(parser.parse_args(["script.py"]))
+    config = load_config_from_file(file)
+    settings = {**config.fsdp_config, **config.deepspeed_config, **config.parallelism_config}
+    assert settings and not settings.keys() - known.keys()
+    args, *_ = launch._validate_launch_command(parser.parse_args(["--config_file", file, "script.py"]))
+    found = prepare_multi_gpu_env(args) if name != "zero3" else deepspeed_env(args)
+    assert {key: found.get(key) for key in CONFIGS[name]} == CONFIGS[name]
+
+
+def deepspeed_env(args) -> dict[str, str]:
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    args.deepspeed_fields_from_accelerate_config = ""  # what the launcher adds, where deepspeed is installed
+    return prepare_deepspeed_cmd_env(args)[1]
