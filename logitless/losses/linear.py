@@ -20,14 +20,17 @@ from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
+from logitless.losses.agreement import check_agreement
 from logitless.losses.declarations import check_class, check_fields, identity_of
 from logitless.losses.keywords import CheckedCall
+from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+OPERANDS = ("hidden", "weight", "targets", "bias")
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
 
@@ -207,6 +210,11 @@ class LinearLoss(CheckedCall):
             name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
         }
         groups = {name: process_group(name, group, weight) for name, group in given.items()}
+        apart, remedy = (
+            len(set(groups.values())) == len(groups),
+            "a rank has rows of the head or tokens of both",
+        )
+        expect(apart, "cp_group", "another group than tp_group", "the same", remedy)
         return (
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
         )
@@ -261,8 +269,14 @@ class LinearLoss(CheckedCall):
             self.check_call(inputs)
         if shift and self.cp_group is not None:
             self.refuse_shift()
-        loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
         operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
+        loss = self
+        if self.tp_group is not None or self.cp_group is not None:
+            loss = self.resolved(weight)
+            if debugging():
+                given = inputs | {"num_items": num_items, "accumulate_into": accumulate_into}
+                tensors = dict(zip(OPERANDS, operands))
+                check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED
         if accumulate_into is not None:
             check_main_gradient(given, weight, accumulate_into, grad_scale)

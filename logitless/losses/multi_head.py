@@ -16,8 +16,10 @@ from logitless.engine.function import Mode, run_calls
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
+from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
+from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import local_parameter
 
 
@@ -89,6 +91,10 @@ class MultiHeadLoss(CrossEntropyLoss):
             got, remedy = tuple(targets.shape), "flatten the tokens or leave it out"
             expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", got, remedy)
         loss = self.resolved(parts[0].weight)
+        if loss.tp_group is not None and debugging():
+            first = parts[0]
+            tensors = {"hidden": first.hidden, "weight": first.weight, "targets": targets, "bias": first.bias}
+            check_agreement(loss, tensors, [part.name for part in parts])
         flat: list[tuple[Tensor, Tensor]] = []
         local: dict[int, Tensor | None] = {}
         heads = []

@@ -13,7 +13,9 @@ from torch import Tensor
 from logitless.engine.operands import shifted
 from logitless.engine.segments import cached_property
 from logitless.errors import expect
+from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.parallel.agreement import debugging
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
@@ -123,7 +125,13 @@ class PolicyLoss(TokenLoss):
         self.check_call(given, **tensors, advantages=advantages, **given)
         if shift and self.cp_group is not None:
             self.refuse_shift()
-        slices = WHOLE_SEQUENCES if self.cp_group is None else self.resolved(weight).sequences
+        slices = WHOLE_SEQUENCES
+        if self.cp_group is not None:
+            loss = self.resolved(weight)
+            slices = loss.sequences
+            if debugging():  # the ranks meet below, before the call that all losses share
+                tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
+                check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         if mask is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
             expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")

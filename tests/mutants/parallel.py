@@ -3,6 +3,7 @@
 from tests.mutants.mutant import of_file
 
 TEST_CONTEXT_PARALLEL = "tests/losses/test_context_parallel.py"
+TEST_AGREEMENT = "tests/parallel/test_agreement.py"
 TEST_FSDP = "tests/losses/test_fsdp.py"
 TEST_SHARD = "tests/losses/test_shard.py"
 SEQUENCES = "parallel/sequences.py"
@@ -128,6 +129,21 @@ MUTANTS = [
             "fault._replace(count=count)",
             "fault",
         ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "parallel/agreement.py",
+        TEST_AGREEMENT,
+        ("disagreement passes", "expect_alike", "expect(alike", "expect(True"),
+        ("the same parts pass", "expect_different", "expect(fresh", "expect(True"),
+        ("no patience", "exchanged", "timedelta(seconds=PATIENCE)", "timedelta(seconds=300)"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/agreement.py",
+        TEST_AGREEMENT,
+        ("rows out of order pass", "_expect_in_order", "expect(fits", "expect(True"),
+        ("missing rows pass", "_expect_in_order", "expect(rows <= {start}", "expect(True"),
         prefix="parallel: ",
     ),
     *of_file(
