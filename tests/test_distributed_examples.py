@@ -1,6 +1,7 @@
 """The examples of several processes, on tiny models: one process with all batches has the same losses."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import on_devices
+from logitless import CrossEntropyLoss, GRPOLoss
+from tests.ranks import here, on_devices
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ranks
@@ -44,9 +47,43 @@ def in_tensor_parallel() -> list[float]:
         return module.train(model, device, STEPS, 3, LR)
 
 
+def on_the_page() -> list[float]:
+    """The blocks of docs/howto/distributed.md, one after the other; the losses of the last two."""
+    page = (EXAMPLES.parent / "docs" / "howto" / "distributed.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    rank, group, losses = dist.get_rank(), dist.group.WORLD, []
+    names = {"cp_group": group, "tp_group": group}
+    made = page_tensors()
+    names |= {name: x[:, rank::2] for name, x in made.items() if x.dim() > 1 and name != "weight"}
+    names |= {"advantages": made["advantages"], "weight": made["weight"].requires_grad_()}
+    names |= {
+        "tp_hidden": made["hidden"],
+        "tp_targets": made["targets"],
+        "tp_weight": made["weight"].chunk(2)[rank],
+    }
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"distributed.md, block {number}", "exec"), names)
+        losses.append(names["out"].loss.item() if "out" in names else names["loss"].item())
+    return losses
+
+
+def page_tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        targets = torch.randint(0, 8, (4, 6))
+        targets[0, 2:] = -100
+        made = {
+            "hidden": torch.randn(4, 6, 5),
+            "weight": torch.randn(8, 5),
+            "targets": targets,
+            "advantages": torch.randn(4),
+            "old_logps": torch.randn(4, 6) - 2,
+        }
+    return here(made)
+
+
 def everything() -> dict[str, list[float]]:
-    torch.use_deterministic_algorithms(False)
-    return {"fsdp2": in_fsdp2(), "tensor_parallel": in_tensor_parallel()}
+    return {"fsdp2": in_fsdp2(), "tensor_parallel": in_tensor_parallel(), "page": on_the_page()}
 
 
 def alone(batches: list[tuple[Tensor, Tensor]]) -> list[float]:
@@ -111,6 +148,19 @@ def test_equals_one_process(ranks, name, a_step):
     assert truth[-1] < truth[0] - 0.1
     for rank in ranks:
         assert rank[name] == pytest.approx(truth, abs=2e-3)
+
+
+def test_the_page(ranks):
+    made = page_tensors()
+    rollouts = {name: made.pop(name) for name in ("advantages", "old_logps")}
+    truth = [
+        CrossEntropyLoss()(**made).loss.item(),
+        GRPOLoss(importance_sampling_level="sequence")(**made, **rollouts).loss.item(),
+        CrossEntropyLoss()(**made).loss.item(),
+    ]
+    mean = [sum(x) / 2 for x in zip(*(rank["page"] for rank in ranks))]
+    assert mean == pytest.approx(truth, rel=1e-5)
+    assert all(rank["page"][1:] == pytest.approx(truth[1:], rel=1e-5) for rank in ranks)
 
 
 # What accelerate reads of each file: environment variables of the processes that it starts.
