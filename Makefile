@@ -1,5 +1,5 @@
 # Two commands do all the set-up: `make demo` and `make test`. Both build .venv on first use from constraints.txt.
-# `make test-gpu PY=python3` takes the environment that is there: torch, triton, pytest, pytest-xdist, pytest-timeout, allpairspy.
+# `make test-gpu PY=python3` and `make test-gpus PY=python3` take the environment that is there: torch, triton, pytest, pytest-xdist, pytest-timeout, allpairspy.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,7 +10,7 @@ GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel)
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-gpu mutants lint
+.PHONY: demo test test-all test-gpu test-gpus mutants lint
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -26,7 +26,12 @@ test-all: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 
 test-gpu:
 	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'PY: expected a Python whose torch sees a GPU, got none; run make test instead.')"
-	$(PY) -m pytest -n $(GPU_JOBS) --dist worksteal -m "not offline" $(GPU_TESTS)
+	$(PY) -m pytest -n $(GPU_JOBS) --dist worksteal -m "not offline and not ranks" $(GPU_TESTS)
+
+# One process after the other: each takes all GPUs. A test that hangs ends after 5 minutes.
+test-gpus:
+	@$(PY) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else f'PY: expected a Python whose torch sees at least 2 GPUs, got {n}; run make test instead.')"
+	$(PY) -m pytest -m ranks --timeout 300 tests/losses tests/parallel tests/test_distributed_examples.py
 
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants

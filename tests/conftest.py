@@ -60,7 +60,9 @@ def pytest_collection_finish() -> None:
 def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """The default device of one test module: the GPU for the folders of ON_DEVICE, where there is one."""
     folder = request.path.relative_to(Path(__file__).parent).parts[0]
-    if folder not in ON_DEVICE or support.DEVICE.type == "cpu":
+    # What ranks compute is compared with what this process does on the CPU.
+    in_ranks = request.node.get_closest_marker("ranks") is not None
+    if folder not in ON_DEVICE or support.DEVICE.type == "cpu" or in_ranks:
         yield
         return
     before = torch.get_default_device()

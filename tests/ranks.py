@@ -1,12 +1,13 @@
-"""Several processes of one process group, over gloo and on the CPU, for the tests of what ranks do together.
+"""Several processes of one process group, for the tests of what ranks do together.
 
-They are forked from a server that has imported torch and the library once: most of a process's time went
-into that.
+Over gloo and on the CPU they are forked from a server that has imported torch and the library once: most of a
+process's time went into that. `on_devices` takes NCCL where there are as many GPUs as ranks.
 """
 
 import multiprocessing
 import os
 import tempfile
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -16,6 +17,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException
+from torch.utils._pytree import tree_map_only
 
 ROOT = Path(__file__).parents[1]
 # What the server imports. torch.compile loads Inductor where it is called, whether or not anything is
@@ -29,35 +32,77 @@ IMPORTED = [
 ]
 
 
-def in_processes(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)` in each of `world` processes; what each returned, by rank.
+def in_processes(world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """`function(*args)` in each of `world` processes; what each returned, by rank, on the CPU.
 
-    `function` is one that a module holds.
+    `function` is one that a module holds. A rank that raises or dies ends the others; what it raised is in
+    the error.
     """
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""):
-        multiprocessing.set_forkserver_preload(IMPORTED)
-        forkserver.ensure_running()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = world, folder, function, args
-        torch.multiprocessing.start_processes(_run, arguments, nprocs=world, start_method="forkserver")
+    path, gloo = (
+        os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        backend == "gloo",
+    )
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if gloo else {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, PYTHONPATH=path, **hidden):
+        # A process that has looked for GPUs must not be forked.
+        method = "forkserver" if gloo else "spawn"
+        if gloo:
+            multiprocessing.set_forkserver_preload(IMPORTED)
+            forkserver.ensure_running()
+        arguments = world, backend, folder, function, args
+        try:
+            torch.multiprocessing.start_processes(_run, arguments, nprocs=world, start_method=method)
+        except ProcessException as error:
+            raise RuntimeError(_cause(folder, error)) from None
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
-def _run(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple) -> None:
+def on_devices(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`in_processes`, over NCCL where each rank can have a GPU, which is its default device then."""
+    return in_processes(
+        world, function, *args, backend="nccl" if torch.cuda.device_count() >= world else "gloo"
+    )
+
+
+def here(x: Any) -> Any:
+    """Tensors, also in dicts and sequences, on this rank's device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.get_default_device()), x)
+
+
+def device_type() -> str:
+    """Of this rank, for device meshes."""
+    return torch.get_default_device().type
+
+
+def _cause(folder: str, error: Exception) -> str:
+    """What was raised first: other ranks fail because of it, and may be seen before."""
+    raised = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
+    texts = [f"rank {path.stem}:\n{path.read_text()}" for path in raised]
+    return "\n".join((str(error), *texts[:1]))
+
+
+def _run(rank: int, world: int, backend: str, folder: str, function: Callable[..., Any], args: tuple) -> None:
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
     # What torchrun sets; the processes meet through a file, and gloo takes its ports from the system.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
     dist.init_process_group(
-        "gloo",
+        backend,
         rank=rank,
         world_size=world,
         init_method=f"file://{folder}/store",
         timeout=timedelta(seconds=60),
+        device_id=device,
     )
     try:
-        torch.save(function(*args), Path(folder, f"{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+        found = tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args))
+        torch.save(found, Path(folder, f"{rank}.pt"))
+    except BaseException:
+        Path(folder, f"{rank}.error").write_text(traceback.format_exc())
+        os._exit(1)  # at once: leaving the process group may wait for the others
+    dist.destroy_process_group()

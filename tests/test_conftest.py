@@ -54,11 +54,18 @@ def test_the_check_sees_a_tensor_without_a_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("folder", "device"), [("losses", "meta"), ("kernels", "cpu"), ("trl_integration", "cpu")]
+    ("folder", "mark", "device"),
+    [
+        ("losses", None, "meta"),
+        ("losses", "ranks", "cpu"),
+        ("kernels", None, "cpu"),
+        ("trl_integration", None, "cpu"),
+    ],
 )
-def test_default_device(folder, device, monkeypatch):
+def test_default_device(folder, mark, device, monkeypatch):
     monkeypatch.setattr(support, "DEVICE", torch.device("meta"))
-    request = SimpleNamespace(path=TESTS / folder / "test_it.py")
+    node = SimpleNamespace(get_closest_marker=lambda name: True if name == mark else None)
+    request = SimpleNamespace(path=TESTS / folder / "test_it.py", node=node)
     steps = conftest.default_device.__wrapped__(request)
     next(steps)
     try:

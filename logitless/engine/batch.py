@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from logitless.engine.segments import Segments, cached_property
+from logitless.errors import expect
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
+
+# Above every position in a sequence.
+LARGEST_POSITION = 2**40
 
 
 class TokenStats:
@@ -53,7 +57,9 @@ class Batch:
         supervised: (n,) bool.
         ignored: (n,) bool; None where every row is supervised.
         lengths: (sequences,) supervised tokens of each sequence in the slice.
-        positions: (n,) how many supervised tokens of its sequence come before each.
+        positions: (n,) how many supervised tokens of its sequence come before each. Where ranks have slices
+            of the sequences, the loss must declare `position_ids` in `prediction_inputs`: each token's
+            position in its whole sequence.
         is_chosen: (n,) bool, whether a token's sequence is of the first half.
         teacher_logits: (n, V'), where the loss declares a teacher.
         ref_logps: (n,) log-probabilities under the reference model, where the loss declares one.
@@ -89,6 +95,14 @@ class Batch:
 
     # Sequences.
 
+    def total(self, x: Tensor) -> Tensor:
+        """0-d, of this rank's tokens -> of the tokens of whole sequences."""
+        return self._sequences.sum(x)
+
+    def everyones(self, x: Tensor) -> Tensor:
+        """(n,) of this rank's tokens -> of the tokens of whole sequences, in any order; without gradient."""
+        return self._sequences.everyones(x)
+
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
         return self._sequences.sum(self._own_sums(x))
@@ -103,8 +117,7 @@ class Batch:
 
     @cached_property
     def positions(self) -> Tensor:
-        before = self._sequences.before(self._own_lengths)
-        return self._own_positions if before is None else self._own_positions + self.spread(before)
+        return self._positions_in_slices() if self._sequences.sliced else self._own_positions
 
     @cached_property
     def is_chosen(self) -> Tensor:
@@ -127,6 +140,19 @@ class Batch:
             return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
         before = torch.cat((self.targets.new_zeros(1), (~self.ignored).cumsum(0)))
         return before[:-1] - before[segments.starts][segments.ids]
+
+    def _positions_in_slices(self) -> Tensor:
+        """Ranks of the tokens among all ranks' supervised tokens of their sequences."""
+        name, ids, given = "position_ids", self.segments.ids, getattr(self, "position_ids", None)
+        expected = "each token's position in its whole sequence, with cp_group"
+        expect(given is not None, name, expected, None, "declare it in prediction_inputs and pass it")
+        first = ids * LARGEST_POSITION
+        own = torch.where(self.supervised, first + given.long(), torch.iinfo(torch.int64).max)
+        known = self._sequences.everyones(own).sort().values
+        twice = (known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)
+        got, remedy = "some of them twice", "count through the sequence, not through this rank's slice"
+        expect(not twice.any().item(), name, expected, got, remedy)
+        return torch.searchsorted(known, own) - torch.searchsorted(known, first)
 
     # What a function of logits needs of the whole vocabulary, also where `z` is a rank's shard of it
     # (`vocab_parallel`).
@@ -151,6 +177,13 @@ class Batch:
         """(n,) ids -> their columns of `z`, 0 where they have none, and whether they have one."""
         return self.vocabulary.find(ids, self.V)
 
+    def is_of_groups(self, values: Tensor, over: object) -> bool:
+        """Whether a term has a value per sequence or pair, also where there are as many tokens."""
+        if self.segments is None or not isinstance(over, str):
+            return False
+        sequences = self.segments.lengths.shape[0]
+        return values.shape == ({"sequences": sequences, "pairs": sequences // 2}.get(over),)
+
     def masked(self, terms: Mapping) -> dict:
         """Terms with the per-token values of unsupervised rows set to zero."""
         if self.ignored is None:
@@ -160,4 +193,7 @@ class Batch:
             per_token = isinstance(x, Tensor) and x.shape == self.ignored.shape
             return torch.where(self.ignored, 0.0, x) if per_token else x
 
-        return {name: type(term)(*map(mask, term)) for name, term in terms.items()}
+        return {
+            name: term if self.is_of_groups(*term) else type(term)(*map(mask, term))
+            for name, term in terms.items()
+        }

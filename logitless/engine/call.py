@@ -4,8 +4,8 @@ A public call becomes one `Given` per head, nearly always one. Packed and unpack
 a `Call`.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,17 @@ class Call(Given):
     # Whether a kernel can read logits that are wanted in fp32 in the product. A matter of device, dtypes and
     # head alone: all walks of the same rows see the same logits, in whatever call.
     unrounded: bool
+
+    def with_shards(self, sizes: Sequence[int] | None) -> "Call":
+        """The call, once the host knows how many rows of the head each rank has; None: all of them."""
+        if sizes is None:
+            return self
+        V = sum(sizes)
+        for name, x in self.inputs.items():
+            if x is not None and self.loss.roles[name] is Role.VOCABULARY:
+                check_vocabulary_input(name, x, V)
+        vocabulary = replace(self.vocabulary, sizes=tuple(sizes))
+        return replace(self, vocabulary=vocabulary, V=V, width=max(sizes))
 
 
 class Options(NamedTuple):

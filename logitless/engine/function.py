@@ -1,6 +1,6 @@
 """`FusedLinearBase`, the one autograd Function: from hidden states, head and targets to the loss.
 
-It runs in one of three modes:
+It runs in one of four modes:
 
 * `SOLVED`: the forward pass computes the loss with its gradients, up to a scalar; the backward pass
   multiplies them by that scalar and the upstream gradient, in the same pass that casts d_weight.
@@ -10,6 +10,7 @@ It runs in one of three modes:
 * `INTO_MAIN`: the forward pass computes the loss alone. The backward pass solves the call again and adds
   the weight's gradient to the caller's main gradient. Nothing may be added to that earlier, and nothing of
   its size is kept until then.
+* `INTO_MAIN_NOW`: the same, but the forward pass solves the call and adds, because the caller allows it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ class Mode(Enum):
     SOLVED = "the loss, solved in the forward pass"
     PER_TOKEN = "per-token numbers"
     INTO_MAIN = "the loss, solved in the backward pass onto a main gradient"
+    INTO_MAIN_NOW = "the loss, solved in the forward pass onto a main gradient"
 
 
 @dataclass
@@ -92,7 +94,7 @@ def run_calls(
     if mode is Mode.PER_TOKEN:
         return Outcome(None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan)
     value, metrics, *numbers = outputs
-    # INTO_MAIN has no d_logps: its forward pass knows no gradient.
+    # Onto a main gradient there is no d_logps: the forward pass knows no gradient, or a scaled one.
     names = solved_names(loss) if loss.return_logps else ()
     return Outcome(value, metrics, dict(zip(names, numbers)), plan)
 
@@ -109,6 +111,10 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
         kept = 1 + len(signature.needs)
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
     calls = unpack(signature, tensors, sequences)
+    if run.mode is Mode.INTO_MAIN_NOW:
+        solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, static=False)
+        run.plans.append(solved.plan)
+        return (solved.metrics[0, 0], solved.metrics, *solved.tokens[:-1]), gradients, None
     if per_token:
         numbers = passes.token_numbers(calls[0])
         run.plans.append(numbers.plan)
@@ -135,7 +141,7 @@ class FusedLinearBase(torch.autograd.Function):
         trained = tensors[: len(signature.needs)]
         ctx.run, ctx.count = run, len(tensors)
         ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
-        if run.mode is Mode.SOLVED:
+        if run.mode in (Mode.SOLVED, Mode.INTO_MAIN_NOW):
             ctx.save_for_backward(*kept)
             ctx.mark_non_differentiable(*outputs[1:])
         elif into_main:
@@ -195,7 +201,17 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
         )
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
-        d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, static=False)
+        _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, static=False)
+    return _by_slot(run, d_hidden, d_bias)
+
+
+def _backward_added(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
+    _expect_one(upstream[0], on_host=ctx.run.signature.loss.compact)
+    return _by_slot(ctx.run, *ctx.saved_tensors)
+
+
+def _by_slot(run: Run, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
+    """Gradients of the trained tensors, of which the weight has got its own already."""
     hidden, _, bias, _ = run.signature.parts[0].slots
     gradients = [None] * len(run.signature.needs)
     if run.signature.needs[hidden]:
@@ -209,6 +225,7 @@ BACKWARD = {
     Mode.SOLVED: _backward_solved,
     Mode.PER_TOKEN: _backward_per_token,
     Mode.INTO_MAIN: _backward_into_main,
+    Mode.INTO_MAIN_NOW: _backward_added,
 }
 
 

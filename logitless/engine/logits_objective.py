@@ -18,7 +18,7 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
-from logitless.engine.objective import Costs, Report, batch_of, logits_bytes, settled_metrics
+from logitless.engine.objective import Costs, Report, batch_of, logits_bytes, settled
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import metric_factors, unit_counts
@@ -83,7 +83,7 @@ class LogitsObjective:
     def numbers(self) -> dict[str, Tensor]:
         loss = self.call.loss
         zeros = [self.values.new_zeros(())] * len(loss.metric_names)
-        metrics = settled_metrics(loss, self.reports, self.call.stat_dtype) if self.reports else zeros
+        metrics = settled(loss, self.reports, self.call.stat_dtype)[1] if self.reports else zeros
         return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
 
     def fill(self, chunk: Chunk, head: Projection) -> None:

@@ -43,3 +43,15 @@ def check_main_gradient(given: Given, weight: object, main: object, grad_scale: 
     number = isinstance(grad_scale, int | float) and math.isfinite(grad_scale)
     remedy = "pass 1 / the number of micro-batches, for example"
     expect(number, "grad_scale", "a finite number", grad_scale, remedy)
+
+
+def check_now(grad_scale: float) -> None:
+    """Raise unless this call's forward pass runs once, and under autograd."""
+    name, remedy = "accumulate_now", "leave it out: accumulate_into alone adds in the backward pass"
+    expect(torch.is_grad_enabled(), name, "a call under autograd", "one under torch.no_grad", remedy)
+    # A checkpoint inside a graph would run the forward pass again in the backward pass.
+    expect(not torch.compiler.is_compiling(), name, "an eager call", "one under torch.compile", remedy)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    got = "active ones, as of an activation checkpoint"
+    expect(not hooks, name, "no saved-tensor hooks", got, remedy)
+    expect(grad_scale != 0, "grad_scale", "a number other than 0 with accumulate_now", 0, "skip the call")

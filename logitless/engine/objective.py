@@ -3,6 +3,7 @@
 A loss names the kind that evaluates it: of per-token numbers, or of logits.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol, Self
 
@@ -18,6 +19,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UnitFactors
 from logitless.kernels.matmul import piece_bytes
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
 class Report(NamedTuple):
@@ -134,13 +136,38 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
 
 
-def settled_metrics(loss: LossSpec, reports: Sequence[Report], dtype: torch.dtype) -> list[Tensor]:
-    """Metrics over all slices, in the order of `metric_names`; 0 where there was nothing to average."""
-    settled = []
+def settled(
+    loss: LossSpec,
+    reports: Sequence[Report],
+    dtype: torch.dtype,
+    sequences: WholeSequences = WHOLE_SEQUENCES,
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss up to the deferred factor, and the metrics by `metric_names`: of all slices.
+
+    A metric is 0 where there was nothing to average.
+    """
+    metrics = {
+        name: tuple(map(sum, zip(*(report.metrics[name] for report in reports), strict=True)))
+        for name in loss.metric_names
+    }
+    whole = Report(sum(report.total for report in reports), metrics)
+    if sequences.sliced and loss.scope == "token":
+        whole = _over_ranks(whole, sequences)
+    found = []
     for name in loss.metric_names:
-        total, *weights = (
-            sum(parts) for parts in zip(*(report.metrics[name] for report in reports), strict=True)
-        )
+        total, *weights = whole.metrics[name]
         total = total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
-        settled.append(total.to(dtype))
-    return settled
+        found.append(total.to(dtype))
+    return whole.total, found
+
+
+def _over_ranks(report: Report, sequences: WholeSequences) -> Report:
+    """Ranks with slices of sequences whose tokens stand alone meet here and nowhere else.
+
+    How many chunks a rank walks is its own affair.
+    """
+    numbers = [report.total, *itertools.chain(*report.metrics.values())]
+    numbers = iter(sequences.sum(torch.stack([x.to(report.total.dtype) for x in numbers])).unbind())
+    return Report(
+        next(numbers), {name: tuple(next(numbers) for _ in x) for name, x in report.metrics.items()}
+    )

@@ -233,7 +233,7 @@ def accumulate_op(
     """(d_hidden, d_bias), finished; the weight's gradient is added to `main`."""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
-        d_hidden, d_bias = accumulate(call, main, grad_scale, static=True)
+        _, d_hidden, d_bias = accumulate(call, main, grad_scale, static=True)
         return _present(d_hidden, main), _present(d_bias, main)
 
 
@@ -250,14 +250,14 @@ def _(main, grad_scale, tensors, sequences, key):
 
 def accumulate(
     call: Call, main: Tensor, grad_scale: float, *, static: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Solve a call with its weight's gradient added to `main`; (d_hidden, d_bias), finished."""
+) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
+    """Solve a call with its weight's gradient added to `main`; beside it (d_hidden, d_bias), finished."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
     d_hidden = finish(gradients.sums.get(hidden), solved.deferred, call.hidden.dtype, owned=True)
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
     d_bias = None if d_bias is None else finish(d_bias, solved.deferred, call.bias.dtype, owned=True).view(-1)
-    return d_hidden, d_bias
+    return solved, d_hidden, d_bias
 
 
 # Dispatch state of a plain program, as it is while this module is imported.

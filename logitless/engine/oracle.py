@@ -16,7 +16,7 @@ from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome
 from logitless.engine.ids_objective import IdsObjective
 from logitless.engine.logits_objective import LogitsObjective
-from logitless.engine.objective import Report, batch_of, settled_metrics
+from logitless.engine.objective import Report, batch_of, settled
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import Span
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
@@ -132,7 +132,7 @@ def _whole_batch(call: Call, rows: Rows) -> Batch:
 
 def _settled(call: Call, metrics: Mapping, factors: Factors) -> list[Tensor]:
     report = Report(torch.zeros(()), metric_shares(metrics, factors))
-    return settled_metrics(call.loss, [report], call.stat_dtype)
+    return settled(call.loss, [report], call.stat_dtype)[1]
 
 
 def logits(call: Call, rows: Rows) -> Tensor:

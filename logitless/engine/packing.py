@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.call import Call, Given, Layers, Needs, Slots, check_vocabulary_input
-from logitless.engine.spec import LossSpec, Role
+from logitless.engine.call import Call, Given, Layers, Needs, Slots
+from logitless.engine.spec import LossSpec
 from logitless.kernels import fused_projection
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary
@@ -77,14 +77,9 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     stat, calls = torch.promote_types(dtype, torch.float32), []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
         hidden, weight, bias, layers = part.slots
-        rows, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
-        V = width = rows
+        V, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
         if loss.tp_group is not None:
-            vocabulary = ShardedVocabulary.of(tensors[weight], loss.tp_group)
-            V, width = sum(vocabulary.sizes), max(vocabulary.sizes)
-            for name, x in inputs.items():
-                if x is not None and loss.roles[name] is Role.VOCABULARY:
-                    check_vocabulary_input(name, x, V)
+            V, vocabulary = 0, ShardedVocabulary(loss.tp_group, ())  # see `Call.with_shards`
         projected = (tensors[weight] if frozen is None else frozen, inputs.get("ref_weight"))
         unrounded = (
             dtype in fused_projection.PRODUCT_DTYPES
@@ -116,7 +111,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 sequences=WHOLE_SEQUENCES if loss.cp_group is None else loss.sequences,
                 trainable=any(wanted),
                 V=V,
-                width=width,
+                width=V,
                 stat_dtype=stat,
                 logits_dtype=loss.logits_dtype or (stat if unrounded else dtype),
                 unrounded=unrounded,

@@ -15,13 +15,14 @@ from logitless.engine.call import Call
 from logitless.engine.gathered import GatheredProjection
 from logitless.engine.gradients import Gradients
 from logitless.engine.loop import run
-from logitless.engine.objective import Objective, settled_metrics
+from logitless.engine.objective import Objective, settled
 from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
 from logitless.engine.spec import Fault
+from logitless.parallel.peers import ALONE, Peers
 
 # By whether only some columns of the head are gathered.
 PROJECTIONS = {False: Projection, True: GatheredProjection}
@@ -57,10 +58,10 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         static: dtypes may not depend on the number of tokens.
         main: a tensor that the weight's finished gradient is added to.
     """
-    gradients = Gradients(calls, static=static or len(calls) > 1, main=main)
+    chosen = [choose_rows(call) for call in calls]
+    gradients = Gradients([call for call, _ in chosen], static=static or len(calls) > 1, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
-    for call in calls:
-        rows = choose_rows(call)
+    for call, rows in chosen:
         plan = plan_for(call, rows, Pass.SOLVE)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
@@ -70,9 +71,10 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         if plan.strategy == "row_scaled":
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
-        losses.append(sum(report.total for report in objective.reports) * deferred)
+        total, found = settled(call.loss, objective.reports, call.stat_dtype, call.sequences)
+        losses.append(total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
-        metrics.append(torch.stack([own, *settled_metrics(call.loss, objective.reports, call.stat_dtype)]))
+        metrics.append(torch.stack([own, *found]))
     if not isinstance(deferred, Tensor):
         deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
     tokens = _tokens(call, rows, objective, deferred) if call.loss.return_logps else []
@@ -89,7 +91,7 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> l
 
 def token_numbers(call: Call) -> Numbers:
     """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
-    rows, N = choose_rows(call), call.targets.shape[0]
+    (call, rows), N = choose_rows(call), call.targets.shape[0]
     plan = plan_for(call, rows, Pass.NUMBERS)
     objective = call.loss.objective.reading(call, rows, plan)
     head = PROJECTIONS[plan.columns > 0](call, rows, gradients=keeps_vectors(call))
@@ -108,7 +110,10 @@ def token_gradients(
     static: bool,
 ) -> tuple[Tensor, Gradients]:
     """The deferred factor, and the gradients, once those of the per-token numbers (N,) are known."""
-    rows = choose_rows(call) if rows is None else rows
+    if rows is None:
+        call, rows = choose_rows(call)
+    else:
+        call = call.with_shards(rows.shard_sizes)
     everything = rows.at(0, rows.count)
     given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
     known = {name: x[everything] for name, x in numbers.items()}
@@ -140,13 +145,19 @@ def keeps_vectors(call: Call) -> bool:
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
-def choose_rows(call: Call) -> Rows:
-    """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`)."""
+def choose_rows(call: Call) -> tuple[Call, Rows]:
+    """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`).
+
+    The call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
+    """
     loss, targets, V = call.loss, call.targets, call.V
-    supervised = targets != loss.ignore_index
+    supervised, sizes, known = targets != loss.ignore_index, None, f"{V}"
+    if call.vocabulary.sharded:
+        sizes, known = call.vocabulary.sizes_of(call.weight, loss.tp_group), "{V}"
+        V = sizes.sum()
     outside = (supervised & ((targets < 0) | (targets >= V))).sum()
     remedy = "fix the labels or set ignore_index"
-    faults = [Fault(outside, "targets", f"ids in [0, {V}) or ignore_index", "{count} outside", remedy)]
+    faults = [Fault(outside, "targets", f"ids in [0, {known}) or ignore_index", "{count} outside", remedy)]
     if call.num_items is not None and loss.reduction == "mean":
         zero = ((call.num_items == 0) & supervised.any()).long()
         remedy = "count what is supervised"
@@ -159,9 +170,14 @@ def choose_rows(call: Call) -> Rows:
     sequences = call.sequence_count if grouped else 0
     grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
     cu_seqlens = call.cu_seqlens if grouped else None
-    rows = select_rows(supervised, faults, grouping, cu_seqlens, compact=loss.compact)
+    peers = ALONE
+    if loss.tp_group is not None or loss.cp_group is not None:
+        peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
+    options = {"compact": loss.compact, "peers": peers, "shard_sizes": sizes}
+    rows = select_rows(supervised, faults, grouping, cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
-    return rows._replace(tokens=tokens, chosen_tokens=chosen)
+    call = call if sizes is None else call.with_shards(rows.shard_sizes)
+    return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 
 def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:

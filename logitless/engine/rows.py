@@ -8,6 +8,7 @@ from torch import Tensor
 
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
+from logitless.parallel.peers import ALONE, Peers
 
 
 class Grouping(NamedTuple):
@@ -37,6 +38,7 @@ class Rows(NamedTuple):
     group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
     sequence_sizes: Tensor | None  # (sequences,) in row order
     roles: int = 1
+    shard_sizes: Sequence[int] | None = None  # rows of the head on each rank of `tp_group`
 
     def at(self, start: int, stop: int) -> slice | Tensor:
         """Where rows start:stop are in the flat call."""
@@ -76,11 +78,14 @@ def select_rows(
     cu_seqlens: Tensor | None,
     *,
     compact: bool,
+    peers: Peers = ALONE,
+    shard_sizes: Tensor | None = None,  # (ranks,)
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
 
     The call's only host sync is here. With compact=False there is none, and every row is walked; of packed
-    sequences the host then knows only how many there are, so the caller makes one group of all of them.
+    sequences the host then knows only how many there are, so the caller makes one group of all of them. What
+    is wrong on one of the peers is raised on all.
     """
     N, layout = supervised.shape[0], None
     if cu_seqlens is not None:
@@ -89,10 +94,15 @@ def select_rows(
     if grouping.sequences or grouping.grouped:
         layout = (_padded if cu_seqlens is None else _packed)(supervised, grouping, cu_seqlens, compact)
     if not compact:
+        if peers.groups:
+            counts = peers.table(torch.stack([fault.count for fault in faults])).sum(0)[1:]
+            faults = [fault._replace(count=count) for fault, count in zip(faults, counts.unbind())]
+        sizes = None if shard_sizes is None else shard_sizes.tolist()
         for fault in faults:
-            fault.assert_async()
-        return _every_row(supervised, grouping, layout)
-    return _supervised_rows(supervised, faults, grouping, layout)
+            fault.of_shards(sizes).assert_async()
+        return _every_row(supervised, grouping, layout)._replace(shard_sizes=sizes)
+    meeting = _Meeting(peers, shard_sizes) if peers.groups else None
+    return _supervised_rows(supervised, faults, grouping, layout, meeting)
 
 
 def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
@@ -141,23 +151,60 @@ def _every_row(supervised: Tensor, grouping: Grouping, layout: _Layout | None) -
     return Rows(N, tokens, layout.chosen, layout.order, group_sizes, layout.sizes, grouping.roles)
 
 
+class _Meeting(NamedTuple):
+    """What ranks that share a call tell each other of it."""
+
+    peers: Peers
+    shard_sizes: Tensor | None  # (ranks,)
+
+    def told(self, numbers: Tensor) -> Tensor:
+        """The number of rows and of each fault -> the same of all ranks, and the shards' sizes."""
+        parts = [numbers[:1], self.peers.table(numbers[1:]).view(-1)]
+        return torch.cat(parts if self.shard_sizes is None else (*parts, self.shard_sizes))
+
+    def settle(
+        self, faults: Sequence[Fault], numbers: Sequence[int]
+    ) -> tuple[Sequence[int] | None, Sequence[int]]:
+        """Raise what is wrong anywhere; (the shards' sizes, the numbers that come after)."""
+        width = 1 + len(faults)
+        table, numbers = numbers[: self.peers.size * width], numbers[self.peers.size * width :]
+        shards = 0 if self.shard_sizes is None else self.shard_sizes.shape[0]
+        sizes, numbers = numbers[:shards] or None, numbers[shards:]
+        for i, fault in enumerate(faults, 1):
+            wrong = {rank: count for rank, count in zip(table[::width], table[i::width]) if count}
+            if wrong:
+                fault.of_shards(sizes).raise_(max(wrong.values()), sorted(wrong))
+        return sizes, numbers
+
+
 def _supervised_rows(
-    supervised: Tensor, faults: Sequence[Fault], grouping: Grouping, layout: _Layout | None
+    supervised: Tensor,
+    faults: Sequence[Fault],
+    grouping: Grouping,
+    layout: _Layout | None,
+    meeting: _Meeting | None,
 ) -> Rows:
-    N = supervised.shape[0]
+    N, shard_sizes = supervised.shape[0], None
     numbers = torch.stack((supervised.sum(), *(fault.count for fault in faults)))
+    if meeting is not None:
+        numbers = meeting.told(numbers)
     if layout is not None:
         numbers = torch.cat(
             (numbers, layout.chosen[None], layout.sizes.view(grouping.groups, grouping.roles).sum(1))
         )
     count, *numbers = numbers.tolist()  # the sync
-    for fault, wrong in zip(faults, numbers):
-        if wrong:
-            fault.raise_(wrong)
-    chosen, *group_sizes = numbers[len(faults) :] or [0]
+    if meeting is not None:
+        shard_sizes, numbers = meeting.settle(faults, numbers)
+    else:
+        for fault, wrong in zip(faults, numbers):
+            if wrong:
+                fault.raise_(wrong)
+        numbers = numbers[len(faults) :]
+    chosen, *group_sizes = numbers or [0]
     order = index = None if layout is None else layout.order
     if count < N:
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
     sizes = None if layout is None else layout.sizes
-    return Rows(count, count, chosen, index, group_sizes if grouping.grouped else None, sizes, grouping.roles)
+    group_sizes = group_sizes if grouping.grouped else None
+    return Rows(count, count, chosen, index, group_sizes, sizes, grouping.roles, shard_sizes)

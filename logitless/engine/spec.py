@@ -56,13 +56,18 @@ class Fault(NamedTuple):
 
     count: Tensor  # 0-d integer, how often
     argument: str
-    expected: str
+    expected: str  # with a sharded head it may name {V}
     got: str  # may name the {count}
     remedy: str
 
-    def raise_(self, count: int) -> None:
-        """Raise ValueError once the count has been read."""
-        expect(False, self.argument, self.expected, self.got.format(count=count), self.remedy)
+    def of_shards(self, sizes: Sequence[int] | None) -> "Fault":
+        """With the vocabulary's size, {V}, once the shards' are known."""
+        return self if sizes is None else self._replace(expected=self.expected.format(V=sum(sizes)))
+
+    def raise_(self, count: int, ranks: Sequence[int] = ()) -> None:
+        """Raise ValueError once the count has been read; `ranks` are those where something is wrong."""
+        where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+        expect(False, self.argument, self.expected, self.got.format(count=count) + where, self.remedy)
 
     def assert_async(self) -> None:
         """The same on the device, where the count is not 0, without reading anything back."""

@@ -25,6 +25,7 @@ from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import fused_projection as fused
 from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.matmul import piece_bytes, project
+from logitless.parallel.sequences import WHOLE_SEQUENCES
 
 
 @dataclass
@@ -162,11 +163,13 @@ class TokenObjective:
         if self.ref_logps is not None:
             batch.ref_logps = self.ref_logps[span.start : span.stop]
         names = call.loss.differentiates if call.trainable else ()
+        # Tokens that stand alone are summed over the ranks once, in the end (`objective.settled`).
+        sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
             terms, metrics = evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
-            losses = reduced(terms, self.factors.loss, call.sequences)
-            return sum(losses.values()), metric_shares(metrics, self.factors.metrics, call.sequences)
+            losses = reduced(terms, self.factors.loss, sequences)
+            return sum(losses.values()), metric_shares(metrics, self.factors.metrics, sequences)
 
         gradients, report = grad_and_value(total, {name: getattr(stats, name) for name in names})
         for name, gradient in gradients.items():

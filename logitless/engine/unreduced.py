@@ -6,7 +6,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import Given
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.objective import Report, settled_metrics
+from logitless.engine.objective import Report, settled
 from logitless.engine.plan import Plan
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.segments import Segments
@@ -27,16 +27,17 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
         return values, metrics, {}, outcome.plan
     batch, dtype = _whole_batch(given), numbers["lse"].dtype
     terms, metrics = evaluate_terms(loss, numbers, batch)
-    values = unreduced(terms)
+    values, units = unreduced(terms), [term.over for term in terms.values()]
     supervised, chosen = batch.supervised.sum(), 0
     if given.sequence_count:
         chosen = (batch.supervised & batch.is_chosen).sum()
     tokens = loss.sequences.counts(given.targets.device, supervised, chosen)
     factors = metric_factors(unit_counts(*tokens, given.sequence_count), dtype)
     report = Report(values.detach(), metric_shares(metrics, factors, loss.sequences))
-    settled = settled_metrics(loss, [report], dtype)
-    stacked = torch.stack(settled) if settled else values.new_zeros(0)
-    values = values.view(shape) if values.shape == given.targets.shape else values
+    _, found = settled(loss, [report], dtype)
+    stacked = torch.stack(found) if found else values.new_zeros(0)
+    per_token = values.shape == given.targets.shape and not batch.is_of_groups(values, units[0])
+    values = values.view(shape) if per_token else values
     kept = {name: x.detach() for name, x in numbers.items()} if loss.return_logps else {}
     return values, stacked, kept, outcome.plan
 
@@ -52,6 +53,6 @@ def _whole_batch(given: Given) -> Batch:
         segments = Segments(lengths, N, count, 1)
     V = given.weight.shape[0]
     if loss.tp_group is not None:
-        V = ShardedVocabulary.of(given.weight, loss.tp_group).total(V)
+        V = sum(ShardedVocabulary.sizes_of(given.weight, loss.tp_group).tolist())
     inputs = {name: x for name, x in given.inputs.items() if loss.roles[name] is not Role.FEATURES}
     return Batch(targets, V, inputs, segments, ignore_index=loss.ignore_index, sequences=loss.sequences)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
+from logitless.losses.base import LossOutput
 from logitless.losses.dpo_types import DIFFERENCES, DIVERGENCES, DPO_LOSSES, DPO_TYPES, SORTED, Pairs
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
@@ -44,7 +46,8 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     targets (N,) and `cu_seqlens` (2B + 1,). Besides the keywords of every loss it takes one of `ref_logps`
     and `ref_hidden`, which get no gradient: `ref_logps` is (2B,) per sequence, with the weights of `ld_alpha`
     already in the sums, or per token, in targets' shape; `ref_hidden` (2B, T, H') comes with `ref_weight` (V,
-    H') and `ref_bias` (V,). `num_items` is the number of pairs.
+    H') and `ref_bias` (V,). `num_items` is the number of pairs. With `cp_group`, `ld_alpha` takes
+    `position_ids`, int like targets: each token's position in its whole sequence.
 
     Metrics carry TRL's names: rewards/*, logps/* (sums), logits/* (means over the completion tokens and the
     vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
@@ -63,6 +66,8 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     use_weighting: bool = False
     discopop_tau: float = 0.05
     reference_free: bool = False
+
+    prediction_inputs: ClassVar = ("position_ids",)
 
     def __post_init__(self) -> None:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
@@ -112,6 +117,23 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         unfit = sorted(SORTED & set(self.loss_type)) if self.use_weighting else []
         remedy = "a loss that sorts the batch has no pairs to weigh"
         expect(not unfit, "use_weighting", f"False for {unfit}", True, remedy)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        **arguments,
+    ) -> LossOutput:
+        needed = self.cp_group is not None and self.ld_alpha is not None
+        expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
+        expect(not needed or position_ids is not None, "position_ids", expected, None, "slice them too")
+        remedy = "positions follow from the targets"
+        expect(needed or position_ids is None, "position_ids", "None here", "a tensor", remedy)
+        positions = {"position_ids": position_ids} if needed else {}
+        return super().__call__(hidden, weight, targets, **positions, **arguments)
 
     @property
     def scope(self) -> str:

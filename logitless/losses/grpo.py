@@ -185,10 +185,13 @@ class GRPOLoss(ClippedLoss):
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
-        if self.top_entropy_quantile >= 1 or not entropy.shape[0]:
+        if self.top_entropy_quantile >= 1:
             return None
         counted = torch.where(batch.supervised, entropy, math.nan)
-        return (counted >= torch.nanquantile(counted, 1 - self.top_entropy_quantile)).to(entropy.dtype)
+        everyones = batch.everyones(counted)
+        if not everyones.shape[0]:
+            return None
+        return (counted >= torch.nanquantile(everyones, 1 - self.top_entropy_quantile)).to(entropy.dtype)
 
     def with_bonus(
         self, values: Tensor, entropy: Tensor, kept: Tensor | None, batch: Batch
@@ -199,9 +202,11 @@ class GRPOLoss(ClippedLoss):
             values = values - self.entropy_coef * entropy if self.entropy_coef else values
             values = batch.sum_by_sequence(values) if self.unit == "sequences" else values
             return {"policy": Term(values, over=self.unit)}
+        if self.cp_group is not None and self.scope != "token" and self.unit == "sequences":
+            values = batch.sum_by_sequence(values)  # as `context_parallel` demands
         terms = {"policy": Term(values, over=self.unit)}
         if self.entropy_coef:
-            weight = batch.entropy_weight if kept is None else 1 / kept.sum().clamp(min=1)
+            weight = batch.entropy_weight if kept is None else 1 / batch.total(kept.sum()).clamp(min=1)
             weight = 1.0 if self.reduction == "sum" else weight
             terms["entropy"] = Term(-self.entropy_coef * weight * entropy, over=None)
         return terms
@@ -226,14 +231,14 @@ class GRPOLoss(ClippedLoss):
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
-        lengths = layout.lengths()
-        inputs["entropy_weight"] = 1 / layout.counted.sum().clamp(min=1).to(layout.dtype)
+        lengths = layout.lengths.clamp(min=1)
+        inputs["entropy_weight"] = 1 / layout.lengths.sum().clamp(min=1)
         if self.loss_type in ("grpo", "sapo"):
             inputs["unit_weights"] = layout.spread(1 / lengths)
         elif self.loss_type == "dr_grpo":
             inputs["unit_weights"] = layout.spread(torch.full_like(lengths, 1 / self.max_completion_length))
         # A number that a whole sequence shares is counted once.
-        once = layout.is_per_sequence(advantages) and (self.by_sequence or self.loss_type == "vespo")
+        once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
         share = (
             1 / (lengths * layout.sequences) if once else inputs["entropy_weight"].expand(layout.sequences)
         )

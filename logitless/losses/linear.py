@@ -12,7 +12,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import HeadView
-from logitless.engine.main_gradient import check_main_gradient
+from logitless.engine.main_gradient import check_main_gradient, check_now
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.plan import Plan
@@ -21,15 +21,18 @@ from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
+from logitless.losses.agreement import check_agreement
 from logitless.losses.declarations import check_class, check_fields, identity_of
 from logitless.losses.heads import with_heads
 from logitless.losses.keywords import CheckedCall
+from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
+OPERANDS = ("hidden", "weight", "targets", "bias")
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
 
@@ -77,14 +80,16 @@ class LinearLoss(CheckedCall):
         tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias
             (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
             the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
-            read by the host in every call. Also a one-dimensional DeviceMesh or, for a DTensor weight, the
-            name of its mesh dimension. Every rank gets the loss, d_hidden and its own d_weight.
+            read in the call's one host sync (with compact=False in one of their own). Also a one-dimensional
+            DeviceMesh or, for a DTensor weight, the name of its mesh dimension. Every rank gets the loss,
+            d_hidden and its own d_weight.
         cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
-            like `tp_group`; of losses of pairs and whole sequences. What comes per token is this rank's, in
-            the order of the ranks and shifted before it was sliced, what comes per sequence is whole. Every
-            rank gets the whole loss and its metrics, d_hidden of its own tokens, and their share of d_weight:
-            the sum over the group is the whole. Where the ranks' average is taken instead (DDP, FSDP),
-            backpropagate the loss times the size of the group.
+            like `tp_group`; of losses of policies, pairs and whole sequences. What comes per token is this
+            rank's, shifted before it was sliced, what comes per sequence is whole. A slice may be any of the
+            tokens (of 2n chunks, rank r of n may have r and 2n - 1 - r): what looks at earlier tokens takes
+            `position_ids`. Every rank gets the whole loss and its metrics, d_hidden of its own tokens, and
+            their share of d_weight: the sum over the group is the whole. Where the ranks' average is taken
+            instead (DDP, FSDP), backpropagate the loss times the size of the group.
     """
 
     ignore_index: int = -100
@@ -122,8 +127,8 @@ class LinearLoss(CheckedCall):
     # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
     vocab_parallel: ClassVar[bool] = True
     # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens
-    # through the batch alone, and its values are per sequence or pair exactly where their unit is, else per
-    # token.
+    # through the batch alone, and unless its scope is "token", its values are per sequence or pair exactly
+    # where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
     # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of
     # `Fault`: read in the call's one sync. None: nothing can be.
@@ -152,22 +157,11 @@ class LinearLoss(CheckedCall):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("scope", self.scope, SCOPES)
         name = type(self).__name__
-        sharded, remedy = (
-            self.tp_group is None or self.vocab_parallel,
-            "write its terms for shards and set vocab_parallel",
-        )
-        expect(sharded, "tp_group", f"None for {name}", self.tp_group, remedy)
-        remedy = (
-            "pass num_items=global_num_items(targets, group) if its tokens stand alone, else give each rank "
-            "whole sequences"
-        )
-        expect(
-            self.cp_group is None or self.context_parallel,
-            "cp_group",
-            f"None for {name}",
-            self.cp_group,
-            remedy,
-        )
+        fits, remedy = self.tp_group is None or self.vocab_parallel, "write terms for shards: vocab_parallel"
+        expect(fits, "tp_group", f"None for {name}", self.tp_group, remedy)
+        alone = "pass num_items=global_num_items(targets, group) if its tokens stand alone"
+        fits, remedy = self.cp_group is None or self.context_parallel, f"{alone}, else whole sequences"
+        expect(fits, "cp_group", f"None for {name}", self.cp_group, remedy)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "identity"}
@@ -207,9 +201,15 @@ class LinearLoss(CheckedCall):
             name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
         }
         groups = {name: process_group(name, group, weight) for name, group in given.items()}
+        apart, remedy = len(set(groups.values())) == len(groups), "ranks differ in vocabulary or in tokens"
+        expect(apart, "cp_group", "another group than tp_group", "the same", remedy)
         return (
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
         )
+
+    def refuse_shift(self) -> None:
+        """Slices of sequences cannot be shifted: the last token of one predicts another rank's first."""
+        expect(False, "shift", "False with cp_group", True, "shift whole sequences before they are sliced")
 
     def __call__(
         self,
@@ -222,6 +222,7 @@ class LinearLoss(CheckedCall):
         shift: bool = False,
         cu_seqlens: Tensor | None = None,
         accumulate_into: Tensor | None = None,
+        accumulate_now: bool = False,
         grad_scale: float = 1.0,
         **inputs: Tensor | None,
     ) -> LossOutput:
@@ -244,6 +245,10 @@ class LinearLoss(CheckedCall):
                 reference's, too) a second time: 4 products for 3; a group beyond the budget takes 5 for 4.
                 At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one
                 product more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
+            accumulate_now: add to accumulate_into in the forward pass: 3 products for 4. The caller promises
+                that a backward pass follows, once and with an upstream gradient of 1: a forward pass alone
+                has added already. Refused where the forward pass may be run again (saved-tensor hooks, as of
+                an activation checkpoint; torch.compile) and without autograd.
             grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of
                 micro-batches for example: the loss itself must be differentiated as it is. An upstream
                 gradient other than 1 is an error, at the price of a host sync in the backward pass; with
@@ -253,17 +258,29 @@ class LinearLoss(CheckedCall):
         if not inputs.keys() <= self.roles.keys():
             self.check_call(inputs)
         if not isinstance(weight, Tensor | SplitHead):
-            own = {"accumulate_into": accumulate_into, "grad_scale": grad_scale, **inputs}
-            given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **own}
-            return with_heads(LinearLoss.__call__, self, targets, hidden=hidden, weight=weight, **given)
-        remedy = "shift whole sequences, whose slices then follow each other"
-        expect(self.cp_group is None or not shift, "shift", "False with cp_group", shift, remedy)
-        loss = self if self.tp_group is None and self.cp_group is None else self.resolved(weight)
+            now = {"accumulate_now": accumulate_now, "accumulate_into": accumulate_into, **inputs}
+            given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **now}
+            given |= {"grad_scale": grad_scale, "hidden": hidden, "weight": weight}
+            return with_heads(LinearLoss.__call__, self, targets, **given)
+        if shift and self.cp_group is not None:
+            self.refuse_shift()
         operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
+        loss = self
+        if self.tp_group is not None or self.cp_group is not None:
+            loss = self.resolved(weight)
+            if debugging():
+                given = inputs | {"num_items": num_items, "accumulate_into": accumulate_into}
+                tensors = dict(zip(OPERANDS, operands))
+                check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED
         if accumulate_into is not None:
             check_main_gradient(given, weight, accumulate_into, grad_scale)
-            mode = Mode.INTO_MAIN
+            if accumulate_now:
+                check_now(grad_scale)
+            mode = Mode.INTO_MAIN_NOW if accumulate_now else Mode.INTO_MAIN
+        elif accumulate_now:
+            remedy = "pass the main gradient, or leave it out"
+            expect(False, "accumulate_now", "False without accumulate_into", True, remedy)
         elif grad_scale != 1.0:
             expect(False, "grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
         if loss.reduction == "none":

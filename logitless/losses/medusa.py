@@ -132,7 +132,9 @@ class MedusaLoss(MultiHeadLoss):
     `shift=True`); or hidden (N, H), targets (N,) and `cu_seqlens` (sequences + 1,). By keyword it takes
     `base_weight` (V, H), or the base model's LM head, and `base_bias` (V,), needed unless base_coefficient is
     0 and the heads have projections of their own; `num_items` replaces every head's count of targets. What
-    does not require a gradient gets none: freeze the backbone and the base head for stage 1.
+    does not require a gradient gets none: freeze the backbone and the base head for stage 1. With `tp_group`
+    every rank's heads and base head have its rows of the vocabulary, MedusaHeads(H, rows, ...); their blocks
+    are replicas.
 
     Metrics: base/loss, base/accuracy, head_{k}/loss, head_{k}/accuracy (top-1), without coefficients.
 

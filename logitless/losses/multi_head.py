@@ -16,8 +16,11 @@ from logitless.engine.function import Mode, run_calls
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
+from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
+from logitless.parallel.agreement import debugging
+from logitless.parallel.groups import local_parameter
 
 
 @dataclass
@@ -73,8 +76,6 @@ class MultiHeadLoss(CrossEntropyLoss):
         super().__post_init__()
         reduction, remedy = repr(self.reduction), "sum over the heads"
         expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", reduction, remedy)
-        remedy = "gather the heads, or take linear_logprobs of each"
-        expect(self.tp_group is None, "tp_group", "None for several heads", self.tp_group, remedy)
         remedy = "each has log-probabilities of its own"
         expect(not self.return_logps, "return_logps", "False for several heads", True, remedy)
 
@@ -89,7 +90,13 @@ class MultiHeadLoss(CrossEntropyLoss):
         if cu_seqlens is not None:
             got, remedy = tuple(targets.shape), "flatten the tokens or leave it out"
             expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", got, remedy)
+        loss = self.resolved(parts[0].weight)
+        if loss.tp_group is not None and debugging():
+            first = parts[0]
+            tensors = {"hidden": first.hidden, "weight": first.weight, "targets": targets, "bias": first.bias}
+            check_agreement(loss, tensors, [part.name for part in parts])
         flat: list[tuple[Tensor, Tensor]] = []
+        local: dict[int, Tensor | None] = {}
         heads = []
         for part in parts:
             whole, remedy = (
@@ -98,16 +105,20 @@ class MultiHeadLoss(CrossEntropyLoss):
             )
             expect(whole, "weight", "a tensor (V, H)", type(part.weight).__name__, remedy, TypeError)
             labels = ahead(targets, part.offset, self.ignore_index, cu_seqlens)
-            operands = Operands(part.hidden, part.weight, labels, part.bias)
-            given = prepare(self, operands, Options(num_items), {})
+            # A head that several parts share is gathered once, and gets one gradient.
+            for name, x in (("weight", part.weight), ("bias", part.bias)):
+                if id(x) not in local:
+                    local[id(x)] = local_parameter(name, x, loss.tp_group)
+            operands = Operands(part.hidden, local[id(part.weight)], labels, local[id(part.bias)])
+            given = prepare(loss, operands, Options(num_items), {})
             # The same hidden states are the same tensor, with one gradient, also once they are flat.
             known = [rows for hidden, rows in flat if hidden is part.hidden]
             hidden = known[0] if known else given.hidden
             flat.append((part.hidden, hidden))
             heads.append(replace(given, hidden=hidden, coefficient=part.coefficient, layers=part.layers))
-        loss, metrics, _, plan = run_calls(heads, Mode.SOLVED)
+        value, metrics, _, plan = run_calls(heads, Mode.SOLVED)
         named = {}
         accuracy = 1 + self.metric_names.index("token_accuracy")
         for part, row in zip(parts, metrics.unbind(), strict=True):
             named |= {f"{part.name}/loss": row[0], f"{part.name}/accuracy": row[accuracy]}
-        return LossOutput(loss, named, plan)
+        return LossOutput(value, named, plan)

@@ -11,17 +11,29 @@ import torch
 from torch import Tensor
 
 from logitless.engine.operands import shifted
+from logitless.engine.segments import cached_property
 from logitless.errors import expect
+from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.parallel.agreement import debugging
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
 class Layout:
     """Where a call's tokens and sequences lie: spreads what comes per sequence over its tokens."""
 
     def __init__(
-        self, hidden: Tensor, targets: Tensor, ignore_index: int, cu_seqlens: Tensor | None, shift: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        cu_seqlens: Tensor | None,
+        *,
+        shift: bool,
+        slices: WholeSequences,
     ):
         self._shift, self._starts, self.packed = shift, cu_seqlens, cu_seqlens is not None
+        self._slices = slices
         padded, got = targets.dim() == 2, tuple(targets.shape)
         expect(self.packed or padded, "targets", "shape (B, T)", got, "or pass flat tokens with cu_seqlens")
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -38,8 +50,14 @@ class Layout:
         return shifted(x, last, cu_seqlens=self._starts) if self._shift else x
 
     def is_per_sequence(self, x: Tensor) -> bool:
-        shapes = (self.sequences,), (self.sequences, 1)
-        return x.shape in shapes and (x.dim() == 1 or self.targets.shape != x.shape)
+        """Whether x comes per sequence, on every rank with a slice of them."""
+        flat, column = x.shape == (self.sequences,), x.shape == (self.sequences, 1)
+        if not self._slices.sliced:
+            return flat or (column and self.targets.shape != x.shape)
+        # One rank's slice may have as many tokens as there are sequences, or one token of each.
+        if not self.packed:
+            return flat
+        return self._slices.everywhere(flat, x.device) if x.dim() == 1 else column
 
     def spread(self, x: Tensor) -> Tensor:
         """(B,) -> targets' shape."""
@@ -61,14 +79,15 @@ class Layout:
             x = self.aligned(x, fill)
         return torch.where(self.counted, x.detach().to(self.dtype), fill)
 
+    @cached_property
     def lengths(self) -> Tensor:
-        """(B,) counted tokens of each sequence, at least 1."""
+        """(B,) counted tokens of each sequence."""
         counted = self.counted.to(self.dtype)
         if self.packed:
             lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
         else:
             lengths = counted.sum(1)
-        return lengths.clamp(min=1)
+        return self._slices.sum(lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +96,7 @@ class PolicyLoss(TokenLoss):
 
     token_inputs: ClassVar = ("advantages",)
     observes: ClassVar = ("entropy",)
+    context_parallel: ClassVar = True
 
     def laid_out(
         self, layout: Layout, advantages: Tensor, **given: Tensor | None
@@ -97,16 +117,26 @@ class PolicyLoss(TokenLoss):
         cu_seqlens: Tensor | None = None,
         shift: bool = False,
         accumulate_into: Tensor | None = None,
+        accumulate_now: bool = False,
         grad_scale: float = 1.0,
         **given: Tensor | None,
     ) -> LossOutput:
         tensors = {"hidden": hidden, "targets": targets, "mask": mask, "cu_seqlens": cu_seqlens}
         self.check_call(given, **tensors, advantages=advantages, **given)
+        if shift and self.cp_group is not None:
+            self.refuse_shift()
+        slices = WHOLE_SEQUENCES
+        if self.cp_group is not None:
+            loss = self.resolved(weight)
+            slices = loss.sequences
+            if debugging():  # the ranks meet below, before the call that all losses share
+                tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
+                check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         if mask is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
             expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
             targets = torch.where(mask.bool(), targets, self.ignore_index)
-        layout = Layout(hidden, targets, self.ignore_index, cu_seqlens, shift)
+        layout = Layout(hidden, targets, self.ignore_index, cu_seqlens, shift=shift, slices=slices)
         inputs = self.laid_out(layout, advantages, **given)
         return super().__call__(
             hidden,
@@ -116,6 +146,7 @@ class PolicyLoss(TokenLoss):
             bias=bias,
             cu_seqlens=cu_seqlens,
             accumulate_into=accumulate_into,
+            accumulate_now=accumulate_now,
             grad_scale=grad_scale,
             **inputs,
         )

@@ -174,8 +174,7 @@ class ReferencedLoss(TokenLoss):
         per_token = ref_logps.shape == targets.shape
         if self.cp_group is not None and targets.dim() == 1:
             # A rank's packed slice may have as many tokens as the call has sequences.
-            others = torch.tensor(not per_token, dtype=torch.int64, device=targets.device)
-            per_token = not self.sequences.sum(others).item()
+            per_token = self.sequences.everywhere(per_token, targets.device)
         return per_token
 
     def detached_logps(

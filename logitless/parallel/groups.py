@@ -34,9 +34,8 @@ def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: T
         )
         return given.get_group()
     kinds = "a ProcessGroup, a DeviceMesh or the name of a mesh dimension"
-    expect(
-        isinstance(given, dist.ProcessGroup), name, kinds, type(given).__name__, "pass one of them", TypeError
-    )
+    kind, remedy = type(given).__name__, "pass one of them, of which this rank is a member"
+    expect(isinstance(given, dist.ProcessGroup), name, kinds, kind, remedy, TypeError)
     return given
 
 

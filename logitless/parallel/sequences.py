@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class WholeSequences:
     """Every sequence lies on one rank: there is nothing to exchange."""
 
+    sliced = False
+
     def sum(self, x: Tensor) -> Tensor:
         """This rank's part -> the sum over the ranks."""
         return x
@@ -28,9 +30,13 @@ class WholeSequences:
         """A number of whole sequences, for use on this rank's tokens."""
         return x
 
-    def before(self, x: Tensor) -> Tensor | None:
-        """The sum over the ranks whose slices come earlier; None for nothing."""
-        return None
+    def everyones(self, x: Tensor) -> Tensor:
+        """(n,) of this rank's tokens -> of all ranks', in no order that means anything."""
+        return x
+
+    def everywhere(self, condition: bool, device: torch.device) -> bool:
+        """Whether a condition that each rank's host knows for itself holds on all of them."""
+        return condition
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
         """Numbers of this rank's tokens -> those of whole sequences."""
@@ -39,12 +45,14 @@ class WholeSequences:
 
 @dataclass(frozen=True)
 class SlicedSequences(WholeSequences):
-    """Each rank holds a slice of every sequence, in the order of the ranks, and computes whole ones' loss.
+    """Each rank holds a slice of every sequence, any of its tokens, and computes whole ones' loss.
 
     Under autograd every rank differentiates the same loss with respect to its own tokens.
     """
 
     group: "ProcessGroup"
+
+    sliced = True
 
     def sum(self, x: Tensor) -> Tensor:
         return GroupSum.apply(x, self.group)
@@ -55,8 +63,14 @@ class SlicedSequences(WholeSequences):
     def shared(self, x: Tensor) -> Tensor:
         return GroupShared.apply(x, self.group) if x.requires_grad else x
 
-    def before(self, x: Tensor) -> Tensor:
-        return gather(x, self.group)[: self.group.rank()].sum(0)
+    def everyones(self, x: Tensor) -> Tensor:
+        # The slices differ in length, which the host must know: a sync.
+        sizes = gather(torch.tensor([x.shape[0]], device=x.device), self.group)[:, 0].tolist()
+        parts = gather(torch.nn.functional.pad(x, (0, max(sizes) - x.shape[0])), self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def everywhere(self, condition: bool, device: torch.device) -> bool:
+        return not self.sum(torch.tensor(not condition, dtype=torch.int64, device=device)).item()
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
         return self.sum(torch.stack([torch.as_tensor(x, device=device) for x in tokens])).unbind()

@@ -14,7 +14,7 @@ own rows of d_weight.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -101,18 +101,21 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 @dataclass(frozen=True)
 class ShardedVocabulary(WholeVocabulary):
-    """Rank r of the group has the next `sizes[r]` rows of the head."""
+    """Rank r of the group has the next `sizes[r]` rows of the head.
+
+    The sizes are found anew in every call, as a shard may be resized or replaced: they are read together with
+    the number of supervised tokens.
+    """
 
     group: "ProcessGroup"
     sizes: tuple[int, ...]
 
     sharded = True
 
-    @classmethod
-    def of(cls, weight: Tensor, group: "ProcessGroup") -> Self:
-        """From this rank's rows of the head (V_r, H). The sizes cross the group, and are read by the host."""
-        own = torch.tensor([weight.shape[0]], device=weight.device)
-        return cls(group, tuple(gather(own, group)[:, 0].tolist()))
+    @staticmethod
+    def sizes_of(weight: Tensor, group: "ProcessGroup") -> Tensor:
+        """(ranks,) from this rank's rows of the head (V_r, H), not yet read by the host."""
+        return gather(torch.full((1,), weight.shape[0], device=weight.device), group)[:, 0]
 
     @property
     def rank(self) -> int:

@@ -135,23 +135,59 @@ def test_half_precision_loses_nothing(dtype, autocast):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "products"),
-    [(CrossEntropyLoss, {}, 4), (DPOLoss, {"reference_free": True}, 4)],
-    ids=["token", "group"],
+    ("kind", "settings", "now", "products"),
+    [
+        (CrossEntropyLoss, {}, False, 4),
+        (CrossEntropyLoss, {}, True, 3),
+        (DPOLoss, {"reference_free": True}, False, 4),
+        (DPOLoss, {"reference_free": True}, True, 3),
+    ],
+    ids=["token", "token, now", "group", "group, now"],
 )
-def test_one_product_more_and_no_buffer(kind, settings, products):
+def test_products_and_no_buffer(kind, settings, now, products):
     B, T, H, V, budget = 4, 32, 512, 3000, 2**21
     h, w, targets, _ = operands((B, T), H, V, torch.float32)
     loss, main = kind(**settings, logits_budget=budget), torch.zeros(V, H)
     h.requires_grad_(), w.requires_grad_()
     with GemmCounter(B * T, V, H) as counter:
-        loss(h, w, targets, accumulate_into=main).loss.backward()
+        loss(h, w, targets, accumulate_into=main, accumulate_now=now).loss.backward()
     assert counter.gemms == pytest.approx(products, abs=0.05)
     with AllocationWatcher() as watcher:
-        loss(h, w, targets, accumulate_into=main).loss.backward()
+        loss(h, w, targets, accumulate_into=main, accumulate_now=now).loss.backward()
     limit = 1.02 * budget + 4 * h.nbytes + 200 * B * T
     assert watcher.peak <= limit < main.nbytes
     assert w.grad is None
+
+
+@pytest.mark.parametrize("budget", [None, 60_000], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("name", ["cross-entropy, smoothed", "DPO", "KTO", "GRPO", "JSD", "own LogitsLoss"])
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+def test_added_in_the_forward_pass(name, budget):
+    x, main, start = every_loss.given(9, dtype=torch.float64), buffer(), buffer()
+    options = {"logits_budget": budget, "grad_scale": 0.3}
+    plain, *numbers = LOSSES[name](x, None, accumulate_into=main, **options)
+    expected = torch.autograd.grad(plain, (x.hidden, x.bias))
+    ours, *found = LOSSES[name](x, None, accumulate_into=start, accumulate_now=True, **options)
+    torch.testing.assert_close([ours, *found], [plain, *numbers])
+    assert relative_error(start, main) < 1e-12 and relative_error(start, buffer()) > 1e-4
+    ours.backward()
+    assert x.weight.grad is None and relative_error(start, main) < 1e-12, "added to in the backward pass too"
+    for gradient, truth in ((x.hidden.grad, expected[0]), (x.bias.grad, expected[1])):
+        assert truth.norm() > 0 and relative_error(gradient, truth) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_added_in_the_forward_pass_in_half_precision(dtype):
+    h, w, targets, b = (
+        x.to(dtype) if x.is_floating_point() else x for x in operands((300,), 16, 200, torch.float32)
+    )
+    mains = torch.zeros(2, 200, 16)
+    w.requires_grad_()
+    for main, now in zip(mains, (True, False)):
+        CrossEntropyLoss(logits_budget=80_000)(
+            h, w, targets, bias=b, accumulate_into=main, accumulate_now=now, num_items=1e9
+        ).loss.backward()
+    assert mains[0].any() and relative_error(*mains) < 1e-6
 
 
 @torch.compiler.set_stance("default")
@@ -199,6 +235,16 @@ BAD = {
         "accumulate_into: expected a tensor that requires no",
         ValueError,
     ),
+    "nothing to add to": (
+        {"accumulate_now": True},
+        "accumulate_now: expected False without accumulate_into",
+        ValueError,
+    ),
+    "added times nothing": (
+        {"accumulate_into": MAIN, "accumulate_now": True, "grad_scale": 0.0},
+        "grad_scale: expected a number other than 0 with accumulate_now",
+        ValueError,
+    ),
     "nothing to scale": ({"grad_scale": 0.5}, "grad_scale: expected 1.0 without accumulate_into", ValueError),
     "infinite": (
         {"accumulate_into": MAIN, "grad_scale": float("inf")},
@@ -220,6 +266,30 @@ def test_bad_input(what):
         LOSSES["cross-entropy"](every_loss.given(6), None, **options)
 
 
+def test_no_adding_where_the_forward_pass_may_run_again():
+    x, main = every_loss.given(6), torch.zeros(every_loss.V, every_loss.H)
+
+    def added(hidden):
+        given = x.with_hidden(lambda _: hidden)
+        return LOSSES["cross-entropy"](given, None, accumulate_into=main, accumulate_now=True)[0]
+
+    message = (
+        "accumulate_now: expected no saved-tensor hooks, got active ones, as of an activation checkpoint"
+    )
+    with pytest.raises(ValueError, match=message):
+        torch.utils.checkpoint.checkpoint(added, x.hidden, use_reentrant=False)
+    with pytest.raises(
+        ValueError, match="accumulate_now: expected a call under autograd, got one under torch.no"
+    ):
+        torch.utils.checkpoint.checkpoint(added, x.hidden, use_reentrant=True)
+    with (
+        torch.compiler.set_stance("default"),
+        pytest.raises(Exception, match="accumulate_now: expected an eager call, got one under torch.compile"),
+    ):
+        torch.compile(added, backend="eager", fullgraph=True)(x.hidden)
+    assert not main.any()
+
+
 def test_a_frozen_weight_is_refused():
     x = every_loss.given(6)
     x.weight.requires_grad_(False)
@@ -232,16 +302,18 @@ def test_a_frozen_weight_is_refused():
 @pytest.mark.parametrize(
     ("compact", "error"), [(True, ValueError), (False, RuntimeError)], ids=["compact", "all-rows"]
 )
-def test_another_upstream_gradient_is_refused(compact, error):
+@pytest.mark.parametrize("now", [False, True], ids=["", "now"])
+def test_another_upstream_gradient_is_refused(compact, error, now):
     if DEVICE.type != "cpu" and not compact:
         pytest.skip("an assertion on the device ends the process")
     main = torch.zeros(every_loss.V, every_loss.H)
-    value = LOSSES["cross-entropy"](every_loss.given(6), None, accumulate_into=main, compact=compact)[0]
+    options = {"accumulate_into": main, "accumulate_now": now, "compact": compact}
+    value = LOSSES["cross-entropy"](every_loss.given(6), None, **options)[0]
     with pytest.raises(
         error, match="loss: expected an upstream gradient of 1 with accumulate_into, got .*; .*grad_scale"
     ):
         (0.5 * value).backward()
-    assert not main.any()
+    assert main.any() == now
 
 
 def test_create_graph_is_refused():

@@ -32,7 +32,8 @@ from tests.losses.test_bad_input import FORM
 from tests.support import DEVICE
 
 B, T, H, V = 4, 3, 6, 11
-REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "grad_scale"}  # what every loss takes
+# What every loss takes.
+REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "accumulate_now", "grad_scale"}
 REFERENCE = {"ref_logps", "ref_hidden", "ref_weight", "ref_bias"}
 RATIO = {"advantages", "mask", "old_logps"}
 TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk", "mask"}
@@ -71,7 +72,7 @@ def inputs(*names: str) -> dict[str, Tensor]:
 # The loss, the inputs that it needs, and every keyword of its call.
 LOSSES = {
     "CrossEntropyLoss": (CrossEntropyLoss, (), REST | {"class_weights", "token_weights"}),
-    "DPOLoss": (DPOLoss, ("ref_logps",), REST | REFERENCE),
+    "DPOLoss": (DPOLoss, ("ref_logps",), REST | REFERENCE | {"position_ids"}),
     "KTOLoss": (KTOLoss, ("ref_logps", "labels", "kl"), REST | REFERENCE | {"labels", "kl"}),
     "ORPOLoss": (ORPOLoss, (), REST | {"nll_targets"}),
     "CPOLoss": (CPOLoss, (), REST),

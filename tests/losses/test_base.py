@@ -4,7 +4,7 @@ loss may run under."""
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, linear_cross_entropy, linear_logprobs
+from logitless import CrossEntropyLoss, DPOLoss, KTOLoss, linear_cross_entropy, linear_logprobs
 from tests.cases import TRAINABLE, operands, trained
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, run
 
@@ -338,3 +338,25 @@ def test_memory_stays_within_the_budget(loss, trainable, tokens, dtype, ignored,
     assert watcher.peak >= min(budget // 4, tokens * vocab * dtype.itemsize), (
         "the watcher did not see the logits"
     )
+
+
+@pytest.mark.parametrize("options", [{"compact": False}, {"reduction": "none"}], ids=str)
+def test_as_many_tokens_as_sequences(options):
+    """A value per sequence is not taken for one per token, to be masked or shaped like the targets."""
+    h, w, targets, _ = operands((4, 1), 6, 40, torch.float64)
+    targets[1] = -100  # a sequence without tokens has a loss, log 2
+    inputs = {"ref_logps": torch.linspace(-1, 1, 4, dtype=torch.float64)}
+    truth = DPOLoss()(h, w, targets, **inputs).loss
+    found = DPOLoss(**options)(h, w, targets, **inputs).loss
+    assert found.dim() == 0 or found.shape == (2,)
+    torch.testing.assert_close(found.mean(), truth)
+    h, w, targets, _ = operands((4,), 6, 40, torch.float64)
+    found = KTOLoss(reduction="none")(
+        h[:, None],
+        w,
+        torch.tensor([3, -100, 5, 6])[:, None],
+        labels=torch.tensor([True, True, False, False]),
+        ref_logps=torch.full((4,), -1.0, dtype=torch.float64),
+        kl=0.1,
+    ).loss
+    assert found.shape == (4,) and found.all()

@@ -1,7 +1,9 @@
 """Sequences in slices: every rank of two or four has the loss of the whole sequences, and its own tokens'
 part of the gradient."""
 
+import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -21,23 +23,32 @@ from logitless import (
     KTOLoss,
     MultiTokenLoss,
     ORPOLoss,
+    PPOLoss,
+    REINFORCELoss,
+    RLOOLoss,
     SimPOLoss,
     Term,
     TokenLoss,
     global_num_items,
 )
-from tests.ranks import in_processes
-from tests.support import DEVICE, uncompiled
+from tests.ranks import device_type, here, on_devices
+from tests.support import uncompiled
 
-if DEVICE.type != "cpu":
-    pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
+pytestmark = pytest.mark.ranks
 
 B, T, H, V, REFERENCE_H = 4, 7, 6, 23, 5
-# Tokens of every sequence on each rank.
+# Which tokens of every sequence each rank has. "halved" is accelerate's order: of 2n chunks, rank r has r and
+# 2n - 1 - r.
 SLICES = {
-    2: {"uneven": (3, 4), "none here": (0, 7), "none there": (7, 0)},
-    4: {"uneven": (2, 1, 3, 1), "gaps": (3, 0, 4, 0)},
+    2: {
+        "uneven": ((0, 1, 2), (3, 4, 5, 6)),
+        "none here": ((), range(7)),
+        "halved": ((0, 1, 6), (2, 3, 4, 5)),
+    },
+    4: {"uneven": ((0, 1), (2,), (3, 4, 5), (6,)), "gaps": ((5, 0, 3), (), (1, 2, 4, 6), ())},
 }
+Slices = Sequence[Sequence[int]]
+HALVES = (0, 1), (2, 3, 4, 5, 6)
 LARGE, SMALL = 2**24, 9_000
 SLICED = (
     "hidden",
@@ -48,6 +59,12 @@ SLICED = (
     "kl_hidden",
     "kl_targets",
     "teacher_hidden",
+    "position_ids",
+    "old_logps",
+    "sampling_logps",
+    "mask",
+    "token_advantages",
+    "token_importance_weights",
 )
 
 
@@ -70,6 +87,7 @@ class Own(TokenLoss):
     scope = "group"
     unit = "sequences"
     context_parallel = True
+    prediction_inputs = ("position_ids",)
     metric_names = ("position", "share", "sum")
 
     def terms(self, stats, batch):
@@ -92,14 +110,47 @@ TASTES = {"labels": torch.tensor([True, False, True, True], device="cpu")}
 KL = {"kl_hidden": random(B, T, H, seed=11), "kl_targets": labels(4)}
 UNALIKE = {"ref_logps": torch.full((B,), -30.0, dtype=torch.float64, device="cpu")}
 PROMPTED = {"nll_targets": torch.where(labels() == -100, 5, labels())}
+POSITIONS = {"position_ids": torch.arange(T, device="cpu").expand(B, T)}
+ROLLOUT = {"advantages": random(B, seed=9), "old_logps": -3 + random(B, T, seed=9)}
+PER_TOKEN = {"token_advantages": random(B, T, seed=10), "old_logps": ROLLOUT["old_logps"]}
+SAMPLED = ROLLOUT | {
+    "sampling_logps": -3 + random(B, T, seed=12),
+    "mask": random(B, T, seed=13) > -1,
+    "token_ref_logps": TOKENS["token_ref_logps"],
+}
+WEIGHED = {"importance_weights": random(B, seed=14).exp()}
+POLICIES = {
+    "grpo": (GRPOLoss(loss_type="grpo", beta=0.1), SAMPLED),
+    "dapo": (GRPOLoss(return_logps=True, entropy_coef=0.1), ROLLOUT),
+    "dapo, packed": (GRPOLoss(), ROLLOUT | WEIGHED),
+    "dr_grpo, packed, tokens": (GRPOLoss(loss_type="dr_grpo", max_completion_length=9), PER_TOKEN),
+    "gspo": (GRPOLoss(importance_sampling_level="sequence", loss_type="grpo", entropy_coef=0.1), ROLLOUT),
+    "gspo, tokens": (GRPOLoss(importance_sampling_level="sequence"), PER_TOKEN),
+    "dapo, unreduced": (GRPOLoss(reduction="none"), ROLLOUT),
+    "gspo, unreduced": (
+        GRPOLoss(importance_sampling_level="sequence", loss_type="luspo", reduction="none"),
+        ROLLOUT,
+    ),
+    "cispo": (GRPOLoss(loss_type="cispo", off_policy_mask_threshold=0.0, epsilon_high=2.0), SAMPLED),
+    "sapo": (GRPOLoss(loss_type="sapo", reduction="sum"), ROLLOUT),
+    "vespo": (GRPOLoss(loss_type="vespo"), ROLLOUT | {"token_importance_weights": random(B, T).exp()}),
+    "vespo, sequences": (GRPOLoss(loss_type="vespo"), ROLLOUT | WEIGHED),
+    "quantile": (GRPOLoss(top_entropy_quantile=0.5, entropy_coef=0.1), ROLLOUT),
+    "quantile, all rows": (GRPOLoss(top_entropy_quantile=0.3, compact=False), ROLLOUT),
+    "ppo": (PPOLoss(), PER_TOKEN),
+    "rloo": (RLOOLoss(), ROLLOUT),
+    "rloo, packed": (RLOOLoss(), ROLLOUT),
+    "rloo, sums": (RLOOLoss(), ROLLOUT | {"old_logps": random(B, seed=15) - 20}),
+    "reinforce": (REINFORCELoss(), {"advantages": ROLLOUT["advantages"]}),
+}
 CASES = {
     "dpo": (DPOLoss(return_logps=True), REFERENCE),
     "dpo, packed": (DPOLoss(), SCORED),
     "dpo, packed, tokens": (DPOLoss(), TOKENS),
     "dpo, ipo": (DPOLoss(loss_type="ipo"), SCORED),
     "dpo, mixed": (DPOLoss(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.3]), TOKENS),
-    "dpo, ld_alpha": (DPOLoss(ld_alpha=0.4), REFERENCE),
-    "dpo, ld_alpha, all rows": (DPOLoss(ld_alpha=0.4, compact=False), REFERENCE),
+    "dpo, ld_alpha": (DPOLoss(ld_alpha=0.4), REFERENCE | POSITIONS),
+    "dpo, ld_alpha, all rows": (DPOLoss(ld_alpha=0.4, compact=False), REFERENCE | POSITIONS),
     "dpo, weighted": (DPOLoss(loss_type=["sigmoid", "sft"], use_weighting=True), SCORED),
     "dpo, sorted": (DPOLoss(loss_type="aot"), SCORED),
     "dpo, unreduced": (DPOLoss(reduction="none"), REFERENCE),
@@ -115,7 +166,8 @@ CASES = {
         KTOLoss(),
         TASTES | REFERENCE | {"kl": KL | {"ref_hidden": REFERENCE["ref_hidden"]}},
     ),
-    "own": (Own(), {}),
+    "own": (Own(), POSITIONS),
+    **POLICIES,
 }
 SEPARABLE = {
     "ce": (CrossEntropyLoss(z_loss=0.1), {}),
@@ -129,7 +181,9 @@ CALLS = [
     (name, trained, SMALL if (number + turn) % 2 else LARGE)
     for number, name in enumerate(CASES)
     for turn, trained in enumerate(TRAINED)
-    if trained != "nothing" or name in ("dpo", "orpo", "own")
+    if trained == "all"
+    or (trained == "frozen head" and (name not in POLICIES or turn == number % 2))
+    or name in ("dpo", "own", "dapo", "gspo")
 ]
 TARGETS = {
     "some": labels(),
@@ -137,15 +191,15 @@ TARGETS = {
 }
 
 
-def sliced(inputs: dict, sizes: tuple[int, ...] | None, rank: int) -> dict:
-    """What a rank holds of a call's inputs; all of them without `sizes`."""
+def sliced(inputs: dict, slices: Slices | None, rank: int) -> dict:
+    """What a rank holds of a call's inputs; all of them without `slices`."""
     found = {}
     for name, x in inputs.items():
         if isinstance(x, dict):
-            found[name] = sliced(x, sizes, rank)
+            found[name] = sliced(x, slices, rank)
         else:
-            cut = sizes is not None and name in SLICED
-            found[name.removeprefix("token_")] = x.split(sizes, 1)[rank] if cut else x
+            cut = slices is not None and name in SLICED and (name != "old_logps" or x.dim() > 1)
+            found[name.removeprefix("token_")] = x[:, list(slices[rank])] if cut else x
     return found
 
 
@@ -154,6 +208,8 @@ def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, 
     leaves = {name: inputs.pop(name).clone().requires_grad_(name in TRAINED[trained]) for name in HEAD}
     hidden, targets = leaves["hidden"], inputs.pop("targets")
     shape = targets.shape
+    if loss.cp_group is None and not isinstance(loss, Own):
+        inputs.pop("position_ids", None)
     if packed:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         inputs = {name: x.flatten() if x.shape == shape else x for name, x in inputs.items()}
@@ -162,7 +218,8 @@ def run(loss, inputs: dict, trained: str, *, packed: bool = False) -> dict[str, 
     found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
     found |= {f"token {name}": x for name, x in out.tokens.items()}
     if TRAINED[trained]:
-        weights = random(*out.loss.shape, seed=20) if out.loss.dim() else 1.7
+        weights = here(random(*out.loss.shape, seed=20)) if out.loss.dim() else 1.7
+        weights = out.loss.detach().cos() if out.loss.shape == shape else weights  # whatever the slice
         gradients = torch.autograd.grad(
             (weights * out.loss).sum(), [leaves[name] for name in TRAINED[trained]]
         )
@@ -178,11 +235,9 @@ def attempts():
         yield (name, "all", SMALL), "none of the first"
 
 
-def call_of(
-    name: str, which: str, sizes: tuple[int, ...] | None = None, rank: int = 0
-) -> tuple[object, dict]:
+def call_of(name: str, which: str, slices: Slices | None = None, rank: int = 0) -> tuple[object, dict]:
     loss, inputs = CASES.get(name) or SEPARABLE[name]
-    return loss, sliced(HEAD | {"targets": TARGETS[which]} | inputs, sizes, rank)
+    return loss, here(sliced(HEAD | {"targets": TARGETS[which]} | inputs, slices, rank))
 
 
 @uncompiled()
@@ -190,14 +245,14 @@ def everything() -> dict:
     """What a rank finds."""
     warnings.simplefilter("ignore", BudgetWarning)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mesh, found = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",)), {}
-    for layout, sizes in SLICES[ranks].items():
+    mesh, found = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("cp",)), {}
+    for layout, slices in SLICES[ranks].items():
         for (name, trained, budget), which in attempts():
-            loss, inputs = call_of(name, which, sizes, rank)
+            loss, inputs = call_of(name, which, slices, rank)
             loss = replace(loss, cp_group=dist.group.WORLD, logits_budget=budget)
             found[layout, name, trained, which] = run(loss, inputs, trained, packed="packed" in name)
         for name in SEPARABLE:
-            loss, inputs = call_of(name, "some", sizes, rank)
+            loss, inputs = call_of(name, "some", slices, rank)
             found[layout, name] = run(
                 loss, inputs | {"num_items": global_num_items(inputs["targets"])}, "all"
             )
@@ -213,9 +268,11 @@ def everything() -> dict:
     (1.7 * ranks * out.loss).backward()
     found["averaged"] = {"loss": out.loss.detach(), "d_weight": weight.grad.full_tensor()}
 
+    found["errors"] = errors(rank)
+
     if ranks == 4:  # with a head in two shards
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-        loss, inputs = call_of("dpo", "some", (2, 5), grid.get_local_rank("cp"))
+        grid = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("cp", "tp"))
+        loss, inputs = call_of("dpo", "some", HALVES, grid.get_local_rank("cp"))
         rows = {
             name: inputs[name].split((13, 10))[grid.get_local_rank("tp")]
             for name in ("weight", "bias", "ref_weight")
@@ -226,17 +283,45 @@ def everything() -> dict:
     return found
 
 
+def errors(rank: int) -> dict[str, str]:
+    """What is wrong on every rank, in words."""
+    group, slices, found = dist.group.WORLD, SLICES[dist.get_world_size()]["uneven"], {}
+    for name, call, inputs in (
+        ("own", "own", {"position_ids": None}),
+        ("local", "dpo, ld_alpha", {"position_ids": torch.arange(len(slices[rank])).expand(B, -1)}),
+        ("target", "dapo", {"targets": TARGETS["some"][:, : len(slices[rank])] + V * (rank == 1)}),
+        ("target, all rows", "dpo", {"targets": TARGETS["some"][:, : len(slices[rank])] + V * (rank == 1)}),
+        ("column", "dapo", {"advantages": ROLLOUT["advantages"][:, None]}),
+    ):
+        if name == "column" and len(slices) > 2:
+            continue  # there a rank with one token of each sequence takes them for its tokens'
+        loss, given = call_of(call, "some", slices, rank)
+        given |= here(inputs)
+        try:
+            run(replace(loss, cp_group=group, compact="all rows" not in name), given, "all")
+        except (ValueError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
 @pytest.fixture(scope="module", params=list(SLICES), ids=lambda ranks: f"{ranks} ranks")
 def ranks(request):
     """What each rank found."""
-    return in_processes(request.param, everything)
+    return on_devices(request.param, everything)
 
 
-def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], what: str) -> None:
+def per_token(name: str, x: Tensor) -> bool:
+    return name == "d_hidden" or name.startswith("token ") or (name == "loss" and x.shape == (B, T))
+
+
+def assert_equal(
+    found: list[dict[str, Tensor]], truth: dict[str, Tensor], what: str, slices: Slices | None = None
+) -> None:
     for name, x in truth.items():
         parts = [rank[name] for rank in found]
-        if name == "d_hidden" or name.startswith("token "):
-            parts = [torch.cat(parts, 1)]
+        if per_token(name, x):
+            order = torch.tensor([token for part in slices for token in part], device="cpu").argsort()
+            parts = [torch.cat([part.view(B, -1, *x.shape[2:]) for part in parts], 1)[:, order]]
         elif name in ("d_weight", "d_bias"):
             parts = [sum(parts)]
         assert all(torch.equal(parts[0], part) for part in parts), f"{what}: {name}"
@@ -259,27 +344,27 @@ def flat(found: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_equals_whole_sequences(ranks, call, which):
     name, trained, _ = call
     truth = run(*call_of(name, which), trained)
-    for layout in SLICES[len(ranks)]:
-        assert_equal([rank[layout, name, trained, which] for rank in ranks], truth, layout)
+    for layout, slices in SLICES[len(ranks)].items():
+        assert_equal([rank[layout, name, trained, which] for rank in ranks], truth, layout, slices)
 
 
 @pytest.mark.parametrize("name", SEPARABLE)
 @uncompiled()
 def test_tokens_that_stand_alone_need_the_normalizer_only(ranks, name):
     truth = run(*call_of(name, "some"), "all")
-    for layout in SLICES[len(ranks)]:
+    for layout, slices in SLICES[len(ranks)].items():
         found = [rank[layout, name] for rank in ranks]
         loss = torch.stack([rank["loss"] for rank in found]).mean()
         torch.testing.assert_close(loss, truth["loss"])
         averaged = [
             {key: x / len(ranks) for key, x in rank.items() if key.startswith("d_")} for rank in found
         ]
-        assert_equal(averaged, {key: x for key, x in truth.items() if key.startswith("d_")}, layout)
+        assert_equal(averaged, {key: x for key, x in truth.items() if key.startswith("d_")}, layout, slices)
 
 
 def test_the_group_by_mesh_and_an_averaged_head(ranks):
     truth = run(*call_of("dpo", "some"), "all")
-    assert_equal([rank["mesh"] for rank in ranks], truth, "mesh")
+    assert_equal([rank["mesh"] for rank in ranks], truth, "mesh", SLICES[len(ranks)]["uneven"])
     for rank in ranks:
         for name, x in rank["averaged"].items():
             torch.testing.assert_close(x, truth[name], rtol=1e-9, atol=1e-11)
@@ -301,9 +386,7 @@ def test_beside_a_sharded_head(ranks):
             )
 
 
-@pytest.mark.parametrize(
-    "make", [CrossEntropyLoss, JSDLoss, GRPOLoss, MultiTokenLoss], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", [CrossEntropyLoss, JSDLoss, MultiTokenLoss], ids=lambda make: make.__name__)
 def test_other_losses_refuse(make):
     with pytest.raises(
         ValueError,
@@ -312,12 +395,34 @@ def test_other_losses_refuse(make):
         make(cp_group="cp")
 
 
+def test_a_bad_target_on_one_rank(ranks):
+    for rank in ranks:
+        found = rank["errors"]
+        assert re.match(r"targets: expected ids in \[0, 23\).*, got \d+ outside on rank 1; ", found["target"])
+        assert found["target, all rows"].startswith("targets: expected ids in [0, 23)")
+
+
+def test_bad_positions(ranks):
+    for rank in ranks:
+        found = rank["errors"]
+        assert found["own"].startswith("position_ids: expected each token's position in its whole sequence")
+        assert found["local"].startswith("position_ids: expected each token's position in its whole sequence")
+        assert "got some of them twice; count through the sequence" in found["local"]
+        assert len(ranks) > 2 or found["column"].startswith("advantages: expected targets' shape")
+
+
 def test_bad_input():
     inputs = [torch.zeros(2, 3, H), torch.zeros(V, H), torch.zeros(2, 3, dtype=torch.long)]
     with pytest.raises(
         ValueError, match="shift: expected False with cp_group, got True; shift whole sequences"
     ):
         ORPOLoss(cp_group="cp")(*inputs, shift=True)
+    with pytest.raises(ValueError, match="shift: expected False with cp_group, got True"):
+        GRPOLoss(cp_group="cp")(*inputs, advantages=torch.zeros(2), shift=True)
+    with pytest.raises(ValueError, match="position_ids: expected each token's position .*, got None; slice"):
+        DPOLoss(cp_group="cp", ld_alpha=0.5)(*inputs)
+    with pytest.raises(ValueError, match="position_ids: expected None here, got a tensor; positions follow"):
+        DPOLoss(cp_group="cp")(*inputs, position_ids=inputs[2])
     with pytest.raises(ValueError, match="cp_group: expected a dimension of weight's device mesh"):
         ORPOLoss(cp_group="cp")(*inputs)
     with pytest.raises(TypeError, match="cp_group: expected a ProcessGroup"):

@@ -24,11 +24,10 @@ from logitless import (
     global_num_items,
     linear_logprobs,
 )
-from tests.ranks import in_processes
-from tests.support import DEVICE, uncompiled
+from tests.ranks import device_type, here, on_devices
+from tests.support import uncompiled
 
-if DEVICE.type != "cpu":
-    pytest.skip("processes of gloo, on the CPU", allow_module_level=True)
+pytestmark = pytest.mark.ranks
 
 V, H, B, T = 23, 8, 4, 5
 SMALL = 3 * V * 8  # bytes: a few rows of logits at a time
@@ -61,12 +60,14 @@ class Scorer(nn.Module):
 
 def pairs() -> DeviceMesh:
     """Replicas of pairs, each of which shares a model."""
-    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "pair"))
+    return init_device_mesh(
+        device_type(), (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "pair")
+    )
 
 
 def fsdp(model: Scorer, *own: str, mesh=None) -> Scorer:
     """`own`: the modules of a group beside the root's."""
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh or init_device_mesh(device_type(), (dist.get_world_size(),))
     if own:
         fully_shard([getattr(model, name) for name in own], mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -188,8 +189,9 @@ def truth(ranks: int, name: str, fault: str, tied: bool) -> dict[str, Tensor]:
 
 def run(rank: int, ranks: int, wrapper: str, name: str, fault: str) -> dict[str, Tensor]:
     wrap, tied, inside = WRAPPERS[wrapper]
-    model, batch = wrap(Scorer(0, tied)), batch_of(rank, ranks, fault)
-    other = Scorer(1).requires_grad_(False)
+    with torch.device("cpu"):  # where random numbers are those of the one process
+        model, other, batch = Scorer(0, tied), Scorer(1).requires_grad_(False), batch_of(rank, ranks, fault)
+    model, other, batch = wrap(model.to(device_type())), other.to(device_type()), here(batch)
     other = other if wrapper == "ddp" else fsdp(other, "head")
     loss = LOSSES[name] if fault == "none" else replace(LOSSES[name], logits_budget=SMALL)
     inputs = call_of(name, batch, other) | {"num_items": global_num_items(items_of(name, batch["targets"]))}
@@ -226,7 +228,7 @@ def everything() -> dict:
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda ranks: f"{ranks} ranks")
 def ranks(request):
     """What each rank found."""
-    return in_processes(request.param, everything)
+    return on_devices(request.param, everything)
 
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless import (
     BudgetWarning,
@@ -17,29 +18,28 @@ from logitless import (
     GRPOLoss,
     JSDLoss,
     KTOLoss,
+    MedusaHeads,
+    MedusaLoss,
     MultiTokenLoss,
     ORPOLoss,
     RLOOLoss,
 )
 from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss
+from logitless.losses.distillation import NAMES
 from logitless.losses.logprobs import TokenNumbers
 from logitless.parallel.vocabulary import IGNORED, ShardedVocabulary
-from tests.ranks import in_processes
-from tests.support import DEVICE
-
-if DEVICE.type != "cpu":
-    pytest.skip(
-        "processes of gloo, on the CPU; `python -m benchmarks tensor-parallel` compares on GPUs",
-        allow_module_level=True,
-    )
+from tests.ranks import device_type, here, on_devices
+from tests.support import AllocationWatcher
 
 B, T, H, TEACHER_H = 4, 6, 10, 7
 # A sharded LogitsLoss is not compiled, so that the whole one need not be either.
-pytestmark = pytest.mark.usefixtures("uncompiled")
+pytestmark = [pytest.mark.usefixtures("uncompiled"), pytest.mark.ranks]
 # Rows of the head on each rank: uneven, and few enough on one of them that many targets are elsewhere.
 SIZES = {2: (30, 17), 4: (11, 2, 19, 15)}
 V = 47
+# The same in two calls; some ranks' shards stay as they are.
+RESIZED = {2: ((12, 30), (17, 30)), 4: ((11, 2, 19, 10), (11, 2, 24, 10))}
 # Whole chunks, and chunks of a few rows.
 LARGE, SMALL = 2**24, 9_000
 
@@ -74,7 +74,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def targets() -> Tensor:
     ids = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(3), device="cpu")
     ids[0, :2] = ids[2, 3] = -100
-    return ids
+    return here(ids)
 
 
 def ce(**options):
@@ -142,12 +142,13 @@ TRAINED = {
 
 
 def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ...]) -> dict[str, Tensor]:
+    operands, options = here((operands, options))
     leaves = {name: x.clone().requires_grad_(name in trained) for name, x in operands.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)
         ids = torch.where(targets() == -100, loss.ignore_index, targets())
         out = loss(leaves["hidden"], leaves["weight"], ids, bias=leaves["bias"], **options)
-    value = out.loss if out.loss.dim() == 0 else (out.loss * random(*out.loss.shape, seed=20)).sum()
+    value = out.loss if out.loss.dim() == 0 else (out.loss * here(random(*out.loss.shape, seed=20))).sum()
     found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
     found |= {f"token {name}": x for name, x in out.tokens.items()}
     if trained:
@@ -175,7 +176,7 @@ def everything() -> dict:
     """What a rank finds."""
     group, rank = dist.group.WORLD, dist.get_rank()
     sizes, found = SIZES[group.size()], {}
-    head = {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}
+    head = here({"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS})
     for name, loss, options, trained in cases():
         options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
         operands = {key: x if key == "hidden" else cut(x, sizes, rank) for key, x in head.items()}
@@ -190,11 +191,11 @@ def apart(rank: int, group, sizes, head) -> dict:
     """What is no case of the table: ties, confident tokens, a tensor of other ways to name the group,
     errors."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     ranks = len(sizes)
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device_type(), (ranks,), mesh_dim_names=("tp",))
     # As a plan of tensor parallelism leaves a head.
     layer = torch.nn.Linear(H, V, bias=False, dtype=torch.float64)
     with torch.no_grad():
@@ -226,19 +227,23 @@ def apart(rank: int, group, sizes, head) -> dict:
     found["first of equals"] = {"token_accuracy": equal.metrics["token_accuracy"]}
     for name in MAIN:
         (loss, options), weight = CASES[name], cut(head["weight"], sizes, rank).requires_grad_()
-        options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in options.items()}
+        options = {key: cut(x, sizes, rank) if key in SHARDED else x for key, x in here(options).items()}
         main = torch.zeros_like(weight).detach()
         replace(loss, tp_group=group)(
             head["hidden"], weight, targets(), accumulate_into=main, grad_scale=1.7, **options
         ).loss.backward()
         found[f"main {name}"] = {"d_weight": main}
+    found |= resized(group, rank, head) | {"peaks": peaks(group, rank) if watched(ranks) else {}}
+    found["heads"] = several_heads(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
+    found["depths"] = several_depths(lambda x: cut(x, sizes, rank).clone(), tp_group=group)
+    mine = distribute_tensor(head["weight"], mesh, [Shard(0)])
+    found["depths of a DTensor"] = several_depths(lambda x: mine if x.dim() > 1 else None, tp_group="tp")
     errors = {}
     for name, attempt in {
         "own": lambda: Own(tp_group=group),
-        "heads": lambda: MultiTokenLoss(tp_group=group),
         "name": lambda: CrossEntropyLoss(tp_group="tensor")(head["hidden"], sharded, targets()),
         "teacher": lambda: JSDLoss(tp_group=group)(
-            head["hidden"], cut(head["weight"], sizes, rank), **TEACHER
+            head["hidden"], cut(head["weight"], sizes, rank), **here(TEACHER)
         ),
         "class_weights": lambda: CrossEntropyLoss(tp_group=group)(
             head["hidden"], cut(head["weight"], sizes, rank), targets(), class_weights=torch.ones(V + 1)
@@ -246,13 +251,116 @@ def apart(rank: int, group, sizes, head) -> dict:
         "target": lambda: CrossEntropyLoss(tp_group=group)(
             head["hidden"], cut(head["weight"], sizes, rank), targets() + V
         ),
+        "one target": lambda: CrossEntropyLoss(tp_group=group)(
+            head["hidden"], cut(head["weight"], sizes, rank), targets() + V * (rank == 1)
+        ),
+        "one target, all rows": lambda: CrossEntropyLoss(tp_group=group, compact=False)(
+            head["hidden"], cut(head["weight"], sizes, rank), targets() + V * (rank == 1)
+        ),
     }.items():
         try:
             attempt()
             errors[name] = "nothing"
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             errors[name] = str(error)
     return found | {"errors": errors}
+
+
+def resized(group, rank: int, head) -> dict[str, dict]:
+    """A head whose shards change between calls, on one rank in place: nobody is told, and all must notice."""
+    first, second = RESIZED[group.size()]
+    weight = torch.nn.Parameter(cut(head["weight"][:-5], first, rank).clone())
+    found = {}
+    for name, rows, sizes in (("before", V - 5, first), ("after", V, second)):
+        if weight.shape[0] != sizes[rank]:
+            weight.data = cut(head["weight"][:rows], sizes, rank).clone()
+        hidden, reads = head["hidden"].clone().requires_grad_(), Reads()
+        with reads:
+            out = CrossEntropyLoss(tp_group=group)(hidden, weight, targets() % (V - 5))
+            (d_hidden,) = torch.autograd.grad(out.loss, hidden)
+        found[f"resized {name}"] = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads.number}
+        found[f"resized {name}"]["shard"] = weight.detach().clone()
+        del out  # its graph holds the weight's shape
+    return found
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.number, self._tolist = 0, torch.Tensor.tolist
+
+    def __enter__(self):
+        def counted(x):
+            self.number += 1
+            return self._tolist(x)
+
+        torch.Tensor.tolist = counted
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        torch.Tensor.tolist = self._tolist
+        return super().__exit__(*args)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def watched(ranks: int) -> bool:
+    """Whether peaks are taken: the watcher sees the CPU's allocations, and one number of ranks is enough."""
+    return ranks == 2 and device_type() == "cpu"
+
+
+def peaks(group, rank: int) -> dict[str, tuple[int, int]]:
+    """Bytes at the peak of each divergence, and those that it may take."""
+    wide, found = 500, {}
+    shard = random(wide, H, seed=rank).float().requires_grad_()
+    hidden, taught = random(100, H).float().requires_grad_(), random(100, TEACHER_H).float()
+    teacher = {"teacher_hidden": taught, "teacher_weight": random(wide, TEACHER_H, seed=rank).float()}
+    for name in NAMES:
+        loss = DistillationLoss(divergence=name, hard_loss_weight=0.5, tp_group=group, logits_budget=2**18)
+        with AllocationWatcher() as watcher:
+            out = loss(hidden, shard, torch.arange(100), **teacher)
+        assert out.plan.chunks > 3
+        # Beside the budget: sums of d_weight, the chunks' matrices, numbers of each token.
+        found[name] = watcher.peak, 2**18 + 2 * shard.nbytes + 6 * hidden.nbytes
+    return found
+
+
+@torch.no_grad()
+def medusa_heads(rows) -> MedusaHeads:
+    """Two heads with a block each, whose projections are `rows` of the same matrices everywhere."""
+    heads = MedusaHeads(H, rows(here(BIAS)).shape[0], 2, dtype=torch.float64)
+    for k in range(2):
+        heads.projection(k).copy_(rows(here(random(V, H, seed=30 + k))))
+        for name, x in heads.blocks(k).named_parameters():
+            x.copy_(random(*x.shape, seed=32 + k + len(name)) / 4)
+    return heads
+
+
+def several_heads(rows, **options) -> dict[str, Tensor]:
+    """Medusa's loss, of a base head that is shared with no one."""
+    heads, hidden = medusa_heads(rows), here(random(B, T, H)).requires_grad_()
+    weight = rows(here(random(V, H))).requires_grad_()
+    loss = MedusaLoss(logits_budget=SMALL, z_loss=0.1, **options)
+    out = loss(hidden, heads, targets(), base_weight=weight, base_bias=rows(here(BIAS)))
+    (1.7 * out.loss).backward()
+    found = {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": weight.grad} | out.metrics
+    found |= {f"d_{name}": x.grad for name, x in heads.named_parameters()}
+    return found
+
+
+def several_depths(rows, **options) -> dict[str, Tensor]:
+    """Two hidden states under one head."""
+    hidden = here(random(2, B, T, H)).requires_grad_()
+    weight = rows(here(random(V, H))).requires_grad_()
+    loss = MultiTokenLoss(logits_budget=LARGE, label_smoothing=0.1, **options)
+    out = loss(list(hidden), weight, targets(), bias=rows(here(BIAS)))
+    (1.7 * out.loss).backward()
+    d_weight = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+    return {"loss": out.loss.detach(), "d_hidden": hidden.grad, "d_weight": d_weight} | out.metrics
 
 
 # Losses that add to a shard's main gradient.
@@ -268,7 +376,7 @@ class Own(LogitsLoss):
 @pytest.fixture(scope="module", params=list(SIZES), ids=lambda ranks: f"{ranks} ranks")
 def ranks(request):
     """What each rank found."""
-    return in_processes(request.param, everything)
+    return on_devices(request.param, everything)
 
 
 def test_a_main_gradient_of_each_shard(ranks):
@@ -298,6 +406,23 @@ def assert_equal(found: list[dict[str, Tensor]], truth: dict[str, Tensor], toler
 def test_equals_one_process(ranks, name, loss, options, trained):
     truth = run(loss, options, {"hidden": random(B, T, H), "weight": random(V, H), "bias": BIAS}, trained)
     assert_equal([rank[name] for rank in ranks], truth, 1e-10)
+
+
+def test_several_heads(ranks):
+    """Each rank has its rows of every projection; the blocks in front of them are replicas."""
+    for name, run_whole in (("heads", several_heads), ("depths", several_depths)):
+        truth = run_whole(lambda x: x.clone())
+        projections = [key for key in truth if key.startswith("d_medusa_head") and truth[key].shape[0] == V]
+        assert len(projections) == (2 if name == "heads" else 0)
+        found = [rank[name] for rank in ranks]
+        for key in projections:
+            ours = torch.cat([rank.pop(key) for rank in found])
+            torch.testing.assert_close(ours, truth.pop(key), rtol=1e-9, atol=1e-11)
+        assert_equal(found, truth, 1e-10)
+    found = [rank["depths of a DTensor"] for rank in ranks]
+    truth = several_depths(lambda x: x.clone() if x.dim() > 1 else None)
+    for rank in found:
+        torch.testing.assert_close(rank, truth, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -353,15 +478,39 @@ def test_a_target_in_a_shard_without_a_share(ranks):
     assert all(torch.allclose(rank["no share"]["d_hidden"].double(), x.grad, rtol=1e-5) for rank in ranks)
 
 
+def test_shards_that_change_between_calls(ranks):
+    """Their sizes are read in every call, but with what is read anyway."""
+    for name, rows in (("before", V - 5), ("after", V)):
+        weight = torch.cat([rank[f"resized {name}"]["shard"] for rank in ranks])
+        assert weight.shape[0] == rows
+        hidden = random(B, T, H).requires_grad_()
+        loss = CrossEntropyLoss()(hidden, weight, targets() % (V - 5)).loss
+        (d_hidden,) = torch.autograd.grad(loss, hidden)
+        for rank in ranks:
+            found = rank[f"resized {name}"]
+            torch.testing.assert_close(found["loss"], loss.detach())
+            torch.testing.assert_close(found["d_hidden"], d_hidden)
+            assert found["reads"] == 1
+
+
+def test_divergences_stay_within_the_budget(ranks):
+    for rank in ranks:
+        on_cpu = torch.cuda.device_count() < 2
+        assert len(rank["peaks"]) == (len(NAMES) if len(ranks) == 2 and on_cpu else 0)
+        for name, (peak, limit) in rank["peaks"].items():
+            assert 0.4 * 2**18 < peak <= limit, name
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     {
         "own": "tp_group: expected None for Own",
-        "heads": "tp_group: expected None for several heads",
         "name": "tp_group: expected a dimension of weight's device mesh",
         "teacher": "teacher_weight: expected",
         "class_weights": "class_weights: expected shape",
-        "target": r"targets: expected ids in \[0, 47\)",
+        "target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on ranks 0, 1",
+        "one target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on rank 1; fix",
+        "one target, all rows": r"targets: expected ids in \[0, 47\)",
     }.items(),
 )
 def test_bad_input(ranks, what, message):

@@ -55,6 +55,18 @@ MUTANTS = [
         "engine/function.py",
         TEST_ACCUMULATION,
         ("upstream unchecked", "_expect_one", "expect(upstream.item() == 1", "expect(True"),
+        (
+            "upstream of what was added unchecked",
+            "_backward_added",
+            "_expect_one(upstream[0], on_host=ctx.run.signature.loss.compact)",
+            "pass",
+        ),
+        (
+            "added in both passes",
+            "_backward_added",
+            "return _by_slot(",
+            "ctx.run.main.add_(1.0)\n    return _by_slot(",
+        ),
         ("upstream not asserted", "_expect_one", "upstream == 1, f", "upstream == upstream, f"),
         prefix="main gradient: ",
     ),
@@ -62,6 +74,13 @@ MUTANTS = [
         OPERATORS,
         TEST_ACCUMULATION,
         ("d_bias unscaled", "accumulate", "finish(d_bias, solved", "finish(d_bias, 2 * solved"),
+        prefix="main gradient: ",
+    ),
+    *of_file(
+        "engine/main_gradient.py",
+        TEST_ACCUMULATION,
+        ("added under a checkpoint", "check_now", "expect(not hooks", "expect(True"),
+        ("added without autograd", "check_now", "expect(torch.is_grad_enabled()", "expect(True"),
         prefix="main gradient: ",
     ),
     *of_file(

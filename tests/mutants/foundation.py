@@ -202,8 +202,8 @@ MUTANTS = [
         (
             "normalizer applied twice",
             "solve",
-            "objective.reports) * deferred",
-            "objective.reports) * deferred * factors.loss[call.loss.unit]",
+            "total * deferred",
+            "total * deferred * factors.loss[call.loss.unit]",
         ),
     ),
     *of_file(
@@ -395,8 +395,8 @@ MUTANTS = [
         (
             "deferred factor left out of the loss",
             "solve",
-            "objective.reports) * deferred",
-            "objective.reports)",
+            "total * deferred",
+            "total",
         ),
     ),
     *of_file(

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import of_file
 
 TEST_CONTEXT_PARALLEL = "tests/losses/test_context_parallel.py"
+TEST_AGREEMENT = "tests/parallel/test_agreement.py"
 TEST_FSDP = "tests/losses/test_fsdp.py"
 TEST_SHARD = "tests/losses/test_shard.py"
 SEQUENCES = "parallel/sequences.py"
@@ -65,7 +66,10 @@ MUTANTS = [
             "self._sequences.sum(self._own_lengths)",
             "self._own_lengths",
         ),
-        ("positions in a slice", "Batch.positions", "_own_positions + self", "_own_positions + 0 * self"),
+        ("positions in a slice", "Batch.positions", "if self._sequences.sliced", "if False"),
+        ("twice the same position", "Batch._positions_in_slices", "not twice.any().item()", "True"),
+        ("a quantile's share of a slice", "Batch.total", "self._sequences.sum(x)", "x"),
+        ("a quantile of a slice", "Batch.everyones", "self._sequences.everyones(x)", "x"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -77,7 +81,7 @@ MUTANTS = [
             "GroupShared.apply(x, self.group) if x.requires_grad else x",
             "x",
         ),
-        ("positions count this rank's too", "SlicedSequences.before", "rank()", "rank() + 1"),
+        ("padding among everybody's tokens", "SlicedSequences.everyones", "part[:size]", "part"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -98,10 +102,100 @@ MUTANTS = [
         (
             "packed slices of few tokens",
             "ReferencedLoss.is_per_token",
-            "per_token = not self.sequences.sum(others).item()",
+            "per_token = self.sequences.everywhere(per_token, targets.device)",
             "pass",
         ),
         ("mean logits of a slice", "mean_logits_over_positions", "sums = loss.sequences.sum(sums)", "pass"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "engine/rows.py",
+        TEST_SHARD,
+        (
+            "a fault told to nobody",
+            "_Meeting.told",
+            "self.peers.table(numbers[1:])",
+            "self.peers.table(numbers[1:] * 0)",
+        ),
+        (
+            "a fault of no rank's name",
+            "_Meeting.settle",
+            "zip(table[::width], table[i::width])",
+            "zip(table[i::width], table[i::width])",
+        ),
+        (
+            "an asserted fault of this rank alone",
+            "select_rows",
+            "fault._replace(count=count)",
+            "fault",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "parallel/agreement.py",
+        TEST_AGREEMENT,
+        ("disagreement passes", "expect_alike", "expect(alike", "expect(True"),
+        ("the same parts pass", "expect_different", "expect(fresh", "expect(True"),
+        ("no patience", "exchanged", "timedelta(seconds=PATIENCE)", "timedelta(seconds=300)"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/agreement.py",
+        TEST_AGREEMENT,
+        ("rows out of order pass", "_expect_in_order", "expect(fits", "expect(True"),
+        ("missing rows pass", "_expect_in_order", "expect(rows <= {start}", "expect(True"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/multi_head.py",
+        TEST_SHARD,
+        (
+            "several heads with the groups' names",
+            "MultiHeadLoss.solve_parts",
+            "loss = self.resolved(parts[0].weight)",
+            "loss = self",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/policy.py",
+        TEST_CONTEXT_PARALLEL,
+        ("lengths of a policy's slice", "Layout.lengths", "self._slices.sum(lengths)", "lengths"),
+        (
+            "packed advantages of few tokens",
+            "Layout.is_per_sequence",
+            "self._slices.everywhere(flat, x.device)",
+            "flat",
+        ),
+        ("shifted slices", "PolicyLoss.__call__", "self.refuse_shift()", "pass"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/grpo.py",
+        TEST_CONTEXT_PARALLEL,
+        (
+            "values of tokens where sequences count",
+            "GRPOLoss.with_bonus",
+            'self.cp_group is not None and self.scope != "token"',
+            "False",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "engine/objective.py",
+        TEST_CONTEXT_PARALLEL,
+        ("slices of tokens not summed", "settled", "if sequences.sliced", "if False"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        TEST_CONTEXT_PARALLEL,
+        (
+            "ranks meet in every chunk",
+            "TokenObjective.evaluate",
+            'WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences',
+            "call.sequences",
+        ),
         prefix="parallel: ",
     ),
     *of_file(
@@ -190,9 +284,9 @@ MUTANTS = [
         prefix="shard: ",
     ),
     *of_file(
-        "engine/packing.py",
+        "engine/call.py",
         TEST_SHARD,
-        ("chunks of another size", "unpack", "max(vocabulary.sizes)", "rows"),
+        ("chunks of another size", "Call.with_shards", "max(sizes)", "vocabulary.width"),
         prefix="shard: ",
     ),
 ]

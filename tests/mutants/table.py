@@ -14,6 +14,7 @@ FORMER = 254
 # Name -> "replaced by " and the names of others, separated by "; ", or "dropped because " and the reason.
 CHANGED: dict[str, str] = {
     "multi-token: upstream gradient dropped": "replaced by upstream gradient skipped",
+    "parallel: positions count this rank's too": "replaced by parallel: twice the same position",
 }
 
 

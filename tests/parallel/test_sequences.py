@@ -12,7 +12,8 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, Whole
 def test_whole_sequences_change_nothing():
     x = torch.randn(4, requires_grad=True)
     assert WHOLE_SEQUENCES.sum(x) is x and WHOLE_SEQUENCES.shared(x) is x
-    assert WHOLE_SEQUENCES.before(x) is None
+    assert not WHOLE_SEQUENCES.sliced and WHOLE_SEQUENCES.everyones(x) is x
+    assert [WHOLE_SEQUENCES.everywhere(known, x.device) for known in (True, False)] == [True, False]
     for unit in ("tokens", "sequences", "pairs", "chosen_tokens", None, torch.ones(4)):
         assert WHOLE_SEQUENCES.sum_unless_whole(x, unit) is x
 

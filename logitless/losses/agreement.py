@@ -1,0 +1,92 @@
+"""What ranks that share a call must agree on: compared where LOGITLESS_DEBUG=1 is set."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from logitless.engine.budget import default_budget
+from logitless.errors import expect
+from logitless.parallel.agreement import exchanged, expect_alike, expect_different
+
+GROUPS = ("tp_group", "cp_group")
+
+
+def check_agreement(loss, tensors: dict[str, Tensor | None], given: Iterable[str]) -> None:
+    """Raise on every rank unless those that share a call agree on it, and hold different parts.
+
+    Args:
+        loss: with its groups as process groups.
+        tensors: hidden, weight, targets and bias, as a call takes them.
+        given: names of what else it is given.
+    """
+    hidden, weight = tensors["hidden"], tensors["weight"]
+    facts = {"loss": type(loss).__name__, "inputs": sorted(given), "autograd": torch.is_grad_enabled()}
+    facts |= {
+        field.name: repr(getattr(loss, field.name)) for field in fields(loss) if field.name not in GROUPS
+    }
+    facts["logits_budget"] = loss.logits_budget or default_budget(hidden.device)
+    facts["autocast"] = torch.is_autocast_enabled(hidden.device.type)
+    for name, x in tensors.items():
+        kind = None if x is None else [str(x.dtype), isinstance(x, Tensor) and x.requires_grad]
+        facts[name] = kind
+    facts["hidden's last dimension"] = hidden.shape[-1]
+    if loss.tp_group is not None:
+        whole = {"targets' shape": list(tensors["targets"].shape), "targets' sum": _sum(tensors["targets"])}
+        found = exchanged("tp_group", loss.tp_group, facts | whole | {"own": _shard(weight)})
+        own = {rank: other.pop("own") for rank, other in found.items()}
+        expect_alike("tp_group", found)
+        remedy = "pass this rank's rows of the head"
+        expect_different(
+            "tp_group", "weight", {rank: shard["numbers"] for rank, shard in own.items()}, remedy
+        )
+        _expect_in_order(own)
+    if loss.cp_group is not None:
+        # Sequences are whole; of what comes per token, each rank has its own.
+        sequences = {"sequences": hidden.shape[0]} if hidden.dim() > 2 else {}
+        found = exchanged("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
+        own = {rank: other.pop("own") for rank, other in found.items()}
+        expect_alike("cp_group", found)
+        expect_different("cp_group", "hidden", own, "pass this rank's slice of the sequences")
+
+
+def _sum(x: Tensor) -> int:
+    """Of integers, each weighed by its place."""
+    places = torch.arange(1, x.numel() + 1, device=x.device)
+    return int((x.detach().reshape(-1).long() * places).sum())
+
+
+def _numbers(x: Tensor) -> list[float] | None:
+    """Shape and sum, which tell other numbers; None where all are the same, as at an initialization."""
+    if not x.numel() or bool((x == x.reshape(-1)[0]).all()):
+        return None
+    return [*x.shape, float(x.detach().double().sum()), float(x.detach().double().square().sum())]
+
+
+def _shard(weight: Tensor) -> dict:
+    """A rank's rows; of a DTensor on one mesh dimension, where they begin and how many there are in all."""
+    local = weight.frozen if hasattr(weight, "frozen") else weight
+    if not hasattr(local, "to_local"):
+        return {"numbers": _numbers(local), "rows": local.shape[0]}
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mine, start = local.to_local(), None
+    if local.device_mesh.ndim == 1:
+        _, (start, *_) = compute_local_shape_and_global_offset(
+            local.shape, local.device_mesh, local.placements
+        )
+    return {"numbers": _numbers(mine), "rows": mine.shape[0], "start": start, "all": local.shape[0]}
+
+
+def _expect_in_order(shards: dict[int, dict]) -> None:
+    """Every DTensor's rows are where the ranks before it end, and all rows are there."""
+    start = 0
+    for rank, shard in shards.items():
+        fits = shard.get("start") is None or shard["start"] == start
+        expected, remedy = f"rows from {start} on, on rank {rank}", "shard the head in the group's order"
+        expect(fits, "weight", expected, f"rows from {shard.get('start')} on", remedy)
+        start += shard["rows"]
+    rows = {shard["all"] for shard in shards.values() if shard.get("start") is not None}
+    expected = f"{sorted(rows)} rows on all ranks of tp_group together"
+    expect(rows <= {start}, "weight", expected, start, "name the group of the head's own mesh")

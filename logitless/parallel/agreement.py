@@ -1,0 +1,71 @@
+"""What LOGITLESS_DEBUG=1 compares among the ranks of a group, before their first collective of a call.
+
+It goes through the store that the process group was started with, with a time limit of its own: a rank that
+is elsewhere is named, where a collective would wait for it.
+"""
+
+import itertools
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from logitless.errors import expect
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Seconds within which every rank must come to the same call.
+PATIENCE = 30.0
+REMEDY = "every rank must make the same calls (compared because of LOGITLESS_DEBUG=1)"
+# Numbers of calls by the ranks of a group.
+_CALLS: defaultdict[str, itertools.count] = defaultdict(itertools.count)
+
+
+def debugging() -> bool:
+    """Whether LOGITLESS_DEBUG=1 is set."""
+    return os.environ.get("LOGITLESS_DEBUG") == "1"
+
+
+def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
+    """What each rank of a group knows of its next call, by rank; ValueError if one does not come to it."""
+    store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+    place = f"logitless/{','.join(map(str, members))}"
+    number, rank = next(_CALLS[place]), dist.get_rank()
+    store.set(f"{place}/{number}/{rank}", json.dumps(facts))
+    found = {}
+    for member in members:
+        key = f"{place}/{number}/{member}"
+        try:
+            store.wait([key], timedelta(seconds=PATIENCE))
+        except RuntimeError:
+            expected = f"call number {number + 1} from all ranks {members} of {name}"
+            expect(False, name, expected, f"none from rank {member} within {PATIENCE:.0f} s", REMEDY)
+        found[member] = json.loads(store.get(key))
+    if number > 1:  # whoever made call n has read call n - 2
+        store.delete_key(f"{place}/{number - 2}/{rank}")
+    return found
+
+
+def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
+    """Raise unless all ranks know the same."""
+    first = next(iter(found.values()))
+    for fact in dict.fromkeys(itertools.chain(*found.values())):
+        values = {rank: facts.get(fact) for rank, facts in found.items()}
+        alike = all(value == first.get(fact) for value in values.values())
+        got = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+        expect(alike, fact, f"the same on all ranks of {name}", got, REMEDY)
+
+
+def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
+    """Raise if two ranks have the same part of something, None for one that says nothing."""
+    known: dict = {}
+    for rank, part in parts.items():
+        got = f"the same numbers on ranks {known.get(str(part))} and {rank}"
+        fresh = part is None or str(part) not in known
+        expect(fresh, fact, f"another part on every rank of {name}", got, remedy)
+        known[str(part)] = rank
