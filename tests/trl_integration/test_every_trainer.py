@@ -86,6 +86,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     undo()
     methods = {"training_step", "prediction_step", "compute_loss", "chunked_loss", "last_plan"}
     assert not methods & (vars(trainer).keys() - before.keys())
+    assert not any("_logitless_states" in vars(module) for module in trainer.model.modules())
     logits = trainer.model(input_ids=torch.ones(1, 3, dtype=torch.int64)).logits
     assert isinstance(logits, torch.Tensor)
 
