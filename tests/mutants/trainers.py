@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     *of_file(
         "trl_integration/preference.py",
-        f"{PREFERENCE}::test_orpo {PREFERENCE}::test_cpo",
+        f"{PREFERENCE}::test_orpo {PREFERENCE}::test_cpo {PREFERENCE}::test_orpo_with_a_router_loss",
         (
             "ORPO's NLL without prompts",
             "pairs_forward",
