@@ -16,7 +16,7 @@ ADAPTER = "trl_integration/adapter.py"
 MUTANTS = [
     *of_file(
         ADAPTER,
-        EVERY + " -k noticed",
+        f"{EVERY}::test_a_loss_that_is_computed_elsewhere_is_noticed[ORPO]",
         ("an unused loss passes", "ChunkedLoss._end", '[] if computed else ["the chunked loss"]', "[]"),
         ("an unused seam passes", "ChunkedLoss._end", "place not in self.used", "place in self.used"),
         ("steps are never checked", "ChunkedLoss._train", 'self._end("train", loss, self.trained)', "pass"),
@@ -24,9 +24,14 @@ MUTANTS = [
     ),
     *of_file(
         ADAPTER,
-        f"{EVERY} -k flag_off",
+        f"{EVERY}::test_flag_off_and_apply_to[ORPO] {EVERY}::test_under_lora[SFT]",
         ("no line in the log", "ChunkedLoss._end", "logger.info(self.describe())", "pass"),
-        ("frozen heads cost as much", "ChunkedLoss.describe", "PRODUCTS[plan.strategy] -", "0 *"),
+        (
+            "frozen heads cost as much",
+            "ChunkedLoss.describe",
+            "PRODUCTS[plan.strategy] -",
+            "PRODUCTS[plan.strategy] - 0 *",
+        ),
         ("methods stay exchanged", "enable", "undo.callback(trainer.__dict__.pop, name, None)", "pass"),
         ("heads stay", "enable", "undo.callback(detach)", "pass"),
         prefix="trainers: ",
@@ -51,7 +56,7 @@ MUTANTS = [
     ),
     *of_file(
         ADAPTER,
-        f"{BESIDE} -k predictions",
+        f"{BESIDE}::test_evaluation_and_predictions[GKD]",
         ("predictions without logits", "ChunkedLoss._evaluate", "self.adapter.predicts and logits", "False"),
         prefix="trainers: ",
     ),
@@ -85,7 +90,7 @@ MUTANTS = [
     ),
     *of_file(
         "trl_integration/preference.py",
-        f"{PREFERENCE}::test_orpo {PREFERENCE}::test_cpo",
+        f"{PREFERENCE}::test_orpo {PREFERENCE}::test_cpo {PREFERENCE}::test_orpo_with_a_router_loss",
         (
             "ORPO's NLL without prompts",
             "pairs_forward",

@@ -229,6 +229,16 @@ def test_orpo(tmp_path, family):
     assert_same(*side_by_side(tmp_path, "ORPO", preference_dataset(), family=family, max_length=48, beta=0.5))
 
 
+def test_orpo_with_a_router_loss(tmp_path):
+    def routed(model):
+        model.config.output_router_logits = True
+        return model
+
+    runs = side_by_side(tmp_path, "ORPO", preference_dataset(), family="mixtral", wrap=routed, max_length=48)
+    assert runs[1].trainer.aux_loss_enabled
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
