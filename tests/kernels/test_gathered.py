@@ -74,13 +74,16 @@ def test_layouts():
     wide_h, wide_w = torch.cat((hidden, hidden), 1)[:, :8], torch.cat((weight, weight), 1)[:, 8:]
     out = torch.empty(9, 4, device=DEVICE)
     truth = gathered.gathered_logits(hidden, weight, ids, out).clone()
-    assert torch.equal(gathered.gathered_logits(wide_h, wide_w, strided(ids), out), truth)
+    found = gathered.gathered_logits(wide_h, wide_w, strided(ids), out)
+    # Other alignments are summed in another order on a GPU.
+    assert_close(found, truth.double(), 1e-6, name="logits")
     truth = gathered.weighted_rows(weight, ids, g)
-    assert torch.equal(gathered.weighted_rows(wide_w, strided(ids), strided(g)), truth)
+    found = gathered.weighted_rows(wide_w, strided(ids), strided(g))
+    assert_close(found, truth.double(), 1e-6, name="rows")
     plain, other = torch.empty(20, 8, device=DEVICE), torch.empty(20, 16, device=DEVICE)[:, 3:11]
     gathered.add_rows(plain, ids, g, hidden, first=True)
     gathered.add_rows(other, strided(ids), strided(g), wide_h, first=True)
-    assert torch.equal(plain, other)
+    assert_close(other, plain.double(), 1e-6, name="d_weight")
 
 
 def test_without_rows():
