@@ -67,16 +67,19 @@ def triton_folder(version: str) -> Path | None:
     pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
 
 
+def usual_share(version: str, target: tuple[str, str], *, everything: bool) -> Share:
+    turn = TARGETS.index(target) + TRITONS.index(version)
+    return Share(0, 1) if everything else Share(turn % len(TARGETS), len(TARGETS))
+
+
 def check_compilation(
-    module: str, count: int, version: str, target: tuple[str, str], cache: Path, *, everything: bool
+    module: str, count: int, version: str, target: tuple[str, str], cache: Path, share: Share
 ) -> None:
-    """Run `module` for one target under one Triton, in a process of its own, on its share of `count`
+    """Run `module` for one target under one Triton, in a process of its own, on a share of `count`
     variants."""
     folder = triton_folder(version)
     if folder is None and version != TRITONS[0]:
         pytest.skip("only the installed Triton is at hand")
-    turn = TARGETS.index(target) + TRITONS.index(version)
-    share = Share(0, 1) if everything else Share(turn % len(TARGETS), len(TARGETS))
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)

@@ -10,8 +10,9 @@ import torch
 
 from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs, linear_topk
 from tests.cases import DTYPES, operands
+from tests.kernels.compile_fused_projection import variants as fused_variants
 from tests.kernels.compile_kernels import INT64, combination, combinations
-from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, check_compilation
+from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, Share, check_compilation, usual_share
 
 
 @pytest.mark.offline
@@ -24,7 +25,19 @@ from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, check_compilati
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, target, tmp_path, everything):
     module, count = "tests.kernels.compile_kernels", len(combinations())
-    check_compilation(module, count, version, target, tmp_path, everything=everything)
+    share = usual_share(version, target, everything=everything)
+    check_compilation(module, count, version, target, tmp_path, share)
+
+
+@pytest.mark.offline
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
+@pytest.mark.parametrize("version", TRITONS)
+def test_products_with_an_epilogue_compile(version, tmp_path, everything):
+    """For Hopper, where alone they run; some take ten seconds each."""
+    module, count = "tests.kernels.compile_fused_projection", len(fused_variants())
+    share = Share(0, 1) if everything else Share(5 * TRITONS.index(version), 12)
+    check_compilation(module, count, version, ("cuda", "90"), tmp_path, share)
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.kernels.compile_layer_kernels import variants
-from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, check_compilation
+from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, check_compilation, usual_share
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
 
@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, target, tmp_path, everything):
     module, count = "tests.kernels.compile_layer_kernels", len(variants())
-    check_compilation(module, count, version, target, tmp_path, everything=everything)
+    share = usual_share(version, target, everything=everything)
+    check_compilation(module, count, version, target, tmp_path, share)
 
 
 def test_nothing_depends_on_the_batch():

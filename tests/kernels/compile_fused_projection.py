@@ -1,0 +1,76 @@
+"""Every specialization of the products with an epilogue, and a script that compiles them for Hopper.
+
+python -m tests.kernels.compile_fused_projection cuda 90 0 1        # all, from the first on
+"""
+
+import itertools
+import sys
+from typing import NamedTuple
+
+from tests.kernels.compile_kernels import heads
+from tests.kernels.offline import Share, Source, compile_sources
+
+PROGRAMS = 132  # multiprocessors of an H200
+
+
+class Variant(NamedTuple):
+    kernel: str
+    flags: tuple[tuple[str, bool], ...]
+
+
+def variants() -> list[Variant]:
+    """What the launchers can ask for."""
+    found = []
+    for head in heads():
+        for (extra, total), write in itertools.product(
+            ((False, False), (True, False), (True, True)), (False, True)
+        ):
+            flags = head | {"EXTRA": extra, "SUM": total, "WRITE": write}
+            found += [Variant(name, tuple(flags.items())) for name in ("read_kernel", "read_again_kernel")]
+            if not head["HAS_BIAS"]:
+                del flags["HAS_BIAS"]
+                found.append(Variant("finish_kernel", tuple(flags.items())))
+        for extra, weights in ((False, False), (True, False), (True, True)):
+            flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
+            found.append(Variant("gradient_kernel", tuple(flags.items())))
+        found.append(Variant("shift_kernel", tuple(head.items())))
+    return [*found, Variant("again_kernel", ())]
+
+
+def source(variant: Variant) -> Source:
+    from logitless.kernels import fused_gradient_triton, fused_projection_triton, row_partials_triton
+    from logitless.kernels.product_tiles_triton import BLOCK_K, BLOCK_M, BLOCK_N, TILE, WARPS
+
+    modules = fused_projection_triton, fused_gradient_triton, row_partials_triton
+    kernel = next(getattr(module, variant.kernel) for module in modules if hasattr(module, variant.kernel))
+    product = "x" in kernel.arg_names
+    constants = dict(variant.flags)
+    if product:
+        constants |= TILE | {"PROGRAMS": PROGRAMS}
+    constants |= {"SPECIALIZE": True} if "SPECIALIZE" in kernel.arg_names else {}
+    constants |= {"BLOCK": fused_projection_triton.BLOCK_H} if variant.kernel == "shift_kernel" else {}
+    if variant.kernel in ("again_kernel", "finish_kernel"):
+        constants |= {"ROWS": fused_projection_triton.ROWS, "TILES": fused_projection_triton.TILES}
+        constants |= {"BN": BLOCK_N} if variant.kernel == "finish_kernel" else {}
+    tiles = {"x": (BLOCK_M, BLOCK_K), "w": (BLOCK_N, BLOCK_K), "grad": (BLOCK_M, BLOCK_N // 2)}
+
+    def type_of(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in tiles:
+            return "tensordesc<bf16[{},{}]>".format(*tiles[name])
+        if name in ("x_ptr", "w_ptr", "grad_ptr"):
+            return "*bf16"
+        if name.endswith("_ptr"):
+            return {"targets_ptr": "*i64", "again_ptr": "*i32"}.get(name, "*fp32")
+        return "fp32" if name in ("gain", "squash", "cap") else "i32"
+
+    signature = {name: type_of(name) for name in kernel.arg_names}
+    assert set(constants) <= set(signature), variant
+    return Source(kernel, signature, constants, {}, WARPS if product else 4)
+
+
+if __name__ == "__main__":
+    backend, architecture, first, step = sys.argv[1:]
+    wanted = Share(int(first), int(step)).of(variants())
+    compile_sources([source(variant) for variant in wanted], backend, architecture)
