@@ -200,3 +200,27 @@ def test_a_compiled_model_is_said_to_run_its_own(tmp_path, monkeypatch):
     assert (
         str(trainer.fused_layers) == f"fused in model: {COUNTS} (torch.compile takes the model's own layers)"
     )
+
+
+@pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
+def test_models_that_accelerate_has_prepared(folder, runs, loss):  # noqa: F811
+    """For bf16, with a forward pass of its own on each: the reference always is, the policy once it has been
+    trained."""
+    trainer = step("DPO", folder, bf16=True).trainer
+    models, batch = (trainer.model, trainer.ref_model), next(iter(trainer.get_train_dataloader()))
+    forwards = [vars(model)["forward"] for model in models]
+
+    def numbers():
+        value = trainer.compute_loss(trainer.model, dict(batch))
+        return value, torch.autograd.grad(value, list(trainer.model.parameters()))
+
+    stock_value, stock_gradients = numbers()
+    undo = apply_to(trainer, use_chunked_loss=loss, use_fused_layers=True)
+    value, gradients = numbers()
+    torch.testing.assert_close(value, stock_value, rtol=1e-2, atol=0)
+    for theirs, mine in zip(stock_gradients, gradients, strict=True):
+        assert (mine - theirs).norm() <= 0.03 * theirs.norm() + 1e-6
+    assert all(runs & set(model.modules()) for model in models)
+    undo()
+    assert [vars(model)["forward"] for model in models] == forwards
+    assert torch.equal(numbers()[0], stock_value) and not any(map(fused, models))
