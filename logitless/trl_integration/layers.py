@@ -70,11 +70,8 @@ def switch_on(
 
 
 def _fuse(trainer: Any, undo: ExitStack) -> None:
-    expected, remedy = (
-        "False with use_fused_layers=True",
-        "both replace the same layers: leave one of them out",
-    )
-    expect(not trainer.args.use_liger_kernel, "use_liger_kernel", expected, True, remedy)
+    liger, remedy = trainer.args.use_liger_kernel, "both replace the same layers: leave one of them out"
+    expect(not liger, "use_liger_kernel", "False with use_fused_layers=True", liger, remedy)
     models: dict[nn.Module, str] = {}
     for name in MODELS:
         if isinstance(model := getattr(trainer, name, None), nn.Module):

@@ -22,7 +22,7 @@ MUTANTS = [
         ("layers stay fused", "_fuse", "undo.callback(fused)", "pass"),
         ("the line stays", "_fuse", "undo.callback(trainer.remove_callback, line)", "pass"),
         ("a fused model is refused", "_fuse", "withdraw(module, KEY)", "pass"),
-        ("beside Liger's layers", "_fuse", "not trainer.args.use_liger_kernel", "True"),
+        ("beside Liger's layers", "_fuse", "not liger", "True"),
         ("the loss stays on", "switch_on", "undo.callback(enable(", "(enable("),
         ("two lines", "FirstStep.on_step_end", ' and "chunked_loss" not in vars(self.trainer)', ""),
         prefix="fused flag: ",
