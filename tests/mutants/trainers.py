@@ -104,7 +104,7 @@ MUTANTS = [
     *of_file(
         "trl_integration/apply.py",
         f"{EXISTING}::test_what_apply_to_does_not_take {EXISTING}::{BY_NAME}",
-        ("apply_to twice", "apply_to", '"chunked_loss" not in trainer.__dict__', "True"),
+        ("apply_to twice", "apply_to", "not (wanted and name in trainer.__dict__)", "True"),
         ("smoothing in a plain trainer", "no_smoothing", "not found", "True"),
         ("any TRL trainer is covered", "adapter_of", "name in ADAPTERS", "True"),
         prefix="trainers: ",

@@ -59,7 +59,7 @@ def runs(monkeypatch) -> set:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):  # noqa: F811
+def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):  # noqa: F811
     """The gradient of each parameter is the stock trainer's."""
     theirs = step(kind, folder)
     assert not runs and not any(map(fused, models_of(theirs.trainer).values()))
@@ -81,7 +81,7 @@ def test_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):  # no
     assert " products; " in line and line.endswith(f"; {said}") and len(lines()) == 2
 
 
-def test_off_is_untouched(folder, runs):  # noqa: F811
+def test_sft_fused_layers_off(folder, runs):  # noqa: F811
     pair = {"config": ours.SFTConfig, "trainer": ours.SFTTrainer}
     theirs, off = step("SFT", folder), step("SFT", folder, **pair, **BOTH)
     assert not runs and not fused(off.trainer.model) and "fused_layers" not in vars(off.trainer)
@@ -91,15 +91,15 @@ def test_off_is_untouched(folder, runs):  # noqa: F811
         assert torch.equal(off.gradients[0][name], grad)
 
 
-@pytest.mark.parametrize("flags", [{}, BOTH], ids=["layers", "both"])
-def test_under_lora(folder, runs, flags):  # noqa: F811
+@pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
+def test_sft_fused_layers_under_lora(folder, runs, loss):  # noqa: F811
     """Checkpointed, with norms that PEFT trains whole: which run as a copy that `modules_to_save` wraps."""
 
     def wrap(model):
         return adapted(model, modules_to_save=["norm"])
 
     given = {"wrap": wrap, "gradient_checkpointing": True}
-    theirs, mine = step("SFT", folder, **given), flagged("SFT", folder, **given, **flags)
+    theirs, mine = step("SFT", folder, **given), flagged("SFT", folder, **given, **(BOTH if loss else {}))
     assert_same_gradients(theirs, mine, rtol=1e-3)
     trained = mine.trainer.model.get_base_model().model.norm.modules_to_save["default"]
     assert trained in runs and any("modules_to_save" in name for name in mine.gradients[0])
