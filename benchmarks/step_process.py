@@ -21,7 +21,6 @@ from benchmarks.measure import synchronize
 from benchmarks.peers import one_line
 from benchmarks.steps import Configuration, Model, Settings
 from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
-from logitless.models import fuse_layers
 
 
 def main() -> None:
@@ -102,13 +101,10 @@ def construct(
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    if configuration.loss:
-        options["use_chunked_loss"] = True
-    pair = (
-        (our_trainers.SFTConfig, our_trainers.SFTTrainer)
-        if configuration.loss
-        else (trl.SFTConfig, trl.SFTTrainer)
-    )
+    flags = {"use_chunked_loss": configuration.loss, "use_fused_layers": configuration.layers == "ours"}
+    options |= {name: True for name, on in flags.items() if on}
+    ours = our_trainers.SFTConfig, our_trainers.SFTTrainer
+    pair = ours if any(flags.values()) else (trl.SFTConfig, trl.SFTTrainer)
     random = torch.Generator().manual_seed(settings.seed)
     count = model.sequences * (settings.logged + settings.timed)
     ids = torch.randint(2, model.sizes["vocab_size"], (count, model.tokens), generator=random)
@@ -122,7 +118,7 @@ def construct(
         processing_class=tokenizer(),
     )
     if configuration.layers == "ours":
-        print(fuse_layers(trainer.model).report)
+        print(trainer.fused_layers.reports["model"])
     if configuration.layers == "compiled":
         for layer in trainer.model.model.layers:
             layer.compile()

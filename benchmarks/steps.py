@@ -73,7 +73,7 @@ QUICK = {"tiny Qwen3": Model("Qwen3Config", SMALL, 2, 32)}
 @dataclass(frozen=True)
 class Configuration:
     loss: bool = False  # use_chunked_loss
-    layers: str | None = None  # "liger", "compiled" or "ours"
+    layers: str | None = None  # "liger", "compiled" or "ours", which is use_fused_layers
 
     @property
     def package(self) -> str | None:

@@ -22,8 +22,8 @@ from tests.support import uncompiled  # noqa: E402
 # metric, whether it rises, and the strategies that its loss may run with
 EXAMPLES = {
     "sft": ("loss", False, "fused"),
-    "dpo": ("rewards/accuracies", True, "resident"),
-    "grpo": ("reward", True, "fused"),
+    "dpo": ("rewards/accuracies", True, "recompute"),
+    "grpo": ("reward", True, "recompute"),
     "distill": ("loss", False, "fused"),
 }
 

@@ -20,7 +20,7 @@ from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.parallel.agreement import debugging
-from logitless.parallel.groups import local_parameter
+from logitless.parallel.groups import PLAIN, local_parameter
 
 
 @dataclass
@@ -96,7 +96,7 @@ class MultiHeadLoss(CrossEntropyLoss):
             tensors = {"hidden": first.hidden, "weight": first.weight, "targets": targets, "bias": first.bias}
             check_agreement(loss, tensors, [part.name for part in parts])
         flat: list[tuple[Tensor, Tensor]] = []
-        local: dict[int, Tensor | None] = {}
+        local: list[tuple[Tensor | None, Tensor | None]] = []
         heads = []
         for part in parts:
             whole, remedy = (
@@ -106,10 +106,13 @@ class MultiHeadLoss(CrossEntropyLoss):
             expect(whole, "weight", "a tensor (V, H)", type(part.weight).__name__, remedy, TypeError)
             labels = ahead(targets, part.offset, self.ignore_index, cu_seqlens)
             # A head that several parts share is gathered once, and gets one gradient.
-            for name, x in (("weight", part.weight), ("bias", part.bias)):
-                if id(x) not in local:
-                    local[id(x)] = local_parameter(name, x, loss.tp_group)
-            operands = Operands(part.hidden, local[id(part.weight)], labels, local[id(part.bias)])
+            weight, bias = part.weight, part.bias
+            if loss.tp_group is not None or type(weight) not in PLAIN:
+                for name, x in (("weight", weight), ("bias", bias)):
+                    if not any(x is given for given, _ in local):
+                        local.append((x, local_parameter(name, x, loss.tp_group)))
+                weight, bias = (next(own for given, own in local if given is x) for x in (weight, bias))
+            operands = Operands(part.hidden, weight, labels, bias)
             given = prepare(loss, operands, Options(num_items), {})
             # The same hidden states are the same tensor, with one gradient, also once they are flat.
             known = [rows for hidden, rows in flat if hidden is part.hidden]

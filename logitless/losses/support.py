@@ -59,7 +59,7 @@ def vocabulary_size(loss: LinearLoss, weight: Tensor | SplitHead) -> int:
     if loss.tp_group is None:
         return weight.shape[0]
     group = loss.resolved(weight).tp_group
-    return ShardedVocabulary.of(local_parameter("weight", weight, group), group).total(0)
+    return int(ShardedVocabulary.sizes_of(local_parameter("weight", weight, group), group).sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,11 +102,13 @@ class ChunkedLoss:
 
     def note(self, plan: Plan | None) -> None:
         """A loss was computed with this plan, which is None inside a compiled graph."""
-        self.trainer.last_plan = plan
         if torch.is_grad_enabled():
             self.trained, self.plan = True, plan
         else:
             self.evaluated = True
+        # A reference model's pass, which TRL makes after the policy's, says little about the training.
+        if torch.is_grad_enabled() or not self.trained:
+            self.trainer.last_plan = plan
 
     def saving(self) -> AbstractContextManager:
         """For a call of a loss: what it saves stays on the GPU under TRL's activation offloading, as the
@@ -224,7 +226,7 @@ class ChunkedLoss:
             logger.info(self.describe())
 
     def describe(self) -> str:
-        """One line: trainer, plan, products, and whether the model was checked."""
+        """One line: trainer, plan, products, whether the model was checked, and what was fused in it."""
         head, plan = base_of(self.trainer, self.trainer.model).get_output_embeddings(), self.plan
         what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
         if plan is not None:
@@ -235,7 +237,9 @@ class ChunkedLoss:
             checked = f"model {self.patch.checked}"
         elif (deferral := state_of(head, "logits")) is not None:
             checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
-        return f"{type(self.trainer).__name__}: {what}; {checked}"
+        layers = vars(self.trainer).get("fused_layers")
+        fused = "" if layers is None else f"; {layers}"
+        return f"{type(self.trainer).__name__}: {what}; {checked}{fused}"
 
 
 def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""`apply_to`: the chunked loss in a trainer that exists already, TRL's or transformers' own."""
+"""`apply_to`: chunked loss and fused layers in a trainer that exists already, TRL's or transformers' own."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,34 +9,53 @@ import transformers
 from logitless.errors import expect
 from logitless.models import patch_model
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of, enable
+from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .adapters import ADAPTERS
+from .layers import switch_on
 from .pairs import check_budget
 
 
-def apply_to(trainer: transformers.Trainer, *, logits_budget: int | None = None) -> Callable[[], None]:
-    """Switch the chunked loss on in a trainer that exists already; returns a function that switches it off
-    again.
+def apply_to(
+    trainer: transformers.Trainer,
+    *,
+    use_chunked_loss: bool = True,
+    use_fused_layers: bool = False,
+    logits_budget: int | None = None,
+) -> Callable[[], None]:
+    """Switch the chunked loss, fused layers or both on in a trainer that exists already; returns a function
+    that switches off again what it has switched on.
 
     A trainer of TRL gets what our trainer of that name does with `use_chunked_loss=True`; any other
-    `transformers.Trainer` gets `patch_model`. Its class, and yours on top of it, stay as they are.
+    `transformers.Trainer` gets `patch_model`. Its class, and yours on top of it, stay as they are. Layers are
+    fused in the models of any trainer, by `fuse_layers`; `trainer.fused_layers.reports` says which.
 
     Args:
         trainer: TRL's (or a subclass of it), or transformers'.
+        use_chunked_loss: compute its loss without the full logits.
+        use_fused_layers: fuse the layers of its model, and of a reference or teacher that it holds.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
 
     Raises:
-        ValueError: it is no trainer, has the chunked loss already, is one of TRL's that are not covered, or
-            has options that the flag would refuse.
+        ValueError: neither is asked for; it is no trainer, has what is asked for already, is one of TRL's
+            whose loss is not covered, or has options that the flags would refuse; `fuse_layers` knows nothing
+            in a model.
     """
     expected, found = "a transformers.Trainer, TRL's among them", type(trainer).__name__
     remedy = "for a model there is patch_model(model)"
     expect(isinstance(trainer, transformers.Trainer), "trainer", expected, found, remedy)
-    expected, found = "one without the chunked loss", f"a {found} that has it"
-    expect("chunked_loss" not in trainer.__dict__, "trainer", expected, found, "leave apply_to out")
+    remedy = "ask for one of them, or leave apply_to out"
+    some = use_chunked_loss or use_fused_layers
+    expect(some, "use_chunked_loss", "True, or use_fused_layers=True", use_chunked_loss, remedy)
+    asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers}
+    for name, wanted in asked.items():
+        expected, has = f"one without the {name.replace('_', ' ')}", f"a {found} that has it"
+        expect(not (wanted and name in trainer.__dict__), "trainer", expected, has, "leave apply_to out")
     if logits_budget is not None:
         check_budget(logits_budget)
-    return enable(trainer, adapter_of(type(trainer)), logits_budget)
+        expected, remedy = "None with use_chunked_loss=False", "leave one of them out"
+        expect(use_chunked_loss, "logits_budget", expected, logits_budget, remedy)
+    adapter = adapter_of(type(trainer)) if use_chunked_loss else None
+    return switch_on(trainer, adapter, logits_budget, layers=use_fused_layers)
 
 
 def adapter_of(trainer: type) -> Adapter:

@@ -1,6 +1,6 @@
-"""Our Config/Trainer pairs: TRL's own classes, made when they are first asked for, with the flag.
+"""Our Config/Trainer pairs: TRL's own classes, made when they are first asked for, with the flags.
 
-With the flag off a pair *is* TRL's pair; with it on, the trainer's constructor ends in `enable`.
+With both flags off a pair *is* TRL's pair; with one on, the trainer's constructor ends in `switch_on`.
 """
 
 import functools
@@ -9,19 +9,20 @@ from typing import Any, ClassVar
 
 from logitless.errors import expect
 
-from .adapter import LIGER_LOSS, Adapter, enable, swapped
+from .adapter import LIGER_LOSS, Adapter, swapped
 from .adapters import ADAPTERS
+from .layers import switch_on
 from .versions import found_in_trl, require_supported
 
 
 @dataclass
 class ChunkedLossConfigMixin:
-    """Adds `use_chunked_loss` and `logits_budget` to a TRL config.
+    """Adds `use_chunked_loss`, `use_fused_layers` and `logits_budget` to a TRL config.
 
     Raises:
-        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with the flag
-            off.
-        ValueError: the config, with the flag on, is given to a trainer that would ignore it.
+        TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with
+            `use_chunked_loss=False`.
+        ValueError: the config, with a flag on, is given to a trainer that would ignore it.
     """
 
     use_chunked_loss: bool = field(
@@ -29,6 +30,13 @@ class ChunkedLossConfigMixin:
         metadata={
             "help": "Compute the loss from the hidden states and the LM head, chunk by chunk, without full "
             "logits."
+        },
+    )
+    use_fused_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "Run norms, rotary embeddings and gates of the model, and of a reference or teacher, as "
+            "fused kernels."
         },
     )
     logits_budget: int | None = field(
@@ -50,11 +58,11 @@ class ChunkedLossConfigMixin:
     @property
     def place_model_on_device(self) -> bool | None:
         # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
-        # moment at which a config can see that it came to a trainer that does not know the flag.
-        honoured = not self.use_chunked_loss or self._claimed
+        # moment at which a config can see that it came to a trainer that does not know the flags.
+        flags = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
         expected, found = "a trainer that honours it", "one that would ignore it"
         remedy = "import the trainer from logitless.trl_integration too"
-        expect(honoured, "use_chunked_loss", expected, found, remedy)
+        expect(self._claimed or not flags, ", ".join(flags), expected, found, remedy)
         return super().place_model_on_device
 
 
@@ -67,10 +75,10 @@ def check_budget(logits_budget: Any) -> None:
 
 
 class ChunkedLossTrainerMixin:
-    """A trainer of TRL whose constructor switches the chunked loss on if its config says so.
+    """A trainer of TRL whose constructor switches on what its config asks for.
 
-    `last_plan` is the `plan` of the most recent loss call; None if there was none, or in a compiled model,
-    which is traced before anything runs.
+    `last_plan` is the `plan` of the most recent loss call with a gradient, or of any before the first; None if
+    there was none, or in a compiled model, which is traced before anything runs.
     """
 
     adapter: ClassVar[Adapter]
@@ -79,15 +87,16 @@ class ChunkedLossTrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         configs = (value for value in (*args, *kwargs.values()) if isinstance(value, ChunkedLossConfigMixin))
         config = next(configs, None)
-        if config is None or not config.use_chunked_loss:
+        if config is None or not (config.use_chunked_loss or config.use_fused_layers):
             super().__init__(*args, **kwargs)
             return
-        if config.use_liger_kernel:
+        if config.use_chunked_loss and config.use_liger_kernel:
             # its layers: its loss would read the head itself
             config.liger_kernel_config = (config.liger_kernel_config or {}) | {LIGER_LOSS: False}
         with swapped(config, _claimed=True):
             super().__init__(*args, **kwargs)
-        enable(self, self.adapter, config.logits_budget)
+        adapter = self.adapter if config.use_chunked_loss else None
+        switch_on(self, adapter, config.logits_budget, layers=config.use_fused_layers)
 
 
 @functools.cache
@@ -96,13 +105,14 @@ def pair(name: str) -> tuple[type, type]:
     require_supported()
     adapter = ADAPTERS[name]
     stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))
-    added = "with `use_chunked_loss` (default False) and `logits_budget` (bytes, default the library's)."
-    about = f"TRL's `{name}Config` {added}"
+    flags = "`use_chunked_loss` and `use_fused_layers` (default False)"
+    about = f"TRL's `{name}Config` with {flags} and `logits_budget` (bytes, default the library's)."
     config = type(
         f"{name}Config",
         (ChunkedLossConfigMixin, stock_config),
         {"__module__": __package__, "__doc__": about},
     )
-    about = f"TRL's `{name}Trainer`; with `use_chunked_loss=True` the same loss without the full logits."
+    same = "with `use_chunked_loss=True` the same loss without the full logits"
+    about = f"TRL's `{name}Trainer`; {same}, with `use_fused_layers=True` the same model with fused layers."
     given = {"__module__": __package__, "__doc__": about, "adapter": adapter}
     return dataclass(config), type(f"{name}Trainer", (ChunkedLossTrainerMixin, stock_trainer), given)

@@ -9,11 +9,41 @@ BESIDE = FOLDER + "test_beside.py"
 OFFLOADING = "test_activation_offloading_leaves_the_losss_own_tensors"
 BY_NAME = "test_a_trainer_that_is_not_covered_is_refused_by_name"
 MEANING = "test_smoothing_that_has_no_meaning_is_refused"
+FUSED = FOLDER + "test_fused_flag.py"
 EXISTING, SFT = FOLDER + "test_existing.py", FOLDER + "test_sft.py"
 PREFERENCE = FOLDER + "test_log_prob_trainers.py"
 ADAPTER = "trl_integration/adapter.py"
 
 MUTANTS = [
+    *of_file(
+        "trl_integration/layers.py",
+        FUSED,
+        ("teachers keep their layers", "MODELS", '"ref_model", "teacher_model"', '"ref_model"'),
+        ("layers stay fused", "_fuse", "undo.callback(fused)", "pass"),
+        ("the line stays", "_fuse", "undo.callback(trainer.remove_callback, line)", "pass"),
+        ("a fused model is refused", "_fuse", "withdraw(module, KEY)", "pass"),
+        ("beside Liger's layers", "_fuse", "not liger", "True"),
+        ("the loss stays on", "switch_on", "undo.callback(enable(", "(enable("),
+        ("two lines", "FirstStep.on_step_end", ' and "chunked_loss" not in vars(self.trainer)', ""),
+        prefix="fused flag: ",
+    ),
+    *of_file(
+        "trl_integration/pairs.py",
+        FUSED,
+        (
+            "ignored without a word",
+            "ChunkedLossConfigMixin.place_model_on_device",
+            '("use_chunked_loss", "use_fused_layers")',
+            '("use_chunked_loss",)',
+        ),
+        (
+            "layers bring the loss",
+            "ChunkedLossTrainerMixin.__init__",
+            "self.adapter if config.use_chunked_loss else None",
+            "self.adapter",
+        ),
+        prefix="fused flag: ",
+    ),
     *of_file(
         ADAPTER,
         f"{EVERY}::test_a_loss_that_is_computed_elsewhere_is_noticed[ORPO]",
@@ -74,7 +104,7 @@ MUTANTS = [
     *of_file(
         "trl_integration/apply.py",
         f"{EXISTING}::test_what_apply_to_does_not_take {EXISTING}::{BY_NAME}",
-        ("apply_to twice", "apply_to", '"chunked_loss" not in trainer.__dict__', "True"),
+        ("apply_to twice", "apply_to", "not (wanted and name in trainer.__dict__)", "True"),
         ("smoothing in a plain trainer", "no_smoothing", "not found", "True"),
         ("any TRL trainer is covered", "adapter_of", "name in ADAPTERS", "True"),
         prefix="trainers: ",

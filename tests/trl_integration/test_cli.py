@@ -1,6 +1,7 @@
 """TRL's scripts with our trainers, from local files, as a user would call them."""
 
 import json
+import logging
 
 import pytest
 import trl
@@ -35,12 +36,14 @@ def files(tmp_path, rows: list[dict]) -> dict:
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_sft_from_a_yaml_file_and_a_flag(tmp_path, calls, flag):
+def test_sft_from_a_yaml_file_and_flags(tmp_path, calls, caplog, flag):
     settings = files(tmp_path, [{"text": line} for line in text(8, 0)])
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     stock = trl.SFTTrainer
-    main(["sft", "--config", str(tmp_path / "run.yaml"), *(["--use_chunked_loss", "true"] if flag else [])])
-    assert (calls.number > 0) == flag
+    flags = ["--use_chunked_loss", "true", "--use_fused_layers"] if flag else []
+    with caplog.at_level(logging.INFO, "logitless.trl_integration"):
+        main(["sft", "--config", str(tmp_path / "run.yaml"), *flags])
+    assert (calls.number > 0) == flag == ("fused in model: 5 LlamaRMSNorm" in caplog.text)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert trl.SFTTrainer is stock
 

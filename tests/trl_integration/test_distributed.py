@@ -77,6 +77,8 @@ def run(kind: str, folder, **changes) -> dict:
         | {"max_steps": STEPS}
     )
     settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
+    # In the two processes only.
+    settings["use_fused_layers"] = kind == "DPO" and dist.is_initialized()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))

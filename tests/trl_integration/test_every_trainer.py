@@ -31,9 +31,9 @@ def unchanged(x):
     return x
 
 
-def adapted(model):
+def adapted(model, **more):
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **more)
     return peft.get_peft_model(model, config)
 
 

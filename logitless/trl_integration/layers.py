@@ -1,0 +1,91 @@
+"""Fused layers in a trainer's models: `use_fused_layers`, beside the chunked loss or alone."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from logitless.errors import expect
+from logitless.models import fuse_layers
+from logitless.models.exchange import withdraw
+from logitless.models.fuse import Report
+from logitless.models.fused_forwards import KEY
+
+from .adapter import Adapter, enable
+
+logger = logging.getLogger("logitless.trl_integration")
+
+# Rollouts come from the first, or from an engine that runs a model of its own.
+MODELS = ("model", "ref_model", "teacher_model")
+
+
+@dataclass(frozen=True)
+class FusedLayers:
+    """A trainer's `fused_layers`: the report of each of its models; `str()` of it is a line of counts."""
+
+    reports: dict[str, Report]
+    compiled: bool
+
+    def __str__(self) -> str:
+        lines = []
+        for name, report in self.reports.items():
+            counts = Counter(report.classes[module] for module in report.fused)
+            classes = [f"{number} {cls}" for cls, number in counts.items()]
+            classes += [f"{len(report.left)} left alone"] if report.left else []
+            lines.append(f"fused in {name}: {', '.join(classes)}")
+        return "; ".join(lines) + " (torch.compile takes the model's own layers)" * self.compiled
+
+
+class FirstStep(TrainerCallback):
+    """Says after the first step what was fused, unless the chunked loss has said it in its line."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.said = trainer, False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.said and state.is_world_process_zero and "chunked_loss" not in vars(self.trainer):
+            logger.info(f"{type(self.trainer).__name__}: {self.trainer.fused_layers}")
+        self.said = True
+
+
+def switch_on(
+    trainer: Any, adapter: Adapter | None, budget: int | None, *, layers: bool
+) -> Callable[[], None]:
+    """Put on what the flags of a config ask for; without an adapter the loss stays. Returns the undoing.
+
+    Raises:
+        ValueError, ImportError: as `enable` and `fuse_layers` do; then nothing stays on.
+    """
+    with ExitStack() as undo:
+        if adapter is not None:
+            undo.callback(enable(trainer, adapter, budget))
+        if layers:
+            _fuse(trainer, undo)
+        return undo.pop_all().close
+
+
+def _fuse(trainer: Any, undo: ExitStack) -> None:
+    liger, remedy = trainer.args.use_liger_kernel, "both replace the same layers: leave one of them out"
+    expect(not liger, "use_liger_kernel", "False with use_fused_layers=True", liger, remedy)
+    models: dict[nn.Module, str] = {}
+    for name in MODELS:
+        if isinstance(model := getattr(trainer, name, None), nn.Module):
+            models.setdefault(model, name)  # a student may be its own teacher
+    for model in models:
+        for module in model.modules():
+            withdraw(module, KEY)  # it may come from another trainer, or be the copy of a fused one
+    reports = {}
+    for model, name in models.items():
+        fused = fuse_layers(model)
+        undo.callback(fused)
+        reports[name] = fused.report
+    line = FirstStep(trainer)
+    trainer.add_callback(line)
+    undo.callback(trainer.remove_callback, line)
+    trainer.__dict__["fused_layers"] = FusedLayers(reports, bool(trainer.args.torch_compile))
+    undo.callback(trainer.__dict__.pop, "fused_layers", None)

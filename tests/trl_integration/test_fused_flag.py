@@ -1,0 +1,226 @@
+"""`use_fused_layers`, alone and beside the chunked loss: one step of a few trainers, and what is refused."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+import trl
+
+import logitless.trl_integration as ours
+from logitless.models import fuse_layers, fused_forwards
+from logitless.models.exchange import state_of
+from logitless.trl_integration import apply_to
+
+from .test_bad_trainers import made
+from .test_every_trainer import adapted, folder, step  # noqa: F401
+from .test_sft import options
+from .tiny import VOCAB, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
+
+# The second model of each: GRPO runs with a KL penalty.
+KINDS = {"SFT": None, "DPO": "ref_model", "GRPO": "ref_model", "ORPO": None, "Distillation": "teacher_model"}
+BOTH = {"use_chunked_loss": True, "logits_budget": 2**14}
+COUNTS = "5 LlamaRMSNorm, 2 LlamaDecoderLayer, 2 LlamaAttention, 2 LlamaMLP"
+MODULES = 11
+
+
+def fused(model) -> int:
+    return sum(state_of(module, fused_forwards.KEY) is not None for module in model.modules())
+
+
+def models_of(trainer) -> dict:
+    names = ("model", "ref_model", "teacher_model")
+    return {name: x for name in names if (x := getattr(trainer, name, None)) is not None}
+
+
+def flagged(kind: str, folder, **more):  # noqa: F811
+    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
+    return step(kind, folder, use_fused_layers=True, **pair, **more)
+
+
+@pytest.fixture
+def lines(caplog):
+    """The lines of our log."""
+    with caplog.at_level(logging.INFO, "logitless.trl_integration"):
+        yield lambda: [x.message for x in caplog.records if x.name == "logitless.trl_integration"]
+
+
+@pytest.fixture
+def runs(monkeypatch) -> set:
+    """The norms that have run as ours."""
+    seen, stock_norm = set(), fused_forwards.normalized
+
+    def normalized(body, module, *args):
+        seen.add(module)
+        return stock_norm(body, module, *args)
+
+    monkeypatch.setattr(fused_forwards, "normalized", normalized)
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_layers_alone_and_with_the_loss(folder, calls, lines, runs, kind):  # noqa: F811
+    """The gradient of each parameter is the stock trainer's."""
+    theirs = step(kind, folder)
+    assert not runs and not any(map(fused, models_of(theirs.trainer).values()))
+
+    layers = flagged(kind, folder)
+    assert_same_gradients(theirs, layers, rtol=1e-4)
+    assert calls.number == 0 and "chunked_loss" not in vars(layers.trainer)
+    models = models_of(layers.trainer)
+    assert set(models) == {"model", KINDS[kind]} - {None} == set(layers.trainer.fused_layers.reports)
+    for model in models.values():
+        assert fused(model) == MODULES and runs & set(model.modules())
+    said = "; ".join(f"fused in {name}: {COUNTS}" for name in models)
+    assert lines() == [f"{kind}Trainer: {said}"]
+
+    both = flagged(kind, folder, **BOTH)
+    assert_same_gradients(theirs, both, rtol=1e-3)
+    assert calls.number > 0 and fused(both.trainer.model) == MODULES
+    line = lines()[1]
+    assert " products; " in line and line.endswith(f"; {said}") and len(lines()) == 2
+
+
+def test_sft_fused_layers_off(folder, runs):  # noqa: F811
+    pair = {"config": ours.SFTConfig, "trainer": ours.SFTTrainer}
+    theirs, off = step("SFT", folder), step("SFT", folder, **pair, **BOTH)
+    assert not runs and not fused(off.trainer.model) and "fused_layers" not in vars(off.trainer)
+    assert_same_gradients(theirs, off, rtol=1e-4)
+    off = step("SFT", folder, **pair)
+    for name, grad in theirs.gradients[0].items():
+        assert torch.equal(off.gradients[0][name], grad)
+
+
+@pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
+def test_sft_fused_layers_under_lora(folder, runs, loss):  # noqa: F811
+    """Checkpointed, with norms that PEFT trains whole: which run as a copy that `modules_to_save` wraps."""
+
+    def wrap(model):
+        return adapted(model, modules_to_save=["norm"])
+
+    given = {"wrap": wrap, "gradient_checkpointing": True}
+    theirs, mine = step("SFT", folder, **given), flagged("SFT", folder, **given, **(BOTH if loss else {}))
+    assert_same_gradients(theirs, mine, rtol=1e-3)
+    trained = mine.trainer.model.get_base_model().model.norm.modules_to_save["default"]
+    assert trained in runs and any("modules_to_save" in name for name in mine.gradients[0])
+
+
+def test_apply_to_and_undo(tmp_path, calls, lines):
+    trainer = made(trl.SFTTrainer, tmp_path)
+    model, before = trainer.model, dict(vars(trainer))
+    handlers = list(trainer.callback_handler.callbacks)
+    only = {"use_chunked_loss": False, "use_fused_layers": True}
+    undo = apply_to(trainer, **only)
+    assert fused(model) == MODULES and vars(trainer).keys() - before.keys() == {"fused_layers"}
+    with pytest.raises(ValueError, match="trainer: expected one without the fused layers, got a SFTTrainer"):
+        apply_to(trainer, **only)
+    # The loss may come later, and go first.
+    undo_loss = apply_to(trainer)
+    undo()
+    assert not fused(model) and "chunked_loss" in vars(trainer)
+    undo_loss()
+    assert vars(trainer) == before and trainer.callback_handler.callbacks == handlers
+    assert not any("_logitless_states" in vars(module) for module in model.modules())
+
+    undo = apply_to(trainer, use_fused_layers=True)
+    assert fused(model) == MODULES and "chunked_loss" in vars(trainer)
+    undo()
+    assert vars(trainer) == before and not fused(model)
+    assert calls.number == 0 and lines() == []
+
+
+def test_any_trainer_takes_layers(tmp_path):
+    """One whose loss the other flag does not know, and a model that has been through a trainer before."""
+    args = transformers.TrainingArguments(**options(tmp_path, label_smoothing_factor=0.1))
+    model = tiny_model()
+    fuse_layers(model)
+    trainer = transformers.Trainer(model, args=args)
+    undo = apply_to(trainer, use_chunked_loss=False, use_fused_layers=True)
+    assert fused(model) == MODULES
+    undo()
+    assert not fused(model)
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    args = ours.SFTConfig(**options(tmp_path, use_fused_layers=True))
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    with pytest.raises(ValueError, match="use_fused_layers: expected a trainer that honours it, got one"):
+        trl.SFTTrainer(tiny_model(), args=args, **given)
+    args = ours.SFTConfig(**options(tmp_path, use_fused_layers=True, use_chunked_loss=True))
+    with pytest.raises(ValueError, match="use_chunked_loss, use_fused_layers: expected a trainer that"):
+        trl.SFTTrainer(tiny_model(), args=args, **given)
+    with pytest.raises(ValueError, match="logits_budget: expected None with use_chunked_loss=False"):
+        ours.SFTConfig(**options(tmp_path, use_fused_layers=True, logits_budget=2**14))
+
+    trainer = made(trl.SFTTrainer, tmp_path)
+    with pytest.raises(ValueError, match="use_chunked_loss: expected True, or use_fused_layers=True, got"):
+        apply_to(trainer, use_chunked_loss=False)
+    with pytest.raises(ValueError, match="logits_budget: expected None with use_chunked_loss=False, got 16"):
+        apply_to(trainer, use_chunked_loss=False, use_fused_layers=True, logits_budget=16)
+    before = dict(vars(trainer))
+    monkeypatch.setattr(trainer.args, "use_liger_kernel", True)
+    monkeypatch.setattr(trainer.args, "liger_kernel_config", {"fused_linear_cross_entropy": False})
+    with pytest.raises(ValueError, match="use_liger_kernel: expected False with use_fused_layers=True"):
+        apply_to(trainer, use_fused_layers=True)
+    assert vars(trainer) == before and "_logitless_states" not in vars(trainer.model)
+
+
+def gpt2() -> transformers.PreTrainedModel:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": VOCAB}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def test_a_model_without_known_layers(tmp_path):
+    """A policy, and a reference, after which the policy is not fused either."""
+    args = transformers.TrainingArguments(**options(tmp_path))
+    layers = {"use_chunked_loss": False, "use_fused_layers": True}
+    unknown = pytest.raises(ValueError, match="model: expected norms, .*got GPT2LMHeadModel with none")
+    with unknown:
+        apply_to(transformers.Trainer(gpt2(), args=args), **layers)
+    trainer = transformers.Trainer(tiny_model(), args=args)
+    trainer.ref_model = gpt2()
+    with unknown:
+        apply_to(trainer, **layers)
+    assert not fused(trainer.model) and "fused_layers" not in vars(trainer)
+
+
+def test_a_teacher_that_is_the_student(tmp_path):
+    trainer = made(trl.SFTTrainer, tmp_path)
+    trainer.teacher_model = trainer.model
+    undo = apply_to(trainer, use_chunked_loss=False, use_fused_layers=True)
+    assert set(trainer.fused_layers.reports) == {"model"}
+    undo()
+    assert not fused(trainer.model)
+
+
+def test_a_compiled_model_is_said_to_run_its_own(tmp_path, monkeypatch):
+    trainer = made(trl.SFTTrainer, tmp_path)
+    monkeypatch.setattr(trainer.args, "torch_compile", True)
+    apply_to(trainer, use_chunked_loss=False, use_fused_layers=True)
+    assert (
+        str(trainer.fused_layers) == f"fused in model: {COUNTS} (torch.compile takes the model's own layers)"
+    )
+
+
+@pytest.mark.parametrize("loss", [False, True], ids=["layers", "both"])
+def test_models_that_accelerate_has_prepared(folder, runs, loss):  # noqa: F811
+    """For bf16, with a forward pass of its own on each: the reference always is, the policy once it has been
+    trained."""
+    trainer = step("DPO", folder, bf16=True).trainer
+    models, batch = (trainer.model, trainer.ref_model), next(iter(trainer.get_train_dataloader()))
+    forwards = [vars(model)["forward"] for model in models]
+
+    def numbers():
+        value = trainer.compute_loss(trainer.model, dict(batch))
+        return value, torch.autograd.grad(value, list(trainer.model.parameters()))
+
+    stock_value, stock_gradients = numbers()
+    undo = apply_to(trainer, use_chunked_loss=loss, use_fused_layers=True)
+    value, gradients = numbers()
+    torch.testing.assert_close(value, stock_value, rtol=1e-2, atol=0)
+    for theirs, mine in zip(stock_gradients, gradients, strict=True):
+        assert (mine - theirs).norm() <= 0.03 * theirs.norm() + 1e-6
+    assert all(runs & set(model.modules()) for model in models)
+    undo()
+    assert [vars(model)["forward"] for model in models] == forwards
+    assert torch.equal(numbers()[0], stock_value) and not any(map(fused, models))
