@@ -36,7 +36,8 @@ class Estimate:
         walks: the plans of all walks over the tokens: of each head, and of the backward pass that computes
             gradients from those of per-token numbers.
         products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
-            logits are projected once; of all heads together.
+            logits are projected once; of all heads together. A reference beside an unreduced loss has a walk
+            of its own, which counts here.
         other_products: with the head of a reference or a teacher, per supervised token.
         chunk_bytes: memory of the largest chunk: its logits, every temporary that grows with the vocabulary,
             and what does not grow with the rows.
@@ -111,8 +112,13 @@ def estimate(
         ValueError, TypeError: sizes or inputs that the loss's call refuses.
     """
     _check(loss, inputs)
-    for name, size in (("tokens", tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-        expect(size > 0, name, "a positive number", size, "give the size of the call")
+    sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size, "sequences": sequences}
+    sizes |= {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab_size": teacher_vocab_size}
+    sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
+    for name, size in sizes.items():
+        expect(size is None or size > 0, name, "a positive number", size, "give the size of the call")
+    remedy = "pass that of hidden states and head"
+    expect(dtype.is_floating_point, "dtype", "a floating-point dtype", dtype, remedy)
     several, got = isinstance(loss, MedusaLoss | MultiTokenLoss), repr(heads)
     expected = "how many heads there are beside the model's own" if several else "None for one head"
     expect((heads is not None) == several, "heads", expected, got, "they are of Medusa and MultiToken losses")
