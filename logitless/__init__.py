@@ -3,6 +3,7 @@
 from logitless import losses
 from logitless._version import __version__
 from logitless.checking import CheckReport, check
+from logitless.estimating import Estimate, estimate
 from logitless.losses import *  # noqa: F403
 
-__all__ = [*losses.__all__, "CheckReport", "__version__", "check"]
+__all__ = [*losses.__all__, "CheckReport", "Estimate", "__version__", "check", "estimate"]

@@ -82,11 +82,18 @@ class Plan:
 
     def describe(self) -> str:
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
-        gathered = f"gathered: {self.columns} columns, " if self.columns else ""
-        return (
-            f"{gathered}{self.strategy}{parts}: {self.rows} supervised tokens in {self.chunks} chunks of up "
-            f"to {self.token_chunk}, {self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
+        gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""
+        chunks = (
+            f"{_counted(self.chunks, 'chunk')} of {'' if self.chunks == 1 else 'up to '}{self.token_chunk}"
         )
+        return (
+            f"{gathered}{self.strategy}{parts}: {_counted(self.rows, 'supervised token')} in {chunks}, "
+            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
+        )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight

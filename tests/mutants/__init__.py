@@ -5,6 +5,7 @@ from tests.mutants import (
     beyond_eager,
     calls,
     distillation,
+    estimating,
     foundation,
     fused_layers,
     models,
@@ -29,5 +30,6 @@ MODULES = (
     models,
     trainers,
     fused_layers,
+    estimating,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

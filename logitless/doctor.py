@@ -1,0 +1,97 @@
+"""`python -m logitless doctor`: what is installed, what runs fast here, and whether the numbers are right."""
+
+import platform
+from importlib import metadata
+
+import torch
+
+from logitless._version import __version__
+from logitless.checking import check
+from logitless.engine.budget import default_budget
+from logitless.engine.plan import MIB
+from logitless.kernels import divergence, fused_projection
+from logitless.kernels.cross_entropy import uses_triton
+from logitless.losses import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss
+from logitless.losses.base import LinearLoss
+
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft")
+# Sequences, tokens of each, hidden size, vocabulary: large enough for several chunks.
+B, T, H, V = 4, 13, 32, 997
+
+
+def examine() -> int:
+    """Print the findings; 0 if every loss passes its check."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    print(f"logitless {__version__}, python {platform.python_version()}, {versions}")
+    print(
+        f"device: {_described(device)}; a chunk takes up to {default_budget(device) // MIB:,} MiB by default"
+    )
+    for line in accelerated(device):
+        print(line)
+    dtype, passed = torch.bfloat16 if device.type == "cuda" else torch.float32, True
+    print(f"parity with full logits in fp64, {str(dtype).removeprefix('torch.')}, without torch.compile:")
+    for loss, inputs in main_losses(device, dtype):
+        # Compiling a loss of logits takes ten times as long as all else here.
+        with torch.compiler.set_stance("force_eager"):
+            report = check(loss, **inputs)
+        print(f"  {type(loss).__name__:16}  {'ok' if report else f'WRONG: {report}'}")
+        passed = passed and bool(report)
+    return 0 if passed else 1
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _described(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"cpu, {torch.get_num_threads()} threads; no GPU that torch can use"
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}"
+
+
+def accelerated(device: torch.device) -> list[str]:
+    """What runs as a kernel on a device, and what does not."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    fast = [str(dtype).removeprefix("torch.") for dtype in dtypes if uses_triton(device, dtype)]
+    slow = [str(dtype).removeprefix("torch.") for dtype in dtypes if not uses_triton(device, dtype)]
+    head = torch.empty(16, 16, dtype=torch.bfloat16, device=device)
+    product = fused_projection.serves(head.dtype, head.shape[1], head)
+    kernels = [name for name in divergence.FUSED if divergence.has_kernel(name, device, torch.bfloat16)]
+    return [
+        f"Triton kernels: {', '.join(fast) or 'none'}; PyTorch twins, in the same chunks: "
+        f"{', '.join(slow) or 'none'}",
+        f"divergences of a teacher as one kernel: {', '.join(kernels) or 'none'}; "
+        "other losses of logits: torch.compile, chunk by chunk",
+        "projected and read in one kernel (bf16, logits_dtype=torch.float32): "
+        f"{'yes' if product else 'no, on Hopper alone'}",
+    ]
+
+
+def main_losses(device: torch.device, dtype: torch.dtype) -> list[tuple[LinearLoss, dict]]:
+    """The losses that are checked, and what they are called with."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    targets = torch.randint(V, (B, T), generator=generator, device=device)
+    targets[:, -3:] = -100
+    operands = {
+        "hidden": random(B, T, H).to(dtype).requires_grad_(),
+        "weight": (random(V, H) / 4).to(dtype).requires_grad_(),
+        "targets": targets,
+    }
+    reference, labels = {"ref_logps": random(B, T) - 6}, {"labels": torch.arange(B, device=device) % 2 == 0}
+    teacher = {"teacher_hidden": random(B, T, H).to(dtype), "teacher_weight": random(V, H).to(dtype) / 4}
+    return [
+        (CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3), operands),
+        (DPOLoss(), operands | reference),
+        (KTOLoss(), operands | reference | labels | {"kl": 0.1}),
+        (GRPOLoss(beta=0.1), operands | reference | {"advantages": random(B), "old_logps": random(B, T) - 6}),
+        (JSDLoss(), operands | teacher),
+    ]

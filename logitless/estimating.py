@@ -1,0 +1,275 @@
+"""`estimate`: how a call will run, before there is anything to run it on.
+
+The loss is really called, with stand-ins that have a shape, a dtype and a device but no memory, up to where
+the engine would walk its chunks; there the engine's own planning answers. So no rule is written twice.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from logitless.engine.budget import default_budget
+from logitless.engine.call import Call, Given
+from logitless.engine.function import Mode, Outcome, replaced
+from logitless.engine.gradients import Gradients
+from logitless.engine.packing import pack, unpack
+from logitless.engine.passes import choose_rows, keeps_vectors, plan_for
+from logitless.engine.plan import MIB, Pass, Plan
+from logitless.errors import expect
+from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
+from logitless.losses.policy import PolicyLoss
+from logitless.losses.preference import ReferencedLoss
+
+# Options of a call that an estimate does not cover.
+REFUSED = ("accumulate_into", "accumulate_now", "grad_scale")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How a call will run, and what it will take.
+
+    Args:
+        plan: what `LossOutput.plan` will be.
+        walks: the plans of all walks over the tokens: of each head, and of the backward pass that computes
+            gradients from those of per-token numbers.
+        products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
+            logits are projected once; of all heads together. A reference beside an unreduced loss has a walk
+            of its own, which counts here.
+        other_products: with the head of a reference or a teacher, per supervised token.
+        chunk_bytes: memory of the largest chunk: its logits, every temporary that grows with the vocabulary,
+            and what does not grow with the rows.
+        gradient_bytes: of the returned gradients, d_hidden and d_weight.
+        sum_bytes: of the wider sum of d_weight over several chunks, until it is cast; 0 if there is none.
+        logits_bytes: what full logits would take in the dtype of the operands, without any temporary.
+    """
+
+    plan: Plan
+    walks: tuple[Plan, ...]
+    products: float
+    other_products: float
+    chunk_bytes: int
+    gradient_bytes: int
+    sum_bytes: int
+    logits_bytes: int
+
+    def __str__(self) -> str:
+        others = f", and {self.other_products:g} of the reference or teacher" if self.other_products else ""
+        summed = f" and {_mib(self.sum_bytes)} for d_weight's sum" if self.sum_bytes else ""
+        return (
+            f"{self.plan.describe()}\n"
+            f"products per supervised token: {self.products:g}{others}\n"
+            f"memory: {_mib(self.chunk_bytes)} for a chunk, "
+            f"{_mib(self.gradient_bytes)} for gradients{summed}\n"
+            f"full logits: {_mib(self.logits_bytes)}"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"
+
+
+def estimate(
+    loss: Callable,
+    *,
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    sequences: int | None = None,
+    frozen_head: bool = False,
+    heads: int | None = None,
+    teacher_hidden_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    teacher_topk: int | None = None,
+    reference_hidden_size: int | None = None,
+    **inputs: object,
+) -> Estimate:
+    """The plan of a call, its memory and its products, without allocating hidden states, heads or logits.
+
+    Gradients are expected where autograd is on: under torch.no_grad() the estimate is of an evaluation. A
+    `LogitsLoss` without a kernel is measured on 64 rows, as in the call itself.
+
+    Args:
+        loss: a loss, or `linear_logprobs` (options by functools.partial); without tp_group and cp_group.
+        tokens: positions in all, T for each sequence; all are supervised unless `targets` says otherwise.
+        hidden_size, vocab_size: H and V.
+        dtype: of hidden states and heads.
+        device: one of this machine, where the call would run; default the GPU, if there is one.
+        sequences: of equal length; default one, or a group. For others pass `cu_seqlens`.
+        frozen_head: whether the head gets no gradient, and hidden alone does.
+        heads: how many there are beside the model's own, for `MedusaLoss` and `MultiTokenLoss`.
+        teacher_hidden_size, teacher_vocab_size: H' (default H) and V' (default V) of a teacher.
+        teacher_topk: k, of a teacher that is known by its k best ids instead.
+        reference_hidden_size: H' of a reference that comes as hidden states and head; default: log-probs.
+        **inputs: other tensors of the call, whose shapes and dtypes alone matter (and targets' ignored
+            positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares.
+
+    Raises:
+        ValueError, TypeError: sizes or inputs that the loss's call refuses.
+    """
+    _check(loss, inputs)
+    sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size, "sequences": sequences}
+    sizes |= {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab_size": teacher_vocab_size}
+    sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
+    for name, size in sizes.items():
+        expect(size is None or size > 0, name, "a positive number", size, "give the size of the call")
+    remedy = "pass that of hidden states and head"
+    expect(dtype.is_floating_point, "dtype", "a floating-point dtype", dtype, remedy)
+    several, got = isinstance(loss, MedusaLoss | MultiTokenLoss), repr(heads)
+    expected = "how many heads there are beside the model's own" if several else "None for one head"
+    expect((heads is not None) == several, "heads", expected, got, "they are of Medusa and MultiToken losses")
+    known = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
+    expect(known, "teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
+    packed = inputs.get("cu_seqlens")
+    alone = packed is None or sequences is None
+    expect(alone, "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    count = len(packed) - 1 if packed is not None else sequences or getattr(loss, "sequences_per_group", 1)
+    expected = f"a multiple of {count} sequences"
+    whole = packed is not None or tokens % count == 0
+    expect(whole, "tokens", expected, tokens, "count the padding, or pass cu_seqlens")
+    shape = (tokens,) if packed is not None else (count, tokens // count)
+
+    # Loads more of torch than importing the library may.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fakes = FakeTensorMode()
+    with fakes:
+
+        def made(*size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        hidden = made(*shape, hidden_size).requires_grad_()
+        weight = made(vocab_size, hidden_size).requires_grad_(not frozen_head)
+        given, second = {}, weight
+        if isinstance(loss, MultiTokenLoss):
+            hidden = [hidden, *(made(*shape, hidden_size).requires_grad_() for _ in range(heads))]
+        elif several:
+            second = MedusaHeads(hidden_size, vocab_size, heads, device=device, dtype=dtype)
+            given["base_weight"] = weight
+        if reference_hidden_size is not None:
+            given["ref_hidden"] = made(*shape, reference_hidden_size)
+            given["ref_weight"] = made(vocab_size, reference_hidden_size)
+        has_teacher = getattr(loss, "teacher", False) and "teacher_logprobs_topk" not in inputs
+        if has_teacher and teacher_topk is None or teacher_hidden_size or teacher_vocab_size:
+            size = teacher_hidden_size or hidden_size
+            given["teacher_hidden"] = made(*shape, size)
+            given["teacher_weight"] = made(teacher_vocab_size or vocab_size, size)
+    if teacher_topk is not None:
+        best = torch.full((*shape, teacher_topk), -1.0, device=device)
+        given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
+    targets = inputs.pop("targets", torch.zeros(shape, dtype=torch.int64, device=device))
+    given = _required(loss, targets, count, given) | given | inputs
+    planner = _Planner(fakes)
+    with replaced(planner):
+        loss(hidden, second, targets, **given)
+    return planner.estimate(tokens * vocab_size * dtype.itemsize)
+
+
+def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
+    """What no estimate covers."""
+    remedy = "pass an object such as CrossEntropyLoss(), or linear_logprobs"
+    ours = callable(loss) and not isinstance(loss, type)
+    expect(ours, "loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy, TypeError)
+    options = getattr(loss, "keywords", None)  # a dict where the loss is a functools.partial
+    options = options if isinstance(options, dict) else {}
+    for name in ("tp_group", "cp_group"):
+        group = getattr(loss, name, options.get(name))
+        remedy = "estimate a rank's share: its rows of the head, or its tokens"
+        expect(group is None, name, "None in an estimate", group, remedy)
+    for name in REFUSED:
+        absent, remedy = name not in inputs, "leave it out"
+        expect(absent, name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
+
+
+def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[str, object]) -> dict:
+    """The small inputs that a loss of the library does not go without."""
+    tokens = torch.zeros(targets.shape, device=targets.device)
+    made: dict[str, object] = {}
+    if isinstance(loss, PolicyLoss):
+        made["advantages"] = tokens.new_zeros(sequences)
+    if isinstance(loss, GRPOLoss):
+        made["old_logps"] = tokens
+    if isinstance(loss, KTOLoss):
+        made["labels"] = tokens.new_zeros(sequences, dtype=torch.bool)
+        made["kl"] = 0.0 if loss.loss_type == "kto" else None
+    reference = isinstance(loss, ReferencedLoss) and loss.needs_reference and "ref_hidden" not in given
+    if reference or (isinstance(loss, GRPOLoss) and loss.beta):
+        made["ref_logps"] = tokens
+    return made
+
+
+@dataclass
+class _Planner:
+    """What a call meets in the place of the engine's passes: it plans, and hands out zeros."""
+
+    fakes: TorchDispatchMode  # in which nothing takes memory
+    walks: list[tuple[Call, Plan, Pass]] = field(default_factory=list)
+    plan: Plan | None = None  # of the last call
+    gradient_bytes: int = 0  # of all
+
+    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
+        signature, tensors, sequences = pack(heads)
+        self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
+        purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
+        for call, rows in map(choose_rows, unpack(signature, tensors, sequences)):
+            self.plan = plan_for(call, rows, purpose)
+            self.walks.append((call, self.plan, purpose))
+        if purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call):
+            self.walks.append((call, plan_for(call, rows, Pass.GRADIENTS), Pass.GRADIENTS))
+        loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
+        if purpose is Pass.SOLVE:
+            zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
+            return Outcome(zeros.sum(), zeros, {}, self.plan)
+        shapes = loss.objective.number_shapes(loss, N, call.inputs).items()
+        numbers = {
+            name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
+        }
+        return Outcome(None, None, numbers, self.plan)
+
+    def estimate(self, logits_bytes: int) -> Estimate:
+        plans = tuple(plan for _, plan, _ in self.walks)
+        products = [_products(call, plan) for call, plan, _ in self.walks]
+        return Estimate(
+            self.plan,
+            plans,
+            sum(own for own, _ in products),
+            sum(others for _, others in products),
+            max(plan.chunk_bytes + _fixed_bytes(call, purpose) for call, plan, purpose in self.walks),
+            self.gradient_bytes,
+            max(self._sum_bytes(call, plan) for call, plan, _ in self.walks),
+            logits_bytes,
+        )
+
+    def _sum_bytes(self, call: Call, plan: Plan) -> int:
+        """Of the sums of d_weight and d_bias that are wider than what comes of them. One head's are alive."""
+        if not any(step.write for step in plan.steps):
+            return 0
+        several = sum(purpose is Pass.SOLVE for _, _, purpose in self.walks) > 1
+        gradients = Gradients([call], static=several)
+        with self.fakes:
+            gradients.open(call, 1.0, several_chunks=plan.chunks > 1)
+        return sum(x.nbytes for x in gradients.sums.values() if x.dtype != call.weight.dtype)
+
+
+def _products(call: Call, plan: Plan) -> tuple[float, float]:
+    """(with the head and its gradients, with another model's head) per supervised token."""
+    backward = (call.needs.hidden or call.needs.layers) + call.needs.weight
+    own = others = 0
+    for step in plan.steps:
+        rows = step.stop - step.start
+        own += rows * (1 + step.write * backward)
+        others += rows * step.read
+    if plan.columns or not plan.rows:
+        own = 0  # only the gathered columns are multiplied with
+    has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
+    return own / max(1, plan.rows), others / max(1, plan.rows) * has_other
+
+
+def _fixed_bytes(call: Call, purpose: Pass) -> int:
+    budget = call.loss.logits_budget or default_budget(call.weight.device)
+    return call.loss.objective.costs(call, budget, purpose).fixed_bytes

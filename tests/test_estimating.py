@@ -1,0 +1,257 @@
+"""`logitless.estimate`: the plan that then runs, and the products that then are counted."""
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import logitless
+from logitless import (
+    CrossEntropyLoss,
+    DistillationLoss,
+    DPOLoss,
+    GRPOLoss,
+    JSDLoss,
+    KTOLoss,
+    MedusaLoss,
+    Term,
+    TokenLoss,
+    doctor,
+    linear_logprobs,
+)
+from logitless.__main__ import main
+from tests.losses import every_loss
+from tests.losses.every_loss import LOSSES, TEACHER_H, B, H, K, LossCase, V
+from tests.support import DEVICE, uncompiled
+
+T = 11
+SIZES = {"tokens": B * T, "hidden_size": H, "vocab_size": V, "dtype": torch.float32, "device": DEVICE}
+TEACHER = {"teacher_hidden_size": TEACHER_H}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    with uncompiled():
+        yield
+
+
+def prepared(name: str, **options):
+    """A loss, its call's arguments, and the sizes that describe them."""
+    x, sizes = every_loss.given(T), {"sequences": B, "targets": None}
+    case = LOSSES[name]
+    if isinstance(case, LossCase):
+        loss, arguments, inputs = case.prepare(x, every_loss.heads(), **options)
+    else:
+        loss = functools.partial(linear_logprobs, entropy=True, **options)
+        arguments, inputs = (x.hidden, x.weight, x.targets), {"bias": x.bias}
+    if "teacher_hidden" in inputs:
+        sizes |= TEACHER
+    if "teacher_logprobs_topk" in inputs:
+        sizes |= {"teacher_topk": K}
+    if name in ("multi-token", "Medusa"):
+        sizes |= {"heads": 1 if name == "multi-token" else 2}
+    return loss, arguments, inputs, sizes | {"targets": x.targets}
+
+
+# In several chunks, and groups of which some do not fit.
+BUDGETS = {"one chunk": {}, "chunks": {"logits_budget": 5_000}, "no reduction": {"reduction": "none"}}
+
+
+def plans_of(call) -> list:
+    """What the engine plans while `call` runs."""
+    from logitless.engine import passes
+
+    found, original = [], passes.make_plan
+
+    def noted(*arguments, **options):
+        found.append(original(*arguments, **options))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "make_plan", noted)
+        call()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("how", BUDGETS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_plan_is_the_one_that_runs(name, how):
+    options = BUDGETS[how]
+    if "reduction" in options and name in ("logprobs", "DPO, sorted", "ORPO", "CPO", "multi-token", "Medusa"):
+        pytest.skip("has none")
+    loss, arguments, inputs, sizes = prepared(name, **options)
+
+    def run():
+        out = loss(*arguments, **inputs)
+        value = out.logps.sum() if name == "logprobs" else out.loss.sum()
+        value.backward()
+        return out
+
+    ran = plans_of(run)
+    guess = logitless.estimate(loss, **SIZES, **sizes)
+    assert list(guess.walks) == ran
+    if name != "logprobs":
+        with torch.no_grad():
+            assert logitless.estimate(loss, **SIZES, **sizes).plan == loss(*arguments, **inputs).plan
+
+
+# What a walk multiplies with, and how often: a frozen head, a reference, unreduced numbers.
+COUNTED = {
+    "cross-entropy": ("cross-entropy", {}, {}),
+    "cross-entropy, frozen head": ("cross-entropy", {}, {"frozen_head": True}),
+    "unreduced": ("cross-entropy", {"reduction": "none"}, {}),
+    "unreduced, frozen head": ("cross-entropy", {"reduction": "none"}, {"frozen_head": True}),
+    "log-probabilities": ("logprobs", {}, {}),
+    "reference": ("DPO", {}, {"reference_hidden_size": TEACHER_H}),
+    "reference, frozen head": ("DPO", {}, {"reference_hidden_size": TEACHER_H, "frozen_head": True}),
+    "teacher": ("JSD", {}, {}),
+    "unreduced, teacher": ("JSD", {"reduction": "none"}, {}),
+    "gathered columns": ("gathered", {}, {}),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "sizes"), COUNTED.values(), ids=COUNTED)
+def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
+    if name == "gathered":
+        x = every_loss.given(T)
+        loss = DistillationLoss(support="teacher", topk_mode="renormalize")
+        best = (x.topk_logprobs[..., :1] * 0 - 1, x.topk_ids[..., :1])
+        arguments, inputs = (x.hidden, x.weight, x.targets), {"teacher_logprobs_topk": best}
+        sizes = {"sequences": B, "targets": x.targets, "teacher_topk": 1}
+        size = {"vocab_size": 400}
+        arguments = (x.hidden, torch.randn(400, H, device=DEVICE, requires_grad=True), x.targets)
+    else:
+        loss, arguments, inputs, own = prepared(name, **options)
+        inputs, sizes, size = {key: x for key, x in inputs.items() if key != "bias"}, own | sizes, {}
+    x = every_loss.given(T)
+    if "reference_hidden_size" in sizes:
+        inputs = {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
+    arguments[1].requires_grad_(not sizes.get("frozen_head", False))
+    with FlopCounterMode(display=False) as counter:
+        out = loss(*arguments, **inputs)
+        (out.logps if name == "logprobs" else out.loss).sum().backward()
+    rows = (x.targets != -100).sum().item()
+    found = logitless.estimate(loss, **SIZES | size, **sizes)
+    assert name == "logprobs" or found.plan == out.plan
+    counted = counter.get_total_flops() / (2 * rows * H * (size or SIZES)["vocab_size"])
+    assert found.products + found.other_products * TEACHER_H / H == pytest.approx(counted)
+    gradients = [x.grad.nbytes for x in arguments[:2] if x.grad is not None]
+    assert found.gradient_bytes == sum(gradients)
+    assert found.logits_bytes == B * T * (size or SIZES)["vocab_size"] * 4
+
+
+def test_no_memory_is_taken():
+    """Of hidden states of 128 TiB and a head of 2 PiB, which nothing can allocate."""
+    huge = {"tokens": 2**16, "hidden_size": 2**30, "vocab_size": 2**20, "device": DEVICE}
+    for loss, sizes in (
+        (DPOLoss(), {"sequences": 8, "reference_hidden_size": 2**30}),
+        (JSDLoss(logits_dtype=torch.float32), {}),
+        (MedusaLoss(), {"heads": 2}),
+    ):
+        found = logitless.estimate(loss, **huge, **sizes)
+        assert found.logits_bytes == 2**37 and found.gradient_bytes > 2**51
+
+
+def test_several_chunks_sum_in_fp32():
+    sizes = SIZES | {"tokens": 40, "dtype": torch.bfloat16}
+    whole, cut = (
+        logitless.estimate(CrossEntropyLoss(logits_budget=budget), **sizes) for budget in (None, 2**12)
+    )
+    assert (whole.plan.chunks, whole.sum_bytes) == (1, 0)
+    assert cut.plan.chunks > 1 and cut.sum_bytes == V * H * 4
+    assert cut.chunk_bytes <= 2**12 or cut.plan.token_chunk == 1
+    assert whole.gradient_bytes == (40 + V) * H * 2
+
+
+def test_heads_and_groups():
+    found = logitless.estimate(MedusaLoss(), **SIZES, heads=2)
+    assert found.products == 9 and len(found.walks) == 3
+    packed = torch.tensor([0, 20, 30, 40, B * T], device=DEVICE)
+    found = logitless.estimate(DPOLoss(), **SIZES, cu_seqlens=packed)
+    assert found.plan.rows == B * T and found.plan.strategy == "resident"
+    kl = logitless.estimate(KTOLoss(), **SIZES, sequences=B)
+    assert kl.plan.strategy == "resident" and len(kl.walks) == 1
+    own = logitless.estimate(CrossEntropyLoss(), **SIZES, sequences=B)
+    assert str(own).startswith(own.plan.describe()) and "3" in str(own)
+
+
+REFUSED = {
+    "class": (CrossEntropyLoss, {}, "loss: expected a loss, got CrossEntropyLoss"),
+    "sizes": (CrossEntropyLoss(), {"tokens": 0}, "tokens: expected a positive number, got 0"),
+    "zero": (JSDLoss(), {"teacher_hidden_size": 0}, "teacher_hidden_size: expected a positive number"),
+    "dtype": (CrossEntropyLoss(), {"dtype": torch.int64}, "dtype: expected a floating-point dtype"),
+    "sequences": (DPOLoss(), {"sequences": 3}, "tokens: expected a multiple of 3 sequences"),
+    "pairs": (DPOLoss(), {"sequences": 11}, "hidden: expected a multiple of 2 sequences"),
+    "both": (DPOLoss(), {"sequences": 2, "cu_seqlens": torch.tensor([0, 44])}, "sequences: expected None"),
+    "no heads": (MedusaLoss(), {}, "heads: expected how many"),
+    "heads": (CrossEntropyLoss(), {"heads": 2}, "heads: expected None for one head"),
+    "two teachers": (JSDLoss(), {"teacher_topk": 2, **TEACHER}, "teacher_topk: expected None"),
+    "no teacher": (CrossEntropyLoss(), TEACHER, "inputs: expected keywords of CrossEntropyLoss"),
+    "no reference": (GRPOLoss(), {"advantages": None, "reference_hidden_size": 8}, "expected"),
+    "main gradient": (CrossEntropyLoss(), {"accumulate_into": 1}, "accumulate_into: expected nothing"),
+    "group": (functools.partial(linear_logprobs, tp_group="tp"), {}, "tp_group: expected None"),
+}
+
+
+@pytest.mark.parametrize(("loss", "sizes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(loss, sizes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        logitless.estimate(loss, **SIZES | sizes)
+
+
+SIZED = [
+    "--tokens",
+    "44",
+    "--hidden-size",
+    "8",
+    "--vocab-size",
+    "50",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+]
+
+
+def test_estimate_on_the_command_line(capsys):
+    asked = ["estimate", "DPOLoss", *SIZED, "--sequences", "4", "--frozen-head", "--set", "beta=0.2"]
+    assert main([*asked, "--set", "logits_dtype=float64", "--set", "loss_type=hinge"]) == 0
+    loss = DPOLoss(beta=0.2, logits_dtype=torch.float64, loss_type="hinge")
+    expected = logitless.estimate(loss, **SIZES | {"device": "cpu"}, sequences=4, frozen_head=True)
+    assert capsys.readouterr().out == f"{expected}\n"
+    assert main(["estimate", "linear_logprobs", *SIZED, "--set", "entropy=True"]) == 0
+    for wrong, told in (
+        (["--sequences", "3"], "multiple of 3"),
+        (["--set", "bta=1"], "bta"),
+        (["--set", "x"], "NAME"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["estimate", "DPOLoss", *SIZED, *wrong])
+        assert told in capsys.readouterr().err
+
+
+def test_the_doctor_is_content(capsys):
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert f"torch {torch.__version__.partition('+')[0]}" in told and "WRONG" not in told
+    for name in ("CrossEntropyLoss", "DPOLoss", "KTOLoss", "GRPOLoss", "JSDLoss"):
+        assert f"{name:16}  ok" in told
+    twins = "none" if DEVICE.type == "cuda" else "bfloat16, float16, float32, float64"
+    assert DEVICE.type == "cuda" or twins in told
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependsOnItsChunk(TokenLoss):
+    def terms(self, stats, batch):
+        return {"loss": Term((stats.logps - stats.logps.mean()) ** 2)}, {}
+
+
+def test_the_doctor_finds_a_wrong_loss(capsys, monkeypatch):
+    right = doctor.main_losses(DEVICE, torch.float32)
+    wrong = [(DependsOnItsChunk(), right[0][1]), *right[:1]]
+    monkeypatch.setattr(doctor, "main_losses", lambda *_: wrong)
+    assert main(["doctor"]) == 1
+    assert "DependsOnItsChunk  WRONG" in capsys.readouterr().out
