@@ -303,7 +303,7 @@ def test_ids_outside_that_mark_what_is_not_supervised():
     everyone = {"ids": {(0, 0): -100, (0, 1): -100}, "ignore_index": 0}
     assert outside("CrossEntropyLoss", **everyone).endswith(hint.format(-100, 0))
     assert outside("DPOLoss", **everyone).endswith(hint.format(-100, 0))
-    mixed = {(0, 0): -100, (1, 1): V}
+    mixed = {(0, 0): -101, (0, 1): -100, (1, 1): V}
     assert outside("CrossEntropyLoss", mixed, ignore_index=-1).endswith(hint.format(-100, -1))
     assert outside("CrossEntropyLoss", {(0, 0): -1, (2, 1): -1}).endswith(hint.format(-1, -100))
     # One id too many is no mark.
