@@ -6,18 +6,21 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs")
+SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs", ".github")
 FILES = (
     "pyproject.toml",
     "MANIFEST.in",
     "README.md",
     "LICENSE",
     "CHANGELOG.md",
+    "CITATION.cff",
+    "CONTRIBUTING.md",
     "Makefile",
     "constraints.txt",
 )
@@ -51,6 +54,15 @@ def test_sdist_holds_everything(built):
     missing = (files_below(ROOT) | set(FILES)) - names
     assert not missing
     assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_wheel_says_what_it_is(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = message_from_bytes(archive.read(name))
+    assert said["Author"] == "logitless maintainers" and said["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in said.get_all("Classifier") and "grpo" in said["Keywords"].split(",")
+    assert said["Description-Content-Type"] == "text/markdown" and "# logitless" in said.get_payload()
 
 
 def test_wheel_holds_the_library_and_nothing_else(built):

@@ -95,6 +95,14 @@ class Batch:
 
     # Sequences.
 
+    @property
+    def own_segments(self) -> Segments:
+        """The sequences in the slice, where the loss asks for any."""
+        if self.segments is None:
+            expected, remedy = "'group' or 'batch' where terms looks at sequences", "declare it in the class"
+            expect(False, "scope", expected, "'token'", remedy, TypeError)
+        return self.segments
+
     def total(self, x: Tensor) -> Tensor:
         """0-d, of this rank's tokens -> of the tokens of whole sequences."""
         return self._sequences.sum(x)
@@ -109,7 +117,7 @@ class Batch:
 
     def spread(self, x: Tensor) -> Tensor:
         """(sequences,) per sequence -> (n,) per token; the transpose of `sum_by_sequence`."""
-        return self.segments.spread(self._sequences.shared(x))
+        return self.own_segments.spread(self._sequences.shared(x))
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -121,21 +129,21 @@ class Batch:
 
     @cached_property
     def is_chosen(self) -> Tensor:
-        count = self.segments.lengths.shape[0]
-        return self.spread(torch.arange(count, device=self.segments.lengths.device) < count // 2)
+        count = self.own_segments.lengths.shape[0]
+        return self.spread(torch.arange(count, device=self.own_segments.lengths.device) < count // 2)
 
     def _own_sums(self, x: Tensor) -> Tensor:
-        return self.segments.sum(x if self.ignored is None else x.masked_fill(self.ignored, 0.0))
+        return self.own_segments.sum(x if self.ignored is None else x.masked_fill(self.ignored, 0.0))
 
     @cached_property
     def _own_lengths(self) -> Tensor:
         if self.ignored is None:
-            return self.segments.to_sequence_order(self.segments.lengths)
+            return self.own_segments.to_sequence_order(self.own_segments.lengths)
         return self._own_sums((~self.ignored).float())
 
     @cached_property
     def _own_positions(self) -> Tensor:
-        segments = self.segments
+        segments = self.own_segments
         if self.ignored is None:
             return torch.arange(segments.rows, device=segments.lengths.device) - segments.starts[segments.ids]
         before = torch.cat((self.targets.new_zeros(1), (~self.ignored).cumsum(0)))
@@ -143,7 +151,7 @@ class Batch:
 
     def _positions_in_slices(self) -> Tensor:
         """Ranks of the tokens among all ranks' supervised tokens of their sequences."""
-        name, ids, given = "position_ids", self.segments.ids, getattr(self, "position_ids", None)
+        name, ids, given = "position_ids", self.own_segments.ids, getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
         expect(given is not None, name, expected, None, "declare it in prediction_inputs and pass it")
         first = ids * LARGEST_POSITION

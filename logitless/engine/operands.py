@@ -90,6 +90,8 @@ class Operands(NamedTuple):
             remedy = "align targets with hidden (shift=True takes unshifted labels of the same length)"
             expect(False, "targets", expected, tuple(targets.shape), remedy)
         device = hidden.device
+        if device.type == "meta":
+            check_data(hidden=hidden)
         autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
         for name, x in (("weight", weight), ("bias", bias), ("weight", frozen), ("targets", targets)):
             if x is None:
@@ -98,8 +100,16 @@ class Operands(NamedTuple):
                 remedy = "cast one of them, or call under torch.autocast"
                 expect(False, name, f"hidden's dtype {hidden.dtype}", x.dtype, remedy, TypeError)
             if x.device != device:
+                check_data(**{name: x})
                 expect(False, name, f"hidden's device {device}", x.device, f"move {name} there")
         return torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+
+
+def check_data(**tensors: Tensor) -> None:
+    """Refuse tensors on the meta device, which have a shape and no numbers."""
+    for name, x in tensors.items():
+        remedy = "load the model, or make the tensor, on a real device first"
+        expect(not x.is_meta, name, "a tensor with data", "one on the meta device", remedy)
 
 
 def _check_floats(name: str, x: object) -> None:

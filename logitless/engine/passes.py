@@ -6,6 +6,7 @@ operator.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -155,9 +156,10 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     if call.vocabulary.sharded:
         sizes, known = call.vocabulary.sizes_of(call.weight, loss.tp_group), "{V}"
         V = sizes.sum()
-    outside = (supervised & ((targets < 0) | (targets >= V))).sum()
-    remedy = "fix the labels or set ignore_index"
-    faults = [Fault(outside, "targets", f"ids in [0, {known}) or ignore_index", "{count} outside", remedy)]
+    outside = supervised & ((targets < 0) | (targets >= V))
+    expected, remedy = f"ids in [0, {known}) or ignore_index", "fix the labels or set ignore_index"
+    seen = partial(_seen_outside, targets, outside, loss.ignore_index, remedy)
+    faults = [Fault(outside.sum(), "targets", expected, "{count} outside", remedy, seen)]
     if call.num_items is not None and loss.reduction == "mean":
         zero = ((call.num_items == 0) & supervised.any()).long()
         remedy = "count what is supervised"
@@ -178,6 +180,22 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if sizes is None else call.with_shards(rows.shard_sizes)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
+
+
+def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
+    """What to say of targets that are no ids, and a remedy: another one where they look like a mark."""
+    ids = targets[outside]
+    if not ids.numel():  # they are on other ranks
+        return "", remedy
+    least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
+    row = outside.nonzero()[0, 0].item()
+    seen = f": the least is {least}, the greatest {greatest}; "
+    seen += f"the first, {first}, is that of hidden's row {row}"
+    # As in labels made for transformers, or in data that marks padding with -1.
+    mark = -100 if (ids == -100).any() else least
+    if mark != -100 and (least != greatest or least >= 0):
+        return seen, remedy
+    return seen, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
 
 
 def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:

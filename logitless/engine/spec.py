@@ -59,6 +59,8 @@ class Fault(NamedTuple):
     expected: str  # with a sharded head it may name {V}
     got: str  # may name the {count}
     remedy: str
+    # Looks at what is wrong, once something is: (what follows `got`, a remedy that fits).
+    details: Callable[[], tuple[str, str]] | None = None
 
     def of_shards(self, sizes: Sequence[int] | None) -> "Fault":
         """With the vocabulary's size, {V}, once the shards' are known."""
@@ -67,7 +69,8 @@ class Fault(NamedTuple):
     def raise_(self, count: int, ranks: Sequence[int] = ()) -> None:
         """Raise ValueError once the count has been read; `ranks` are those where something is wrong."""
         where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
-        expect(False, self.argument, self.expected, self.got.format(count=count) + where, self.remedy)
+        more, remedy = ("", self.remedy) if self.details is None else self.details()
+        expect(False, self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
 
     def assert_async(self) -> None:
         """The same on the device, where the count is not 0, without reading anything back."""

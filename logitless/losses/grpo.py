@@ -35,8 +35,8 @@ class GRPOLoss(ClippedLoss):
         loss_type: grpo, bnpo, dr_grpo, dapo (TRL's default), cispo, sapo, luspo or vespo. "bnpo" with
             advantages per token is PPO-clip.
         beta: weight of the KL to the reference, which then must come as `ref_logps`.
-        epsilon, epsilon_high: clip range of the ratio; `epsilon_high` defaults to `epsilon`. cispo bounds the
-            ratio itself by `epsilon_high`, which should be above 1.
+        epsilon, epsilon_high: clip range of the ratio; `epsilon_high` defaults to `epsilon`. cispo needs
+            `epsilon_high`, which bounds the ratio itself and should be above 1.
         delta: upper bound of the ratio where the advantage is negative (INTELLECT-2); None for none.
         importance_sampling_level: "token", or "sequence" for one ratio per sequence, exp of the mean of its
             log-ratios (GSPO).
@@ -101,6 +101,11 @@ class GRPOLoss(ClippedLoss):
         check_choice("loss_type", self.loss_type, SURROGATES)
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         super().__post_init__()
+        bounded, remedy = (
+            self.loss_type != "cispo" or self.epsilon_high is not None,
+            "pass one above 1, such as 5.0",
+        )
+        expect(bounded, "epsilon_high", "the ratio's upper bound for cispo", None, remedy)
         delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
         expect(delta is None or delta > 0, "delta", "a positive number or None", delta, "use None for none")
         bounds = delta is None or SURROGATES[self.loss_type] is clipped

@@ -3,14 +3,16 @@
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 from torch import Tensor
 
+from logitless.engine.operands import check_data
 from logitless.errors import expect
 
 # What to pass in place of a model's whole output.
-ALONE = {"hidden": "pass the hidden states alone, such as outputs.last_hidden_state"}
+ALONE = "pass the hidden states alone, such as outputs.last_hidden_state"
 # Whose hidden states, weight and bias the call takes where a loss declares it, and what stands before their
 # names.
 MODELS = {"teacher": "teacher", "reference": "ref"}
@@ -40,8 +42,10 @@ class CheckedCall:
         for name, x in tensors.items():
             if x is not None and not isinstance(x, Tensor):
                 several = isinstance(x, (tuple, list)) and self._remedy(name)
-                remedy = several or ALONE.get(name, f"pass torch.as_tensor({name})")
-                expect(False, name, "a tensor", type(x).__name__, remedy, TypeError)
+                plain = ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"
+                expect(False, name, "a tensor", type(x).__name__, several or plain, TypeError)
+            if x is not None and x.is_meta:
+                check_data(**{name: x})
 
     def _remedy(self, name: str) -> str | None:
         return self.remedies.get(name) or self.remedies.get(name.partition("_")[0])
@@ -68,11 +72,16 @@ def call_keywords(cls: type) -> tuple[str, ...]:
     return tuple(sorted(names - set(cls.internal_inputs)))
 
 
-def check_options(given: Iterable[str], known: tuple[str, ...]) -> None:
-    """Refuse names of options that the constructor of a loss would not know."""
+def check_options(
+    given: Iterable[str], known: tuple[str, ...], remedies: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Refuse names of options that the constructor of a loss would not know.
+
+    `remedies` say by name what to do instead, where that is not a misspelling.
+    """
     unknown = [name for name in given if name not in known]
     if unknown:
-        remedy = meant(unknown[0], known)
+        remedy = remedies.get(unknown[0]) or meant(unknown[0], known)
         expect(False, "options", f"any of {', '.join(known)}", ", ".join(unknown), remedy, TypeError)
 
 

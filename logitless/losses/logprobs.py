@@ -77,6 +77,10 @@ class TokenNumbers(TokenLoss):
 
 
 OPTIONS = tuple(field.name for field in fields(TokenNumbers))
+REMEDIES = {
+    "shift": "shift before the call: hidden[:, :-1] with targets[:, 1:]",
+    "cu_seqlens": "leave it out, as every token stands alone here",
+}
 
 
 def linear_logprobs(
@@ -111,7 +115,7 @@ def linear_logprobs(
         TokenLogprobs(logps, entropy, lse): logps of the targets' shape, the others (...); lse is the
         log-sum-exp of the logits.
     """
-    check_options(head, OPTIONS)
+    check_options(head, OPTIONS, REMEDIES)
     several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()
     if several and hidden.dim() > 1:
         check_choice("entropy", entropy, (False, True, "metric"))

@@ -156,10 +156,11 @@ class ReferencedLoss(TokenLoss):
                 inputs = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
         if ref_logps is not None:
             loss = self if self.cp_group is None else self.resolved(weight)
-            per_token = loss.is_per_token(ref_logps, targets)
+            if not (per_token := loss.is_per_token(ref_logps, targets)):
+                self._check_sums(ref_logps, targets, cu_seqlens)
             inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
-        where = {"cu_seqlens": cu_seqlens, "shift": shift}
-        return super().__call__(hidden, weight, targets, **where, **inputs, **arguments)
+        inputs |= {"cu_seqlens": cu_seqlens, "shift": shift}
+        return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
     def _check_one_reference(self, ref_logps: Tensor | None, ref_hidden: Tensor | None) -> None:
         given = [name for name, x in (("ref_logps", ref_logps), ("ref_hidden", ref_hidden)) if x is not None]
@@ -168,6 +169,13 @@ class ReferencedLoss(TokenLoss):
             expect(len(given) == 1, "ref_logps", "one of ref_logps and ref_hidden", got, "pass one of them")
         else:
             expect(not given, "ref_logps", "no reference for this loss", got, "leave it out")
+
+    def _check_sums(self, ref_logps: Tensor, targets: Tensor, starts: Tensor | None) -> None:
+        """The shape of log-probabilities per sequence. Flat tokens without sequences are refused later."""
+        sequences, got = (targets if starts is None else starts[1:]).shape[0], tuple(ref_logps.shape)
+        fits = got == (sequences,) or (starts is None and targets.dim() < 2)
+        expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}"
+        expect(fits, "ref_logps", expected, got, "give each sequence or token its own")
 
     def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
         """Whether log-probabilities came in targets' shape, on every rank with a slice of the sequences."""
@@ -207,13 +215,8 @@ def check_reference(
     expected = f"shape {tuple(targets.shape)} + (H,)"
     expect(aligned, "ref_hidden", expected, tuple(ref_hidden.shape), "give one row per target")
     if ref_bias is not None:
-        expect(
-            ref_bias.shape == (V,),
-            "ref_bias",
-            f"shape ({V},)",
-            tuple(ref_bias.shape),
-            "give one entry per token id",
-        )
+        expected, got = f"shape ({V},)", tuple(ref_bias.shape)
+        expect(got == (V,), "ref_bias", expected, got, "give one entry per token id")
 
 
 @dataclass(frozen=True, kw_only=True)

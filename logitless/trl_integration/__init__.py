@@ -38,6 +38,12 @@ def __getattr__(name: str) -> Any:
         if name.endswith(part) and name.removesuffix(part) in PAIRS:
             made = import_module(".pairs", __name__).pair(name.removesuffix(part))
             return made[part == "Trainer"]
+    if name.endswith(("Config", "Trainer")):
+        # `from ... import` would replace an AttributeError's message by its own.
+        remedy = "train it with TRL's own, without the chunked loss"
+        raise ImportError(
+            f"{name}: expected a Config or Trainer of {', '.join(PAIRS)}, got {name}; {remedy}."
+        )
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(PLACES[name], __name__), name)

@@ -268,6 +268,132 @@ def test_numbers_in_a_list(name, argument):
     assert message.startswith(f"{argument}: expected a tensor, got list; ")
 
 
+@pytest.mark.parametrize("name, argument", [("DPOLoss", "ref_hidden"), ("JSDLoss", "teacher_hidden")])
+def test_another_models_output(name, argument):
+    message = refusal(name, **{argument: (numbers(B, T, H),)})
+    assert message.startswith(f"{argument}: expected a tensor, got tuple; pass the hidden states alone")
+
+
+# -- targets that are no ids
+
+
+def outside(name: str, ids: dict[tuple[int, int], int], **options) -> str:
+    """The message about targets with these ids in these places."""
+    kind, needed, _ = LOSSES[name]
+    targets = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
+    for place, value in ids.items():
+        targets[place] = value
+    with pytest.raises(ValueError) as caught:
+        kind(**options)(numbers(B, T, H), numbers(V, H), targets, **inputs(*needed))
+    assert FORM.match(str(caught.value))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "DPOLoss", "GRPOLoss", "JSDLoss", "SimPOLoss"])
+def test_ids_outside_are_shown(name):
+    message = outside(name, {(1, 2): V + 3, (0, 1): -100, (2, 0): V, (3, 2): -7})
+    assert "got 3 outside: the least is -7, the greatest 14; the first, 14, is that of hidden's row 5; " in (
+        message
+    )
+    assert message.endswith("fix the labels or set ignore_index.")
+
+
+def test_ids_outside_that_mark_what_is_not_supervised():
+    hint = "set ignore_index={0}, not {1}, if {0} marks what is not supervised."
+    everyone = {"ids": {(0, 0): -100, (0, 1): -100}, "ignore_index": 0}
+    assert outside("CrossEntropyLoss", **everyone).endswith(hint.format(-100, 0))
+    assert outside("DPOLoss", **everyone).endswith(hint.format(-100, 0))
+    mixed = {(0, 0): -101, (0, 1): -100, (1, 1): V}
+    assert outside("CrossEntropyLoss", mixed, ignore_index=-1).endswith(hint.format(-100, -1))
+    assert outside("CrossEntropyLoss", {(0, 0): -1, (2, 1): -1}).endswith(hint.format(-1, -100))
+    # One id too many is no mark.
+    assert outside("CrossEntropyLoss", {(0, 0): V, (2, 1): V}).endswith("fix the labels or set ignore_index.")
+
+
+def test_functions_show_ids_outside():
+    targets = torch.tensor([1, -100, 2], device=DEVICE)
+    for entry in (linear_cross_entropy, linear_logprobs):
+        with pytest.raises(ValueError, match="first, -100, is that of hidden's row 1; set ignore_index=-100"):
+            entry(numbers(3, H), numbers(V, H), targets, ignore_index=0)
+
+
+# -- tensors without numbers
+
+
+META = {"CrossEntropyLoss": "class_weights", "DPOLoss": "ref_logps", "GRPOLoss": "advantages"}
+
+
+@every_loss()
+def test_everything_on_the_meta_device(name):
+    hidden = numbers(B, T, H).to("meta")
+    changes = {"hidden": [hidden] * 2 if name == "MultiTokenLoss" else hidden}
+    message = refusal(name, **changes)
+    assert re.match("hidden.*: expected a tensor with data, got one on the meta device; ", message), message
+
+
+@pytest.mark.parametrize("name, argument", [*META.items(), ("CrossEntropyLoss", "weight")])
+def test_one_argument_on_the_meta_device(name, argument):
+    message = refusal(name, **{argument: torch.empty(V, H, device="meta")})
+    assert message.startswith(f"{argument}: expected a tensor with data, got one on the meta device; ")
+
+
+def test_functions_on_the_meta_device():
+    operands = numbers(3, H).to("meta"), numbers(V, H).to("meta"), torch.arange(3, device="meta")
+    for entry in (linear_cross_entropy, linear_logprobs):
+        with pytest.raises(ValueError, match="^hidden: expected a tensor with data"):
+            entry(*operands)
+
+
+# -- options and shapes that used to pass, or to fail far from the call
+
+
+def test_cispo_without_its_bound():
+    with pytest.raises(
+        ValueError, match="^epsilon_high: expected the ratio's upper bound for cispo, got None"
+    ):
+        GRPOLoss(loss_type="cispo")
+    with pytest.raises(ValueError, match="^epsilon_high: "):
+        GRPOLoss(loss_type="cispo", epsilon=3.0)
+    assert GRPOLoss(loss_type="cispo", epsilon_high=5.0).upper == 5.0
+
+
+@pytest.mark.parametrize("name", ["DPOLoss", "KTOLoss"])
+@pytest.mark.parametrize("shape", [(B + 1,), (B, T + 1), ()])
+def test_reference_of_another_shape(name, shape):
+    message = refusal(name, ref_logps=numbers(*shape))
+    expected = rf"shape \({B},\) or targets' \({B}, {T}\), got "
+    assert re.match(f"ref_logps: expected {expected}{re.escape(str(shape))}; ", message), message
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda stats, batch: batch.sum_by_sequence(stats.logps),
+        lambda stats, batch: stats.logps * batch.positions,
+        lambda stats, batch: stats.logps * batch.is_chosen,
+        lambda stats, batch: batch.spread(batch.lengths.float()),
+    ],
+)
+def test_a_loss_of_sequences_that_says_token(use):
+    class Forgetful(TokenLoss):
+        def terms(self, stats, batch):
+            return {"loss": Term(use(stats, batch))}, {}
+
+    targets = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(TypeError, match="^scope: expected 'group' or 'batch' .*, got 'token'; declare it"):
+        Forgetful()(numbers(B, T, H), numbers(V, H), targets)
+
+
+def test_logprobs_say_how_to_shift():
+    operands = numbers(3, H), numbers(V, H), torch.arange(3, device=DEVICE)
+    for option, remedy in (
+        ("shift", r"hidden\[:, :-1\] with targets\[:, 1:\]"),
+        ("cu_seqlens", "stands alone"),
+    ):
+        with pytest.raises(TypeError, match=f"got {option}; .*{remedy}"):
+            linear_logprobs(*operands, **{option: True})
+
+
 # -- sequences apart, heads that are none
 
 

@@ -629,7 +629,7 @@ BAD = {
     ),
     "reference shape": (
         lambda: call(DPOLoss(), ref_logps=torch.zeros(3)),
-        r"ref_sequence_logps: expected shape \(4,\)",
+        r"ref_logps: expected shape \(4,\)",
     ),
     "loss type": (lambda: DPOLoss(loss_type="dpo"), "loss_type: expected one of .*'sigmoid'.*'sft'"),
     "no loss type": (lambda: DPOLoss(loss_type=()), "loss_type: expected at least one"),

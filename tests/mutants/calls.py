@@ -1,6 +1,6 @@
 """What the calls of losses refuse."""
 
-from tests.mutants.mutant import of_file
+from tests.mutants.mutant import Mutant, of_file
 
 TEST_BAD_CALLS = "tests/losses/test_bad_calls.py"
 
@@ -39,8 +39,56 @@ MUTANTS = [
             "isinstance(x, (tuple, list)) and self._remedy(name)",
             "None",
         ),
+        (
+            "tensors without data pass",
+            "CheckedCall.check_call",
+            "if x is not None and x.is_meta:",
+            "if False:",
+        ),
+        ("a remedy for a model's output", "CheckedCall.check_call", 'name.endswith("hidden")', "False"),
+        ("shift of a function is left out", "check_options", "remedies.get(unknown[0]) or ", ""),
         ("options of functions pass", "check_options", "if name not in known]", "if False]"),
         prefix="calls: ",
+    ),
+    *of_file(
+        "engine/passes.py",
+        TEST_BAD_CALLS,
+        ("any id is a mark", "_seen_outside", "(least != greatest or least >= 0)", "False"),
+        ("only -100 is a mark", "_seen_outside", "if (ids == -100).any() else least", "if True else least"),
+        ("no hint for -100 among others", "_seen_outside", "-100 if (ids == -100).any() else least", "least"),
+        ("all targets are shown", "_seen_outside", "ids = targets[outside]", "ids = targets"),
+        prefix="calls: ",
+    ),
+    *of_file(
+        "engine/operands.py",
+        TEST_BAD_CALLS,
+        ("hidden without data", "Operands.check", 'device.type == "meta"', "False"),
+        ("weight without data", "Operands.check", "check_data(**{name: x})", "pass"),
+        prefix="calls: ",
+    ),
+    Mutant(
+        "calls: sequences of a loss that says token",
+        "engine/batch.py",
+        "Batch.own_segments",
+        "if self.segments is None:",
+        "if False:",
+        TEST_BAD_CALLS,
+    ),
+    Mutant(
+        "calls: cispo without a bound",
+        "losses/grpo.py",
+        "GRPOLoss.__post_init__",
+        'self.loss_type != "cispo" or self.epsilon_high is not None',
+        "True",
+        TEST_BAD_CALLS,
+    ),
+    Mutant(
+        "calls: reference of any shape",
+        "losses/preference.py",
+        "ReferencedLoss.__call__",
+        "self._check_sums(ref_logps, targets, cu_seqlens)",
+        "pass",
+        TEST_BAD_CALLS,
     ),
     *of_file(
         "losses/medusa.py",
