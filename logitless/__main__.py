@@ -23,14 +23,8 @@ LOSSES = {
     if isinstance(kind, type) and issubclass(kind, LinearLoss) and name not in BASES
 } | {"linear_logprobs": logitless.linear_logprobs}
 NEEDED = ("tokens", "hidden_size", "vocab_size")
-SIZES = (
-    "sequences",
-    "heads",
-    "teacher_hidden_size",
-    "teacher_vocab_size",
-    "teacher_topk",
-    "reference_hidden_size",
-)
+TEACHER = ("teacher_hidden_size", "teacher_vocab_size", "teacher_topk")
+SIZES = ("sequences", "heads", *TEACHER, "reference_hidden_size")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 

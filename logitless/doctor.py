@@ -56,9 +56,9 @@ def _described(device: torch.device) -> str:
 
 def accelerated(device: torch.device) -> list[str]:
     """What runs as a kernel on a device, and what does not."""
-    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    fast = [str(dtype).removeprefix("torch.") for dtype in dtypes if uses_triton(device, dtype)]
-    slow = [str(dtype).removeprefix("torch.") for dtype in dtypes if not uses_triton(device, dtype)]
+    dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+    fast = [name for name, dtype in dtypes.items() if uses_triton(device, dtype)]
+    slow = [name for name in dtypes if name not in fast]
     head = torch.empty(16, 16, dtype=torch.bfloat16, device=device)
     product = fused_projection.serves(head.dtype, head.shape[1], head)
     kernels = [name for name in divergence.FUSED if divergence.has_kernel(name, device, torch.bfloat16)]

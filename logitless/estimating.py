@@ -43,7 +43,7 @@ class Estimate:
             and what does not grow with the rows.
         gradient_bytes: of the returned gradients, d_hidden and d_weight.
         sum_bytes: of the wider sum of d_weight over several chunks, until it is cast; 0 if there is none.
-        logits_bytes: what full logits would take in the dtype of the operands, without any temporary.
+        logits_bytes: what the full logits of one head would take in the dtype of the operands, alone.
     """
 
     plan: Plan
@@ -127,7 +127,7 @@ def estimate(
     packed = inputs.get("cu_seqlens")
     alone = packed is None or sequences is None
     expect(alone, "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     count = len(packed) - 1 if packed is not None else sequences or getattr(loss, "sequences_per_group", 1)
     expected = f"a multiple of {count} sequences"
     whole = packed is not None or tokens % count == 0
@@ -184,6 +184,17 @@ def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
     for name in REFUSED:
         absent, remedy = name not in inputs, "leave it out"
         expect(absent, name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """A device whose memory and kernels can be asked for."""
+    try:
+        device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+        there = torch.empty(0, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
+        there = False
+    expect(there, "device", "a device of this machine", given, "estimate where the call will run")
+    return device
 
 
 def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[str, object]) -> dict:

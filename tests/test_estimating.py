@@ -98,6 +98,8 @@ def test_the_plan_is_the_one_that_runs(name, how):
             assert logitless.estimate(loss, **SIZES, **sizes).plan == loss(*arguments, **inputs).plan
 
 
+# What the counter of torch leaves out.
+IN_PLACE = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
 # What a walk multiplies with, and how often: a frozen head, a reference, unreduced numbers.
 COUNTED = {
     "cross-entropy": ("cross-entropy", {}, {}),
@@ -107,12 +109,14 @@ COUNTED = {
     "log-probabilities": ("logprobs", {}, {}),
     "reference": ("DPO", {}, {"reference_hidden_size": TEACHER_H}),
     "reference, frozen head": ("DPO", {}, {"reference_hidden_size": TEACHER_H, "frozen_head": True}),
+    "reference, walked twice": ("DPO", {"logits_budget": 4000}, {"reference_hidden_size": TEACHER_H}),
     "teacher": ("JSD", {}, {}),
     "unreduced, teacher": ("JSD", {"reduction": "none"}, {}),
     "gathered columns": ("gathered", {}, {}),
 }
 
 
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
 @pytest.mark.parametrize(("name", "options", "sizes"), COUNTED.values(), ids=COUNTED)
 def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
     if name == "gathered":
@@ -130,7 +134,7 @@ def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
     if "reference_hidden_size" in sizes:
         inputs = {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
     arguments[1].requires_grad_(not sizes.get("frozen_head", False))
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         out = loss(*arguments, **inputs)
         (out.logps if name == "logprobs" else out.loss).sum().backward()
     rows = (x.targets != -100).sum().item()
@@ -183,6 +187,9 @@ REFUSED = {
     "sizes": (CrossEntropyLoss(), {"tokens": 0}, "tokens: expected a positive number, got 0"),
     "zero": (JSDLoss(), {"teacher_hidden_size": 0}, "teacher_hidden_size: expected a positive number"),
     "dtype": (CrossEntropyLoss(), {"dtype": torch.int64}, "dtype: expected a floating-point dtype"),
+    "absent device": (CrossEntropyLoss(), {"device": "cuda:99"}, "device: expected a device of this machine"),
+    "meta device": (CrossEntropyLoss(), {"device": "meta"}, "device: expected a device of this machine"),
+    "unknown device": (CrossEntropyLoss(), {"device": "gpu"}, "device: expected a device of this machine"),
     "sequences": (DPOLoss(), {"sequences": 3}, "tokens: expected a multiple of 3 sequences"),
     "pairs": (DPOLoss(), {"sequences": 11}, "hidden: expected a multiple of 2 sequences"),
     "both": (DPOLoss(), {"sequences": 2, "cu_seqlens": torch.tensor([0, 44])}, "sequences: expected None"),

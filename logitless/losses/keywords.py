@@ -21,7 +21,7 @@ MODELS = {"teacher": "teacher", "reference": "ref"}
 class CheckedCall:
     """A loss that refuses what its call does not take, in one form and before anything is computed."""
 
-    # Declared inputs that the loss's `__call__` makes itself: no keywords.
+    # Declared inputs that the loss's `__call__` makes itself, for the `__call__` below it: no keywords.
     internal_inputs: ClassVar[tuple[str, ...]] = ()
     # What the call takes by keyword; derived from the signatures of `__call__` and from the declared inputs.
     keywords: ClassVar[tuple[str, ...]] = ()
@@ -34,7 +34,7 @@ class CheckedCall:
 
     def check_call(self, given: Iterable[str], **tensors: object) -> None:
         """Refuse `given` names that are no keywords of this loss, and `tensors` that are none (or None)."""
-        unknown = [name for name in given if name not in self.keywords and name not in self.internal_inputs]
+        unknown = [name for name in given if name not in self.keywords]
         if unknown:
             taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
             remedy = self._remedy(unknown[0]) or meant(unknown[0], self.keywords)

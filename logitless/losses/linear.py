@@ -256,7 +256,7 @@ class LinearLoss(CheckedCall):
             inputs: the tensors that the loss declares.
         """
         if not inputs.keys() <= self.roles.keys():
-            self.check_call(inputs)
+            self.check_call([name for name in inputs if name not in self.internal_inputs])
         if not isinstance(weight, Tensor | SplitHead):
             now = {"accumulate_now": accumulate_now, "accumulate_into": accumulate_into, **inputs}
             given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **now}

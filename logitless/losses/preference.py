@@ -253,7 +253,8 @@ class UnreferencedLoss(PairedLoss):
         if is_head(weight):
             own = {"bias": bias, "cu_seqlens": cu_seqlens, **arguments}
             return with_heads(UnreferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
-        self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens)
+        given = [name for name in arguments if name not in self.internal_inputs]
+        self.check_call(given, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens)
         out = super().__call__(hidden, weight, targets, bias=bias, cu_seqlens=cu_seqlens, **arguments)
         if self.logits_over == "position":
             chosen, rejected = mean_logits_over_positions(

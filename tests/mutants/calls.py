@@ -11,8 +11,8 @@ MUTANTS = [
         (
             "unknown keywords pass",
             "CheckedCall.check_call",
-            "if name not in self.keywords and",
-            "if False and",
+            "if name not in self.keywords]",
+            "if False]",
         ),
         (
             "lists pass",
