@@ -2,7 +2,7 @@
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
 compiled for every target under the oldest and the newest supported Triton. Otherwise each of these eight runs
-takes a quarter: every kernel is compiled once under either Triton, and every fourth one for each target.
+takes an eighth, so that every kernel is compiled once, for one of the targets under one of the two.
 """
 
 import os
@@ -68,8 +68,8 @@ def triton_folder(version: str) -> Path | None:
 
 
 def usual_share(version: str, target: tuple[str, str], *, everything: bool) -> Share:
-    turn = TARGETS.index(target) + TRITONS.index(version)
-    return Share(0, 1) if everything else Share(turn % len(TARGETS), len(TARGETS))
+    turn = TARGETS.index(target) * len(TRITONS) + TRITONS.index(version)
+    return Share(0, 1) if everything else Share(turn, len(TARGETS) * len(TRITONS))
 
 
 def check_compilation(
