@@ -106,8 +106,8 @@ class ChunkedLoss:
             self.trained, self.plan = True, plan
         else:
             self.evaluated = True
-        # A reference model's pass, which TRL makes after the policy's, says little about the training.
-        if torch.is_grad_enabled() or not self.trained:
+        # A reference model's pass, which TRL makes after the policy's in a step, says little about the step.
+        if torch.is_grad_enabled() or not (self.trained and self.trainer.model.training):
             self.trainer.last_plan = plan
 
     def saving(self) -> AbstractContextManager:

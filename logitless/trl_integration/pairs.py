@@ -77,7 +77,7 @@ def check_budget(logits_budget: Any) -> None:
 class ChunkedLossTrainerMixin:
     """A trainer of TRL whose constructor switches on what its config asks for.
 
-    `last_plan` is the `plan` of the most recent loss call with a gradient, before the first of any; None if
+    `last_plan` is the `plan` of the most recent loss call, a reference's in a training step left out; None if
     there was none, or in a compiled model, which is traced before anything runs.
     """
 
