@@ -24,7 +24,7 @@ def new_document(benchmark: str, device: torch.device, *, quick: bool, versions:
     packages = {name: package_version(name) for name in ("torch", "triton", "transformers", "logitless")}
     return {
         "benchmark": benchmark,
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks", *map(_without_folder, sys.argv[1:])]),
         "date": now.isoformat(timespec="seconds"),
         "quick": quick,
         "seed": 0 if quick else int(now.timestamp()),
@@ -37,6 +37,11 @@ def new_document(benchmark: str, device: torch.device, *, quick: bool, versions:
         | packages
         | (versions or {}),
     }
+
+
+def _without_folder(argument: str) -> str:
+    """A path from the root is one machine's, and says nothing to others."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def device_name(device: torch.device) -> str:

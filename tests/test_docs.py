@@ -9,6 +9,15 @@ import torch
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+def test_the_first_block_of_the_readme_runs_as_pasted():
+    text = (DOCS.parent / "README.md").read_text()
+    names = {"__name__": "pasted"}
+    exec(re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1], names)
+    expected = torch.nn.functional.cross_entropy(names["logits"].flatten(0, 1), names["targets"].flatten())
+    torch.testing.assert_close(names["loss"], expected)
+    assert names["hidden"].grad.any() and names["lm_head"].weight.grad.any()
+
+
 def run_blocks(page: str) -> dict:
     """The names that are there after all blocks of a page."""
     blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)

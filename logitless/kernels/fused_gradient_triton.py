@@ -93,12 +93,11 @@ def gradient_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
     """As `cross_entropy_triton.logits_gradient_kernel`, from the accumulators."""
     row_tiles = tl.cdiv(C, BM)
     tiles = row_tiles * tl.cdiv(V, BN)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True, warp_specialize=SPECIALIZE):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
         left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
         rows = m0 + tl.arange(0, BM)
@@ -206,5 +205,4 @@ def write_gradient(
         **TILE,
         **LAUNCH,
         PROGRAMS=programs,
-        SPECIALIZE=True,
     )

@@ -20,13 +20,13 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
 from logitless.kernels.head import Head
 
-# What tensor cores multiply at full speed, and the kernels were tried with.
+# Those that the kernels were tried with.
 PRODUCT_DTYPES = (torch.bfloat16,)
 
 
 @functools.cache
 def _has_tensor_copies(device: torch.device) -> bool:
-    """Hopper: tensor descriptors, and products that run beside the epilogue of the tile before."""
+    """Hopper, whose tensor descriptors the kernels use. Newer cards have them too; none was tried."""
     return (
         device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
     )

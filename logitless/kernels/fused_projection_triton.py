@@ -2,7 +2,7 @@
 
 `fused_projection.py` says what is computed. A tile of logits stays in the accumulators, in fp32: logits are
 never rounded, and only their exponentials are stored, if anything. What needs a whole row comes from a few
-partial sums per row and tile, 5 KB a token, which `row_partials_triton.py` puts together.
+partial sums per row and tile, 5 to 12 KB a token, which `row_partials_triton.py` puts together.
 
 Exponentials are powers of two, taken relative to a shift known beforehand, a whole number near log2(e) times
 the target's logit: the total of a row is then about 1 or more. A row that rises more than DRIFT above it is
@@ -37,24 +37,24 @@ PARTIALS = (2, 3, 5)  # numbers per row and tile, by the level of statistics
 @triton.jit
 def read_half(
     acc,
-    grad,
-    bias_ptr,
-    y,
-    shift,
-    ignored,
-    m0,
     n0,
+    y,
+    ignored,
     V,
-    gain,
-    squash,
-    cap,
+    BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
     WRITE: tl.constexpr,
-    BN: tl.constexpr,
     MASKED: tl.constexpr,
+    grad,
+    bias_ptr,
+    shift,
+    m0,
+    gain,
+    squash,
+    cap,
 ):
     """Of the columns from n0 on without the target, with d = log2(e) z - shift: the sum of e = 2^d, the
     largest d, the sums of e d, of e^2 and of all d; the target's own d, and whether another of these logits
@@ -96,233 +96,29 @@ def read_half(
 @triton.jit
 def read_either_half(
     acc,
-    grad,
-    bias_ptr,
-    y,
-    shift,
-    ignored,
-    m0,
     n0,
+    y,
+    ignored,
     V,
-    gain,
-    squash,
-    cap,
+    BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
     WRITE: tl.constexpr,
-    BN: tl.constexpr,
+    given,
 ):
     """One half in ten holds a target of its rows; the others are spared the masks."""
     special = ignored | ((y >= n0) & (y < n0 + BN))
     if (n0 + BN > V) | (tl.max(special.to(tl.int32), 0) > 0):
-        total, top, sum_d, sum_sq, plain, own, beaten = read_half(
-            acc,
-            grad,
-            bias_ptr,
-            y,
-            shift,
-            ignored,
-            m0,
-            n0,
-            V,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            SUM,
-            WRITE,
-            BN,
-            True,
-        )
+        found = read_half(acc, n0, y, ignored, V, BN, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, True, *given)
     else:
-        total, top, sum_d, sum_sq, plain, own, beaten = read_half(
-            acc,
-            grad,
-            bias_ptr,
-            y,
-            shift,
-            ignored,
-            m0,
-            n0,
-            V,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            SUM,
-            WRITE,
-            BN,
-            False,
-        )
-    return total, top, sum_d, sum_sq, plain, own, beaten
-
-
-@triton.jit
-def read_tile(
-    x,
-    w,
-    grad,
-    bias_ptr,
-    targets_ptr,
-    shift_ptr,
-    own_ptr,
-    beaten_ptr,
-    partials_ptr,
-    tile,
-    row_tiles,
-    partial_stride,
-    C,
-    V,
-    H,
-    ignore_index,
-    gain,
-    squash,
-    cap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EXTRA: tl.constexpr,
-    SUM: tl.constexpr,
-    WRITE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    # Row tiles run fastest: x stays in L2, and w is read once.
-    m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
-    left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
-    rows = m0 + tl.arange(0, BM)
-    here = rows < C
-    y = tl.load(targets_ptr + rows, mask=here, other=0)
-    shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
-    ignored = y == ignore_index
-    total, top, sum_d, sum_sq, plain, own, beaten = read_either_half(
-        left,
-        grad,
-        bias_ptr,
-        y,
-        shift,
-        ignored,
-        m0,
-        n0,
-        V,
-        gain,
-        squash,
-        cap,
-        HAS_BIAS,
-        HAS_SOFTCAP,
-        EXTRA,
-        SUM,
-        WRITE,
-        BN // 2,
-    )
-    total_r, top_r, sum_d_r, sum_sq_r, plain_r, own_r, beaten_r = read_either_half(
-        right,
-        grad,
-        bias_ptr,
-        y,
-        shift,
-        ignored,
-        m0,
-        n0 + BN // 2,
-        V,
-        gain,
-        squash,
-        cap,
-        HAS_BIAS,
-        HAS_SOFTCAP,
-        EXTRA,
-        SUM,
-        WRITE,
-        BN // 2,
-    )
-    has_own, at_right = here & (y >= n0) & (y < n0 + BN) & (y < V), y >= n0 + BN // 2
-    own = tl.where(at_right, own_r, own)
-    tl.store(own_ptr + rows, own, mask=has_own)
-    at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
-    tl.store(at, total + total_r, mask=here)
-    tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
-    if EXTRA:
-        beaten = tl.where(at_right, (top >= own) | (beaten_r > 0), (top_r > own) | (beaten > 0))
-        tl.store(beaten_ptr + rows, beaten.to(tl.float32), mask=has_own)
-        tl.store(at + 2 * partial_stride, sum_d + sum_d_r, mask=here)
-    if SUM:
-        tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
-        tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)
+        found = read_half(acc, n0, y, ignored, V, BN, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, False, *given)
+    return found
 
 
 @triton.jit
 def read_kernel(
-    x,
-    w,
-    grad,
-    bias_ptr,
-    targets_ptr,
-    shift_ptr,
-    own_ptr,
-    beaten_ptr,
-    partials_ptr,
-    partial_stride,
-    C,
-    V,
-    H,
-    ignore_index,
-    gain,
-    squash,
-    cap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EXTRA: tl.constexpr,
-    SUM: tl.constexpr,
-    WRITE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
-):
-    """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product."""
-    row_tiles = tl.cdiv(C, BM)
-    tiles = row_tiles * tl.cdiv(V, BN)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True, warp_specialize=SPECIALIZE):
-        read_tile(
-            x,
-            w,
-            grad,
-            bias_ptr,
-            targets_ptr,
-            shift_ptr,
-            own_ptr,
-            beaten_ptr,
-            partials_ptr,
-            tile,
-            row_tiles,
-            partial_stride,
-            C,
-            V,
-            H,
-            ignore_index,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            SUM,
-            WRITE,
-            BM,
-            BN,
-            BK,
-        )
-
-
-@triton.jit
-def read_again_kernel(
     x,
     w,
     grad,
@@ -346,46 +142,52 @@ def read_again_kernel(
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
     WRITE: tl.constexpr,
+    AGAIN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """The tiles with a row that rises too far above its shift, relative to the new one; the other rows in
-    them come out as before."""
+    """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
+
+    With AGAIN only of the tiles with a row that rose too far above its shift, relative to the new one; the
+    other rows in them come out as before.
+    """
     row_tiles = tl.cdiv(C, BM)
-    for tile in range(tl.program_id(0), row_tiles * tl.cdiv(V, BN), PROGRAMS):
-        rows = (tile % row_tiles) * BM + tl.arange(0, BM)
-        if tl.max(tl.load(again_ptr + rows, mask=rows < C, other=0), 0) > 0:
-            read_tile(
-                x,
-                w,
-                grad,
-                bias_ptr,
-                targets_ptr,
-                shift_ptr,
-                own_ptr,
-                beaten_ptr,
-                partials_ptr,
-                tile,
-                row_tiles,
-                partial_stride,
-                C,
-                V,
-                H,
-                ignore_index,
-                gain,
-                squash,
-                cap,
-                HAS_BIAS,
-                HAS_SOFTCAP,
-                EXTRA,
-                SUM,
-                WRITE,
-                BM,
-                BN,
-                BK,
+    tiles = row_tiles * tl.cdiv(V, BN)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not AGAIN):
+        # Row tiles run fastest: x stays in L2, and w is read once.
+        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+        rows = m0 + tl.arange(0, BM)
+        here = rows < C
+        wanted = True
+        if AGAIN:
+            wanted = tl.max(tl.load(again_ptr + rows, mask=here, other=0), 0) > 0
+        if wanted:
+            left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
+            y = tl.load(targets_ptr + rows, mask=here, other=0)
+            shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
+            ignored = y == ignore_index
+            given = (grad, bias_ptr, shift, m0, gain, squash, cap)
+            total, top, sum_d, sum_sq, plain, own, beaten = read_either_half(
+                left, n0, y, ignored, V, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, given
             )
+            total_r, top_r, sum_d_r, sum_sq_r, plain_r, own_r, beaten_r = read_either_half(
+                right, n0 + BN // 2, y, ignored, V, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, given
+            )
+            has_own, at_right = here & (y >= n0) & (y < n0 + BN) & (y < V), y >= n0 + BN // 2
+            own = tl.where(at_right, own_r, own)
+            tl.store(own_ptr + rows, own, mask=has_own)
+            at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
+            tl.store(at, total + total_r, mask=here)
+            tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
+            if EXTRA:
+                beaten = tl.where(at_right, (top >= own) | (beaten_r > 0), (top_r > own) | (beaten > 0))
+                tl.store(beaten_ptr + rows, beaten.to(tl.float32), mask=has_own)
+                tl.store(at + 2 * partial_stride, sum_d + sum_d_r, mask=here)
+            if SUM:
+                tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
+                tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)
 
 
 def read(
@@ -406,7 +208,8 @@ def read(
     partials = out.lse.new_empty(PARTIALS[extra + total], tiles, C)
     again = torch.empty(C, dtype=torch.int32, device=features.device)
     programs, rows = programs_of(features), (triton.cdiv(C, ROWS),)
-    operands, found = (*described(features, weight, gradient), bias, targets, shift), (own, beaten, partials)
+    operands = (*described(features, weight, gradient), bias, targets, shift, again)
+    found = (own, beaten, partials)
     numbers = (partials.stride(0), C, *sizes[:2], ignore_index, *scalars)
     options = {
         **transform,
@@ -417,12 +220,12 @@ def read(
         **LAUNCH,
         "PROGRAMS": programs,
     }
-    read_kernel[(programs,)](*operands, *found, *numbers, **options, SPECIALIZE=True)
+    read_kernel[(programs,)](*operands, *found, *numbers, **options, AGAIN=False)
     few = {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
     again_kernel[rows](
         targets, shift, again, own, partials, partials.stride(0), C, V, tiles, ignore_index, **few
     )
-    read_again_kernel[(programs,)](*operands, again, *found, *numbers, **options)
+    read_kernel[(programs,)](*operands, *found, *numbers, **options, AGAIN=True)
     row_scale = torch.empty_like(out.lse) if write else None
     results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
     results += (out.log_sum_sq_probs, out.sum_logits, row_scale)

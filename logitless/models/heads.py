@@ -1,15 +1,9 @@
-"""Where a transformers model keeps its LM head, and what it does to the logits."""
-
-from typing import Any
+"""Where a transformers model keeps its LM head, and how its parameters are read."""
 
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
 from logitless.errors import expect
-
-# What model families call the factor on their logits. Granite, MiniCPM3 and HyperCLOVA X are in
-# `head_options` below.
-SCALE_NAMES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -45,18 +39,3 @@ def _readable(x: Tensor) -> Tensor:
 
     with GatheredParameters([x]):
         return x.clone()
-
-
-def head_options(config: Any) -> dict[str, float | None]:
-    """The `softcap` and `logit_scale` that a model of this configuration applies to its logits, for any of
-    our losses."""
-    config = config.get_text_config()
-    scales = (getattr(config, name, None) for name in SCALE_NAMES)
-    scale = next((scale for scale in scales if scale is not None), None)
-    if scale is None and (divisor := getattr(config, "logits_scaling", None)) is not None:
-        # HyperCLOVA X multiplies by the number that Granite and MiniCPM3 divide by
-        scale = divisor if config.model_type == "hyperclovax" else 1 / divisor
-    return {
-        "softcap": getattr(config, "final_logit_softcapping", None),
-        "logit_scale": 1.0 if scale is None else scale,
-    }

@@ -16,7 +16,6 @@ from logitless import DistillationLoss, JSDLoss
 from logitless.losses.base import LossOutput
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
-from .head import head_options
 from .versions import found_in_trl
 
 # --- DistillationTrainer
@@ -67,26 +66,25 @@ Distillation = Adapter(
 def gkd_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     trainer = chunked.trainer
     student, teacher = base_of(trainer, trainer.model), base_of(trainer, trainer.teacher_model)
-    teacher_options = {f"teacher_{name}": value for name, value in head_options(teacher.config).items()}
-    loss = JSDLoss(
-        beta=trainer.beta, logits_budget=chunked.budget, **head_options(student.config), **teacher_options
-    )
 
     def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
     ) -> dict[str, Tensor]:
-        *teacher, num_items = chunked.taught
+        *teacher, teacher_options, num_items = chunked.taught
+        options |= {f"teacher_{name}": value for name, value in teacher_options.items()}
+        loss = JSDLoss(beta=trainer.beta, logits_budget=chunked.budget, **options)
         # The label at the next position, as the student is to predict it; the last position has none.
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         out = taught(chunked, loss, (hidden, weight, targets), bias, teacher, num_items=num_items)
         return {"log_probs": -out.loss, "label_mask": (targets != -100).sum()}
 
     def teach(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
     ) -> dict[str, Tensor]:
         """Not a score: what the student learns from, as the teacher's own forward pass has it, with its
         autocast and its gathered shards, of which ZeRO-3 takes its own away again."""
-        chunked.taught = hidden, weight.clone() if hasattr(weight, "ds_id") else weight, bias
+        weight = weight.clone() if hasattr(weight, "ds_id") else weight
+        chunked.taught = hidden, weight, bias, options
         return {"log_probs": hidden.new_zeros(()), "label_mask": hidden.new_ones(())}
 
     yield chunked.attach(student, score)

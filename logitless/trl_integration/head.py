@@ -12,15 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
-from logitless.engine.head_view import HeadView, same_option
+from logitless.engine.head_view import HeadView
 from logitless.engine.operands import SplitHead
-from logitless.errors import expect
 from logitless.models.exchange import exchange, withdraw
-from logitless.models.heads import head_options, read_head
 from logitless.models.logits import deferred, undeferred
 from logitless.parallel.groups import local_parameter
 
-__all__ = ["head_options", "head_parameters", "head_projection"]
 KEY = "score"
 
 
@@ -34,16 +31,8 @@ class Score(Protocol):
         bias: Tensor | None,  # (V,)
         labels: Tensor,  # (B, T)
         shift: bool,  # whether position i is scored on label i + 1
+        options: dict[str, float | None],  # softcap and logit_scale, as the model's own forward pass has them
     ) -> dict[str, Tensor]: ...
-
-
-def head_projection(
-    model: PreTrainedModel, hidden: Tensor
-) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-    """Hidden states, weight and bias whose product is what the model's head makes of `hidden` now."""
-    view = read_head(model.get_output_embeddings())
-    # with a `device_map` the backbone can end on another device than the head
-    return projected(hidden.to(view.weight.device), view)
 
 
 def projected(hidden: Tensor, view: HeadView) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
@@ -51,14 +40,6 @@ def projected(hidden: Tensor, view: HeadView) -> tuple[Tensor, Tensor | SplitHea
     hidden, weight, bias = view.operands(hidden)
     whole = weight if isinstance(weight, SplitHead) else local_parameter("weight", weight, None)
     return hidden, whole, local_parameter("bias", bias, None)
-
-
-def head_parameters(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Weight `(V, H)` and bias `(V,)` of the model's head as they are now."""
-    view = read_head(model.get_output_embeddings())
-    remedy = "remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']"
-    expect(not view.columns, "model", "an LM head without an adapter", "LoRA", remedy)
-    return local_parameter("weight", view.weight, None), local_parameter("bias", view.bias, None)
 
 
 def attach_chunked_head(model: PreTrainedModel, score: Score) -> Callable[[], None]:
@@ -101,12 +82,8 @@ def _scored_forward(
     names: list[str] = []
 
     def values(hidden: Tensor, view: HeadView) -> tuple[Tensor, ...]:
-        given, expected = view.options, head_options(model.config)
-        remedy = "the trainer's losses take the configuration's; train it with use_chunked_loss=False"
-        alike = all(map(same_option, given.values(), expected.values()))
-        expect(alike, "model", f"logits with {expected}, as its configuration has it", given, remedy)
         hidden, weight, bias = projected(hidden, view)
-        found = score(hidden, weight, bias, targets.to(hidden.device), shift=shift_labels is None)
+        found = score(hidden, weight, bias, targets.to(hidden.device), shift_labels is None, view.options)
         names.extend(found)
         return tuple(found.values())  # hooks of modules look for tensors in tuples
 

@@ -6,16 +6,16 @@ kept for it.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from logitless.engine.operands import SplitHead
 from logitless.losses.logprobs import TokenNumbers
 
 from .adapter import Adapter, ChunkedLoss, base_of
-from .head import Score, head_options
+from .head import Score
 
 # TRL's names of what a trainer may ask for beside the log-probabilities, and ours.
 FIELDS = {
@@ -28,7 +28,6 @@ FIELDS = {
 
 def per_token_score(
     chunked: ChunkedLoss,
-    model: PreTrainedModel,
     *,
     outputs: tuple[str, ...] = ("log_probs",),
     temperature: float = 1.0,
@@ -47,18 +46,22 @@ def per_token_score(
         temperature=temperature,
         logits_budget=chunked.budget,
         logits_dtype=torch.float32 if cast_lm_head_to_fp32 else None,
-        **head_options(model.config),
     )
 
     def score(
-        hidden: Tensor, weight: Tensor | SplitHead, bias: Tensor | None, labels: Tensor, shift: bool
+        hidden: Tensor,
+        weight: Tensor | SplitHead,
+        bias: Tensor | None,
+        labels: Tensor,
+        shift: bool,
+        options: dict,
     ) -> dict[str, Tensor]:
         if cast_lm_head_to_fp32:
             # The head's own precision, whatever autocast would make of it.
             hidden = hidden.to(weight.dtype)
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast_lm_head_to_fp32
         with torch.autocast(hidden.device.type, enabled=autocast), chunked.saving():
-            found, plan = numbers.numbers(hidden, weight, labels, bias=bias, shift=shift)
+            found, plan = replace(numbers, **options).numbers(hidden, weight, labels, bias=bias, shift=shift)
         chunked.note(plan)
         mask = labels != -100
         if shift:
@@ -88,10 +91,10 @@ def fused_heads(*outputs: str) -> Callable[[ChunkedLoss], Iterator[Callable[[], 
             "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
         }
         policy = base_of(trainer, trainer.model)
-        yield chunked.attach(policy, per_token_score(chunked, policy, outputs=asked, **options))
+        yield chunked.attach(policy, per_token_score(chunked, outputs=asked, **options))
         if getattr(trainer, "ref_model", None) is not None:
             reference = base_of(trainer, trainer.ref_model)
-            yield chunked.attach(reference, per_token_score(chunked, reference, **options))
+            yield chunked.attach(reference, per_token_score(chunked, **options))
 
     return heads
 

@@ -6,16 +6,16 @@ call from per-token numbers; what TRL makes of it stays TRL's.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from logitless.losses.logprobs import TokenNumbers
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
-from .head import Score, head_options
+from .head import Score
 from .per_token import per_token_score
 
 
@@ -23,33 +23,33 @@ def attached(chunked: ChunkedLoss, score: Callable[..., Score] = per_token_score
     """Heads on the policy, and on the reference where there is one."""
     for model in (chunked.trainer.model, getattr(chunked.trainer, "ref_model", None)):
         if model is not None:
-            model = base_of(chunked.trainer, model)
-            yield chunked.attach(model, score(chunked, model))
+            yield chunked.attach(base_of(chunked.trainer, model), score(chunked))
 
 
 # --- ORPO and CPO
 
 
-def all_positions_score(chunked: ChunkedLoss, model: PreTrainedModel) -> Score:
+def all_positions_score(chunked: ChunkedLoss) -> Score:
     """Adds the mean logit of every position, prompts and padding too, as these trainers log it.
 
     Without a softcap it is the hidden state's product with the mean row of the head; with one, every position
     is projected once more, without gradient.
     """
-    options = head_options(model.config)
-    every = TokenNumbers(also=("sum_logits",), logits_budget=chunked.budget, **options)
-    plain = per_token_score(chunked, model)
+    every = TokenNumbers(also=("sum_logits",), logits_budget=chunked.budget)
+    plain = per_token_score(chunked)
 
     def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
     ) -> dict[str, Tensor]:
-        fields = plain(hidden, weight, bias, labels, shift)
+        fields = plain(hidden, weight, bias, labels, shift, options)
         with torch.no_grad():
             if options["softcap"] is None:
                 mean = (hidden.to(weight.dtype) @ weight.mean(0)).float()
                 mean = (mean + (0.0 if bias is None else bias.float().mean())) * options["logit_scale"]
             else:
-                found, _ = every.numbers(hidden, weight, torch.zeros_like(labels), bias=bias)
+                found, _ = replace(every, **options).numbers(
+                    hidden, weight, torch.zeros_like(labels), bias=bias
+                )
                 mean = found["sum_logits"] / weight.shape[0]
         return fields | {"mean_logits": mean}
 

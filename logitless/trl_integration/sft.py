@@ -8,6 +8,7 @@ TRL's. Label smoothing, for which TRL builds the full logits, is part of the sam
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,6 @@ from logitless import CrossEntropyLoss
 from logitless.errors import expect
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of, swapped
-from .head import head_options
 
 
 def heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
@@ -26,14 +26,13 @@ def heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
         dft=args.loss_type == "dft",
         label_smoothing=args.label_smoothing_factor,
         logits_budget=chunked.budget,
-        **head_options(model.config),
     )
 
     def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
     ) -> dict[str, Tensor]:
         with chunked.saving():
-            output = loss(hidden, weight, labels, bias=bias, shift=shift)
+            output = replace(loss, **options)(hidden, weight, labels, bias=bias, shift=shift)
         chunked.note(output.plan)
         count = output.metrics["num_tokens"]
         return {

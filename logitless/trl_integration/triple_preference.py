@@ -2,16 +2,15 @@
 gold answer."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from .adapter import Adapter, ChunkedLoss, Seam
-from .head import Score
 from .per_token import per_token_score
 from .preference import attached
 
@@ -78,13 +77,9 @@ def compute_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
     return stock(model=scored)
 
 
-def score(chunked: ChunkedLoss, model: PreTrainedModel) -> Score:
-    return per_token_score(chunked, model, outputs=FIELDS)
-
-
 TPO = Adapter(
     "trl.experimental.tpo:TPO",
-    heads=lambda chunked: attached(chunked, score),
+    heads=lambda chunked: attached(chunked, partial(per_token_score, outputs=FIELDS)),
     patches={
         "_compute_loss": Seam(compute_loss, train=True, evaluate=True, replaces=False),
         "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": Seam(logps_and_entropy),

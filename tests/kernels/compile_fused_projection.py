@@ -26,7 +26,7 @@ def variants() -> list[Variant]:
             ((False, False), (True, False), (True, True)), (False, True)
         ):
             flags = head | {"EXTRA": extra, "SUM": total, "WRITE": write}
-            found += [Variant(name, tuple(flags.items())) for name in ("read_kernel", "read_again_kernel")]
+            found += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
             if not head["HAS_BIAS"]:
                 del flags["HAS_BIAS"]
                 found.append(Variant("finish_kernel", tuple(flags.items())))
@@ -47,7 +47,6 @@ def source(variant: Variant) -> Source:
     constants = dict(variant.flags)
     if product:
         constants |= TILE | {"PROGRAMS": PROGRAMS}
-    constants |= {"SPECIALIZE": True} if "SPECIALIZE" in kernel.arg_names else {}
     constants |= {"BLOCK": fused_projection_triton.BLOCK_H} if variant.kernel == "shift_kernel" else {}
     if variant.kernel in ("again_kernel", "finish_kernel"):
         constants |= {"ROWS": fused_projection_triton.ROWS, "TILES": fused_projection_triton.TILES}

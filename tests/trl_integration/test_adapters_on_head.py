@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import logitless.trl_integration as ours
+from logitless.models import head_of
 from logitless.trl_integration import patch_model
-from logitless.trl_integration.head import head_projection
 
 from .test_distillation_trainers import teacher
 from .test_existing import gradients
@@ -104,7 +104,7 @@ def test_only_what_is_switched_on_takes_part():
     plain = torch.nn.functional.linear(hidden, base.lm_head.get_base_layer().weight)
 
     def logits():
-        wide, weight, _ = head_projection(base, hidden)
+        wide, weight, _ = head_of(base).operands(hidden)
         weight = weight if isinstance(weight, torch.Tensor) else torch.cat(tuple(weight), dim=1)
         found = wide @ weight.T
         torch.testing.assert_close(found, base.lm_head(hidden))

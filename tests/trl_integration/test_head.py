@@ -1,82 +1,30 @@
-"""What we rely on in transformers: where the backbone and the head are, what the head does, and how a forward
-may be replaced."""
+"""A model's forward pass that scores tokens: the loss is the model's own, and all else runs as before."""
 
 import inspect
 import types
-from types import SimpleNamespace
 
-import peft
 import pytest
 import torch
 import transformers
 
-from logitless.trl_integration.head import attach_chunked_head, head_options, head_parameters
+from logitless.trl_integration.head import attach_chunked_head
 
 from ..models.every import tiny
-from .tiny import FAMILIES, VOCAB, tiny_model
+from .tiny import VOCAB, tiny_model
 
 IDS = torch.arange(3, 33).view(2, 15)
 LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 
 
-def full_logits_score(hidden, weight, bias, labels, shift):
+def full_logits_score(hidden, weight, bias, labels, shift, options):
     """A score as plain as can be: what is tested here is what surrounds it."""
     if shift:
         hidden, labels = hidden[:, :-1], labels[:, 1:]
-    mask = labels != -100
-    logps = torch.nn.functional.linear(hidden, weight, bias).log_softmax(-1)
-    logps = logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
+    mask, cap = labels != -100, options["softcap"]
+    logits = torch.nn.functional.linear(hidden, weight, bias) * options["logit_scale"]
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logps = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
     return {"log_probs": logps, "label_mask": mask}
-
-
-def scaled(model, score):
-    """The score of a model that scales its logits."""
-    scale = head_options(model.config)["logit_scale"]
-    return lambda hidden, *args, **kwargs: score(hidden * scale, *args, **kwargs)
-
-
-# --- the head
-# ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_backbone_head_and_options_give_the_logits(family):
-    model = tiny_model(family).eval()
-    options = head_options(model.config)
-    weight, bias = head_parameters(model)
-    logits = (
-        torch.nn.functional.linear(model.base_model(IDS).last_hidden_state, weight, bias)
-        * options["logit_scale"]
-    )
-    if options["softcap"]:
-        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    torch.testing.assert_close(logits, model(IDS).logits)
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, 1.0),
-        ({"logit_scale": None, "output_multiplier": 3.0}, 3.0),
-        ({"logit_scale": 0.0, "output_multiplier": 3.0}, 0.0),
-        ({"lm_head_multiplier": 0.5}, 0.5),
-        ({"logits_scaling": 8.0, "model_type": "granite"}, 0.125),
-        ({"logits_scaling": 8.0, "model_type": "hyperclovax"}, 8.0),
-    ],
-    ids=["none", "muse", "zero", "falcon_h1", "granite", "hyperclovax"],
-)
-def test_names_of_the_logit_scale(fields, expected):
-    text = SimpleNamespace(**fields)
-    assert head_options(SimpleNamespace(get_text_config=lambda: text)) == {
-        "softcap": None,
-        "logit_scale": expected,
-    }
-
-
-def test_adapter_on_the_head_is_refused():
-    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ValueError, match="model: expected an LM head without an adapter, got LoRA"):
-        head_parameters(model.get_base_model())
 
 
 # --- the forward
@@ -116,7 +64,7 @@ def test_loss_is_the_models_own(family, options, num_items):
 def test_router_loss_of_families_that_name_it_otherwise(name):
     model = tiny(name)
     expected = model(IDS, labels=LABELS)
-    attach_chunked_head(model, scaled(model, full_logits_score))
+    attach_chunked_head(model, full_logits_score)
     got = model(IDS, labels=LABELS, fused_lm_head=True)
     torch.testing.assert_close(got.loss, expected.loss)
     torch.testing.assert_close(got.aux_loss, expected.aux_loss)
@@ -124,12 +72,11 @@ def test_router_loss_of_families_that_name_it_otherwise(name):
 
 
 @pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "MiniCPM3ForCausalLM"])
-def test_options_that_the_configuration_does_not_tell_are_refused(name):
-    """The losses of the trainers take softcap and scale from the configuration."""
+def test_options_are_those_of_the_models_forward_whatever_the_configuration_calls_them(name):
     model = tiny(name)
+    expected = model(IDS, labels=LABELS).loss
     attach_chunked_head(model, full_logits_score)
-    with pytest.raises(ValueError, match="model: expected logits with .*, as its config.* got {"):
-        model(IDS, labels=LABELS, fused_lm_head=True)
+    torch.testing.assert_close(model(IDS, labels=LABELS, fused_lm_head=True).loss, expected)
 
 
 def test_fp32_head_on_a_half_precision_backbone():
