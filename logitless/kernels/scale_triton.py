@@ -9,13 +9,22 @@ BLOCK = 2048
 
 @triton.jit
 def scale_kernel(
-    x_ptr, factor_ptr, out_ptr, x_stride, out_stride, factor_stride, columns, BLOCK: tl.constexpr
+    x_ptr,
+    factor_ptr,
+    out_ptr,
+    x_stride,
+    out_stride,
+    factor_stride,
+    columns,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < columns
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
+    # In place a factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
+    mask = (cols < columns) & ((factor != 1.0) | (not IN_PLACE))
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -35,6 +44,7 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
         out.stride(0),
         factor.stride(0) if factor.dim() else 0,
         columns,
+        IN_PLACE=x.data_ptr() == out.data_ptr() and x.dtype == out.dtype,
         BLOCK=BLOCK,
         num_warps=4,
     )
