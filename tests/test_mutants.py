@@ -1,6 +1,7 @@
 """The list of mutants keeps up with the code."""
 
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 def test_applies(mutant):
     broken = mutant.applied((ROOT / mutant.path).read_text())
     compile(broken, mutant.path, "exec")
-    files = [test.partition("::")[0] for test in mutant.tests.split() if test.startswith("tests/")]
+    files = [test.partition("::")[0] for test in shlex.split(mutant.tests) if test.startswith("tests/")]
     assert all((ROOT / file).exists() for file in files)
 
 

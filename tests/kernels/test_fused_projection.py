@@ -131,6 +131,18 @@ def test_rows_far_above_their_target_are_read_again():
     assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
 
 
+def test_a_row_without_a_target_here():
+    """As a shard of the vocabulary has, whose logits may all lie far below the shift of 0."""
+    hidden, weight, targets, _ = problem(SHAPES[0], "plain")
+    targets.fill_(len(weight))
+    bias = torch.full((len(weight),), -300.0, device=DEVICE)
+    _, z, log_p, rows = truth(hidden, weight, targets.clamp(max=0), bias, Head())
+    out, _ = read((hidden, weight, targets, bias), Head(), entropy=True)
+    assert (out.lse - z.logsumexp(1)).abs().max() < 1e-4
+    entropy = -(log_p.exp() * log_p).sum(1)
+    assert (out.entropy - entropy).abs().max() < 1e-4
+
+
 def test_certain_tokens_keep_their_digits():
     hidden, weight, targets, _ = given = problem(SHAPES[0], "plain")
     targets.fill_(3)
@@ -162,7 +174,8 @@ def test_strided_and_offset_operands():
     wide = torch.zeros(C, H + 3, device=DEVICE, dtype=DTYPE)
     wide[:, 3:] = hidden
     strided = [torch.stack((x, x), 1)[:, 0] for x in (targets, bias)]
-    for other in (wide[:, 3:], hidden.t().contiguous().t()):
+    aligned_start = torch.cat((hidden, wide[:, :3]), 1)[:, :H]  # but not the other rows
+    for other in (wide[:, 3:], aligned_start, hidden.t().contiguous().t()):
         found, _ = read((other, weight, *strided), HEADS["scale, bias"], entropy=True)
         for name, x in found.items():
             assert torch.equal(x, getattr(wanted, name)), name

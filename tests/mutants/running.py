@@ -6,6 +6,7 @@ copy, and fails if it finds that it did not.
 """
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -182,7 +183,7 @@ def _pytest(job: Job, root: Path, copy: Path, output: Path) -> int:
         import pytest
 
         _must_be_of(copy)
-        status = pytest.main([*OPTIONS, *job.tests.split()])
+        status = pytest.main([*OPTIONS, *shlex.split(job.tests)])
         _must_be_of(copy)
     except BaseException:
         traceback.print_exc()
