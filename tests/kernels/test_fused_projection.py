@@ -27,8 +27,22 @@ HEADS = {
     "softcap": Head(8.0, 1.5, 0.7),
     "scale, bias": Head(None, -0.6, 1.3),
 }
-# Ragged in all three: rows, vocabulary and width.
-SHAPES = ((5, 40, 300), (131, 72, 515))
+# Of a tile. Its size is time and nothing else in the interpreter, where it is smaller.
+BM, BN, BK = (16, 32, 16) if INTERPRETED else (128, 256, 64)
+# Ragged in all three, rows, vocabulary and width; one tile of rows, and several.
+SHAPES = ((5, BK - 4, BN + 12), (BM + 3, BK + 8, 2 * BN + 3))
+
+
+@pytest.fixture(autouse=True)
+def tiles(monkeypatch):
+    from logitless.kernels import fused_projection_triton, product_tiles_triton
+
+    if INTERPRETED:
+        for name, size in {"BM": BM, "BN": BN, "BK": BK}.items():
+            monkeypatch.setitem(product_tiles_triton.TILE, name, size)
+            monkeypatch.setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
+        monkeypatch.setattr(fused_projection_triton, "BLOCK_N", BN)
+    assert product_tiles_triton.TILE == {"BM": BM, "BN": BN, "BK": BK}
 
 
 def problem(shape, name, spread=1.0, seed=0):
@@ -159,12 +173,13 @@ def test_certain_tokens_keep_their_digits():
 def test_a_bias_of_minus_infinity_takes_an_id_out():
     hidden, weight, targets, _ = problem(SHAPES[0], "plain")
     bias = torch.zeros(weight.shape[0], device=DEVICE)
-    bias[[0, 7, 299]] = -torch.inf
+    taken_out = [0, 7, len(bias) - 1]
+    bias[taken_out] = -torch.inf
     targets.fill_(5)
     x, z, log_p, rows = truth(hidden, weight, targets, bias, Head())
     out, gradient = read((hidden, weight, targets, bias), Head(), entropy=True, write=True)
     check_numbers(out, z.detach(), log_p.detach(), targets, rows)
-    assert gradient.isfinite().all() and not gradient[:, [0, 7, 299]].any()
+    assert gradient.isfinite().all() and not gradient[:, taken_out].any()
 
 
 def test_strided_and_offset_operands():
@@ -182,10 +197,11 @@ def test_strided_and_offset_operands():
 
 
 def test_the_first_of_equal_logits_is_the_top():
-    C, H, V = 4, 16, 600
+    C, H, V = 4, 16, 2 * BN + 20
     hidden, weight = torch.ones(C, H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
-    weight[[10, 200, 550]] = 1.0
-    targets = torch.tensor([10, 200, 550, 11])
+    equal = [10, BN // 2 + 8, 2 * BN + 5]  # in both halves of a tile, and in another
+    weight[equal] = 1.0
+    targets = torch.tensor([*equal, 11])
     given = [x.to(DEVICE) for x in (hidden, weight, targets)]
     out, _ = read((*given, None), Head(), entropy=True)
     assert out.is_top1.tolist() == [1, 0, 0, 0]
@@ -230,7 +246,7 @@ def served(monkeypatch):
     return ran
 
 
-PAIRS, LENGTH, WIDTH, IDS = 4, 6, 16, 264
+PAIRS, LENGTH, WIDTH, IDS = 4, 6, 16, BN + 8
 
 
 def pairs():
