@@ -22,8 +22,10 @@ def scale_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
-    # In place a factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
-    mask = (cols < columns) & ((factor != 1.0) | (not IN_PLACE))
+    if IN_PLACE:
+        # A factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
+        columns = tl.where(factor == 1.0, 0, columns)
+    mask = cols < columns
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * out_stride + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 

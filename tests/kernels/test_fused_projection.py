@@ -394,20 +394,3 @@ def test_nothing_is_stored_where_logits_are_only_read(served, monkeypatch):
         linear_logprobs(hidden, weight, targets, logits_dtype=FP32)
         plan = DPOLoss(logits_dtype=FP32)(hidden, weight, targets, **reference).plan
     assert places == [0, 0] and plan.row_bytes < 2 * IDS
-
-
-@pytest.mark.parametrize(
-    ("options", "one_kernel"),
-    [
-        ({}, True),
-        ({"logits_dtype": FP32}, True),
-        ({"reduction": "none", "z_loss": 0.1}, True),
-        ({"z_loss": 0.1}, False),
-        ({"label_smoothing": 0.1}, False),
-    ],
-    ids=str,
-)
-def test_which_losses_take_one_kernel(served, options, one_kernel):
-    hidden, weight, targets, _ = pairs()
-    CrossEntropyLoss(**options)(hidden.requires_grad_(), weight, targets)
-    assert (served["read"] > 0) == one_kernel
