@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss
+from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss
 from logitless.engine.call import Given, Layers
 from logitless.engine.operands import SplitHead
 from logitless.engine.packing import pack, unpack
@@ -190,7 +190,14 @@ WIDE = CrossEntropyLoss(logits_dtype=FP32)
     [
         (WIDE, BF16, True),
         (DPOLoss(logits_dtype=FP32), BF16, True),
-        (CrossEntropyLoss(), BF16, False),
+        # Where `logits_dtype` is open: a loss of one kernel, and one whose numbers are compared with others.
+        (CrossEntropyLoss(), BF16, True),
+        (GRPOLoss(entropy_coef=0.1), BF16, True),
+        (CrossEntropyLoss(reduction="none", z_loss=0.1), BF16, True),
+        (CrossEntropyLoss(z_loss=0.1), BF16, False),
+        (CrossEntropyLoss(label_smoothing=0.1), BF16, False),
+        (CrossEntropyLoss(), FP16, False),
+        (replace(WIDE, z_loss=0.1), BF16, True),
         (CrossEntropyLoss(logits_dtype=BF16), BF16, False),
         (WIDE, FP16, False),
         (WIDE, FP32, False),
@@ -202,9 +209,10 @@ WIDE = CrossEntropyLoss(logits_dtype=FP32)
 def test_which_logits_stay_unrounded(monkeypatch, loss, dtype, unrounded):
     monkeypatch.setattr(fused_projection, "serves", lambda dtype, H, *heads: True)
     hidden, weight, targets = (x.to(dtype) if x.is_floating_point() else x for x in head(8))
-    made = call(loss, hidden, weight, targets, cu_seqlens=torch.tensor([0, 3, 8]))
+    options = {"advantages": torch.ones(8)} if isinstance(loss, GRPOLoss) else {}
+    made = call(loss, hidden, weight, targets, cu_seqlens=torch.tensor([0, 3, 8]), **options)
     assert made.unrounded == unrounded
-    assert made.logits_dtype == (loss.logits_dtype or dtype)
+    assert made.logits_dtype == (FP32 if unrounded else loss.logits_dtype or dtype)
 
 
 @pytest.mark.parametrize("refused", [None, "weight", "ref_weight"])

@@ -394,10 +394,3 @@ def test_nothing_is_stored_where_logits_are_only_read(served, monkeypatch):
         linear_logprobs(hidden, weight, targets, logits_dtype=FP32)
         plan = DPOLoss(logits_dtype=FP32)(hidden, weight, targets, **reference).plan
     assert places == [0, 0] and plan.row_bytes < 2 * IDS
-
-
-@pytest.mark.skipif(DTYPE == torch.float32, reason="nothing is rounded in fp32")
-def test_rounded_logits_take_two_kernels(served):
-    hidden, weight, targets, _ = pairs()
-    CrossEntropyLoss()(hidden, weight, targets)
-    assert not served["read"]
