@@ -29,6 +29,7 @@ from logitless import MedusaHeads, MedusaLoss, linear_cross_entropy
 
 VOCAB, HIDDEN, LAYERS, ROWS, ROW_TOKENS = 2000, 128, 2, 16, 128
 HELD_OUT = 32  # rows
+CORPUS = 2**21  # characters
 MARGIN = 0.02  # of accuracy, above the most frequent token's
 
 
@@ -104,9 +105,8 @@ def main(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        rows = make_rows(1024 + HELD_OUT, ROW_TOKENS, VOCAB, 2**21, Path(folder) / "tokenizer.json").to(
-            device
-        )
+        rows = make_rows(1024 + HELD_OUT, ROW_TOKENS, VOCAB, CORPUS, Path(folder) / "tokenizer.json")
+    rows = rows.to(device)
     held_out, rows = rows[:HELD_OUT], rows[HELD_OUT:]
     baseline = (held_out == rows.flatten().bincount().argmax()).float().mean().item()
 

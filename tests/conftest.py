@@ -47,13 +47,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector what was imported, nearly half a million objects.
+    spare_the_collector()
+
+
+def spare_the_collector() -> None:
+    """Takes what is there, nearly half a million objects, out of later garbage collections.
 
     Accelerate collects several times per training run, which took 11 of 25 s of
     test_self_distillation_trainers.py, and 3 of 18 so.
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def spared() -> None:
+    """Also what the modules before have imported and left."""
+    spare_the_collector()
 
 
 @pytest.fixture(autouse=True, scope="module")

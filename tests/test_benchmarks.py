@@ -49,6 +49,7 @@ from benchmarks.preference import PREFERENCE
 from benchmarks.preference_peers import BETA, dpo, full_logps, orpo
 from benchmarks.preference_peers import eager_loss as eager_preference
 from tests import reference
+from tests.ranks import forked
 
 CPU = torch.device("cpu")
 SHAPE = ce.Shape(48, 16, 131, ignored=0.5)
@@ -1261,7 +1262,8 @@ def test_distillation_length_measures_ours_up_to_the_length_asked_for(tmp_path):
     ] == ["logitless"]
 
 
-def test_tensor_parallel_compares_every_rank_with_one_gpu(tmp_path):
+def test_tensor_parallel_compares_every_rank_with_one_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
     out = tmp_path / "result.json"
     result = invoke("tensor-parallel", "--quick", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output

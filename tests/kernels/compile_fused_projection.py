@@ -1,6 +1,6 @@
 """Every specialization of the products with an epilogue, and a script that compiles them for Hopper.
 
-python -m tests.kernels.compile_fused_projection cuda 90 0 1        # all, from the first on
+python -m tests.kernels.compile_fused_projection cuda 90        # then numbers, or all
 """
 
 import itertools
@@ -8,7 +8,7 @@ import sys
 from typing import NamedTuple
 
 from tests.kernels.compile_kernels import heads
-from tests.kernels.offline import Share, Source, compile_sources
+from tests.kernels.offline import Source, compile_sources, wanted
 
 PROGRAMS = 132  # multiprocessors of an H200
 
@@ -70,6 +70,6 @@ def source(variant: Variant) -> Source:
 
 
 if __name__ == "__main__":
-    backend, architecture, first, step = sys.argv[1:]
-    wanted = Share(int(first), int(step)).of(variants())
-    compile_sources([source(variant) for variant in wanted], backend, architecture)
+    backend, architecture, *numbers = sys.argv[1:]
+    chosen = wanted(variants(), numbers)
+    compile_sources([source(variant) for variant in chosen], backend, architecture)

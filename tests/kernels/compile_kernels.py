@@ -1,7 +1,7 @@
 """Every specialization of the kernels that their launchers can ask for, and a script that compiles them for
 one target.
 
-    python -m tests.kernels.compile_kernels cuda 90 0 1        # or: hip gfx942; all, from the first on
+    python -m tests.kernels.compile_kernels cuda 90            # or: hip gfx942; then numbers, or all
 
 No GPU is needed. Which Triton compiles is decided by PYTHONPATH, see `offline.py`.
 """
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.kernels.offline import Share, Source, compile_sources
+from tests.kernels.offline import Source, compile_sources, wanted
 
 BLOCK, LONG_BLOCK = 1024, 2048
 SCALE_BLOCK = 2048
@@ -188,6 +188,6 @@ def source(number: int, c: Combination) -> Source:
 
 
 if __name__ == "__main__":
-    backend, architecture, first, step = sys.argv[1:]
-    wanted = Share(int(first), int(step)).of(list(enumerate(combinations())))
-    compile_sources([source(number, c) for number, c in wanted], backend, architecture)
+    backend, architecture, *numbers = sys.argv[1:]
+    chosen = wanted(list(enumerate(combinations())), numbers)
+    compile_sources([source(number, c) for number, c in chosen], backend, architecture)

@@ -15,7 +15,7 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
-from tests.kernels.offline import Share, Source, compile_sources
+from tests.kernels.offline import Source, compile_sources, wanted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
@@ -180,6 +180,6 @@ def source(variant: Variant, kernel: object) -> Source:
 
 
 if __name__ == "__main__":
-    backend, architecture, first, step = sys.argv[1:]
-    wanted = Share(int(first), int(step)).of(list(variants().items()))
-    compile_sources([source(*variant) for variant in wanted], backend, architecture)
+    backend, architecture, *numbers = sys.argv[1:]
+    chosen = wanted(list(variants().items()), numbers)
+    compile_sources([source(*variant) for variant in chosen], backend, architecture)

@@ -2,9 +2,10 @@
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
 compiled for every target under the oldest and the newest supported Triton. Otherwise each of these eight runs
-takes an eighth, so that every kernel is compiled once, for one of the targets under one of the two.
+takes an eighth, so that what is compiled is compiled once, for one of the targets under one of the two.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,16 +22,6 @@ TARGETS = (("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-class Share(NamedTuple):
-    """Every `step`-th of the variants from `first` on."""
-
-    first: int
-    step: int
-
-    def of(self, variants: Sequence) -> Sequence:
-        return variants[self.first :: self.step]
-
-
 class Source(NamedTuple):
     """What `triton.compile` takes for one variant of a kernel."""
 
@@ -39,6 +30,11 @@ class Source(NamedTuple):
     constants: dict
     attributes: dict
     warps: int
+
+
+def wanted(variants: Sequence, numbers: Sequence[str]) -> Sequence:
+    """Those of the numbers on a command line; all without any."""
+    return [variants[int(number)] for number in numbers] or variants
 
 
 def compile_sources(sources: Sequence[Source], backend: str, architecture: str) -> None:
@@ -67,24 +63,42 @@ def triton_folder(version: str) -> Path | None:
     pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
 
 
-def usual_share(version: str, target: tuple[str, str], *, everything: bool) -> Share:
+def an_eighth(numbers: Sequence[int], version: str, target: tuple[str, str]) -> Sequence[int]:
+    """What one of the eight runs compiles without --all."""
     turn = TARGETS.index(target) * len(TRITONS) + TRITONS.index(version)
-    return Share(0, 1) if everything else Share(turn, len(TARGETS) * len(TRITONS))
+    return numbers[turn :: len(TARGETS) * len(TRITONS)]
+
+
+def pairwise(variants: Sequence[tuple]) -> list[int]:
+    """Numbers of variants of kernels (the first field) in which every two values of other fields that come
+    together in some variant do so; of a field that is a tuple, every two members."""
+
+    def pairs(kernel: str, *fields: object) -> set[tuple]:
+        each = [x if isinstance(x, tuple) else (x,) for x in fields]
+        values = [(i, x) for i, field in enumerate(each) for x in field]
+        return {(kernel, *pair) for pair in itertools.combinations(values, 2)}
+
+    covers = [pairs(*variant) for variant in variants]
+    missing, found = set().union(*covers), []
+    while missing:
+        found.append(max(range(len(covers)), key=lambda i: len(covers[i] & missing)))
+        missing -= covers[found[-1]]
+    return sorted(found)
 
 
 def check_compilation(
-    module: str, count: int, version: str, target: tuple[str, str], cache: Path, share: Share
+    module: str, numbers: Sequence[int], version: str, target: tuple[str, str], cache: Path
 ) -> None:
-    """Run `module` for one target under one Triton, in a process of its own, on a share of `count`
-    variants."""
+    """Run `module` for one target under one Triton, in a process of its own, on variants by number."""
+    assert numbers
     folder = triton_folder(version)
     if folder is None and version != TRITONS[0]:
         pytest.skip("only the installed Triton is at hand")
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", module, *target, *map(str, share)]
+    command = [sys.executable, "-m", module, *target, *map(str, numbers)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert f"compiled {len(share.of(range(count)))} kernels for {' '.join(target)}" in done.stdout
+    assert f"compiled {len(numbers)} kernels for {' '.join(target)}" in done.stdout
     assert folder is None or f"triton {version}:" in done.stdout

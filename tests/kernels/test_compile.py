@@ -12,7 +12,7 @@ from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linea
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_fused_projection import variants as fused_variants
 from tests.kernels.compile_kernels import INT64, combination, combinations
-from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, Share, check_compilation, usual_share
+from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, an_eighth, check_compilation, pairwise
 
 
 @pytest.mark.offline
@@ -24,9 +24,9 @@ from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, Share, check_co
 @pytest.mark.parametrize("target", TARGETS, ids="-".join)
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, target, tmp_path, everything):
-    module, count = "tests.kernels.compile_kernels", len(combinations())
-    share = usual_share(version, target, everything=everything)
-    check_compilation(module, count, version, target, tmp_path, share)
+    variants = combinations()
+    numbers = range(len(variants)) if everything else an_eighth(pairwise(variants), version, target)
+    check_compilation("tests.kernels.compile_kernels", numbers, version, target, tmp_path)
 
 
 @pytest.mark.offline
@@ -34,10 +34,27 @@ def test_compiles(version, target, tmp_path, everything):
 @pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
 @pytest.mark.parametrize("version", TRITONS)
 def test_products_with_an_epilogue_compile(version, tmp_path, everything):
-    """For Hopper, where alone they run; some take ten seconds each."""
-    module, count = "tests.kernels.compile_fused_projection", len(fused_variants())
-    share = Share(0, 1) if everything else Share(5 * TRITONS.index(version), 12)
-    check_compilation(module, count, version, ("cuda", "90"), tmp_path, share)
+    """For Hopper, where alone they run; some take ten seconds each. Without --all each kernel with no option,
+    or with all."""
+    kernels = [variant.kernel for variant in fused_variants()]
+    each = dict.fromkeys(kernels)
+    first, last = ([order.index(kernel) for kernel in each] for order in (kernels, kernels[::-1]))
+    usual = {TRITONS[0]: first, TRITONS[1]: [len(kernels) - 1 - i for i in last]}[version]
+    numbers = range(len(kernels)) if everything else usual
+    check_compilation("tests.kernels.compile_fused_projection", numbers, version, ("cuda", "90"), tmp_path)
+
+
+def test_any_two_choices_of_a_kernel_are_compiled_together():
+    """Without --all, in one of the eight runs or another."""
+    variants = combinations()
+    compiled = [variants[number] for number in pairwise(variants)]
+    assert len(compiled) < len(variants) / 2
+
+    def pairs(these):
+        named = [(c.kernel, [*c.pointers, *c.constants]) for c in these]
+        return {(kernel, *pair) for kernel, values in named for pair in itertools.combinations(values, 2)}
+
+    assert pairs(compiled) == pairs(variants)
 
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

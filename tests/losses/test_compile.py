@@ -120,10 +120,24 @@ def compile_counted(model: Model) -> tuple[Callable, CompileCounterWithBackend]:
     return torch.compile(model, backend=counter, fullgraph=True), counter
 
 
+WHAT_IS_FROZEN = {"trainable": (), "frozen head": ("head",), "frozen body": ("embed", "body")}
+# Of the others the engine's part in the graph is the same with less to differentiate.
+FROZEN_FORMS = (ce_object, ce_none, logprobs)
+
+
 @pytest.mark.parametrize(
-    "frozen", [(), ("head",), ("embed", "body")], ids=["trainable", "frozen head", "frozen body"]
+    ("loss", "frozen"),
+    [
+        pytest.param(
+            loss,
+            frozen,
+            id=f"{name}-{what}",
+            marks=[] if not frozen or loss in FROZEN_FORMS else pytest.mark.slow,
+        )
+        for name, loss in FORMS.items()
+        for what, frozen in WHAT_IS_FROZEN.items()
+    ],
 )
-@pytest.mark.parametrize("loss", FORMS.values(), ids=FORMS)
 def test_two_graphs_serve_every_length(loss, frozen):
     model = Model(loss, frozen)
     compiled, counter = compile_counted(model)
@@ -137,6 +151,8 @@ def test_two_graphs_serve_every_length(loss, frozen):
 
 
 FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
+# A length of one takes a third graph: of one loss for each kind of objective and unit; with --all, of each.
+OF_ONE_TOKEN = ("logprobs", "DPO", "KTO", "GRPO, whole sequences", "JSD", "top-k teacher", "Medusa")
 
 
 @pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
@@ -145,7 +161,7 @@ FROZEN = ("DPO", "GRPO", "JSD", "multi-token", "Medusa")
     [(name, False) for name in every_loss.LOSSES] + [(name, True) for name in FROZEN],
     ids=[*every_loss.LOSSES, *(f"{name}, frozen head" for name in FROZEN)],
 )
-def test_every_loss(name, frozen):
+def test_every_loss(name, frozen, everything):
     """Value, metrics and every gradient, of one to ten chunks; a pass in the graph is one operator."""
     heads = every_loss.heads()
     budget = twin_bytes(DEVICE, torch.float32, every_loss.V, 0) + 8 * 4 * every_loss.V
@@ -155,7 +171,8 @@ def test_every_loss(name, frozen):
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, backend=counter, fullgraph=True)
-    for T, graphs in ((6, 2), (9, 2), (4, 2), (17, 2), (1, 3)):
+    one_token = [(1, 3)] if everything or (name in OF_ONE_TOKEN and not frozen) else []
+    for T, graphs in [(6, 2), (9, 2), (4, 2), (17, 2), *one_token]:
         x = every_loss.given(T)
         if frozen:
             x.weight.requires_grad_(False), x.bias.requires_grad_(False)

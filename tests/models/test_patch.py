@@ -292,7 +292,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     from logitless import linear_logprobs
     from logitless.trl_integration.head import attach_chunked_head
 
-    def score(hidden, weight, bias, labels, shift):
+    def score(hidden, weight, bias, labels, shift, options):
         logps = linear_logprobs(hidden[:, :-1], weight, labels[:, 1:], bias=bias).logps
         return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
 
