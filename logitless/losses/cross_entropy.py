@@ -30,7 +30,8 @@ class CrossEntropyLoss(TokenLoss):
         dft: dynamic fine-tuning (Wu et al., 2025, https://arxiv.org/abs/2508.05629).
 
     The call takes hidden (..., H), weight (V, H), targets (...) int64, and by keyword class_weights (V,),
-    token_weights (...) and what every loss takes: bias (V,), num_items, shift, accumulate_into, grad_scale.
+    token_weights (...) and what every loss takes: bias (V,), mask (...), num_items, shift, accumulate_into,
+    grad_scale.
     It returns `LossOutput`, with the metrics token_accuracy, entropy (nats), z_loss and num_tokens, means
     over the supervised tokens. It raises ValueError or TypeError on arguments that do not fit together.
     """
@@ -131,6 +132,7 @@ def linear_cross_entropy(
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
     shift: bool = False,
+    mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
     **head,
 ) -> Tensor:
@@ -138,7 +140,7 @@ def linear_cross_entropy(
 
     Args:
         hidden, weight, targets: (..., H), (V, H) and (...), as in the call of `CrossEntropyLoss`.
-        bias, class_weights, token_weights, shift, num_items: as in its call.
+        bias, class_weights, token_weights, shift, mask, num_items: as in its call.
         ignore_index, reduction, label_smoothing, z_loss, dft, **head: as in its constructor.
 
     Returns:
@@ -148,4 +150,5 @@ def linear_cross_entropy(
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
     loss = CrossEntropyLoss(ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}
-    return loss(hidden, weight, targets, bias=bias, **weights, shift=shift, num_items=num_items).loss
+    options = {"bias": bias, "shift": shift, "mask": mask, "num_items": num_items}
+    return loss(hidden, weight, targets, **weights, **options).loss

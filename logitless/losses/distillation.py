@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
+from logitless.engine.operands import masked
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
@@ -217,9 +218,7 @@ class DistillationLoss(LogitsLoss):
         if targets is None:
             counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
         if mask is not None:
-            expected = f"shape {tuple(shape)}, one entry per token"
-            expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
-            counted = torch.where(mask.bool(), counted, self.ignore_index)
+            counted = masked(counted, mask, self.ignore_index)
         call = super().__call__ if loss is self else loss
         return call(hidden, weight, counted, **inputs, **arguments)
 

@@ -131,8 +131,9 @@ class MedusaLoss(MultiHeadLoss):
     (`MedusaHeads`) and targets (B, T), the labels at their own positions (what other losses call
     `shift=True`); or hidden (N, H), targets (N,) and `cu_seqlens` (sequences + 1,). By keyword it takes
     `base_weight` (V, H), or the base model's LM head, and `base_bias` (V,), needed unless base_coefficient is
-    0 and the heads have projections of their own; `num_items` replaces every head's count of targets. What
-    does not require a gradient gets none: freeze the backbone and the base head for stage 1. With `tp_group`
+    0 and the heads have projections of their own; `mask`, like targets, of the labels that count;
+    `num_items` replaces every head's count of targets. What does not require a
+    gradient gets none: freeze the backbone and the base head for stage 1. With `tp_group`
     every rank's heads and base head have its rows of the vocabulary, MedusaHeads(H, rows, ...); their blocks
     are replicas.
 
@@ -157,15 +158,16 @@ class MedusaLoss(MultiHeadLoss):
         base_bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        mask: Tensor | None = None,
         **unknown,
     ) -> LossOutput:
         if is_head(base_weight):
             loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
-            own = {"cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
+            own = {"cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
             own |= {"base_weight": base_weight, "base_bias": base_bias}
             return MedusaLoss.__call__(loss, hidden, heads, targets, **own)
         base = {"base_weight": base_weight, "base_bias": base_bias}
-        self.check_call(unknown, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **base)
+        self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
         remedy = "make them with MedusaHeads(hidden_size, vocab_size, num_heads)"
         ours, got = isinstance(heads, MedusaHeads), type(heads).__name__
         expect(ours, "heads", "a MedusaHeads module", got, remedy, TypeError)
@@ -196,4 +198,4 @@ class MedusaLoss(MultiHeadLoss):
             if coefficient:
                 parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
         expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items)
+        return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

@@ -25,8 +25,8 @@ class MultiTokenLoss(MultiHeadLoss):
 
     The call takes a sequence of hidden states, each (B, T, H), weight (V, H) and targets (B, T), the labels
     at their own positions (what other losses call `shift=True`); or packed ones, (N, H) and (N,), with
-    `cu_seqlens` (sequences + 1,). By keyword it takes `bias` (V,) and `num_items`, which replaces the count
-    of every depth.
+    `cu_seqlens` (sequences + 1,). By keyword it takes `bias` (V,), `mask`, like targets, of the labels that
+    count, and `num_items`, which replaces the count of every depth.
 
     Metrics: depth_{k}/loss, depth_{k}/accuracy.
 
@@ -47,13 +47,14 @@ class MultiTokenLoss(MultiHeadLoss):
         bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
+        mask: Tensor | None = None,
         **unknown,
     ) -> LossOutput:
         if is_head(weight):
             loss, weight, bias = without_adapter(self, "weight", weight, bias)
-            own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
+            own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
             return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **own)
-        self.check_call(unknown, targets=targets, bias=bias, cu_seqlens=cu_seqlens)
+        self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
         several = isinstance(hiddens, (tuple, list)) and all(isinstance(x, Tensor) for x in hiddens)
         expected, got = "a list or tuple of tensors", type(hiddens).__name__
         expect(several, "hiddens", expected, got, "pass [hidden] for a single one", TypeError)
@@ -68,4 +69,4 @@ class MultiTokenLoss(MultiHeadLoss):
             if coefficient
         ]
         expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items)
+        return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

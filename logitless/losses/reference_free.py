@@ -42,7 +42,8 @@ class ORPOLoss(UnreferencedLoss):
     The call takes what `DPOLoss` takes, without a reference, and `nll_targets`, in targets' shape: the labels
     of the NLL where they are more than the completion (TRL's ORPO counts the prompt as well). On the
     completion of the chosen sequences they must be the targets themselves; of the rejected ones they are not
-    looked at. `num_items` is the number of pairs; the NLL is a mean over the chosen tokens of the call.
+    looked at, and there is no `mask` beside them. `num_items` is the number of
+    pairs; the NLL is a mean over the chosen tokens of the call.
 
     Metrics: those of `DPOLoss` (logps/* are means), log_odds_ratio and log_odds_chosen.
 
@@ -92,6 +93,8 @@ class ORPOLoss(UnreferencedLoss):
         inputs = {"cu_seqlens": cu_seqlens}
         if nll_targets is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
+            remedy = "set what does not count to ignore_index in targets and nll_targets"
+            expect(arguments.get("mask") is None, "mask", "None beside nll_targets", "a tensor", remedy)
             remedy = "give a label or ignore_index per token"
             expect(nll_targets.shape == targets.shape, "nll_targets", expected, got, remedy)
             chosen = _of_chosen(targets, cu_seqlens)
@@ -130,6 +133,9 @@ CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
     "simpo": lambda loss, delta: smoothed(loss.beta * delta - loss.simpo_gamma, loss.label_smoothing),
 }
 
+# Those that TRL computes from means over the tokens of a sequence; the others take sums.
+CPO_AVERAGED = {"ipo", "simpo"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CPOLoss(UnreferencedLoss):
@@ -139,7 +145,9 @@ class CPOLoss(UnreferencedLoss):
 
     Args:
         beta: scale of the difference.
-        loss_type: "sigmoid", "hinge", "ipo" or "simpo"; the last two take mean log-probabilities.
+        loss_type: "sigmoid", "hinge", "ipo" or "simpo".
+        average_logps: divide the log-probability of a sequence by its length. None is TRL's choice: True for
+            ipo and simpo, False for sigmoid and hinge. The metrics logps/* and rewards/* follow.
         label_smoothing: share of flipped labels, for "sigmoid" and "simpo".
         cpo_alpha: weight of the NLL.
         simpo_gamma: target margin of "simpo".
@@ -153,6 +161,7 @@ class CPOLoss(UnreferencedLoss):
 
     beta: float = 0.1
     loss_type: str = "sigmoid"
+    average_logps: bool | None = None
     label_smoothing: float = 0.0
     cpo_alpha: float = 1.0
     simpo_gamma: float = 0.5
@@ -167,7 +176,8 @@ class CPOLoss(UnreferencedLoss):
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps = batch.sum_by_sequence(stats.logps)
-        if self.loss_type in ("ipo", "simpo"):
+        means = self.loss_type in CPO_AVERAGED if self.average_logps is None else self.average_logps
+        if means:
             logps = logps / batch.lengths.clamp(min=1)
         rewards = (1 - bounded_exp(-self.alpha * logps)) / self.alpha if self.alpha else logps
         better, worse = rewards.chunk(2)

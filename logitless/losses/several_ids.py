@@ -10,7 +10,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.ids_objective import IdsObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead
+from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.terms import Term
 from logitless.errors import expect
 from logitless.losses.keywords import check_options
@@ -60,12 +60,15 @@ class IdsNumbers(LinearLoss):
         targets: Tensor,
         bias: Tensor | None,
         ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """{name: (..., k) or (...)}; `targets` (...) says which positions count."""
         loss = self if self.tp_group is None else self.resolved(weight)
-        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(), {"ids": ids})
+        given = prepare(
+            loss, Operands(hidden, weight, targets, bias), Options(cu_seqlens=cu_seqlens), {"ids": ids}
+        )
         found = run_calls([given], Mode.PER_TOKEN).numbers
-        return {name: x.view(*targets.shape, *x.shape[1:]) for name, x in found.items()}
+        return {name: x.view((*targets.shape, *x.shape[1:])) for name, x in found.items()}
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
@@ -96,14 +99,26 @@ def check_ids(ids: Tensor, hidden: Tensor) -> None:
 
 
 def logprobs_of_ids(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, loss: IdsNumbers
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    loss: IdsNumbers,
+    *,
+    shift: bool,
+    cu_seqlens: Tensor | None,
 ) -> dict[str, Tensor]:
     """The numbers of `linear_logprobs` for ids (..., k)."""
     check_ids(ids, hidden)
     ids = ids.long()
+    if shift:
+        remedy = "a single token has no next one"
+        expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
+        loss.check_call((), cu_seqlens=cu_seqlens)
+        ids = shifted(ids, loss.ignore_index, -2, cu_seqlens)
     targets = one_per_position(ids, loss.ignore_index)
     slots = torch.where(ids == loss.ignore_index, -1, ids)
-    return loss.numbers(hidden, weight, targets, bias, slots)
+    return loss.numbers(hidden, weight, targets, bias, slots, cu_seqlens)
 
 
 OPTIONS = (

@@ -14,6 +14,7 @@ from tests.mutants import (
     policy,
     preference,
     several_ids,
+    surface,
     trainers,
 )
 
@@ -31,5 +32,6 @@ MODULES = (
     trainers,
     fused_layers,
     estimating,
+    surface,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]
