@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from logitless.checking import CheckReport, check
     from logitless.estimating import Estimate, estimate
 
-__all__ = [*losses.__all__, "CheckReport", "Estimate", "__version__", "check", "estimate"]
+__all__ = ["CheckReport", "Estimate", "__version__", "check", "estimate"]
+__all__ += losses.__all__  # a form that type checkers know
 
 # What training does not need is loaded with its first use.
 _LATER = {"CheckReport": "checking", "check": "checking", "Estimate": "estimating", "estimate": "estimating"}

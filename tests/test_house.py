@@ -169,7 +169,7 @@ def newly_loaded(statement: str) -> set[str]:
 
 
 def test_the_import_is_light():
-    """Seconds depend on the machine (0.1 to 0.2 for these modules, their bytecode cached): they are counted."""
+    """Seconds depend on the machine (0.1 to 0.2 for these modules, with their bytecode): they are counted."""
     loaded = newly_loaded("import logitless")
     assert {name for name in loaded if not name.startswith("logitless")} == set()
     assert len(loaded) <= 90

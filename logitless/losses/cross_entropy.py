@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
 from logitless.losses.keywords import check_options
 
 
@@ -90,12 +91,12 @@ class CrossEntropyLoss(TokenLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         class_weights: Tensor | None = None,
         token_weights: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
         self.check_call(arguments, hidden=hidden, class_weights=class_weights, token_weights=token_weights)
         if class_weights is not None:
@@ -120,12 +121,12 @@ OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: HeadWeight,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
@@ -134,7 +135,7 @@ def linear_cross_entropy(
     shift: bool = False,
     mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
-    **head,
+    **head: Unpack[HeadOptions],
 ) -> Tensor:
     """The loss of `CrossEntropyLoss` as a function: `F.cross_entropy(hidden @ weight.T + bias, targets)`.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -18,8 +18,11 @@ from logitless.losses.dpo_types import (
     DPO_LOSSES,
     DPO_TYPES,
     SORTED,
+    DPOType,
+    FDivergence,
     Pairs,
 )
+from logitless.losses.inputs import HeadWeight, ReferenceInputs
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
     PairedLoss,
@@ -69,11 +72,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     """
 
     beta: float = 0.1
-    loss_type: str | Sequence[str] = "sigmoid"
+    loss_type: DPOType | Sequence[DPOType] = "sigmoid"
     loss_weights: Sequence[float] | None = None
     average_logps: bool | None = None
     label_smoothing: float = 0.0
-    f_divergence_type: str = "reverse_kl"
+    f_divergence_type: FDivergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5
     ld_alpha: float | None = None
     use_weighting: bool = False
@@ -134,11 +137,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         position_ids: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
         needed = self.cp_group is not None and self.ld_alpha is not None
         expected = "each token's position in its whole sequence, for ld_alpha with cp_group"

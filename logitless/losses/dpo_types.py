@@ -2,13 +2,32 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import smoothed
+
+DPOType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+    "sft",
+]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
 class Options(Protocol):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from logitless.engine.head_view import is_head
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
-from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, by_sign, clipped
+from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadWeight, RolloutInputs
 from logitless.losses.numerics import LARGEST, bounded_exp
 from logitless.losses.policy import ClippedLoss, Layout
 from logitless.losses.reference_model import ComparedLoss, check_reference
@@ -74,10 +75,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     (top_entropy_quantile), 2025, https://arxiv.org/abs/2506.01939.
     """
 
-    loss_type: str = "dapo"
+    loss_type: GRPOType = "dapo"
     beta: float = 0.0
     delta: float | None = None
-    importance_sampling_level: str = "token"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     entropy_coef: float = 0.0
     use_bias_correction_kl: bool = False
     top_entropy_quantile: float = 1.0
@@ -224,19 +225,19 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         ref_logps: Tensor | None = None,
         ref_hidden: Tensor | None = None,
-        ref_weight: Tensor | None = None,
+        ref_weight: HeadWeight | None = None,
         ref_bias: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
         model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
         if is_head(weight, ref_weight):
-            own = {"hidden": hidden, "weight": weight, "ref_logps": ref_logps, **model, **arguments}
-            return with_heads(GRPOLoss.__call__, self, targets, **own)
+            own = {"weight": weight, "ref_logps": ref_logps, **model, **arguments}
+            return with_heads(GRPOLoss.__call__, self, targets, hidden=hidden, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
         self.check_one_reference(ref_logps, ref_hidden, ref_weight)
         if ref_hidden is not None:
@@ -256,9 +257,8 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         **model: Tensor | None,  # ref_hidden, ref_weight and ref_bias, or nothing
     ) -> dict[str, Tensor | None]:
         if self.off_policy_mask_threshold is not None:
-            known = old_logps is not None or sampling_logps is not None
-            expected = "old_logps or sampling_logps beside it"
-            expect(known, "off_policy_mask_threshold", expected, None, "pass one, or leave it None")
+            known, name = old_logps is not None or sampling_logps is not None, "off_policy_mask_threshold"
+            expect(known, name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
         if model and self.reduction == "none":
@@ -279,8 +279,8 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         inputs["flag_weights"] = layout.spread(1 / (lengths * layout.sequences) if once else everyone)
         if importance_weights is None:
             return inputs
+        name = "importance_weights"
         if self.loss_type != "vespo":
-            name = "importance_weights"
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
         # One factor of a sequence, which its tokens share.
@@ -297,4 +297,4 @@ class PPOLoss(GRPOLoss):
     Reference: Schulman et al., 2017, https://arxiv.org/abs/1707.06347.
     """
 
-    loss_type: str = "bnpo"
+    loss_type: GRPOType = "bnpo"

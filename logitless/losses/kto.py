@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import taken_apart, with_heads
+from logitless.losses.inputs import HeadWeight, ReferenceInputs
 from logitless.losses.preference import PairedLoss, ReferencedLoss, mean_over
 from logitless.losses.reference_model import check_reference
 
+KTOType = Literal["kto", "apo_zero_unpaired"]
 # Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
 KTO_LOSSES: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "kto": lambda reward, kl: ((kl - reward).sigmoid(), (reward - kl).sigmoid()),
@@ -52,7 +54,7 @@ class KTOLoss(ReferencedLoss):
     """
 
     beta: float = 0.1
-    loss_type: str = "kto"
+    loss_type: KTOType = "kto"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
@@ -94,15 +96,14 @@ class KTOLoss(ReferencedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         labels: Tensor,
         kl: Tensor | float | Mapping[str, Tensor] | None = None,
-        bias: Tensor | None = None,
-        shift: bool = False,
-        **arguments,
+        **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
+        bias, shift = arguments.pop("bias", None), arguments.pop("shift", False)
         if is_head(weight, arguments.get("ref_weight")):
             heads = {name: arguments.get(name) for name in ("ref_weight", "ref_bias")}
             heads |= {"weight": weight, "bias": bias}

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.head_view import HeadView
 from logitless.engine.main_gradient import check_main_gradient, check_now
 from logitless.engine.operands import Operands, SplitHead, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
@@ -23,6 +22,7 @@ from logitless.kernels.head import Head
 from logitless.losses.agreement import check_agreement
 from logitless.losses.declarations import check_class, check_fields, identity_of
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadWeight, Reduction
 from logitless.losses.keywords import CheckedCall
 from logitless.losses.output import LossOutput, aligned
 from logitless.parallel.agreement import debugging
@@ -70,7 +70,7 @@ class LinearLoss(CheckedCall):
     """
 
     ignore_index: int = -100
-    reduction: str = "mean"
+    reduction: Reduction = "mean"
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0
@@ -163,7 +163,7 @@ class LinearLoss(CheckedCall):
         """Which part of each sequence this rank has."""
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
-    def terms(self, stats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
         """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""
         raise NotImplementedError
 
@@ -192,7 +192,7 @@ class LinearLoss(CheckedCall):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor | nn.Module | HeadView,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         bias: Tensor | None = None,

@@ -1,7 +1,7 @@
 """Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Unpack
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import TokenLoss
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 
@@ -82,15 +83,15 @@ OPTIONS = tuple(field.name for field in fields(TokenNumbers))
 
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor | nn.Module | HeadView,
+    weight: HeadWeight,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    entropy: bool | str = False,
+    entropy: bool | Literal["metric"] = False,
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
-    **head,
+    **head: Unpack[HeadOptions],
 ) -> TokenLogprobs:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Never
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
+from logitless.losses.inputs import HeadWeight
 from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
@@ -107,7 +108,7 @@ class MedusaHeads(BlockHeads):
         """(V, H), or None where the base model's head is used."""
         return None if self.shared else self.medusa_head[k][self.num_layers].weight
 
-    def forward(self, hidden: Tensor, base_weight: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, base_weight: HeadWeight | None = None) -> Tensor:
         """Logits of all heads, (K, ..., V): for decoding a few positions, not for training."""
         weights = [base_weight if self.shared else self.projection(k) for k in range(len(self))]
         return torch.stack(
@@ -159,7 +160,7 @@ class MedusaLoss(MultiHeadLoss):
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
         mask: Tensor | None = None,
-        **unknown,
+        **unknown: Never,
     ) -> LossOutput:
         if is_head(base_weight):
             loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Never
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
+from logitless.losses.inputs import HeadWeight
 from logitless.losses.multi_head import MultiHeadLoss, Part
 
 
@@ -41,14 +42,14 @@ class MultiTokenLoss(MultiHeadLoss):
     def __call__(
         self,
         hiddens: Sequence[Tensor],
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
         mask: Tensor | None = None,
-        **unknown,
+        **unknown: Never,
     ) -> LossOutput:
         if is_head(weight):
             loss, weight, bias = without_adapter(self, "weight", weight, bias)

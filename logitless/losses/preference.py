@@ -6,7 +6,7 @@ log-probability of a sequence is the sum over its supervised tokens.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.reference_model import ComparedLoss, check_reference
 
 PAIR_METRICS = (
@@ -175,7 +176,7 @@ class UnreferencedLoss(PairedLoss):
             softcap does not allow).
     """
 
-    logits_over: str = "completion"
+    logits_over: Literal["completion", "position"] = "completion"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,13 +190,11 @@ class UnreferencedLoss(PairedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
-        *,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
+        bias, cu_seqlens = arguments.pop("bias", None), arguments.pop("cu_seqlens", None)
         if is_head(weight):
             own = {"bias": bias, "cu_seqlens": cu_seqlens, **arguments}
             return with_heads(UnreferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
+from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
     PairedLoss,
@@ -81,13 +82,13 @@ class ORPOLoss(UnreferencedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         nll_targets: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
+        cu_seqlens = arguments.pop("cu_seqlens", None)
         tensors = {"hidden": hidden, "targets": targets, "nll_targets": nll_targets, "cu_seqlens": cu_seqlens}
         self.check_call(arguments, **tensors)
         inputs = {"cu_seqlens": cu_seqlens}
@@ -126,6 +127,7 @@ def _contradicting(targets: Tensor, nll_targets: Tensor, chosen: Tensor, ignore_
     return (chosen & (targets != ignore_index) & (nll_targets != targets)).sum()
 
 
+CPOType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
     "sigmoid": lambda loss, delta: smoothed(loss.beta * delta, loss.label_smoothing),
     "hinge": lambda loss, delta: relu(1 - loss.beta * delta),
@@ -160,7 +162,7 @@ class CPOLoss(UnreferencedLoss):
     """
 
     beta: float = 0.1
-    loss_type: str = "sigmoid"
+    loss_type: CPOType = "sigmoid"
     average_logps: bool | None = None
     label_smoothing: float = 0.0
     cpo_alpha: float = 1.0

@@ -1,7 +1,7 @@
 """What losses that compare the policy with a reference model share: its head, and its log-probabilities."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ class ComparedLoss(TokenLoss):
         ref_softcap, ref_logit_scale: of the reference's head; "same" as the trained one's.
     """
 
-    ref_softcap: float | str | None = "same"
-    ref_logit_scale: float | str = "same"
+    ref_softcap: float | Literal["same"] | None = "same"
+    ref_logit_scale: float | Literal["same"] = "same"
 
     reference: ClassVar = True
 

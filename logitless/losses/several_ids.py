@@ -1,7 +1,7 @@
 """Log-probabilities of several ids per token: those that are given, or the model's own best."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from logitless.engine.ids_objective import IdsObjective
 from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
 
@@ -56,13 +58,16 @@ class IdsNumbers(LinearLoss):
     def numbers(
         self,
         hidden: Tensor,
-        weight: Tensor | SplitHead,
+        weight: HeadWeight | SplitHead,
         targets: Tensor,
         bias: Tensor | None,
         ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """{name: (..., k) or (...)}; `targets` (...) says which positions count."""
+        if not isinstance(weight, Tensor | SplitHead):
+            own = {"bias": bias, "ids": ids, "cu_seqlens": cu_seqlens}
+            return with_heads(IdsNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
         given = prepare(
             loss, Operands(hidden, weight, targets, bias), Options(cu_seqlens=cu_seqlens), {"ids": ids}
@@ -136,12 +141,12 @@ OPTIONS = (
 
 def linear_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: HeadWeight,
     k: int,
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    **head,
+    **head: Unpack[HeadOptions],
 ) -> TopkLogprobs:
     """The k largest of log softmax(hidden @ weight.T) and their ids, one chunk of logits at a time.
 
@@ -150,7 +155,7 @@ def linear_topk(
 
     Args:
         hidden: (..., H).
-        weight: (V, H).
+        weight: (V, H), or the LM head itself, as in every loss.
         k: how many ids, at most V.
         bias: (V,).
         mask: (...), which positions count; the others are not projected, and get zeros.

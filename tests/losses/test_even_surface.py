@@ -396,3 +396,16 @@ def test_nothing_is_handed_out_unasked():
             getattr(out, name)
     with pytest.raises(ValueError, match="^return_predictions: expected False for several heads"):
         MedusaLoss(return_predictions=True)
+
+
+# -- heads as modules
+
+
+def test_a_head_as_a_module_for_several_ids():
+    x = every_loss.given(T)
+    head = nn.Linear(H, V, device=DEVICE)
+    apart = head.weight, x.topk_ids
+    ours = linear_logprobs(x.hidden, head, x.topk_ids)
+    assert torch.equal(ours.logps, linear_logprobs(x.hidden, *apart, bias=head.bias).logps)
+    best = linear_topk(x.hidden, head, 3)
+    assert torch.equal(best.ids, linear_topk(x.hidden, head.weight, 3, bias=head.bias).ids)

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import of_file
 
 TEST_SURFACE = "tests/losses/test_even_surface.py"
+TEST_TYPING = 'tests/test_typing.py -k "checkers or options"'
 TEST_PREFERENCE = "tests/losses/test_preference.py -k equals"
 
 MUTANTS = [
@@ -144,6 +145,19 @@ MUTANTS = [
         "losses/dpo.py",
         TEST_PREFERENCE,
         ("averaging is TRL's choice", "DPOLoss.terms", "if self.average_logps is None", "if True"),
+        prefix="surface: ",
+    ),
+    *of_file(
+        "losses/inputs.py",
+        TEST_TYPING,
+        ("checkers: a keyword that is none", "CallInputs", "    mask: Tensor", "    masks: Tensor"),
+        ("checkers: an option that is none", "HeadOptions", "    compact: bool", "    compacted: bool"),
+        prefix="surface: ",
+    ),
+    *of_file(
+        "losses/grpo_types.py",
+        TEST_TYPING,
+        ("checkers: a type that is none", "GRPOType", '"vespo"', '"vesper"'),
         prefix="surface: ",
     ),
     *of_file(
