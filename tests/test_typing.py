@@ -103,7 +103,7 @@ def test_checkers_and_calls_know_the_same_keywords(loss):
 
 
 @pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_logprobs", "linear_topk"])
-def test_options_of_functions_are_fields(function):
+def test_checkers_know_options_of_functions(function):
     options = keys(logitless.losses.inputs.HeadOptions)
     assert options <= set(cross_entropy.OPTIONS) & {*logitless.losses.several_ids.OPTIONS, "cp_group"}
     assert options <= typed_keywords(getattr(logitless, function))

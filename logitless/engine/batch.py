@@ -87,9 +87,11 @@ class Batch:
         for name, value in inputs.items():
             setattr(self, name, value)
 
-    if TYPE_CHECKING:  # the declared inputs, whatever their names
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:  # as far as a checker knows, a declared input
+        raise AttributeError(
+            f"{name}: expected an input that the loss declares, got an undeclared one; add {name!r} to "
+            "`token_inputs` or its like, and pass it to the call."
+        )
 
     @property
     def shows_shapes(self) -> bool:

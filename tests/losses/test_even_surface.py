@@ -12,6 +12,7 @@ from logitless import (
     GRPOLoss,
     JSDLoss,
     KTOLoss,
+    LogitsLoss,
     MedusaLoss,
     MultiTokenLoss,
     ORPOLoss,
@@ -409,3 +410,20 @@ def test_a_head_as_a_module_for_several_ids():
     assert torch.equal(ours.logps, linear_logprobs(x.hidden, *apart, bias=head.bias).logps)
     best = linear_topk(x.hidden, head, 3)
     assert torch.equal(best.ids, linear_topk(x.hidden, head.weight, 3, bias=head.bias).ids)
+
+
+def test_an_input_that_is_not_declared():
+    class Weighted(TokenLoss):
+        def terms(self, stats, batch):
+            return {"loss": Term(-stats.logps * batch.weights)}, {}
+
+    class WeightedLogits(LogitsLoss):
+        def terms(self, logits, batch):
+            return {"loss": Term(logits.sum(-1) * batch.weights)}, {}
+
+    x = every_loss.given(T)
+    for loss in (Weighted(), WeightedLogits()):
+        with pytest.raises(
+            AttributeError, match="^weights: expected an input that the loss declares"
+        ):
+            loss(x.hidden, x.weight, x.targets)

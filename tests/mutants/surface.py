@@ -3,7 +3,7 @@
 from tests.mutants.mutant import of_file
 
 TEST_SURFACE = "tests/losses/test_even_surface.py"
-TEST_TYPING = 'tests/test_typing.py -k "checkers or options"'
+TEST_TYPING = "tests/test_typing.py -k checkers"
 TEST_PREFERENCE = "tests/losses/test_preference.py -k equals"
 
 MUTANTS = [
