@@ -4,15 +4,18 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.head_view import HeadView, is_head
 from logitless.engine.ids_objective import IdsObjective
 from logitless.engine.operands import INTEGERS, Operands, SplitHead
+from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.losses.heads import with_heads
 from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
 
@@ -56,16 +59,20 @@ class IdsNumbers(LinearLoss):
     def numbers(
         self,
         hidden: Tensor,
-        weight: Tensor | SplitHead,
+        weight: Tensor | SplitHead | nn.Module | HeadView,
         targets: Tensor,
         bias: Tensor | None,
         ids: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """{name: (..., k) or (...)}; `targets` (...) says which positions count."""
+    ) -> tuple[dict[str, Tensor], Plan | None]:
+        """({name: (..., k) or (...)}, plan); `targets` (...) says which positions count."""
+        if is_head(weight):
+            own = {"bias": bias, "ids": ids}
+            return with_heads(IdsNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
         given = prepare(loss, Operands(hidden, weight, targets, bias), Options(), {"ids": ids})
-        found = run_calls([given], Mode.PER_TOKEN).numbers
-        return {name: x.view(*targets.shape, *x.shape[1:]) for name, x in found.items()}
+        outcome = run_calls([given], Mode.PER_TOKEN)
+        found = {name: x.view(*targets.shape, *x.shape[1:]) for name, x in outcome.numbers.items()}
+        return found, outcome.plan
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
@@ -96,9 +103,13 @@ def check_ids(ids: Tensor, hidden: Tensor) -> None:
 
 
 def logprobs_of_ids(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, loss: IdsNumbers
-) -> dict[str, Tensor]:
-    """The numbers of `linear_logprobs` for ids (..., k)."""
+    hidden: Tensor,
+    weight: Tensor | nn.Module | HeadView,
+    ids: Tensor,
+    bias: Tensor | None,
+    loss: IdsNumbers,
+) -> tuple[dict[str, Tensor], Plan | None]:
+    """The numbers, and the plan, of `linear_logprobs` for ids (..., k)."""
     check_ids(ids, hidden)
     ids = ids.long()
     targets = one_per_position(ids, loss.ignore_index)
@@ -156,7 +167,7 @@ def linear_topk(
     loss = IdsNumbers(entropy="metric", k=k, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
-        found = loss.numbers(hidden, weight, targets, bias)
+        found, _ = loss.numbers(hidden, weight, targets, bias)
     return TopkLogprobs(found["logps"], found["ids"], found["entropy"], found["lse"])
 
 

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
+from logitless.losses.base import LossOutput
 from logitless.models import heads
 from logitless.models.exchange import state_of
 from logitless.models.patch import Patch
@@ -92,8 +93,9 @@ class ChunkedLoss:
         self.verified: set[str] = set()
         # In an evaluation step: whether predictions are asked for, and the stock loss with them.
         self.wants_logits = self.stock_only = False
-        # What GKD's student learns from, and whether models answer with deferred logits: while they do.
-        self.taught, self.deferring = None, False
+        # Of distillation: what GKD's student learns from, which tokens count, whether models answer with
+        # deferred logits.
+        self.taught, self.mask, self.deferring = None, None, False
         self.patch: Patch | None = None  # of a trainer outside of TRL
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
@@ -116,6 +118,13 @@ class ChunkedLoss:
         if not getattr(self.trainer.args, "activation_offloading", False):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    def solved(self, loss: Callable[..., LossOutput], *args: Any, **kwargs: Any) -> LossOutput:
+        """The output of a loss."""
+        with self.saving():
+            out = loss(*args, **kwargs)
+        self.note(out.plan)
+        return out
 
     def attach(self, model: PreTrainedModel, score: Score) -> Callable[[], None]:
         """Puts a head on a model; where Accelerate has prepared it, under its autocast."""

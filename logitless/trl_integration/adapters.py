@@ -1,10 +1,10 @@
 """Every trainer that the flag covers, by name."""
 
-from . import distillation, per_token, preference, self_distillation, sft, teacher_distillation
+from . import distillation, divergences, per_token, preference, sft
 from . import triple_preference as tpo
 from .adapter import Adapter
 
-MODULES = (sft, per_token, preference, tpo, distillation, self_distillation, teacher_distillation)
+MODULES = (sft, per_token, preference, tpo, distillation, divergences)
 ADAPTERS: dict[str, Adapter] = {
     found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Adapter)
 }

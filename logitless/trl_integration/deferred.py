@@ -1,95 +1,92 @@
 """Logits that a trainer of TRL is handed and that nobody computes, for trainers that take `model(...).logits`
 apart themselves.
 
-While such a trainer computes its loss, its models answer with `DeferredLogits`: hidden states and the head.
-TRL's code slices them, divides them by a temperature and picks the log-probabilities of tokens as it always
-did; a divergence of the whole vocabulary goes to one of our losses. Anything else that needs the logits
-themselves raises.
+While such a trainer computes its loss, its models answer with `PickedLogits`: hidden states and the head.
+TRL's code slices them, divides them by a temperature and picks tokens and their log-probabilities as it
+always did; a divergence of the whole vocabulary goes to `DistillationLoss`. Any other use raises.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
 from logitless.errors import expect
+from logitless.losses.base import LossOutput
 from logitless.losses.logprobs import TokenNumbers
-from logitless.models.exchange import exchange
-from logitless.models.logits import deferred, undeferred
+from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
+from logitless.models.logits import Deferral, DeferredLogits, deferred
 
 from .adapter import ChunkedLoss, base_of, swapped
-from .head import KEY, projected
+from .head import exchanged
 
 
 @dataclass(frozen=True)
-class DeferredLogits:
-    """What logits (B, T, V), or with `normalized` their log-probabilities, are made of."""
+class PickedLogits(DeferredLogits):
+    """Logits (B, T, V), or with `normalized` their log-probabilities, with the head of their forward pass: an
+    adapter may be switched off for a teacher, and on again before anybody reads the logits."""
 
-    chunked: ChunkedLoss
-    hidden: Tensor  # (B, T, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    softcap: float | None
-    logit_scale: float
-    temperature: float = 1.0
+    chunked: ChunkedLoss | None = None
     normalized: bool = False
 
-    @property
-    def head(self) -> dict[str, Any]:
-        """Options for a loss of these logits."""
-        own = {name: getattr(self, name) for name in ("softcap", "logit_scale", "temperature")}
-        return own | {"logits_budget": self.chunked.budget}
+    operations: ClassVar = {
+        F.log_softmax: "log_softmax",
+        torch.log_softmax: "log_softmax",
+        torch.gather: "gather",
+    }
+    usable: ClassVar = "a use without the full logits"
+    remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
 
-    def logps(self, targets: Tensor) -> Tensor:
-        """Log-probabilities of `targets` (B, T), fp32 and differentiable."""
-        numbers = TokenNumbers(**self.head)
+    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        return function(self.hidden, self.view_now())
+
+    def log_softmax(self, dim: int, **kwargs: Any) -> "PickedLogits":
+        return replace(self, normalized=True) if dim == -1 else self._refused(f"log_softmax over {dim}")
+
+    def __mul__(self, factor: Any) -> "PickedLogits":
+        return self._refused("a product after log_softmax") if self.normalized else super().__mul__(factor)
+
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        if not self.normalized or dim != -1:
+            return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
+        return self.logps(index[..., 0])[..., None] if index.shape[-1] == 1 else self.logps(index)
+
+    def logps(self, ids: Tensor) -> Tensor:
+        """Log-probabilities of ids (B, T) or (B, T, k), fp32 and differentiable; 0 where an id is -100."""
+        ids, budget = ids.to(self.device), {"logits_budget": self.chunked.budget}
         with self.chunked.saving():
-            found, plan = numbers.numbers(
-                self.hidden, self.weight, targets.to(self.hidden.device), bias=self.bias
-            )
+            if ids.dim() < self.dim():
+                found, plan = TokenNumbers(**budget).numbers(self.hidden, self.view_now(), ids)
+            else:
+                found, plan = logprobs_of_ids(self.hidden, self.view_now(), ids, None, IdsNumbers(**budget))
         self.chunked.note(plan)
         return found["logps"]
 
-    # The operations that TRL applies to logits
-
-    def __getitem__(self, index: tuple[Any, ...]) -> "DeferredLogits":
-        whole = isinstance(index, tuple) and len(index) == 3 and index[2] == slice(None)
-        return replace(self, hidden=self.hidden[index[:2]]) if whole else refused(f"index {index}")
-
-    def __truediv__(self, temperature: float) -> "DeferredLogits":
-        if self.normalized:
-            return refused("a division after log_softmax")
-        return replace(self, temperature=self.temperature * temperature)
-
-    def gather(self, dim: int, index: Tensor) -> Tensor:
-        if not self.normalized or dim != -1 or index.shape[-1] != 1:
-            return refused(f"gather of dim {dim} with an index {tuple(index.shape)}")
-        return self.logps(index[..., 0])[..., None]
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if function in (F.log_softmax, torch.log_softmax) and kwargs.get("dim") == -1:
-            return replace(args[0], normalized=True)
-        return refused(function.__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        return refused(repr(name), AttributeError)
+    def argmax(self, dim: int) -> Tensor:
+        """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
+        if dim != -1:
+            return self._refused(f"argmax over {dim}")
+        best = IdsNumbers(k=1, logits_budget=self.chunked.budget, logits_dtype=torch.float32)
+        nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
 
 
-def refused(use: str, error: type[Exception] = TypeError) -> Any:
-    raise error(
-        f"logits: expected a use without the full logits, got {use}; the flag never builds them, so set "
-        f"use_chunked_loss=False."
-    )
+def divergence(
+    student: PickedLogits, teacher: PickedLogits, mask: Tensor, num_items: Any = None, **options: Any
+) -> LossOutput:
+    """`DistillationLoss` of the tokens in `mask` (B, T)."""
+    loss = DistillationLoss(logits_budget=student.chunked.budget, **options)
+    taught = {"teacher_hidden": teacher.hidden.to(student.device), "teacher_weight": teacher.view_now()}
+    given = {"mask": mask, "num_items": num_items, **taught}
+    return student.chunked.solved(loss, student.hidden, student.view_now(), **given)
 
 
 def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
@@ -107,11 +104,9 @@ def whole_models(trainer: Any) -> None:
 def deferred_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     """On the student, and on the teacher where it is another model."""
     trainer = chunked.trainer
-    student, teacher = trainer.model, getattr(trainer, "teacher_model", None)
-    models = [base_of(trainer, model) for model in (student, teacher) if model is not None]
-    for model in models[:1] if models[0] is models[-1] else models:
-        yield functools.partial(undeferred, model)
-        yield exchange(model, KEY, deferred_forward, chunked)
+    models = (trainer.model, getattr(trainer, "teacher_model", None))
+    for model in dict.fromkeys(base_of(trainer, model) for model in models if model is not None):
+        yield exchanged(model, deferred_forward, chunked)
 
 
 @contextmanager
@@ -132,12 +127,11 @@ def deferred_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: A
     with deferred(model, summed=False):
         out = stock(*args, **kwargs)
 
-    # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads
-    # the logits. A view, not the parameter: DDP looks for the parameters in use behind the outputs of the
-    # forward, and a leaf has nothing behind it.
-    def held(hidden: Tensor, view: HeadView) -> DeferredLogits:
-        hidden, weight, bias = projected(hidden, view)
-        weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (weight, bias))
-        return DeferredLogits(chunked, hidden, weight, bias, **view.options)
+    def held(hidden: Tensor, head: HeadView) -> PickedLogits:
+        # Views, not the parameters: DDP looks for the parameters in use behind the outputs of the forward
+        # pass, and a leaf has nothing behind it.
+        weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (head.weight, head.bias))
+        own, head = Deferral(logits_budget=chunked.budget), head._replace(weight=weight, bias=bias)
+        return PickedLogits(hidden, head, own, *head.shape[:1], head.logit_scale, head.softcap, chunked)
 
     return CausalLMOutputWithPast(logits=out.logits.computed(held))

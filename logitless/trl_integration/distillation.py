@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless import DistillationLoss, JSDLoss
-from logitless.losses.base import LossOutput
+from logitless.engine.head_view import HeadView
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .versions import found_in_trl
@@ -33,25 +33,19 @@ def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tup
         teacher_logit_scale=given.teacher_logit_scale,
         logits_budget=chunked.budget,
     )
-    student = (given.student_hidden_states, given.student_lm_head_weight)
-    teacher = (given.teacher_hidden_states, given.teacher_lm_head_weight, given.teacher_lm_head_bias)
-    options = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
-    out = taught(chunked, loss, student, given.student_lm_head_bias, teacher, **options)
+    out = chunked.solved(
+        loss,
+        given.student_hidden_states,
+        given.student_lm_head_weight,
+        bias=given.student_lm_head_bias,
+        teacher_hidden=given.teacher_hidden_states.to(given.student_hidden_states.device),
+        teacher_weight=given.teacher_lm_head_weight,
+        teacher_bias=given.teacher_lm_head_bias,
+        mask=given.completion_mask,
+        num_items=given.num_items_in_batch,
+    )
     count = given.completion_mask.sum()
     return out.loss, out.metrics["entropy"] * count, count
-
-
-def taught(
-    chunked: ChunkedLoss, loss: JSDLoss, student: tuple, bias: Tensor | None, teacher: tuple, **options: Any
-) -> LossOutput:
-    """The loss of a student (hidden, weight, targets) with a bias, and a teacher (hidden, weight, bias)."""
-    device = student[0].device
-    hidden, weight, teacher_bias = teacher
-    named = {"teacher_hidden": hidden.to(device), "teacher_weight": weight, "teacher_bias": teacher_bias}
-    with chunked.saving():
-        out = loss(*student, bias=bias, **named, **options)
-    chunked.note(out.plan)
-    return out
 
 
 SEAM = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
@@ -67,25 +61,19 @@ def gkd_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
     trainer = chunked.trainer
     student, teacher = base_of(trainer, trainer.model), base_of(trainer, trainer.teacher_model)
 
-    def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
-    ) -> dict[str, Tensor]:
-        *teacher, teacher_options, num_items = chunked.taught
-        options |= {f"teacher_{name}": value for name, value in teacher_options.items()}
-        loss = JSDLoss(beta=trainer.beta, logits_budget=chunked.budget, **options)
+    def teach(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        """Not a score: what the student learns from, as the teacher's own forward pass has it, with its
+        autocast and its gathered shards."""
+        chunked.taught = {"teacher_hidden": hidden, "teacher_weight": head}
+        return {"log_probs": hidden.new_zeros(()), "label_mask": hidden.new_ones(())}
+
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
         # The label at the next position, as the student is to predict it; the last position has none.
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        out = taught(chunked, loss, (hidden, weight, targets), bias, teacher, num_items=num_items)
+        chunked.taught["teacher_hidden"] = chunked.taught["teacher_hidden"].to(hidden.device)
+        loss = JSDLoss(beta=trainer.beta, logits_budget=chunked.budget)
+        out = chunked.solved(loss, hidden, head, targets, **chunked.taught)
         return {"log_probs": -out.loss, "label_mask": (targets != -100).sum()}
-
-    def teach(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
-    ) -> dict[str, Tensor]:
-        """Not a score: what the student learns from, as the teacher's own forward pass has it, with its
-        autocast and its gathered shards, of which ZeRO-3 takes its own away again."""
-        weight = weight.clone() if hasattr(weight, "ds_id") else weight
-        chunked.taught = hidden, weight, bias, options
-        return {"log_probs": hidden.new_zeros(()), "label_mask": hidden.new_ones(())}
 
     yield chunked.attach(student, score)
     yield chunked.attach(teacher, teach)
@@ -97,7 +85,7 @@ def gkd_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
     teacher.eval()
     with torch.no_grad():
         teacher(**inputs, fused_lm_head=True)
-    chunked.taught += (getattr(given, "num_items_in_batch", None),)
+    chunked.taught["num_items"] = getattr(given, "num_items_in_batch", None)
     out = given.model(**inputs, fused_lm_head=True)
     chunked.taught = None
     return (-out.log_probs, out) if getattr(given, "return_outputs", False) else -out.log_probs
@@ -140,9 +128,8 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     if several and hasattr(weight, "ds_id"):
         # ZeRO-3 has emptied it again when the backward pass walks it.
         weight = weight.clone()
-    with chunked.saving():
-        out = loss(hidden.to(weight.dtype), weight, bias=given.lm_head_bias, teacher_logprobs_topk=served)
-    chunked.note(out.plan)
+    given_head = {"bias": given.lm_head_bias, "teacher_logprobs_topk": served}
+    out = chunked.solved(loss, hidden.to(weight.dtype), weight, **given_head)
     total = out.loss.sum()
 
     entropies = teachers_entropy(teacher, candidates, given.add_tail_bucket)

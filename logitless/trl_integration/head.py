@@ -6,52 +6,38 @@ where the hooks of DDP, FSDP and DeepSpeed fire.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView
-from logitless.engine.operands import SplitHead
 from logitless.models.exchange import exchange, withdraw
 from logitless.models.logits import deferred, undeferred
-from logitless.parallel.groups import local_parameter
 
 KEY = "score"
 
-
-class Score(Protocol):
-    """Scores the labelled tokens and returns fields of `FusedCausalLMOutput`, `log_probs` among them."""
-
-    def __call__(
-        self,
-        hidden: Tensor,  # (B, T, H)
-        weight: Tensor | SplitHead,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        labels: Tensor,  # (B, T)
-        shift: bool,  # whether position i is scored on label i + 1
-        options: dict[str, float | None],  # softcap and logit_scale, as the model's own forward pass has them
-    ) -> dict[str, Tensor]: ...
-
-
-def projected(hidden: Tensor, view: HeadView) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-    """The operands of a head, with FSDP's shards gathered."""
-    hidden, weight, bias = view.operands(hidden)
-    whole = weight if isinstance(weight, SplitHead) else local_parameter("weight", weight, None)
-    return hidden, whole, local_parameter("bias", bias, None)
+# Scores the labelled tokens: (hidden (B, T, H), head, labels (B, T), shift: whether position i is scored on
+# label i + 1) -> fields of `FusedCausalLMOutput`, `log_probs` among them.
+Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Tensor]]
 
 
 def attach_chunked_head(model: PreTrainedModel, score: Score) -> Callable[[], None]:
     """Makes `model(..., labels=..., fused_lm_head=True)` return `score`'s answer; every other call runs as
     before. Returns its undoing."""
-    withdraw(model, KEY)  # a model may come to a second trainer
 
-    def answer(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def answer(*args: Any) -> dict[str, Tensor]:
         # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
-        return score(*args, **kwargs)
+        return score(*args)
 
-    undo = exchange(model, KEY, _scored_forward, answer)
+    return exchanged(model, _scored_forward, answer)
+
+
+def exchanged(model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
+    """Gives a model one of our forward passes, which defer its logits; returns its undoing."""
+    withdraw(model, KEY)  # a model may come to a second trainer
+    undo = exchange(model, KEY, forward, state)
 
     def undo_all() -> None:
         undo()
@@ -81,9 +67,8 @@ def _scored_forward(
 
     names: list[str] = []
 
-    def values(hidden: Tensor, view: HeadView) -> tuple[Tensor, ...]:
-        hidden, weight, bias = projected(hidden, view)
-        found = score(hidden, weight, bias, targets.to(hidden.device), shift_labels is None, view.options)
+    def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
+        found = score(hidden, head, targets.to(hidden.device), shift_labels is None)
         names.extend(found)
         return tuple(found.values())  # hooks of modules look for tensors in tuples
 

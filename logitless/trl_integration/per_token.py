@@ -6,12 +6,11 @@ kept for it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from logitless.engine.operands import SplitHead
+from logitless.engine.head_view import HeadView
 from logitless.losses.logprobs import TokenNumbers
 
 from .adapter import Adapter, ChunkedLoss, base_of
@@ -48,20 +47,13 @@ def per_token_score(
         logits_dtype=torch.float32 if cast_lm_head_to_fp32 else None,
     )
 
-    def score(
-        hidden: Tensor,
-        weight: Tensor | SplitHead,
-        bias: Tensor | None,
-        labels: Tensor,
-        shift: bool,
-        options: dict,
-    ) -> dict[str, Tensor]:
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
         if cast_lm_head_to_fp32:
             # The head's own precision, whatever autocast would make of it.
-            hidden = hidden.to(weight.dtype)
+            hidden = hidden.to(head.dtype)
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast_lm_head_to_fp32
         with torch.autocast(hidden.device.type, enabled=autocast), chunked.saving():
-            found, plan = replace(numbers, **options).numbers(hidden, weight, labels, bias=bias, shift=shift)
+            found, plan = numbers.numbers(hidden, head, labels, shift=shift)
         chunked.note(plan)
         mask = labels != -100
         if shift:
@@ -70,7 +62,7 @@ def per_token_score(
         fields = {"log_probs": found["logps"], "label_mask": mask}
         fields |= {name: found[FIELDS[name]] for name in outputs if name in FIELDS}
         if "mean_logits" in fields:
-            fields["mean_logits"] = fields["mean_logits"] / weight.shape[0]
+            fields["mean_logits"] = fields["mean_logits"] / head.shape[0]
         if "is_top1" in fields:
             fields["is_top1"] = fields["is_top1"].bool()
         return fields

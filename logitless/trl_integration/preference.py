@@ -6,12 +6,12 @@ call from per-token numbers; what TRL makes of it stays TRL's.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from logitless.engine.head_view import HeadView
 from logitless.losses.logprobs import TokenNumbers
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -38,19 +38,14 @@ def all_positions_score(chunked: ChunkedLoss) -> Score:
     every = TokenNumbers(also=("sum_logits",), logits_budget=chunked.budget)
     plain = per_token_score(chunked)
 
-    def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
-    ) -> dict[str, Tensor]:
-        fields = plain(hidden, weight, bias, labels, shift, options)
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        fields = plain(hidden, head, labels, shift)
         with torch.no_grad():
-            if options["softcap"] is None:
-                mean = (hidden.to(weight.dtype) @ weight.mean(0)).float()
-                mean = (mean + (0.0 if bias is None else bias.float().mean())) * options["logit_scale"]
+            if head.softcap is None:
+                mean = (hidden.to(head.dtype) @ head.weight.mean(0)).float()
+                mean = (mean + (0.0 if head.bias is None else head.bias.float().mean())) * head.logit_scale
             else:
-                found, _ = replace(every, **options).numbers(
-                    hidden, weight, torch.zeros_like(labels), bias=bias
-                )
-                mean = found["sum_logits"] / weight.shape[0]
+                mean = every.numbers(hidden, head, torch.zeros_like(labels))[0]["sum_logits"] / head.shape[0]
         return fields | {"mean_logits": mean}
 
     return score

@@ -8,12 +8,12 @@ TRL's. Label smoothing, for which TRL builds the full logits, is part of the sam
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from logitless import CrossEntropyLoss
+from logitless.engine.head_view import HeadView
 from logitless.errors import expect
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of, swapped
@@ -28,12 +28,8 @@ def heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
         logits_budget=chunked.budget,
     )
 
-    def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
-    ) -> dict[str, Tensor]:
-        with chunked.saving():
-            output = replace(loss, **options)(hidden, weight, labels, bias=bias, shift=shift)
-        chunked.note(output.plan)
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        output = chunked.solved(loss, hidden, head, labels, shift=shift)
         count = output.metrics["num_tokens"]
         return {
             "log_probs": -output.loss,

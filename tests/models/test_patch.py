@@ -292,8 +292,8 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     from logitless import linear_logprobs
     from logitless.trl_integration.head import attach_chunked_head
 
-    def score(hidden, weight, bias, labels, shift):
-        logps = linear_logprobs(hidden[:, :-1], weight, labels[:, 1:], bias=bias).logps
+    def score(hidden, head, labels, shift):
+        logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
         return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
 
     model = tiny_model()
@@ -365,7 +365,7 @@ def test_a_loss_that_differs_is_refused_with_both_numbers(monkeypatch):
 
     own = logits.DeferredLogits.cross_entropy
     wrong = lambda self, target, **options: own(self, target.roll(1), **options)
-    monkeypatch.setitem(logits.OPERATIONS, nn.functional.cross_entropy, wrong)
+    monkeypatch.setattr(logits.DeferredLogits, "cross_entropy", wrong)
     model = tiny_model(initializer_range=0.5)
     with pytest.raises(
         ValueError, match=r"model: expected the model's own loss \d+\.\d+, got \d+\.\d+; compute"

@@ -16,12 +16,12 @@ IDS = torch.arange(3, 33).view(2, 15)
 LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 
 
-def full_logits_score(hidden, weight, bias, labels, shift, options):
+def full_logits_score(hidden, head, labels, shift):
     """A score as plain as can be: what is tested here is what surrounds it."""
     if shift:
         hidden, labels = hidden[:, :-1], labels[:, 1:]
-    mask, cap = labels != -100, options["softcap"]
-    logits = torch.nn.functional.linear(hidden, weight, bias) * options["logit_scale"]
+    mask, cap = labels != -100, head.softcap
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.logit_scale
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logps = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
     return {"log_probs": logps, "label_mask": mask}
