@@ -80,6 +80,14 @@ class Plan:
     def chunk_bytes(self) -> int:
         return self.token_chunk * self.row_bytes
 
+    def products(self, *, frozen_head: bool) -> float:
+        """With the head and its gradients, per supervised token, in the forward and the backward pass."""
+        written = 1 if frozen_head else 2
+        own = sum((step.stop - step.start) * (1 + step.write * written) for step in self.steps)
+        # The walk of the backward pass, where this one has read numbers for a gradient from outside.
+        later = self.strategy == "recompute" and not any(step.write for step in self.steps)
+        return own / max(1, self.rows) + later * (1 + written)
+
     def describe(self) -> str:
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""

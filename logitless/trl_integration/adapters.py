@@ -1,10 +1,9 @@
 """Every trainer that the flag covers, by name."""
 
-from . import distillation, divergences, per_token, preference, sft
-from . import triple_preference as tpo
+from . import deferred, distillation, per_token, preference
 from .adapter import Adapter
 
-MODULES = (sft, per_token, preference, tpo, distillation, divergences)
+MODULES = (per_token, preference, distillation, deferred)
 ADAPTERS: dict[str, Adapter] = {
     found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Adapter)
 }

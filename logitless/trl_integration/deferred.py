@@ -1,82 +1,26 @@
-"""Logits that a trainer of TRL is handed and that nobody computes, for trainers that take `model(...).logits`
-apart themselves.
+"""TRL's trainers that take the logits of models apart in their own code: GKD, GOLD, IW-OPD, SDFT, SDPO and
+ServerDistillation compare those of student and teacher, OnlineDPO and A2PO those of policy and reference.
 
-While such a trainer computes its loss, its models answer with `PickedLogits`: hidden states and the head.
-TRL's code slices them, divides them by a temperature and picks tokens and their log-probabilities as it
-always did; a divergence of the whole vocabulary goes to `DistillationLoss`. Any other use raises.
+TRL's code makes rollouts, policy losses, importance ratios, metrics and the losses of served teachers from
+log-probabilities that it picks out of `PickedLogits` (4 products, 2 with a frozen head); what takes all of
+two distributions, or the best ids of one, is `DistillationLoss`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from logitless import DistillationLoss
-from logitless.engine.head_view import HeadView
-from logitless.errors import expect
+from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
-from logitless.losses.logprobs import TokenNumbers
-from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
-from logitless.models.logits import Deferral, DeferredLogits, deferred
 
-from .adapter import ChunkedLoss, base_of, swapped
-from .head import exchanged
+from .adapter import Adapter, ChunkedLoss, Seam
+from .head import PickedLogits, picked, picking
 
-
-@dataclass(frozen=True)
-class PickedLogits(DeferredLogits):
-    """Logits (B, T, V), or with `normalized` their log-probabilities, with the head of their forward pass: an
-    adapter may be switched off for a teacher, and on again before anybody reads the logits."""
-
-    chunked: ChunkedLoss | None = None
-    normalized: bool = False
-
-    operations: ClassVar = {
-        F.log_softmax: "log_softmax",
-        torch.log_softmax: "log_softmax",
-        torch.gather: "gather",
-    }
-    usable: ClassVar = "a use without the full logits"
-    remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
-
-    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
-        return function(self.hidden, self.view_now())
-
-    def log_softmax(self, dim: int, **kwargs: Any) -> "PickedLogits":
-        return replace(self, normalized=True) if dim == -1 else self._refused(f"log_softmax over {dim}")
-
-    def __mul__(self, factor: Any) -> "PickedLogits":
-        return self._refused("a product after log_softmax") if self.normalized else super().__mul__(factor)
-
-    def gather(self, dim: int, index: Tensor) -> Tensor:
-        if not self.normalized or dim != -1:
-            return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
-        return self.logps(index[..., 0])[..., None] if index.shape[-1] == 1 else self.logps(index)
-
-    def logps(self, ids: Tensor) -> Tensor:
-        """Log-probabilities of ids (B, T) or (B, T, k), fp32 and differentiable; 0 where an id is -100."""
-        ids, budget = ids.to(self.device), {"logits_budget": self.chunked.budget}
-        with self.chunked.saving():
-            if ids.dim() < self.dim():
-                found, plan = TokenNumbers(**budget).numbers(self.hidden, self.view_now(), ids)
-            else:
-                found, plan = logprobs_of_ids(self.hidden, self.view_now(), ids, None, IdsNumbers(**budget))
-        self.chunked.note(plan)
-        return found["logps"]
-
-    def argmax(self, dim: int) -> Tensor:
-        """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
-        if dim != -1:
-            return self._refused(f"argmax over {dim}")
-        best = IdsNumbers(k=1, logits_budget=self.chunked.budget, logits_dtype=torch.float32)
-        nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-        with torch.no_grad():
-            return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
+# What the adapters of all of them share
+PICKED = {"heads": dict.fromkeys(("model", "teacher_model", "ref_model"), picked), "around": picking}
 
 
 def divergence(
@@ -89,49 +33,105 @@ def divergence(
     return student.chunked.solved(loss, student.hidden, student.view_now(), **given)
 
 
+def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:
+    """Options of a divergence over the k best ids alone."""
+    return {"support": whose, "k": k, "topk_mode": "tail" if add_tail else "renormalize"}
+
+
 def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `selective_log_softmax`."""
     return given.logits.logps(given.index)
 
 
-def whole_models(trainer: Any) -> None:
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    whole = not trainer.is_fsdp_enabled and (plugin is None or plugin.zero_stage != 3)
-    expected, found = f"whole models in {type(trainer).__name__}", "sharded ones, whose heads come and go"
-    expect(whole, "use_chunked_loss", expected, found, "train with DDP or ZeRO up to stage 2")
+# --- GKD, GOLD, IW-OPD and ServerDistillation
 
 
-def deferred_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-    """On the student, and on the teacher where it is another model."""
-    trainer = chunked.trainer
-    models = (trainer.model, getattr(trainer, "teacher_model", None))
-    for model in dict.fromkeys(base_of(trainer, model) for model in models if model is not None):
-        yield exchanged(model, deferred_forward, chunked)
+def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's `generalized_jsd_loss`; IW-OPD's alone has `top_k`."""
+    student, teacher = given.student_logits / given.temperature, given.teacher_logits / given.temperature
+    options, top_k = {"beta": float(given.beta)}, getattr(given, "top_k", 0)
+    if 0 < top_k < student.shape[-1]:
+        whose = {0.0: "teacher", 1.0: "student"}.get(options["beta"], "union")
+        options |= best_ids(whose, top_k, given.add_tail)
+    return divergence(student, teacher, given.labels != -100, given.num_items_in_batch, **options).loss
 
 
-@contextmanager
-def deferring(chunked: ChunkedLoss) -> Iterator[None]:
-    """The models answer with deferred logits, under the autocast that Accelerate has inside of a forward."""
-    with swapped(chunked, deferring=True), chunked.trainer.accelerator.autocast():
-        yield
+def one_vocabulary(trainer: Any) -> None:
+    expected, remedy = "False with use_chunked_loss=True", "it sorts whole distributions: leave the flag out"
+    expect(not trainer.args.use_uld_loss, "use_uld_loss", expected, True, remedy)
 
 
-# What the adapters of these trainers share
-DEFERRED = {"heads": deferred_heads, "around": deferring}
+ALWAYS = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
+SOMETIMES = {"generalized_jsd_loss": Seam(chunked_jsd)}
+
+GKD = Adapter("trl.experimental.gkd:GKD", patches=ALWAYS, predicts=True, **PICKED)
+GOLD = Adapter("trl.experimental.gold:GOLD", (one_vocabulary,), patches=ALWAYS, **PICKED)
+IWOPD = Adapter("trl.experimental.iw_opd:IWOPD", patches=SOMETIMES, predicts=True, **PICKED)
+# All that it reads are log-probabilities of the ids that its server names.
+ServerDistillation = Adapter(
+    "trl.experimental.server_distillation:ServerDistillation", predicts=True, **PICKED
+)
 
 
-def deferred_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-    if not chunked.deferring:
-        return stock(*args, **kwargs)
-    kwargs |= {"use_cache": False, "return_dict": True}
-    with deferred(model, summed=False):
-        out = stock(*args, **kwargs)
+# --- SDFT and SDPO
 
-    def held(hidden: Tensor, head: HeadView) -> PickedLogits:
-        # Views, not the parameters: DDP looks for the parameters in use behind the outputs of the forward
-        # pass, and a leaf has nothing behind it.
-        weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (head.weight, head.bias))
-        own, head = Deferral(logits_budget=chunked.budget), head._replace(weight=weight, bias=bias)
-        return PickedLogits(hidden, head, own, *head.shape[:1], head.logit_scale, head.softcap, chunked)
+MODES = ("full_logits", "topk_logits", "sampled_token")
 
-    return CausalLMOutputWithPast(logits=out.logits.computed(held))
+
+def known_mode(trainer: Any) -> None:
+    """What TRL refuses in its first step, refused before."""
+    mode, top_k = trainer.args.distillation_mode, trainer.args.distillation_topk
+    check_choice("distillation_mode", mode, MODES)
+    expected = "a number of tokens with distillation_mode='topk_logits'"
+    expect(mode != "topk_logits" or top_k is not None, "distillation_topk", expected, top_k, "set it")
+
+
+def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's loss with the mask that its divergences are not told of."""
+    found = given.distillation_logits
+    chunked.mask = found.loss_mask.bool()
+    if not chunked.mask.any():
+        # TRL takes 0 times the sum of the student's logits, for the graph: any sum of them will do.
+        found = replace(found, student_logits=found.student_logits.logps(found.completion_ids))
+    return stock(distillation_logits=found)
+
+
+def token_divergences(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """(B, T), of the whole vocabulary or of the student's best ids."""
+    options = {"reduction": "none", "beta": float(given.distillation_alpha)}
+    if hasattr(given, "distillation_topk"):
+        options |= best_ids("student", given.distillation_topk, given.distillation_add_tail)
+    return divergence(given.student_logits, given.teacher_logits, chunked.mask, **options).loss
+
+
+def self_distilling(package: str, name: str) -> Adapter:
+    module = f"trl.experimental.{package}"
+    trainer = f"{module}.{package}_trainer"
+    return Adapter(
+        f"{module}:{name}",
+        checks=(known_mode,),
+        patches={
+            "_compute_self_distillation_loss": Seam(counted_tokens, replaces=False),
+            f"{trainer}:compute_full_logit_self_distillation_loss": Seam(token_divergences),
+            f"{trainer}:compute_topk_self_distillation_loss": Seam(token_divergences),
+            f"{trainer}:selective_log_softmax": Seam(picked_logps),
+            f"{module}.loss_utils:selective_log_softmax": Seam(picked_logps),
+        },
+        during=("compute_loss", "_compute_rollout_logps"),
+        **PICKED,
+    )
+
+
+SDFT, SDPO = self_distilling("sdft", "SDFT"), self_distilling("sdpo", "SDPO")
+
+
+# --- OnlineDPO and A2PO
+
+# An evaluation of OnlineDPO computes no loss.
+OnlineDPO = Adapter("trl.experimental.online_dpo:OnlineDPO", during=("_forward",), evaluates=False, **PICKED)
+A2PO = Adapter(
+    "trl.experimental.a2po:A2PO",
+    patches={"trl.experimental.a2po.a2po_trainer:selective_log_softmax": Seam(picked_logps, True, True)},
+    during=("_get_sequence_logps",),
+    **PICKED,
+)

@@ -1,20 +1,33 @@
-"""A forward pass that scores tokens in place of logits.
+"""What the forward pass of a model answers with while its trainer computes a loss, in the place of logits.
 
-TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
-`attach_chunked_head` answers that call with our losses. It all happens inside the model's own forward pass,
-where the hooks of DDP, FSDP and DeepSpeed fire.
+`scored`: TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
+Our losses make it, inside the model's own forward pass, where the hooks of DDP, FSDP and DeepSpeed fire.
+
+`picked`: other trainers take `model(...).logits` apart themselves. They are handed `PickedLogits`, hidden
+states and the head, which nobody multiplies: TRL's code slices them, divides them by a temperature and picks
+tokens and their log-probabilities as it always did. What needs all of a distribution goes to one of our
+losses, and any other use raises.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView
+from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 from logitless.models.exchange import exchange, withdraw
-from logitless.models.logits import deferred, undeferred
+from logitless.models.logits import Deferral, DeferredLogits, deferred, undeferred
+
+from .adapter import Attach, ChunkedLoss, swapped
 
 KEY = "score"
 
@@ -23,19 +36,29 @@ KEY = "score"
 Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Tensor]]
 
 
-def attach_chunked_head(model: PreTrainedModel, score: Score) -> Callable[[], None]:
-    """Makes `model(..., labels=..., fused_lm_head=True)` return `score`'s answer; every other call runs as
-    before. Returns its undoing."""
+def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
+    """Makes `model(..., labels=..., fused_lm_head=True)` return a score; every other call runs as before."""
 
-    def answer(*args: Any) -> dict[str, Tensor]:
-        # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
-        return score(*args)
+    def attach(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
+        score, prepared = score_of(chunked), hasattr(model, "_original_forward")
 
-    return exchanged(model, _scored_forward, answer)
+        def answer(*args: Any) -> dict[str, Tensor]:
+            # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
+            # Where Accelerate has prepared the model, its autocast is around its forward pass.
+            with chunked.trainer.accelerator.autocast() if prepared else nullcontext():
+                return score(*args)
+
+        return _exchanged(model, _scored_forward, answer)
+
+    return attach
 
 
-def exchanged(model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
-    """Gives a model one of our forward passes, which defer its logits; returns its undoing."""
+def picked(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
+    """Makes a model answer with `PickedLogits` in calls inside of `picking`."""
+    return _exchanged(model, _picked_forward, chunked)
+
+
+def _exchanged(model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
     withdraw(model, KEY)  # a model may come to a second trainer
     undo = exchange(model, KEY, forward, state)
 
@@ -80,3 +103,82 @@ def _scored_forward(
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss
     return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
+
+
+@dataclass(frozen=True)
+class PickedLogits(DeferredLogits):
+    """Logits (B, T, V), or with `normalized` their log-probabilities, with the head of their forward pass: an
+    adapter may be switched off for a teacher, and on again before anybody reads the logits."""
+
+    chunked: ChunkedLoss | None = None
+    normalized: bool = False
+
+    operations: ClassVar = {
+        F.log_softmax: "log_softmax",
+        torch.log_softmax: "log_softmax",
+        torch.gather: "gather",
+        torch.take_along_dim: "take_along_dim",
+    }
+    usable: ClassVar = "a use without the full logits"
+    remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
+
+    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        return function(self.hidden, self.view_now())
+
+    def log_softmax(self, dim: int, **kwargs: Any) -> "PickedLogits":
+        return replace(self, normalized=True) if dim == -1 else self._refused(f"log_softmax over {dim}")
+
+    def __mul__(self, factor: Any) -> "PickedLogits":
+        return self._refused("a product after log_softmax") if self.normalized else super().__mul__(factor)
+
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        if not self.normalized or dim not in (-1, self.dim() - 1):
+            return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
+        return self.logps(index[..., 0])[..., None] if index.shape[-1] == 1 else self.logps(index)
+
+    def take_along_dim(self, indices: Tensor, dim: int) -> Tensor:
+        return self.gather(dim, indices)
+
+    def logps(self, ids: Tensor) -> Tensor:
+        """Log-probabilities of ids (B, T) or (B, T, k), fp32 and differentiable; 0 where an id is -100."""
+        ids, head, budget = ids.to(self.device), self.view_now(), {"logits_budget": self.chunked.budget}
+        with self.chunked.saving():
+            if ids.dim() < self.dim():
+                found, plan = TokenNumbers(**budget).numbers(self.hidden, head, ids)
+            else:
+                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsNumbers(**budget))
+        self.chunked.note(plan)
+        return found["logps"]
+
+    def argmax(self, dim: int) -> Tensor:
+        """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
+        if dim != -1:
+            return self._refused(f"argmax over {dim}")
+        best = IdsNumbers(k=1, logits_budget=self.chunked.budget, logits_dtype=torch.float32)
+        nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
+
+
+@contextmanager
+def picking(chunked: ChunkedLoss) -> Iterator[None]:
+    """The models answer with picked logits, under the autocast that Accelerate has inside of a forward."""
+    with swapped(chunked, picking=True), chunked.trainer.accelerator.autocast():
+        yield
+
+
+def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not chunked.picking:
+        return stock(*args, **kwargs)
+    kwargs |= {"use_cache": False, "return_dict": True}
+    with deferred(model, summed=False):
+        logits = stock(*args, **kwargs).logits
+    hidden, *own = logits.computed(lambda hidden, head: (hidden, head.weight, head.bias))
+    # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
+    # its outputs, where a leaf has nothing behind it.
+    copied = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
+    weight, bias = (copied(x) if isinstance(x, Tensor) else x for x in own)
+    head, deferral = HeadView(weight, bias, of_model=True), Deferral(logits_budget=chunked.budget)
+    found = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
+    # FSDP looks for tensors among the outputs, to begin the backward pass there.
+    return CausalLMOutputWithPast(logits=found, hidden_states=(hidden,))

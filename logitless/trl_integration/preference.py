@@ -1,30 +1,23 @@
-"""TRL's ORPO, CPO (SimPO, AlphaPO), OnlineDPO and A2PO, which call the model themselves and build the full
-logits.
+"""TRL's ORPO, CPO (SimPO, AlphaPO) and TPO, which call the model themselves, on all sequences of a pair or
+triple at once, and build the full logits.
 
-Each has one method that turns logits into log-probabilities of sequences, or of tokens. Ours answers the same
-call from per-token numbers; what TRL makes of it stays TRL's.
+Their heads answer with per-token numbers, all made in one walk; what TRL makes of them stays TRL's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from logitless.engine.head_view import HeadView
 from logitless.losses.logprobs import TokenNumbers
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of
-from .head import Score
+from .adapter import Adapter, ChunkedLoss, Seam
+from .head import Score, scored
 from .per_token import per_token_score
-
-
-def attached(chunked: ChunkedLoss, score: Callable[..., Score] = per_token_score) -> Iterator[Callable]:
-    """Heads on the policy, and on the reference where there is one."""
-    for model in (chunked.trainer.model, getattr(chunked.trainer, "ref_model", None)):
-        if model is not None:
-            yield chunked.attach(base_of(chunked.trainer, model), score(chunked))
-
 
 # --- ORPO and CPO
 
@@ -51,12 +44,13 @@ def all_positions_score(chunked: ChunkedLoss) -> Score:
     return score
 
 
-def pairs_forward(chunked: ChunkedLoss, given: Any, *, orpo: bool) -> tuple[Tensor, ...]:
+def pairs_forward(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, ...]:
     """The tuple that TRL's `get_batch_loss_metrics` unpacks; of the logits it takes the mean.
 
     ORPO's NLL counts the prompt as well, so that one walk over all tokens serves both.
     """
     trainer, batch, pairs = chunked.trainer, given.batch, given.batch["chosen_labels"].shape[0]
+    orpo = chunked.adapter is ORPO
     joined = trainer.concatenated_inputs(
         batch,
         is_encoder_decoder=False,
@@ -81,60 +75,89 @@ def pairs_forward(chunked: ChunkedLoss, given: Any, *, orpo: bool) -> tuple[Tens
     return (*found, out.aux_loss) if trainer.aux_loss_enabled else found
 
 
-def pairs_adapter(stock: str, *, orpo: bool) -> Adapter:
-    def forward(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, ...]:
-        return pairs_forward(chunked, given, orpo=orpo)
-
-    return Adapter(
-        stock,
-        heads=lambda chunked: attached(chunked, all_positions_score),
-        patches={"concatenated_forward": Seam(forward, train=True, evaluate=True)},
-    )
+PAIRS = {
+    "heads": {"model": scored(all_positions_score)},
+    "patches": {"concatenated_forward": Seam(pairs_forward, train=True, evaluate=True)},
+}
+ORPO = Adapter("trl.experimental.orpo:ORPO", **PAIRS)
+CPO = Adapter("trl.experimental.cpo:CPO", **PAIRS)
 
 
-ORPO = pairs_adapter("trl.experimental.orpo:ORPO", orpo=True)
-CPO = pairs_adapter("trl.experimental.cpo:CPO", orpo=False)
+# --- TPO
+
+TPO_FIELDS = ("entropy", "mean_logits", "is_top1")
 
 
-# --- OnlineDPO and A2PO
+class LogitsOf:
+    """Per-token numbers that answer what TPO's loss asks of the logits, so that the loss and its metrics stay
+    TRL's code.
+
+    The fields have the shape (B, T - 1) of labels that are shifted already. Anything else that is asked of it
+    raises.
+    """
+
+    def __init__(self, **fields: Tensor):
+        self.fields = fields
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "LogitsOf":
+        return LogitsOf(**{name: change(x) for name, x in self.fields.items()})
+
+    def detach(self) -> "LogitsOf":
+        return self._each(Tensor.detach)
+
+    def chunk(self, chunks: int, dim: int) -> list["LogitsOf"]:
+        return [self._each(lambda x, i=i: x.chunk(chunks, dim)[i]) for i in range(chunks)]
+
+    def __getitem__(self, index: Any) -> "LogitsOf":
+        if isinstance(index, Tensor):
+            return self._each(lambda x: x[index])
+        if index != (..., slice(None, -1), slice(None)):
+            raise TypeError(
+                f"index: expected a mask, or the shift that was made before, got {index}; this TRL wants "
+                f"the logits themselves."
+            )
+        return self
+
+    def mean(self, dim: int) -> Tensor:
+        return self.fields["mean_logits"]
+
+    def argmax(self, dim: int) -> Tensor:
+        """The label itself where it is the most likely token, else an id that no label has."""
+        return torch.where(self.fields["is_top1"], self.fields["labels"], -1)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return -args[0].fields["log_probs"].mean() if function is F.cross_entropy else NotImplemented
 
 
-def online_dpo_forward(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    prompt_ids, prompt_mask, labels = given.prompt_ids, given.prompt_mask, given.completion_ids
-    length = labels.shape[1]
-    if given.vision_inputs is None:
-        # As TRL cuts a prompt on its left.
-        surplus = max(prompt_ids.shape[1] + length - chunked.trainer.max_length, 0)
-        prompt_ids, prompt_mask = prompt_ids[:, surplus:], prompt_mask[:, surplus:]
-    ids = torch.cat((prompt_ids, labels), dim=1)
-    mask = torch.cat((prompt_mask, given.completion_mask), dim=1)
-    # What each position predicts, padding included, which TRL's metrics count. Without a prompt TRL does not
-    # shift.
-    before = prompt_ids.shape[1] - 1
-    if before >= 0:
-        labels = torch.nn.functional.pad(labels, (before, 1), value=-100)
-    vision = given.vision_inputs or {}
-    out = given.model(ids, attention_mask=mask, shift_labels=labels, fused_lm_head=True, **vision)
-    start = max(before, 0)
-    return out.log_probs[:, start : start + length]
+def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
+    """TRL's `selective_log_softmax_and_entropy`."""
+    fields = given.logits.fields
+    return fields["log_probs"], fields["entropy"]
 
 
-def a2po_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    labels = given.input_ids.masked_fill(given.attention_mask == 0, -100)
-    labels[:, : -given.logits_to_keep] = -100
-    out = given.model(given.input_ids, attention_mask=given.attention_mask, labels=labels, fused_lm_head=True)
-    return out.log_probs.sum(dim=1)
+def triples_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
+    ids, completion, model = given.inputs["input_ids"], given.inputs["completion_mask"].bool(), given.model
+
+    def called(**inputs: Any) -> SimpleNamespace:
+        out = model(**inputs, labels=ids.masked_fill(~completion, -100), fused_lm_head=True)
+        fields = {name: getattr(out, name) for name in ("log_probs", *TPO_FIELDS)}
+        return SimpleNamespace(logits=LogitsOf(labels=ids[:, 1:], **fields))
+
+    return stock(model=called)
 
 
-OnlineDPO = Adapter(
-    "trl.experimental.online_dpo:OnlineDPO",
-    heads=attached,
-    patches={"_forward": Seam(online_dpo_forward, train=True)},
-    # TRL computes no loss there.
-    evaluates=False,
-)
-A2PO = Adapter(
-    "trl.experimental.a2po:A2PO",
-    heads=attached,
-    patches={"_get_sequence_logps": Seam(a2po_logps, train=True, evaluate=True)},
+def triples_score(chunked: ChunkedLoss) -> Score:
+    return per_token_score(chunked, *TPO_FIELDS)
+
+
+TPO = Adapter(
+    "trl.experimental.tpo:TPO",
+    heads={"model": scored(triples_score)},
+    patches={
+        "_compute_loss": Seam(triples_loss, train=True, evaluate=True, replaces=False),
+        "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy": Seam(logps_and_entropy),
+    },
+    during=("_compute_loss",),
+    predicts=True,
 )

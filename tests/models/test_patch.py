@@ -290,7 +290,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
     elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
     from logitless import linear_logprobs
-    from logitless.trl_integration.head import attach_chunked_head
+    from logitless.trl_integration.head import scored
 
     def score(hidden, head, labels, shift):
         logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
@@ -315,7 +315,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     release()
     patch = None
     if scored:
-        attach_chunked_head(model, score)
+        scored(lambda chunked: score)(None, model)
     else:
         patch = patch_model(model)
         assert patch.checked.startswith("not checked yet")

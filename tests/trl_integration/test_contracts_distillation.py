@@ -11,7 +11,7 @@ import torch
 from logitless.engine.head_view import HeadView
 from logitless.models.logits import Deferral
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.deferred import PickedLogits
+from logitless.trl_integration.head import PickedLogits
 
 SDFT, SDPO = "trl.experimental.sdft.sdft_trainer", "trl.experimental.sdpo.sdpo_trainer"
 IW_OPD, GOLD = "trl.experimental.iw_opd.iw_opd_trainer", "trl.experimental.gold.gold_trainer"

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless.trl_integration as ours
 from logitless.trl_integration.adapters import ADAPTERS
-from logitless.trl_integration.deferred import whole_models
-from logitless.trl_integration.divergences import one_vocabulary
+from logitless.trl_integration.deferred import one_vocabulary
 
 from .served import serve
 from .test_distillation_trainers import collate, teacher
@@ -209,13 +208,6 @@ def test_what_needs_logits_is_refused(tmp_path):
     with pytest.raises(ValueError, match="use_uld_loss: expected False with use_chunked_loss=True"):
         one_vocabulary(trainer)
     assert one_vocabulary in ADAPTERS["GOLD"].checks
-    trainer = SimpleNamespace(is_fsdp_enabled=True, accelerator=SimpleNamespace(state=None))
-    with pytest.raises(
-        ValueError, match="use_chunked_loss: expected whole models in SimpleNamespace, got sha"
-    ):
-        whole_models(trainer)
-    deferred = {"SDFT", "SDPO", "GOLD", "IWOPD", "ServerDistillation"}
-    assert {name for name, x in ADAPTERS.items() if whole_models in x.checks} == deferred
 
 
 WATCHED = {
