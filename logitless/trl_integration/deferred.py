@@ -1,9 +1,10 @@
-"""TRL's trainers that take the logits of models apart in their own code: GKD, GOLD, IW-OPD, SDFT, SDPO and
-ServerDistillation compare those of student and teacher, OnlineDPO and A2PO those of policy and reference.
+"""TRL's trainers that take the logits of models apart in their own code: ORPO, CPO (SimPO, AlphaPO), TPO,
+OnlineDPO and A2PO those of sequences, GKD, GOLD, IW-OPD, SDFT, SDPO and ServerDistillation those of student
+and teacher.
 
-TRL's code makes rollouts, policy losses, importance ratios, metrics and the losses of served teachers from
-log-probabilities that it picks out of `PickedLogits` (4 products, 2 with a frozen head); what takes all of
-two distributions, or the best ids of one, is `DistillationLoss`.
+TRL's code makes its losses, ratios and metrics from log-probabilities that it picks out of `PickedLogits` (4
+products, 2 with a frozen head). A cross-entropy is `CrossEntropyLoss`, and what takes all of two
+distributions, or the best ids of one, is `DistillationLoss`.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,57 @@ from .head import PickedLogits, picked, picking
 PICKED = {"heads": dict.fromkeys(("model", "teacher_model", "ref_model"), picked), "around": picking}
 
 
+def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's `selective_log_softmax`."""
+    return given.logits.numbers(given.index)["logps"]
+
+
+# --- ORPO, CPO, TPO, OnlineDPO and A2PO
+
+
+def sequence_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's `get_batch_logps`, which would walk the prompts too."""
+    labels = given.labels[:, 1:]
+    logps = given.logits[:, :-1].numbers(labels)["logps"].sum(-1)
+    return logps / (labels != -100).sum(-1) if given.average_log_prob else logps
+
+
+def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor]:
+    """TRL's `selective_log_softmax_and_entropy`."""
+    ids = given.index.masked_fill(given.row_mask == 0, -100)
+    found = given.logits.numbers(ids, entropy="metric")
+    return found["logps"], found["entropy"]
+
+
+PAIRS = {
+    "patches": {"get_batch_logps": Seam(sequence_logps, train=True, evaluate=True)},
+    "during": ("concatenated_forward",),
+    **PICKED,
+}
+TPO_MODULE, A2PO_MODULE = "trl.experimental.tpo.tpo_trainer", "trl.experimental.a2po.a2po_trainer"
+
+ORPO = Adapter("trl.experimental.orpo:ORPO", **PAIRS)
+CPO = Adapter("trl.experimental.cpo:CPO", **PAIRS)
+TPO = Adapter(
+    "trl.experimental.tpo:TPO",
+    patches={f"{TPO_MODULE}:selective_log_softmax_and_entropy": Seam(logps_and_entropy, True, True)},
+    during=("_compute_loss",),
+    predicts=True,
+    **PICKED,
+)
+# An evaluation of OnlineDPO computes no loss.
+OnlineDPO = Adapter("trl.experimental.online_dpo:OnlineDPO", during=("_forward",), evaluates=False, **PICKED)
+A2PO = Adapter(
+    "trl.experimental.a2po:A2PO",
+    patches={f"{A2PO_MODULE}:selective_log_softmax": Seam(picked_logps, True, True)},
+    during=("_get_sequence_logps",),
+    **PICKED,
+)
+
+
+# --- GKD, GOLD, IW-OPD and ServerDistillation
+
+
 def divergence(
     student: PickedLogits, teacher: PickedLogits, mask: Tensor, num_items: Any = None, **options: Any
 ) -> LossOutput:
@@ -36,14 +88,6 @@ def divergence(
 def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:
     """Options of a divergence over the k best ids alone."""
     return {"support": whose, "k": k, "topk_mode": "tail" if add_tail else "renormalize"}
-
-
-def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    """TRL's `selective_log_softmax`."""
-    return given.logits.logps(given.index)
-
-
-# --- GKD, GOLD, IW-OPD and ServerDistillation
 
 
 def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
@@ -92,7 +136,7 @@ def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     chunked.mask = found.loss_mask.bool()
     if not chunked.mask.any():
         # TRL takes 0 times the sum of the student's logits, for the graph: any sum of them will do.
-        found = replace(found, student_logits=found.student_logits.logps(found.completion_ids))
+        found = replace(found, student_logits=found.student_logits.numbers(found.completion_ids)["logps"])
     return stock(distillation_logits=found)
 
 
@@ -123,15 +167,3 @@ def self_distilling(package: str, name: str) -> Adapter:
 
 
 SDFT, SDPO = self_distilling("sdft", "SDFT"), self_distilling("sdpo", "SDPO")
-
-
-# --- OnlineDPO and A2PO
-
-# An evaluation of OnlineDPO computes no loss.
-OnlineDPO = Adapter("trl.experimental.online_dpo:OnlineDPO", during=("_forward",), evaluates=False, **PICKED)
-A2PO = Adapter(
-    "trl.experimental.a2po:A2PO",
-    patches={"trl.experimental.a2po.a2po_trainer:selective_log_softmax": Seam(picked_logps, True, True)},
-    during=("_get_sequence_logps",),
-    **PICKED,
-)

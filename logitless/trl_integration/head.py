@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView
@@ -118,9 +119,14 @@ class PickedLogits(DeferredLogits):
         torch.log_softmax: "log_softmax",
         torch.gather: "gather",
         torch.take_along_dim: "take_along_dim",
+        F.cross_entropy: "cross_entropy",
     }
     usable: ClassVar = "a use without the full logits"
     remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        return {"logits_budget": self.deferral.logits_budget}
 
     def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
         return function(self.hidden, self.view_now())
@@ -131,33 +137,67 @@ class PickedLogits(DeferredLogits):
     def __mul__(self, factor: Any) -> "PickedLogits":
         return self._refused("a product after log_softmax") if self.normalized else super().__mul__(factor)
 
+    def __getitem__(self, index: Any) -> "PickedLogits":
+        masked = isinstance(index, Tensor) and index.dtype == torch.bool
+        return replace(self, hidden=self.hidden[index]) if masked else super().__getitem__(index)
+
+    def chunk(self, chunks: int, dim: int) -> list["PickedLogits"]:
+        return [replace(self, hidden=x) for x in self.hidden.chunk(chunks, dim)]
+
+    def detach(self) -> "PickedLogits":
+        hidden, head = tree_map_only(Tensor, Tensor.detach, (self.hidden, self.head))
+        return replace(self, hidden=hidden, head=head)
+
+    def numbers(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+        """What `TokenNumbers` finds of ids (B, T), or `IdsNumbers` of (B, T, k); 0 where an id is -100."""
+        ids, head, options = ids.to(self.device), self.view_now(), self.budget | options
+        with self.chunked.saving():
+            if ids.dim() < self.dim():
+                found, plan = TokenNumbers(**options).numbers(self.hidden, head, ids)
+            else:
+                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsNumbers(**options))
+        self.chunked.note(plan)
+        return found
+
     def gather(self, dim: int, index: Tensor) -> Tensor:
         if not self.normalized or dim not in (-1, self.dim() - 1):
             return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
-        return self.logps(index[..., 0])[..., None] if index.shape[-1] == 1 else self.logps(index)
+        one = index.shape[-1] == 1
+        return self.numbers(index[..., 0])["logps"][..., None] if one else self.numbers(index)["logps"]
 
     def take_along_dim(self, indices: Tensor, dim: int) -> Tensor:
         return self.gather(dim, indices)
 
-    def logps(self, ids: Tensor) -> Tensor:
-        """Log-probabilities of ids (B, T) or (B, T, k), fp32 and differentiable; 0 where an id is -100."""
-        ids, head, budget = ids.to(self.device), self.view_now(), {"logits_budget": self.chunked.budget}
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.chunked.saving():
-            if ids.dim() < self.dim():
-                found, plan = TokenNumbers(**budget).numbers(self.hidden, head, ids)
-            else:
-                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsNumbers(**budget))
-        self.chunked.note(plan)
-        return found["logps"]
+            loss = super().cross_entropy(*args, **kwargs)
+        self.chunked.note(self.deferral.last_plan)
+        return loss
 
     def argmax(self, dim: int) -> Tensor:
         """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
         if dim != -1:
             return self._refused(f"argmax over {dim}")
-        best = IdsNumbers(k=1, logits_budget=self.chunked.budget, logits_dtype=torch.float32)
+        best = IdsNumbers(k=1, logits_dtype=torch.float32, **self.budget)
         nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with torch.no_grad():
             return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        """Of each token's logits, or of all, detached. Without a softcap it is the product with the mean row
+        of the head."""
+        learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.hidden, self.head)))
+        if dim not in (None, -1) or self.normalized or learns:
+            return self._refused(f"mean over {dim} with requires_grad={learns}")
+        head = self.view_now()
+        if head.softcap is None:
+            found = (self.hidden.to(head.dtype) @ head.weight.mean(0)).float()
+            found = (found + (0.0 if head.bias is None else head.bias.float().mean())) * head.logit_scale
+        else:
+            nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+            every = TokenNumbers(also=("sum_logits",), **self.budget)
+            found = every.numbers(self.hidden, head, nobody)[0]["sum_logits"] / self.rows
+        return found if dim == -1 else found.mean()
 
 
 @contextmanager
@@ -172,7 +212,8 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
         return stock(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
-        logits = stock(*args, **kwargs).logits
+        out = stock(*args, **kwargs)
+    logits, aux_loss = out.logits, getattr(out, "aux_loss", None)
     hidden, *own = logits.computed(lambda hidden, head: (hidden, head.weight, head.bias))
     # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
     # its outputs, where a leaf has nothing behind it.
@@ -181,4 +222,4 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
     head, deferral = HeadView(weight, bias, of_model=True), Deferral(logits_budget=chunked.budget)
     found = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
     # FSDP looks for tensors among the outputs, to begin the backward pass there.
-    return CausalLMOutputWithPast(logits=found, hidden_states=(hidden,))
+    return MoeCausalLMOutputWithPast(logits=found, aux_loss=aux_loss, hidden_states=(hidden,))
