@@ -126,7 +126,7 @@ def linear_logprobs(
     if several and hidden.dim() > 0:
         check_choice("entropy", entropy, (False, True, "metric"))
         loss = IdsNumbers(ignore_index=ignore_index, entropy=entropy, **head)
-        found = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
+        found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
         loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = loss.numbers(hidden, weight, targets, bias=bias, **order)

@@ -9,8 +9,10 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.head_view import is_head
 from logitless.engine.ids_objective import IdsObjective
 from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
+from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
 from logitless.losses.heads import with_heads
@@ -63,17 +65,18 @@ class IdsNumbers(LinearLoss):
         bias: Tensor | None,
         ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """{name: (..., k) or (...)}; `targets` (...) says which positions count."""
-        if not isinstance(weight, Tensor | SplitHead):
+    ) -> tuple[dict[str, Tensor], Plan | None]:
+        """({name: (..., k) or (...)}, plan); `targets` (...) says which positions count."""
+        if is_head(weight):
             own = {"bias": bias, "ids": ids, "cu_seqlens": cu_seqlens}
             return with_heads(IdsNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
         given = prepare(
             loss, Operands(hidden, weight, targets, bias), Options(cu_seqlens=cu_seqlens), {"ids": ids}
         )
-        found = run_calls([given], Mode.PER_TOKEN).numbers
-        return {name: x.view((*targets.shape, *x.shape[1:])) for name, x in found.items()}
+        outcome = run_calls([given], Mode.PER_TOKEN)
+        found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.numbers.items()}
+        return found, outcome.plan
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
@@ -105,15 +108,15 @@ def check_ids(ids: Tensor, hidden: Tensor) -> None:
 
 def logprobs_of_ids(
     hidden: Tensor,
-    weight: Tensor,
+    weight: HeadWeight,
     ids: Tensor,
     bias: Tensor | None,
     loss: IdsNumbers,
     *,
-    shift: bool,
-    cu_seqlens: Tensor | None,
-) -> dict[str, Tensor]:
-    """The numbers of `linear_logprobs` for ids (..., k)."""
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Plan | None]:
+    """The numbers, and the plan, of `linear_logprobs` for ids (..., k)."""
     check_ids(ids, hidden)
     ids = ids.long()
     if shift:
@@ -176,7 +179,7 @@ def linear_topk(
     loss = IdsNumbers(entropy="metric", k=k, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
-        found = loss.numbers(hidden, weight, targets, bias)
+        found, _ = loss.numbers(hidden, weight, targets, bias)
     return TopkLogprobs(found["logps"], found["ids"], found["entropy"], found["lse"])
 
 

@@ -22,16 +22,20 @@ from transformers import PreTrainedModel
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
+from logitless.losses.base import LossOutput
 from logitless.models import heads
 from logitless.models.exchange import state_of
 from logitless.models.patch import Patch
 
-from .head import Score, attach_chunked_head
 from .versions import SUPPORTED, found_in_trl, installed, moved
 
 logger = logging.getLogger("logitless.trl_integration")
 
 LIGER_LOSS = "fused_linear_cross_entropy"
+
+
+# (the trainer's chunked loss, one of its models) -> the undoing
+Attach = Callable[["ChunkedLoss", PreTrainedModel], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Adapter:
     Attributes:
         stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
         checks: raise for a trainer whose loss the flag cannot compute.
-        heads: puts heads on the trainer's models, and yields the undoing of each.
+        heads: by the attribute that holds a model, if any: puts ours on its head, and returns the undoing.
         patches: by name: a method of the trainer, or "module:name" in a module of TRL.
         during: the trainer's methods while which names in modules are exchanged, and `around` is entered.
         evaluates: whether an evaluation step computes the loss.
@@ -65,7 +69,7 @@ class Adapter:
 
     stock: str
     checks: tuple[Callable[[Any], None], ...] = ()
-    heads: Callable[["ChunkedLoss"], Iterator[Callable[[], None]]] = lambda chunked: iter(())
+    heads: Mapping[str, Attach] = field(default_factory=dict)
     patches: Mapping[str, Seam] = field(default_factory=dict)
     during: tuple[str, ...] = ("compute_loss",)
     around: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
@@ -89,8 +93,8 @@ class ChunkedLoss:
         self.verified: set[str] = set()
         # In an evaluation step: whether predictions are asked for, and the stock loss with them.
         self.wants_logits = self.stock_only = False
-        # What GKD's student learns from, and whether models answer with deferred logits: while they do.
-        self.taught, self.deferring = None, False
+        self.picking = False  # whether models answer with picked logits
+        self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of a trainer outside of TRL
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
@@ -114,14 +118,12 @@ class ChunkedLoss:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
-    def attach(self, model: PreTrainedModel, score: Score) -> Callable[[], None]:
-        """Puts a head on a model; where Accelerate has prepared it, under its autocast."""
-
-        def scored(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            with self.trainer.accelerator.autocast():
-                return score(*args, **kwargs)
-
-        return attach_chunked_head(model, scored if hasattr(model, "_original_forward") else score)
+    def solved(self, loss: Callable[..., LossOutput], *args: Any, **kwargs: Any) -> LossOutput:
+        """The output of a loss."""
+        with self.saving():
+            out = loss(*args, **kwargs)
+        self.note(out.plan)
+        return out
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -254,8 +256,9 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
             undo.callback(trainer.__dict__.update, before)
             undo.callback(trainer.__dict__.pop, name, None)
             trainer.__dict__[name] = value
-        for detach in adapter.heads(chunked):
-            undo.callback(detach)
+        for name, attach in adapter.heads.items():
+            if (model := getattr(trainer, name, None)) is not None:
+                undo.callback(attach(chunked, base_of(trainer, model)))
         failed.pop_all()
     return undo.close
 

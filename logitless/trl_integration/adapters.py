@@ -1,10 +1,9 @@
 """Every trainer that the flag covers, by name."""
 
-from . import distillation, per_token, preference, self_distillation, sft, teacher_distillation
-from . import triple_preference as tpo
+from . import deferred, distillation, per_token
 from .adapter import Adapter
 
-MODULES = (sft, per_token, preference, tpo, distillation, self_distillation, teacher_distillation)
+MODULES = (per_token, distillation, deferred)
 ADAPTERS: dict[str, Adapter] = {
     found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Adapter)
 }

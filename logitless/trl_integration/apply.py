@@ -1,6 +1,6 @@
 """`apply_to`: chunked loss and fused layers in a trainer that exists already, TRL's or transformers' own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import transformers
 from logitless.errors import expect
 from logitless.models import patch_model
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of
+from .adapter import Adapter, ChunkedLoss, Seam
 from .adapters import ADAPTERS
 from .layers import switch_on
 from .pairs import check_budget
@@ -73,10 +73,9 @@ def adapter_of(trainer: type) -> Adapter:
 # --- transformers.Trainer
 
 
-def patched(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-    model = base_of(chunked.trainer, chunked.trainer.model)
+def patched(chunked: ChunkedLoss, model: transformers.PreTrainedModel) -> Callable[[], None]:
     chunked.patch = patch_model(model, logits_budget=chunked.budget)
-    yield chunked.patch
+    return chunked.patch
 
 
 def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
@@ -99,6 +98,6 @@ def no_smoothing(trainer: Any) -> None:
 PLAIN = Adapter(
     "transformers:",
     checks=(no_smoothing,),
-    heads=patched,
+    heads={"model": patched},
     patches={"compute_loss": Seam(model_loss, train=True, evaluate=True, replaces=False)},
 )

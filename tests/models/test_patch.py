@@ -290,10 +290,10 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
     elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
     from logitless import linear_logprobs
-    from logitless.trl_integration.head import attach_chunked_head
+    from logitless.trl_integration.head import scored
 
-    def score(hidden, weight, bias, labels, shift, options):
-        logps = linear_logprobs(hidden[:, :-1], weight, labels[:, 1:], bias=bias).logps
+    def score(hidden, head, labels, shift):
+        logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
         return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
 
     model = tiny_model()
@@ -315,7 +315,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     release()
     patch = None
     if scored:
-        attach_chunked_head(model, score)
+        scored(lambda chunked: score)(None, model)
     else:
         patch = patch_model(model)
         assert patch.checked.startswith("not checked yet")
@@ -365,7 +365,7 @@ def test_a_loss_that_differs_is_refused_with_both_numbers(monkeypatch):
 
     own = logits.DeferredLogits.cross_entropy
     wrong = lambda self, target, **options: own(self, target.roll(1), **options)
-    monkeypatch.setitem(logits.OPERATIONS, nn.functional.cross_entropy, wrong)
+    monkeypatch.setattr(logits.DeferredLogits, "cross_entropy", wrong)
     model = tiny_model(initializer_range=0.5)
     with pytest.raises(
         ValueError, match=r"model: expected the model's own loss \d+\.\d+, got \d+\.\d+; compute"
