@@ -1,4 +1,5 @@
-"""The code of the documentation runs as it is pasted."""
+"""The code of the documentation runs as it is pasted, each page in a namespace of its own, from its first
+block to its last. A block that is left out says so, and why, in a title that readers see."""
 
 import re
 from pathlib import Path
@@ -6,43 +7,68 @@ from pathlib import Path
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def test_the_first_block_of_the_readme_runs_as_pasted():
-    text = (DOCS.parent / "README.md").read_text()
-    names = {"__name__": "pasted"}
-    exec(re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1], names)
-    expected = torch.nn.functional.cross_entropy(names["logits"].flatten(0, 1), names["targets"].flatten())
-    torch.testing.assert_close(names["loss"], expected)
-    assert names["hidden"].grad.any() and names["lm_head"].weight.grad.any()
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r'^```python(?: title="not run: (.+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+SEVERAL_IDS = "docs/several_ids.md"  # run once for all the tests of its functions
+PAGES = [page for page, text in TEXTS.items() if FENCE.search(text) and page != SEVERAL_IDS]
+# More than torch, which the core's tests must do without.
+PACKAGES = ("datasets", "peft", "tokenizers", "torchao", "transformers", "trl")
 
 
 def run_blocks(page: str) -> dict:
     """The names that are there after all blocks of a page."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
     names = {"__name__": "pasted"}
-    for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    for number, (left_out, block) in enumerate(FENCE.findall(TEXTS[page]), 1):
+        if not left_out:
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
     return names
 
 
-@pytest.mark.parametrize("page", ["design.md", "layers.md", "recipes.md"])
-def test_blocks_run_one_after_the_other(page):
+@pytest.fixture(scope="module", autouse=True)
+def as_pasted():
+    """Uncompiled, as one divergence takes torch.compile a minute on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    if torch.distributed.is_initialized():  # by the page about several GPUs
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_one_after_the_other(page, tmp_path, monkeypatch):
+    for package in PACKAGES:
+        if f"\nfrom {package}" in TEXTS[page]:
+            pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
     run_blocks(page)
+
+
+def test_no_block_is_overlooked():
+    for page, text in TEXTS.items():
+        fences = re.findall(r"^ *```py.*$", text, re.MULTILINE)
+        assert len(fences) == len(FENCE.findall(text)), page
+    left_out = [reason for text in TEXTS.values() for reason, _ in FENCE.findall(text) if reason]
+    assert len(left_out) <= 6 and all(len(reason) > 20 for reason in left_out)
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
 
 
 def test_the_page_of_fused_layers_has_the_tests_table():
     from tests.models.every_fused import families
 
-    assert f"<!-- families -->\n{families()}\n<!-- /families -->" in (DOCS / "layers.md").read_text()
+    assert f"<!-- families -->\n{families()}\n<!-- /families -->" in TEXTS["docs/layers.md"]
 
 
 @pytest.fixture(scope="module")
 def recipes() -> dict:
     torch.manual_seed(0)
-    return run_blocks("several_ids.md")
+    return run_blocks(SEVERAL_IDS)
 
 
 def kl(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
