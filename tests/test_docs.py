@@ -1,6 +1,7 @@
 """The code of the documentation runs as it is pasted, each page in a namespace of its own, from its first
 block to its last. A block that is left out says so, and why, in a title that readers see."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -57,6 +58,21 @@ def test_no_block_is_overlooked():
 
 def test_the_readme_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+def test_messages_to_look_up_are_the_librarys():
+    """Each piece of a message between names and values is a text in the code."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "logitless").rglob("*.py")]
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    code = "\n".join(text for text in constants if isinstance(text, str))
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS["docs/troubleshooting.md"], re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row) if " " in message]
+    assert len(messages) > 30
+    for message in messages:
+        if message.startswith("'NoneType'") or message.startswith("model("):  # Python's own
+            continue
+        for piece in re.split(r"…|: expected |, got | with | as it comes", message):
+            assert piece.strip(" ,") in code, (message, piece)
 
 
 def test_the_page_of_fused_layers_has_the_tests_table():
