@@ -60,6 +60,31 @@ def test_the_readme_is_short():
     assert len(TEXTS["README.md"].splitlines()) <= 150
 
 
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as the site names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """`make docs` checks those of the site; these are also the README's, and work in a checkout."""
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            place, _, anchor = target.partition("#")
+            if place.startswith(("https:", "mailto:")) or anchor.startswith("logitless."):
+                continue
+            path = (ROOT / page).parent / place if place else ROOT / page
+            assert path.exists(), (page, target)
+            assert not anchor or anchor in anchors(path), (page, target)
+
+
+def test_every_page_is_in_the_site():
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = {f"docs/{page}" for page in re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"]))}
+    assert pages == TEXTS.keys() - {"README.md"}
+
+
 def test_messages_to_look_up_are_the_librarys():
     """Each piece of a message between names and values is a text in the code."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "logitless").rglob("*.py")]

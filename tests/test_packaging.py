@@ -23,6 +23,7 @@ FILES = (
     "CONTRIBUTING.md",
     "Makefile",
     "constraints.txt",
+    "mkdocs.yml",
 )
 BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
