@@ -2,6 +2,7 @@
 block to its last. A block that is left out says so, and why, in a title that readers see."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def test_blocks_run_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     run_blocks(page)
+
+
+def test_the_notebook_shows_equal_curves_and_less_memory():
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib").use("Agg")
+    names = {"__name__": "pasted"}
+    for cell in json.loads((ROOT / "docs" / "notebooks" / "sft.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "sft.ipynb", "exec"), names)
+    assert names["gap"] < 1e-3 and names["last"] < 0.7 * names["first"]
+    full, ours = (names["peaks"][name][-1] for name in ("full logits", "logitless"))
+    assert 0 < ours < full / 3
 
 
 def test_no_block_is_overlooked():
