@@ -94,12 +94,13 @@ class Setup:
     @property
     def title(self) -> str:
         if self.device == "cpu":
-            where = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+            where = f"CPU ({platform.machine()}), threads {torch.get_num_threads()}"
         else:
             where = torch.cuda.get_device_name()
         return (
-            f"{where}: {self.rows * self.row_tokens:,} tokens a step, vocabulary {self.vocab:,}. One copy of "
-            f"the logits is {self.logits_bytes / MIB:,.0f} MiB, our budget {self.logits_budget / MIB:,.0f} MiB"
+            f"{where}: {self.rows * self.row_tokens:,} tokens a step, vocabulary {self.vocab:,}. "
+            f"One copy of the logits is {self.logits_bytes / MIB:,.0f} MiB, our budget "
+            f"{self.logits_budget / MIB:,.0f} MiB"
         )
 
 
@@ -242,9 +243,8 @@ def run_one(name: str, folder: Path) -> None:
     if name == STOCK:
         from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as columns
 
-        result.note = (
-            f"stock TRL: all tokens x {min(columns, setup.vocab):,} of {setup.vocab:,} columns at a time"
-        )
+        result.note = f"stock TRL: all tokens x {min(columns, setup.vocab):,} columns of the head at a time"
+        result.note += "; its fused kernels need a GPU" if setup.device == "cpu" else ""
     result.losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     if plan := getattr(trainer, "last_plan", None):
         result.strategy, result.chunks, result.plan = plan.strategy, plan.chunks, plan.describe()
