@@ -15,6 +15,7 @@ from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
 from benchmarks import preference as pairs
+from benchmarks import profile as kernels
 from benchmarks import tensor_parallel as shards
 from benchmarks import topk as several_ids
 from benchmarks.ce import CE
@@ -22,6 +23,7 @@ from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
 from benchmarks.medusa import MEDUSA
 from benchmarks.objective import Objective, Shape
+from benchmarks.own_rows import HOST_CALLS, ROWS
 from benchmarks.peers import package_version
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
@@ -414,7 +416,7 @@ def compare_two_trees(
         seed=document["seed"],
         quick=quick,
         repeats=repeats or (1 if quick else None),
-        host_calls=5 if quick else 200,
+        host_calls=5 if quick else HOST_CALLS,
         words=words,
         ranks=2 if sharded else 1,
         limit=limit,
@@ -425,6 +427,40 @@ def compare_two_trees(
     typer.echo(compare_trees.table(document))
     if document["summary"]["wrong"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def profile(
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--row", help="Only rows of `compare` whose name contains this; repeatable. Default: all."
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Another shape for them, as their own benchmark reads it.")
+    ] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+) -> None:
+    """The kernels of one call by kind, its span, and the host's time before the first product."""
+    target = chosen_device(device, quick)
+    document = new_document("profile", target, quick=quick) | {"rows": [], "complete": False}
+    path = out_path(out, document)
+    chosen = picked([row.name for row in ROWS], rows)
+    for row in ROWS:
+        if row.name in chosen:
+            try:
+                row = kernels.with_shape(row, shape)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
+            document["rows"].append(kernels.measure(row, target, document["seed"], quick=quick))
+            write_json(path, document)
+            typer.echo(kernels.table(document["rows"][-1]) + "\n")
+    document["complete"] = True
+    write_json(path, document)
+    finish(path)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -69,8 +70,11 @@ def measure(
     right = {name: calls[name] for name, row in rows.items() if row["verdict"] == "ok"}
 
     cases = {name: backward_case(call, leaves, rows[name]) for name, call in right.items()}
-    times = interleave(yardstick.cases | cases, device_of(leaves), seconds=seconds)
+    # Rested, each with the card at its full clock; and hot, one after the other at its power limit.
+    times = interleave(yardstick.cases | cases, device_of(leaves), seconds=0.6 * seconds)
     bare = yardstick.summary(times)
+    hot = interleave(yardstick.cases | cases, device_of(leaves), seconds=0.4 * seconds, least=3, rest=0.0)
+    bare["hot_ms"] = yardstick.summary(hot)["ms"]
 
     for name, call in right.items():
         if not times[name]:
@@ -79,6 +83,8 @@ def measure(
             continue
         rows[name] |= spread(times[name])
         rows[name]["ratio"] = rows[name]["ms"] / bare["ms"]
+        if hot[name]:
+            rows[name]["hot_ratio"] = median(hot[name]) / bare["hot_ms"]
         rows[name] |= memory(call, leaves, rows[name])
     clear(leaves)
     return bare, list(rows.values())

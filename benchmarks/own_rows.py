@@ -44,6 +44,7 @@ from logitless import (
 REST = 0.01
 WARM_UPS = 2
 LORA_RANK = 16
+HOST_CALLS = 200
 
 
 @dataclass(frozen=True)
@@ -336,18 +337,22 @@ def host_time(session: Session, row: Row) -> dict:
     if session.device.type == "cpu":
         # A CPU multiplies bf16 matrices a piece at a time, by other functions.
         arguments = tuple(wide(x) for x in arguments)
-    for _ in range(session.host_calls // 10 + 2):
-        row.call(*arguments)
+    return {"us": host_times(row.call, arguments, session.device, session.host_calls)}
+
+
+def host_times(call: Callable, arguments: Sequence, device: torch.device, calls: int) -> list[float]:
+    for _ in range(calls // 10 + 2):
+        call(*arguments)
     times = []
     with products() as returned:
-        for _ in range(session.host_calls):
+        for _ in range(calls):
             # Else the call's own host sync would wait for the last call's kernels.
-            synchronize(session.device)
+            synchronize(device)
             returned.clear()
             start = time.perf_counter()
-            row.call(*arguments)
+            call(*arguments)
             times.append(1e6 * (returned[0] - start))
-    return {"us": times}
+    return times
 
 
 def wide(x: object) -> object:
@@ -359,7 +364,9 @@ def wide(x: object) -> object:
 def products() -> Iterator[list[float]]:
     """Notes when each matrix product returns, wherever in the library it is called."""
     returned: list[float] = []
-    originals = {name: getattr(torch, name) for name in ("mm", "addmm")}
+    originals = [(torch, name, getattr(torch, name)) for name in ("mm", "addmm")]
+    if fused := sys.modules.get("logitless.kernels.fused_projection"):  # a tree before it had that has none
+        originals += [(fused, name, getattr(fused, name)) for name in ("read", "write")]
 
     def noting(product: Callable) -> Callable:
         @functools.wraps(product)
@@ -371,9 +378,9 @@ def products() -> Iterator[list[float]]:
         return noted
 
     try:
-        for name, product in originals.items():
-            setattr(torch, name, noting(product))
+        for module, name, product in originals:
+            setattr(module, name, noting(product))
         yield returned
     finally:
-        for name, product in originals.items():
-            setattr(torch, name, product)
+        for module, name, product in originals:
+            setattr(module, name, product)

@@ -33,9 +33,17 @@ def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = RE
 
 
 def interleave(
-    cases: dict[Hashable, Case], device: torch.device, *, seconds: float, least: int = 5, most: int = 25
+    cases: dict[Hashable, Case],
+    device: torch.device,
+    *,
+    seconds: float,
+    least: int = 5,
+    most: int = 25,
+    rest: float = REST,
 ) -> dict[Hashable, list[float]]:
     """Times every case once a round, in an order that rotates, for about `seconds` after one warm-up round.
+
+    Each starts after `rest` seconds; without any the card stays hot.
 
     Returns the times in ms of each case; the list stays empty where the device ran out of memory.
     """
@@ -46,7 +54,7 @@ def interleave(
         first = turn % max(len(alive), 1)
         for name in alive[first:] + alive[:first]:
             try:
-                ms = time_ms(cases[name](), device)
+                ms = time_ms(cases[name](), device, rest=rest)
             except torch.OutOfMemoryError:
                 alive.remove(name)
                 times[name].clear()

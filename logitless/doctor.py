@@ -67,8 +67,7 @@ def accelerated(device: torch.device) -> list[str]:
         f"{', '.join(slow) or 'none'}",
         f"divergences of a teacher as one kernel: {', '.join(kernels) or 'none'}; "
         "other losses of logits: torch.compile, chunk by chunk",
-        "projected and read in one kernel (bf16, logits_dtype=torch.float32): "
-        f"{'yes' if product else 'no, on Hopper alone'}",
+        f"projected and read in one kernel (bf16): {'yes' if product else 'no, on Hopper alone'}",
     ]
 
 

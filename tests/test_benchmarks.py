@@ -29,6 +29,7 @@ from benchmarks import (
     picture,
     policy,
     preference,
+    profile,
     report,
     summary,
     tensor_parallel,
@@ -116,6 +117,7 @@ def test_ce_measures_the_library_and_its_peers(tmp_path):
         for row in rows.values():
             assert row["verdict"] == "ok"
             assert row["ratio"] == pytest.approx(row["ms"] / section["yardstick"]["ms"])
+            assert row["hot_ratio"] > 0
         assert "fused" in rows["logitless"]["plan"] and rows["logitless"]["budget_bytes"] > 0
     assert "three bare GEMMs" in result.output
 
@@ -329,6 +331,47 @@ def test_rounds_are_interleaved_and_rotate():
     times = timing.interleave(cases, CPU, seconds=0.0, least=3)
     assert "".join(calls) == "abc" + "bca" + "cab" + "abc"
     assert all(len(ms) == 3 for ms in times.values())
+
+
+def test_a_hot_round_does_not_rest(monkeypatch):
+    rests = []
+    monkeypatch.setattr(timing, "time_ms", lambda run, device, rest: rests.append(rest) or 1.0)
+    for rest in (0.0, 0.05):
+        timing.interleave({"a": lambda: None}, CPU, seconds=0.0, least=1, rest=rest)
+    assert rests == [0.0] * 2 + [0.05] * 2
+
+
+def test_a_profile_tells_kernels_apart():
+    names = {
+        "nvjet_sm90_tst_320x128_64x3": "product",
+        "read_kernel": "product, with its logits read",
+        "row_kernel": "pass over logits",
+        "scale_kernel": "scaling",
+        "void at::native::vectorized_elementwise_kernel<4>": "small",
+    }
+    kernels = [
+        profile.Kernel(name, profile.kind_of(name), start, start + 10.0)
+        for name, start in zip(names, (0.0, 5.0, 30.0, 40.0, 52.0), strict=True)
+    ]
+    assert [kernel.kind for kernel in kernels] == list(names.values())
+    found = profile.summary(kernels, chunks=2)
+    # The first two overlap by 5 us, and the last waits for 2.
+    assert found["busy_us"] == 45.0 and found["span_us"] == 62.0
+    assert found["small_launches_a_chunk"] == 1.0
+    assert sum(kind["us"] for kind in found["kinds"]) == 50.0
+
+
+def test_profile_of_one_row(tmp_path):
+    out = tmp_path / "profile.json"
+    result = invoke("profile", "--quick", "--device", "cpu", "--row", "KTO", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["name"] == "KTO" and row["chunks"] >= 1 and row["host_us"] > 0
+    assert (
+        "product" in [kind["kind"] for kind in row["kinds"]] and "before the first product" in result.output
+    )
+    result = invoke("profile", "--quick", "--device", "cpu", "--row", "KTO", "--shape", "many")
+    assert result.exit_code == 2 and "--shapes: expected" in result.output
 
 
 def test_peers_say_why_they_are_absent():

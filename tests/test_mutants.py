@@ -1,6 +1,8 @@
 """The list of mutants keeps up with the code."""
 
 import re
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -8,7 +10,9 @@ from textwrap import dedent
 import pytest
 
 from tests.mutants import MUTANTS, table
+from tests.mutants.__main__ import share
 from tests.mutants.mutant import Mutant
+from tests.mutants.running import Job, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 def test_applies(mutant):
     broken = mutant.applied((ROOT / mutant.path).read_text())
     compile(broken, mutant.path, "exec")
-    files = [test.partition("::")[0] for test in mutant.tests.split() if test.startswith("tests/")]
+    files = [test.partition("::")[0] for test in shlex.split(mutant.tests) if test.startswith("tests/")]
     assert all((ROOT / file).exists() for file in files)
 
 
@@ -97,3 +101,47 @@ def test_lines_may_come_and_go():
 def test_what_does_not_apply_is_refused(function, old, message):
     with pytest.raises(ValueError, match=re.escape(f"mutant 'it': {message}; bring it up to date.")):
         Mutant("it", "file.py", function, old, "BROKEN", "").applied(SOURCE)
+
+
+def test_runs(tmp_path, monkeypatch):
+    """Each mutant in a copy of its own, which is what is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "logitless"]:
+        monkeypatch.delitem(sys.modules, name)
+    files = {
+        "pyproject.toml": "",
+        "logitless/__init__.py": "",
+        "logitless/it.py": "def f():\n    return 1\n",
+        "tests/__init__.py": "",
+        "tests/test_it.py": "from logitless.it import f\ndef test_f():\n    assert f() > 0\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    changes = {
+        "return -1": "caught",
+        "return 2": "SURVIVES",
+        "import time; time.sleep(60)": "OUT OF TIME",
+        "import os; os.abort()": "caught",
+        "import os; os._exit(9)": "ERROR",
+        "return (": "ERROR",
+    }
+    mutants = [Mutant(change, "it.py", "f", "return 1", change, "tests/test_it.py") for change in changes]
+    jobs = [Job("tests/test_it.py", False), *(Job(mutant.tests, False, mutant) for mutant in mutants)]
+    found = {result.name: result.state for result in run(jobs, tmp_path, at_once=2, limit=4, warm=())}
+    assert found == changes | {"tests/test_it.py": "SURVIVES"}
+    assert (tmp_path / "logitless/it.py").read_text() == files["logitless/it.py"]
+
+
+def test_shares_of_a_run():
+    shares = [share(MUTANTS, k, 3) for k in (1, 2, 3)]
+    assert sorted(mutant.name for part in shares for mutant in part) == sorted(x.name for x in MUTANTS)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_library_from_elsewhere_is_refused(tmp_path):
+    for name in ("logitless", "tests"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    (result,) = run([Job("tests", False)], tmp_path, at_once=1, limit=4, warm=("logitless",))
+    assert result.state == "ERROR" and "expected logitless" in result.line

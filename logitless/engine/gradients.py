@@ -32,19 +32,19 @@ class Gradients:
         calls: the heads, in order.
         static: the sums' dtypes may not depend on the number of tokens, as in a compiled graph.
         main: (V, H) to which the weight's gradient is added as it is: no factor is left for the backward
-            pass. In fp16 alone gradients must be kept at order one, which takes `main` to that order and
-            back.
+            pass. In fp16 that takes `main` to order one and back.
 
     Attributes:
         sums: by the slot of the trained tensor: (N, H), (V, H), (V, 1), or the shape of a layer's parameter.
-        deferred: the deferred factor that these sums demand; None: any will do.
+        deferred: the factor that these sums leave for the backward pass. None: any; in fp16 alone gradients
+            must be kept at order one.
     """
 
     def __init__(self, calls: Sequence[Call], *, static: bool, main: Tensor | None = None):
         self._static, self._main, self._several = static, main, len(calls) > 1
         self._last = {slot: call for call in calls for slot in call.slots[:3]}
         self.sums: dict[int, Tensor] = {}
-        self.deferred = None if main is None or calls[0].dtype == torch.float16 else 1.0
+        self.deferred = None if calls[0].dtype == torch.float16 else 1.0
         self._weight: Sum | None = None  # of the head that is walked
         self._bias: Sum | None = None
 

@@ -35,7 +35,6 @@ SLOT_BYTES = 160
 class IdsObjective:
     """See `objective.Objective`."""
 
-    takes_unrounded: ClassVar = False
     in_product: ClassVar = False
 
     call: Call
@@ -67,6 +66,10 @@ class IdsObjective:
         cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, dict(numbers), dict(upstream))
+
+    @staticmethod
+    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+        return False
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:

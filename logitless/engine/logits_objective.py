@@ -32,7 +32,6 @@ from logitless.kernels.matmul import project
 class LogitsObjective:
     """See `objective.Objective`."""
 
-    takes_unrounded: ClassVar = False
     in_product: ClassVar = False
 
     call: Call
@@ -58,6 +57,10 @@ class LogitsObjective:
         cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
+
+    @staticmethod
+    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+        return False
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:

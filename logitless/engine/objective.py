@@ -5,7 +5,7 @@ A loss names the kind that evaluates it: of per-token numbers, or of logits.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -43,12 +43,14 @@ class Costs(NamedTuple):
 class Objective(Protocol):
     """The loss of one call, as the loop uses it."""
 
-    # Whether it could do with logits that are never rounded: those that a kernel reads in the product.
-    takes_unrounded: ClassVar[bool]
-
     rows: Rows
     reports: list[Report]
     in_product: bool  # whether one kernel projects a chunk and reads it, so that its logits are nowhere
+
+    @staticmethod
+    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+        """Whether it is to see logits in `dtype` that were never rounded, where a kernel reads them in the
+        product."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         """Reference or teacher, product 1, and numbers if the step reads.

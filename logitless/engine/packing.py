@@ -83,9 +83,8 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
         projected = (tensors[weight] if frozen is None else frozen, inputs.get("ref_weight"))
         unrounded = (
             dtype in fused_projection.PRODUCT_DTYPES
-            and loss.objective.takes_unrounded
+            and loss.objective.takes_unrounded(loss, stat)
             and loss.tp_group is None
-            and loss.logits_dtype == stat
             and fused_projection.serves(dtype, tensors[hidden].shape[1], *projected)
         )
         trained = [needs[slot] for slot in (hidden, weight, *layers)]

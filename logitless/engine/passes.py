@@ -127,10 +127,12 @@ def token_gradients(
         scale_vectors(vectors, head.d_hidden, objective, head)
         gradients.close(call, head, one)
         return one, gradients
-    # At order one, whatever their size: the exponent of the largest is left for the end.
-    largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
-    deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
-    given = {name: x / deferred for name, x in given.items()}
+    deferred = one
+    if gradients.deferred is None:
+        # At order one, whatever their size: the exponent of the largest is left for the end.
+        largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
+        deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
+        given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS)
     objective = call.loss.objective.writing(call, rows, known, given)
     head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)

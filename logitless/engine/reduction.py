@@ -1,8 +1,8 @@
 """Normalizers: what each unit's sum is divided by, and the power of two that waits for the backward pass.
 
-With the factor of the loss's main unit as m * 2^e, m in [0.5, 1), m enters the chunks and 2^e waits: no
-gradient underflows in fp16, however many tokens there are, and applying 2^e rounds nothing. What the host
-knows stays a Python number, because launching tiny kernels would keep the GPU waiting for the first product.
+In fp16, with the factor of the loss's main unit as m * 2^e, m in [0.5, 1), m enters the chunks and 2^e waits:
+no gradient underflows, however many tokens there are, and applying 2^e rounds nothing. What the host knows
+stays a Python number, because launching tiny kernels would keep the GPU waiting for the first product.
 """
 
 import math

@@ -7,7 +7,7 @@ kernel reads the numbers and writes that gradient; the multiple is known later a
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES
 @dataclass
 class TokenObjective:
     """See `objective.Objective`."""
-
-    takes_unrounded: ClassVar = True
 
     call: Call
     rows: Rows
@@ -78,6 +76,14 @@ class TokenObjective:
     ) -> Self:
         in_product = call.unrounded and reads_in_product(call, Pass.GRADIENTS)
         return cls(call, rows, TokenBuffers(**numbers), TokenBuffers(**upstream), in_product=in_product)
+
+    @staticmethod
+    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+        """As `logits_dtype` says. Where that is open, a loss for which one kernel does everything, and one of
+        policies, whose log-probabilities are compared with those of other calls."""
+        if loss.logits_dtype is not None:
+            return loss.logits_dtype == dtype
+        return loss.reduction == "none" or not {"lse", "sum_logits"} & set(loss.differentiates)
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:

@@ -98,6 +98,7 @@ def gradient_kernel(
     row_tiles = tl.cdiv(C, BM)
     tiles = row_tiles * tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        # Row tiles run fastest: x stays in L2, and w is read once.
         m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
         left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
         rows = m0 + tl.arange(0, BM)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import head_logits, vocabulary_arguments
+from logitless.kernels.cross_entropy_triton import vocabulary_arguments
 from logitless.kernels.layout import check_written, dense
 from logitless.kernels.product_tiles_triton import (
     BLOCK_N,
@@ -27,7 +27,14 @@ from logitless.kernels.product_tiles_triton import (
     halves_of_product,
     programs_of,
 )
-from logitless.kernels.row_partials_triton import LOG2E, again_kernel, finish_kernel, shift_kernel
+from logitless.kernels.row_partials_triton import (
+    NEVER,
+    TIED,
+    above_shift,
+    again_kernel,
+    finish_kernel,
+    shift_kernel,
+)
 
 ROWS, TILES = 16, 64  # of a program that puts partial sums together
 BLOCK_H = 1024
@@ -38,51 +45,38 @@ PARTIALS = (2, 3, 5)  # numbers per row and tile, by the level of statistics
 def read_half(
     acc,
     n0,
-    y,
-    ignored,
-    V,
+    given,
     BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
     WRITE: tl.constexpr,
-    MASKED: tl.constexpr,
-    grad,
-    bias_ptr,
-    shift,
-    m0,
-    gain,
-    squash,
-    cap,
+    AGAIN: tl.constexpr,
 ):
     """Of the columns from n0 on without the target, with d = log2(e) z - shift: the sum of e = 2^d, the
-    largest d, the sums of e d, of e^2 and of all d; the target's own d, and whether another of these logits
-    comes before it. Without MASKED no column is a target or beyond V, and no row is ignored."""
+    largest d, the sums of e d, of e^2 and of all d; with AGAIN whether one of them comes before the target
+    and equals it."""
+    grad, bias_ptr, shift, own, y, m0, V, gain, squash, cap = given
     cols = (n0 + tl.arange(0, BN))[None, :]
-    z, slope = head_logits(
-        acc, bias_ptr, cols, cols < V, gain * LOG2E, squash, cap * LOG2E, HAS_BIAS, HAS_SOFTCAP
+    d, slope = above_shift(
+        acc, shift[:, None], bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP
     )
-    d = z - shift[:, None]
-    own = tl.zeros_like(shift)
-    beaten, sum_d, sum_sq, plain = own, own, own, own
+    sum_d, sum_sq, plain = tl.zeros_like(shift), tl.zeros_like(shift), tl.zeros_like(shift)
+    tied = tl.zeros_like(y)
     if SUM:
-        plain = tl.sum(tl.where(cols < V, d, 0.0) if MASKED else d, 1)
-    if MASKED:
-        is_target = cols == y[:, None]
-        own = tl.sum(tl.where(is_target, d, 0.0), 1)
-        d = tl.where(is_target | (cols >= V), -float("inf"), d)
-        if EXTRA:
-            # The first of equal logits wins.
-            first = (d > own[:, None]) | ((d == own[:, None]) & (cols < y[:, None]))
-            beaten = tl.max(first.to(tl.float32), 1)
+        plain = tl.sum(tl.where(cols < V, d, 0.0), 1)
+    if AGAIN and EXTRA:
+        tied = tl.max(((d == own[:, None]) & (cols < y[:, None])).to(tl.int32), 1)
+    # Finite, so that p log p is 0 there.
+    d = tl.where(cols == y[:, None], NEVER, d)
+    if n0 + BN > V:
+        d = tl.where(cols < V, d, NEVER)
     top = tl.max(d, 1)
-    if EXTRA:
-        # So that p log p is 0 and not NaN at a logit of -inf; 2^-300 is 0 in fp32.
-        d = tl.maximum(d, -300.0, propagate_nan=tl.PropagateNan.ALL)
+    if EXTRA and HAS_BIAS:
+        # The bias of an id that is ruled out is -inf.
+        d = tl.maximum(d, NEVER, propagate_nan=tl.PropagateNan.ALL)
     e = tl.exp2(d)
-    if MASKED:
-        e = tl.where(ignored[:, None], 0.0, e)
     if EXTRA:
         sum_d = tl.sum(e * d, 1)
     if SUM:
@@ -90,31 +84,16 @@ def read_half(
     if WRITE:
         # Without a soft cap the slope is the same everywhere, and left to the factor of the row.
         grad.store([m0, n0], (e * slope if HAS_SOFTCAP else e).to(grad.dtype))
-    return tl.sum(e, 1), top, sum_d, sum_sq, plain, own, beaten
+    return tl.sum(e, 1), top, sum_d, sum_sq, plain, tied
 
 
 @triton.jit
-def read_either_half(
-    acc,
-    n0,
-    y,
-    ignored,
-    V,
-    BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    EXTRA: tl.constexpr,
-    SUM: tl.constexpr,
-    WRITE: tl.constexpr,
-    given,
-):
-    """One half in ten holds a target of its rows; the others are spared the masks."""
-    special = ignored | ((y >= n0) & (y < n0 + BN))
-    if (n0 + BN > V) | (tl.max(special.to(tl.int32), 0) > 0):
-        found = read_half(acc, n0, y, ignored, V, BN, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, True, *given)
-    else:
-        found = read_half(acc, n0, y, ignored, V, BN, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, False, *given)
-    return found
+def any_again(again_ptr, C, BLOCK: tl.constexpr):
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, C, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        found = tl.maximum(found, tl.load(again_ptr + rows, mask=rows < C, other=0))
+    return tl.max(found, 0) > 0
 
 
 @triton.jit
@@ -125,15 +104,13 @@ def read_kernel(
     bias_ptr,
     targets_ptr,
     shift_ptr,
-    again_ptr,
     own_ptr,
-    beaten_ptr,
+    again_ptr,
     partials_ptr,
     partial_stride,
     C,
     V,
     H,
-    ignore_index,
     gain,
     squash,
     cap,
@@ -150,11 +127,13 @@ def read_kernel(
 ):
     """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
 
-    With AGAIN only of the tiles with a row that rose too far above its shift, relative to the new one; the
-    other rows in them come out as before.
+    With AGAIN only of the tiles with a row that `again_kernel` chose; the other rows in them come out as
+    before. There is no branch in the epilogue that depends on the data: one costs more than the masks do.
     """
     row_tiles = tl.cdiv(C, BM)
     tiles = row_tiles * tl.cdiv(V, BN)
+    if AGAIN:
+        tiles = tl.where(any_again(again_ptr, C, 1024), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not AGAIN):
         # Row tiles run fastest: x stays in L2, and w is read once.
         m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
@@ -165,26 +144,24 @@ def read_kernel(
             wanted = tl.max(tl.load(again_ptr + rows, mask=here, other=0), 0) > 0
         if wanted:
             left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
-            y = tl.load(targets_ptr + rows, mask=here, other=0)
+            target = tl.load(targets_ptr + rows, mask=here, other=-1)
             shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
-            ignored = y == ignore_index
-            given = (grad, bias_ptr, shift, m0, gain, squash, cap)
-            total, top, sum_d, sum_sq, plain, own, beaten = read_either_half(
-                left, n0, y, ignored, V, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, given
+            own = tl.load(own_ptr + rows, mask=here & AGAIN, other=0.0)
+            given = (grad, bias_ptr, shift, own, target.to(tl.int32), m0, V, gain, squash, cap)
+            total, top, sum_d, sum_sq, plain, tied = read_half(
+                left, n0, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, AGAIN
             )
-            total_r, top_r, sum_d_r, sum_sq_r, plain_r, own_r, beaten_r = read_either_half(
-                right, n0 + BN // 2, y, ignored, V, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, given
+            total_r, top_r, sum_d_r, sum_sq_r, plain_r, tied_r = read_half(
+                right, n0 + BN // 2, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, AGAIN
             )
-            has_own, at_right = here & (y >= n0) & (y < n0 + BN) & (y < V), y >= n0 + BN // 2
-            own = tl.where(at_right, own_r, own)
-            tl.store(own_ptr + rows, own, mask=has_own)
             at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
             tl.store(at, total + total_r, mask=here)
             tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
             if EXTRA:
-                beaten = tl.where(at_right, (top >= own) | (beaten_r > 0), (top_r > own) | (beaten > 0))
-                tl.store(beaten_ptr + rows, beaten.to(tl.float32), mask=has_own)
                 tl.store(at + 2 * partial_stride, sum_d + sum_d_r, mask=here)
+                if AGAIN:
+                    holds = here & (target >= n0) & (target < n0 + BN)
+                    tl.store(again_ptr + rows, TIED, mask=holds & ((tied > 0) | (tied_r > 0)))
             if SUM:
                 tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
                 tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)
@@ -200,50 +177,46 @@ def read(
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
     transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
-    shift, own, beaten = out.lse.new_empty(3, C).unbind(0)
+    shift, own = out.lse.new_empty(2, C).unbind(0)
     strides, sizes = (features.stride(0), weight.stride(0)), (V, H, *scalars)
     shift_kernel[(C,)](
-        features, weight, bias, targets, shift, *strides, *sizes, **transform, BLOCK=BLOCK_H, num_warps=4
+        features,
+        weight,
+        bias,
+        targets,
+        shift,
+        own,
+        *strides,
+        *sizes,
+        ignore_index,
+        **transform,
+        BLOCK=BLOCK_H,
+        num_warps=4,
     )
     partials = out.lse.new_empty(PARTIALS[extra + total], tiles, C)
     again = torch.empty(C, dtype=torch.int32, device=features.device)
     programs, rows = programs_of(features), (triton.cdiv(C, ROWS),)
-    operands = (*described(features, weight, gradient), bias, targets, shift, again)
-    found = (own, beaten, partials)
-    numbers = (partials.stride(0), C, *sizes[:2], ignore_index, *scalars)
-    options = {
-        **transform,
-        "EXTRA": extra,
-        "SUM": total,
-        "WRITE": write,
-        **TILE,
-        **LAUNCH,
-        "PROGRAMS": programs,
-    }
-    read_kernel[(programs,)](*operands, *found, *numbers, **options, AGAIN=False)
-    few = {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
-    again_kernel[rows](
-        targets, shift, again, own, partials, partials.stride(0), C, V, tiles, ignore_index, **few
-    )
-    read_kernel[(programs,)](*operands, *found, *numbers, **options, AGAIN=True)
+    found = (targets, shift, own, again, partials, partials.stride(0))
+    operands = (*described(features, weight, gradient), bias, *found, C, V, H, *scalars)
+    levels = {"EXTRA": extra, "SUM": total, "WRITE": write}
+    options = transform | levels | TILE | LAUNCH | {"PROGRAMS": programs}
+    few = {"BN": BLOCK_N, "ROWS": ROWS, "TILES": TILES, "num_warps": 4}
+    read_kernel[(programs,)](*operands, **options, AGAIN=False)
+    again_kernel[rows](*found, C, tiles, ignore_index, EXTRA=extra, **few)
+    read_kernel[(programs,)](*operands, **options, AGAIN=True)
     row_scale = torch.empty_like(out.lse) if write else None
     results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
     results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
     finish_kernel[rows](
         grad,
-        targets,
-        shift,
-        *found,
+        *found[:-1],
         *(out.lse if x is None else x for x in results),
         grad.stride(0),
         partials.stride(0),
         *(C, V, tiles, ignore_index, gain, cap),
         HAS_SOFTCAP=flags["HAS_SOFTCAP"],
-        EXTRA=extra,
-        SUM=total,
-        WRITE=write,
-        BN=BLOCK_N,
+        **levels,
         **few,
     )
     return row_scale

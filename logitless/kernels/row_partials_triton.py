@@ -13,6 +13,28 @@ LN2_HIGH, LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
 # Further above the shift a row is done again. bf16 and fp32 hold 2^58; times a small upstream gradient
 # over the total it does not vanish.
 DRIFT = tl.constexpr(58.0)
+# What stands for a logit that does not count: 2 to its power is 0, times it too.
+NEVER = tl.constexpr(-1e30)
+# Why a row is done again: its exponentials may vanish or overflow; another logit in the target's tile equals
+# the target's; and that other one comes first.
+DRIFTED, TIE, TIED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def above_shift(
+    x, shift, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+):
+    """log2(e) z - shift of the logits z, and d z / d x times log2(e), from the product x; the same bits
+    in every kernel."""
+    if HAS_SOFTCAP:
+        z, slope = head_logits(x, bias_ptr, cols, mask, gain * LOG2E, squash, cap * LOG2E, HAS_BIAS, True)
+        d = z - shift
+    else:
+        if HAS_BIAS:
+            x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
+        slope = gain * LOG2E
+        d = tl.fma(x, slope, -shift)
+    return d, slope
 
 
 @triton.jit
@@ -22,6 +44,7 @@ def shift_kernel(
     bias_ptr,
     targets_ptr,
     shift_ptr,
+    own_ptr,
     x_stride,
     w_stride,
     V,
@@ -29,62 +52,77 @@ def shift_kernel(
     gain,
     squash,
     cap,
+    ignore_index,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log2(e) times the target's logit, rounded to a whole number; 0 where a row has none, or an infinite
-    one."""
+    """log2(e) times the target's logit: a whole number near it, and how far it is above that.
+
+    The whole number is 0 where a row has no target, which is then at -inf, or one too far from 0. That of an
+    ignored row is infinite, so that all its exponentials are 0."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
-    known = (y >= 0) & (y < V)
+    known = (y >= 0) & (y < V) & (y != ignore_index)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = (at < H) & known
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
         total += x * tl.load(w_ptr + y * w_stride + at, mask=mask, other=0.0).to(tl.float32)
-    z, _ = head_logits(tl.sum(total, 0), bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    x = tl.sum(total, 0)
+    z, _ = above_shift(x, 0.0, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     # Of this size multiples of ln 2 have an exact part and a small one.
-    usable = known & (tl.abs(z) < 2000.0)
-    tl.store(shift_ptr + row, tl.where(usable, tl.floor(z * LOG2E + 0.5), 0.0))
+    shift = tl.where(known & (tl.abs(z) < 3000.0), tl.floor(z + 0.5), 0.0)
+    own, _ = above_shift(x, shift, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(shift_ptr + row, tl.where(y == ignore_index, float("inf"), shift))
+    tl.store(own_ptr + row, tl.where(known, own, -float("inf")))
 
 
 @triton.jit
 def again_kernel(
     targets_ptr,
     shift_ptr,
-    again_ptr,
     own_ptr,
+    again_ptr,
     partials_ptr,
     partial_stride,
     C,
-    V,
     tiles,
     ignore_index,
+    EXTRA: tl.constexpr,
+    BN: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Which rows are done again, and relative to what."""
+    """Which rows are done again and why, and relative to what."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = rows < C
     y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
-    own = tl.load(own_ptr + rows, mask=here & (y >= 0) & (y < V), other=-float("inf"))
+    own = tl.load(own_ptr + rows, mask=here, other=-float("inf"))
     total, top = tl.zeros([TILES, ROWS], tl.float32), tl.full([TILES, ROWS], -float("inf"), tl.float32)
+    tie = tl.zeros([TILES, ROWS], tl.int32)
     for start in range(0, tiles, TILES):
         tile = start + tl.arange(0, TILES)
         at = partials_ptr + tile[:, None].to(tl.int64) * C + rows[None, :]
         mask = (tile < tiles)[:, None] & here[None, :]
         total += tl.load(at, mask=mask, other=0.0)
-        top = tl.maximum(top, tl.load(at + partial_stride, mask=mask, other=-float("inf")))
+        tops = tl.load(at + partial_stride, mask=mask, other=-float("inf"))
+        top = tl.maximum(top, tops)
+        if EXTRA:
+            tie |= ((tops == own[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(tl.int32)
     highest = tl.maximum(tl.max(top, 0), own)
     sum_e = tl.sum(total, 0) + tl.exp2(own)
     # Also a row without a target here whose logits all lie far below 0, the shift it was given.
-    again = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
-    again = again & (tl.abs(highest) < float("inf"))
+    drifted = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
+    # Where all logits are infinite there is nothing to be relative to.
+    drifted = drifted & (highest > NEVER) & (highest < float("inf"))
+    tied = (y != ignore_index) & (tl.max(tie, 0) > 0)
+    rise = tl.where(drifted, tl.floor(highest + 0.5), 0.0)
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
-    tl.store(again_ptr + rows, again.to(tl.int32), mask=here)
-    tl.store(shift_ptr + rows, tl.where(again, tl.floor(shift + highest + 0.5), shift), mask=here)
+    tl.store(again_ptr + rows, tl.where(drifted, DRIFTED, tl.where(tied, TIE, 0)), mask=here)
+    tl.store(shift_ptr + rows, shift + rise, mask=here)
+    tl.store(own_ptr + rows, own - rise, mask=here)
 
 
 @triton.jit
@@ -93,7 +131,7 @@ def finish_kernel(
     targets_ptr,
     shift_ptr,
     own_ptr,
-    beaten_ptr,
+    again_ptr,
     partials_ptr,
     logps_ptr,
     lse_ptr,
@@ -124,12 +162,12 @@ def finish_kernel(
     here = rows < C
     y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
     known = here & (y >= 0) & (y < V) & (y != ignore_index)
-    own = tl.load(own_ptr + rows, mask=known, other=-float("inf"))
+    own = tl.load(own_ptr + rows, mask=here, other=-float("inf"))
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     rest = tl.zeros([TILES, ROWS], tl.float32)
     rest_d, rest_sq, plain = rest, rest, rest
     top = tl.full([TILES, ROWS], -float("inf"), tl.float32)
-    beaten = tl.load(beaten_ptr + rows, mask=known & EXTRA, other=0.0) > 0.0
+    beaten = tl.load(again_ptr + rows, mask=here & EXTRA, other=0) == TIED
     for start in range(0, tiles, TILES):
         tile = start + tl.arange(0, TILES)
         at = partials_ptr + tile[:, None].to(tl.int64) * C + rows[None, :]

@@ -73,7 +73,8 @@ class LinearLoss(CheckedCall):
             64 GiB and more, 1 GiB below, less on small cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
-            rounding noise; on Hopper, from bf16, one kernel then projects and reads them, and stores none.
+            rounding noise. On Hopper one kernel projects bf16 and reads the logits in fp32, and stores none:
+            with fp32, and by default unless there is label smoothing or a z-loss; never with `tp_group`.
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False
             reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
             belong to groups are taken for one group.

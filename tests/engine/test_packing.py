@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss
+from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss
 from logitless.engine.call import Given, Layers
 from logitless.engine.operands import SplitHead
 from logitless.engine.packing import pack, unpack
-from tests.engine.calls import given
+from logitless.kernels import fused_projection
+from tests.engine.calls import call, given
 
 H, V = 4, 11
 
@@ -178,3 +179,59 @@ def test_gradient_of_a_tensor_in_two_places():
     (ours,) = torch.autograd.grad(CrossEntropyLoss()(x, x, targets).loss, x)
     (theirs,) = torch.autograd.grad(nn.functional.cross_entropy(x @ x.T, targets), x)
     torch.testing.assert_close(ours, theirs)
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+WIDE = CrossEntropyLoss(logits_dtype=FP32)
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "unrounded"),
+    [
+        (WIDE, BF16, True),
+        (DPOLoss(logits_dtype=FP32), BF16, True),
+        # Where `logits_dtype` is open: a loss of one kernel, and one whose numbers are compared with others.
+        (CrossEntropyLoss(), BF16, True),
+        (GRPOLoss(entropy_coef=0.1), BF16, True),
+        (CrossEntropyLoss(reduction="none", z_loss=0.1), BF16, True),
+        (CrossEntropyLoss(z_loss=0.1), BF16, False),
+        (CrossEntropyLoss(label_smoothing=0.1), BF16, False),
+        (CrossEntropyLoss(), FP16, False),
+        (replace(WIDE, z_loss=0.1), BF16, True),
+        (CrossEntropyLoss(logits_dtype=BF16), BF16, False),
+        (WIDE, FP16, False),
+        (WIDE, FP32, False),
+        (replace(WIDE, tp_group="tp"), BF16, False),
+        (DistillationLoss(logits_dtype=FP32), BF16, False),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, CrossEntropyLoss) else str(x),
+)
+def test_which_logits_stay_unrounded(monkeypatch, loss, dtype, unrounded):
+    monkeypatch.setattr(fused_projection, "serves", lambda dtype, H, *heads: True)
+    hidden, weight, targets = (x.to(dtype) if x.is_floating_point() else x for x in head(8))
+    options = {"advantages": torch.ones(8)} if isinstance(loss, GRPOLoss) else {}
+    made = call(loss, hidden, weight, targets, cu_seqlens=torch.tensor([0, 3, 8]), **options)
+    assert made.unrounded == unrounded
+    assert made.logits_dtype == (FP32 if unrounded else loss.logits_dtype or dtype)
+
+
+@pytest.mark.parametrize("refused", [None, "weight", "ref_weight"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_all_heads_must_be_served_for_unrounded_logits(monkeypatch, refused, lora):
+    """The weight or, of LoRA on the head, its frozen columns; and the reference's weight."""
+    hidden, weight, targets = (x.to(BF16) if x.is_floating_point() else x for x in head(8))
+    ref_weight = torch.randn(V, H, dtype=BF16)
+    unserved = {"weight": weight, "ref_weight": ref_weight}.get(refused, targets).data_ptr()
+    widths = []
+
+    def serves(dtype, width, *heads):
+        widths.append(width)
+        return not any(one.data_ptr() == unserved for one in heads)
+
+    monkeypatch.setattr(fused_projection, "serves", serves)
+    given_head = SplitHead(weight, torch.randn(V, 2, dtype=BF16, requires_grad=True)) if lora else weight
+    wide = torch.cat((hidden, hidden[:, :2]), -1) if lora else hidden
+    options = {"cu_seqlens": torch.tensor([0, 3, 8]), "ref_hidden": hidden, "ref_weight": ref_weight}
+    made = call(DPOLoss(logits_dtype=FP32), wide, given_head, targets, **options)
+    assert made.unrounded == (refused is None)
+    assert widths == [wide.shape[1]]

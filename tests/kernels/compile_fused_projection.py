@@ -34,7 +34,7 @@ def variants() -> list[Variant]:
             flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
             found.append(Variant("gradient_kernel", tuple(flags.items())))
         found.append(Variant("shift_kernel", tuple(head.items())))
-    return [*found, Variant("again_kernel", ())]
+    return [*found, *(Variant("again_kernel", (("EXTRA", extra),)) for extra in (False, True))]
 
 
 def source(variant: Variant) -> Source:
@@ -50,7 +50,7 @@ def source(variant: Variant) -> Source:
     constants |= {"BLOCK": fused_projection_triton.BLOCK_H} if variant.kernel == "shift_kernel" else {}
     if variant.kernel in ("again_kernel", "finish_kernel"):
         constants |= {"ROWS": fused_projection_triton.ROWS, "TILES": fused_projection_triton.TILES}
-        constants |= {"BN": BLOCK_N} if variant.kernel == "finish_kernel" else {}
+        constants |= {"BN": BLOCK_N}
     tiles = {"x": (BLOCK_M, BLOCK_K), "w": (BLOCK_N, BLOCK_K), "grad": (BLOCK_M, BLOCK_N // 2)}
 
     def type_of(name: str) -> str:

@@ -101,7 +101,9 @@ def shard_combinations() -> Iterator[Combination]:
 
 def scale_combinations() -> Iterator[Combination]:
     for x, out in itertools.product(TYPES, TYPES):
-        yield combination("scale_kernel", {"x": x, "out": out}, {"BLOCK": SCALE_BLOCK})
+        for in_place in {False, x == out}:
+            flags = {"IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
+            yield combination("scale_kernel", {"x": x, "out": out}, flags)
 
 
 def select_combinations() -> Iterator[Combination]:

@@ -14,6 +14,30 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and DEVICE.type == "cpu"
 TWINS = DEVICE.type == "cpu" and not INTERPRETED
 
 
+def patch_the_language_once() -> None:
+    """Triton's interpreter replaces the functions of `triton.language` before each kernel and again in each
+    call of a helper, which takes half of its time. They may stay replaced: nothing is compiled here."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+
+    def once(function: Callable) -> object:
+        seen = frozenset(
+            x.__name__ for x in (tl, tl.core) if any(x is y for y in function.__globals__.values())
+        )
+        if seen not in done:
+            done.add(seen)
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = once
+
+
+if INTERPRETED:
+    patch_the_language_once()
+
+
 class Random:
     """Random tensors on DEVICE: the same numbers on every device, whatever PyTorch's default device is."""
 

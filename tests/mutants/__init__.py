@@ -8,6 +8,7 @@ from tests.mutants import (
     estimating,
     foundation,
     fused_layers,
+    fused_projection,
     models,
     multi_token,
     parallel,
@@ -30,6 +31,7 @@ MODULES = (
     models,
     trainers,
     fused_layers,
+    fused_projection,
     estimating,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

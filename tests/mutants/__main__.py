@@ -1,112 +1,135 @@
 """`make mutants`: break the library in one small way at a time, and see that the tests notice.
 
+    python -m tests.mutants                                     all
+    python -m tests.mutants kernels/ "softcap"                  by a part of the name or of the file
+    python -m tests.mutants --jobs 16 --shard 2/3 --json 2.json
+
 Every mutant is applied to a temporary copy of the repository, in which a few fast tests then run; they must
 fail. A mutant that survives is a missing test. Mutants of Triton code run in its interpreter, or on a GPU.
 """
 
-import os
-import shutil
-import subprocess
+import argparse
+import json
+import platform
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
 
-import typer
-from tabulate import tabulate
+import torch
 
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
+from tests.mutants.running import CAUGHT, CORE, SURVIVES, TRAINERS, Job, Result, run
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("logitless", "tests", "pyproject.toml")
+WITH_TRAINERS = ("logitless/models/", "logitless/trl_integration/")
 
 
-def passes(tests: str, interpreted: bool, mutant: Mutant | None = None) -> tuple[bool, str]:
-    """Whether the tests pass on a copy of the repository, with a mutant or as it is, and the telling line of
-    what they print."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in COPIED:
-            source = ROOT / name
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, Path(folder, name))
-        if mutant is not None:
-            path = Path(folder, mutant.path)
-            path.write_text(mutant.applied(path.read_text()))
-        python_path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {
-            "PYTHONPATH": python_path,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        environment.pop("TRITON_INTERPRET", None)
-        if interpreted:
-            environment["TRITON_INTERPRET"] = "1"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--tb=line",
-            "-p",
-            "no:cacheprovider",
-            *tests.split(),
-        ]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()] or [done.stderr[-200:]]
-    # 1: tests failed; below 0: a signal ended them, such as one of a kernel that writes out of bounds. Else
-    # (no tests found, a file that does not import) it shows nothing about the tests.
-    if done.returncode > 1:
-        raise RuntimeError(
-            f"mutant {mutant and mutant.name!r}: pytest ended with {done.returncode}: {lines[-1]}"
-        )
-    return done.returncode == 0, next(
-        (line for line in reversed(lines) if line.startswith("FAILED")), lines[-1]
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants",
+        description="Break the code in small ways, one at a time, and expect a test to notice each.",
     )
+    parser.add_argument("parts", nargs="*", help="only mutants whose name or file contains one of these")
+    parser.add_argument("--jobs", type=int, default=2, help="how many to run at once (%(default)s)")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for each (%(default)s)")
+    parser.add_argument(
+        "--shard", type=shard, default=(1, 1), metavar="K/N", help="the K-th of N equal shares"
+    )
+    parser.add_argument("--json", type=Path, help="file for the record, written after each mutant")
+    return parser.parse_args()
 
 
-def main(
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Run only the mutants whose name contains one of these.")
-    ] = None,
-    jobs: Annotated[int, typer.Option(help="How many to run at once.")] = 2,
-) -> None:
-    """Break the code in small ways, one at a time, and expect a test to notice each."""
-    chosen = [mutant for mutant in MUTANTS if not names or any(name in mutant.name for name in names)]
+def shard(text: str) -> tuple[int, int]:
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError
+    return k, n
+
+
+def share(mutants: list[Mutant], k: int, n: int) -> list[Mutant]:
+    """Those of one test command go to as few shares as possible: each share runs it without a mutant, too."""
+    ordered = sorted(mutants, key=lambda mutant: (mutant.interpreted, mutant.tests))
+    return ordered[len(ordered) * (k - 1) // n : len(ordered) * k // n]
+
+
+def jobs_for(mutants: list[Mutant]) -> list[Job]:
+    """The clean runs first: a test that fails anyway catches nothing."""
+    clean = dict.fromkeys(Job(mutant.tests, mutant.interpreted) for mutant in mutants)
+    return [*clean, *(Job(mutant.tests, mutant.interpreted, mutant) for mutant in mutants)]
+
+
+def environment() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "transformers", "trl", "peft", "pytest"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found | {"device": "GPU" if torch.cuda.is_available() else "CPU"}
+
+
+def write(path: Path, options: argparse.Namespace, results: list[Result], start: float) -> None:
+    def row(result: Result) -> dict:
+        mutant = result.job.mutant
+        where = {"file": mutant.path, "function": mutant.function} if mutant else {}
+        found = {"state": result.state, "seconds": round(result.seconds, 1), "line": result.line}
+        return {"name": result.name, **where, "tests": result.job.tests, **found}
+
+    record = {
+        "command": sys.argv[1:],
+        "environment": environment(),
+        "seconds": round(time.perf_counter() - start),
+        "clean": [row(result) for result in results if not result.job.mutant],
+        "mutants": [row(result) for result in results if result.job.mutant],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def main() -> None:
+    options, start = arguments(), time.perf_counter()
+    chosen = [
+        m for m in MUTANTS if not options.parts or any(x in m.name or x in m.path for x in options.parts)
+    ]
+    chosen = share(chosen, *options.shard)
     for mutant in chosen:
         mutant.applied((ROOT / mutant.path).read_text())
-    with ThreadPoolExecutor(jobs) as pool:
-        # A test that fails anyway catches nothing.
-        clean = dict.fromkeys((mutant.tests, mutant.interpreted) for mutant in chosen)
-        for (tests, interpreted), (passed, last) in zip(
-            clean, pool.map(lambda case: passes(*case), clean), strict=True
-        ):
-            print(
-                f"{'passes' if passed else 'FAILS'} without a mutant: {tests}{', interpreted' * interpreted}",
-                flush=True,
-            )
-            if not passed:
-                raise SystemExit(last)
+    trainers = any(mutant.path.startswith(WITH_TRAINERS) for mutant in chosen)
+    warm = CORE + TRAINERS if trainers else CORE
+    results = []
+    for result in run(jobs_for(chosen), ROOT, at_once=options.jobs, limit=options.limit, warm=warm):
+        results.append(result)
+        state = result.state if result.job.mutant else "passes" if result.state == SURVIVES else "FAILS"
+        of = "" if result.job.mutant else " without a mutant"
+        print(f"{state:11} {result.seconds:4.0f} s  {result.name}{of}: {result.line[:150]}", flush=True)
+        if options.json is not None:
+            write(options.json, options, results, start)
+    raise SystemExit(0 if summary(results, time.perf_counter() - start) else 1)
 
-        def run(mutant: Mutant) -> tuple[str, ...]:
-            start = time.perf_counter()
-            alive, last = passes(mutant.tests, mutant.interpreted, mutant)
-            print(f"{'SURVIVES' if alive else 'caught':8} {mutant.name}: {last[:150]}", flush=True)
-            return (
-                mutant.name,
-                mutant.path,
-                "SURVIVES" if alive else "caught",
-                f"{time.perf_counter() - start:.0f} s",
-            )
 
-        rows = list(pool.map(run, chosen))
-    alive = sum(row[2] == "SURVIVES" for row in rows)
-    print("\n" + tabulate(rows, headers=("mutant", "file", "", "time")))
-    print(f"\n{len(rows) - alive} of {len(rows)} mutants caught.")
-    raise SystemExit(1 if alive else 0)
+def summary(results: list[Result], seconds: float) -> bool:
+    """Prints what became of the mutants, by folder, and which no test caught; whether there are none."""
+    # What fails without a mutant catches none.
+    dirty = {(r.job.tests, r.job.interpreted) for r in results if not r.job.mutant and r.state != SURVIVES}
+    rows, bad = {}, [result for result in results if not result.job.mutant and result.state != SURVIVES]
+    for result in results:
+        if (mutant := result.job.mutant) is not None:
+            caught = result.state == CAUGHT and (mutant.tests, mutant.interpreted) not in dirty
+            state = "caught" if caught else "not caught"
+            rows.setdefault(mutant.file.rpartition("/")[0] or ".", Counter())[state] += 1
+            bad += [] if caught else [result]
+    total = sum(rows.values(), Counter())
+    print(f"\n{'folder':20}{'caught':>8}{'not caught':>12}")
+    for folder, counts in [*sorted(rows.items()), ("all", total)]:
+        print(f"{folder:20}{counts['caught']:8}{counts['not caught']:12}")
+    for result in bad:
+        print(f"\n{result.state if result.job.mutant else 'FAILS without a mutant'}: {result.name}")
+        print(f"    {result.job.tests}\n    {result.line}")
+    print(f"\n{total['caught']} of {total.total()} mutants caught, in {seconds:.0f} s.")
+    return not bad
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

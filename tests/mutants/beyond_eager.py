@@ -89,8 +89,8 @@ MUTANTS = [
         (
             "fp16 flushes",
             "Gradients.__init__",
-            "main is None or calls[0].dtype == torch.float16",
-            "main is None",
+            "None if calls[0].dtype == torch.float16 else 1.0",
+            "1.0",
         ),
         ("left shrunk in fp16", "Gradients.close", "self._main.mul_(deferred)", "pass"),
         ("not shrunk in fp16", "Gradients.open", "self._main.div_(deferred)", "pass"),

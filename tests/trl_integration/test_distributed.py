@@ -183,7 +183,7 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
         ours.patch_model(base, logits_budget=2**12)
     else:
         chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
-        attach_chunked_head(base, per_token_score(chunked, base))
+        attach_chunked_head(base, per_token_score(chunked))
     return model
 
 
