@@ -21,7 +21,7 @@ from logitless.engine.plan import MIB, Pass, Plan
 from logitless.errors import expect
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
 from logitless.losses.policy import PolicyLoss
-from logitless.losses.preference import ReferencedLoss
+from logitless.losses.reference_model import ComparedLoss
 
 # Options of a call that an estimate does not cover.
 REFUSED = ("accumulate_into", "accumulate_now", "grad_scale")
@@ -72,7 +72,7 @@ def _mib(size: int) -> str:
 
 
 def estimate(
-    loss: Callable,
+    loss: Callable[..., object],
     *,
     tokens: int,
     hidden_size: int,
@@ -208,8 +208,7 @@ def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[st
     if isinstance(loss, KTOLoss):
         made["labels"] = tokens.new_zeros(sequences, dtype=torch.bool)
         made["kl"] = 0.0 if loss.loss_type == "kto" else None
-    reference = isinstance(loss, ReferencedLoss) and loss.needs_reference and "ref_hidden" not in given
-    if reference or (isinstance(loss, GRPOLoss) and loss.beta):
+    if isinstance(loss, ComparedLoss) and loss.needs_reference and "ref_hidden" not in given:
         made["ref_logps"] = tokens
     return made
 

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs", ".github")
 FILES = (
     "pyproject.toml",
-    "MANIFEST.in",
     "README.md",
     "LICENSE",
     "CHANGELOG.md",
@@ -25,7 +24,10 @@ FILES = (
     "constraints.txt",
     "mkdocs.yml",
 )
-BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+BUILD = (
+    "from hatchling import build; build.build_sdist('dist'); build.build_wheel('dist'); "
+    "build.build_editable('editable')"
+)
 
 
 def files_below(root: Path) -> set[str]:
@@ -39,7 +41,7 @@ def files_below(root: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A folder with a wheel and a source distribution, built offline from a copy of the repository."""
-    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("hatchling", reason="hatchling, of the dev extra, is not installed")
     copy = tmp_path_factory.mktemp("repository")
     for name in SHIPPED:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -70,3 +72,10 @@ def test_wheel_holds_the_library_and_nothing_else(built):
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {name for name in files_below(ROOT) if name.startswith("logitless/")}
+
+
+def test_an_editable_install_is_a_path(built):
+    """Type checkers follow a path in a .pth file; they do not run a finder."""
+    with zipfile.ZipFile(next((built.parent / "editable").glob("*.whl"))) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert Path(archive.read(path).decode().strip()) == built.parent

@@ -22,7 +22,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
-from logitless.engine.spec import Fault
+from logitless.engine.spec import Fault, LossSpec
 from logitless.parallel.peers import ALONE, Peers
 
 # By whether only some columns of the head are gathered.
@@ -78,16 +78,26 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         metrics.append(torch.stack([own, *found]))
     if not isinstance(deferred, Tensor):
         deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
-    tokens = _tokens(call, rows, objective, deferred) if call.loss.return_logps else []
+    asked = call.loss.return_logps or call.loss.return_predictions
+    tokens = _tokens(call, rows, objective, deferred) if asked else []
     loss = losses[0] if len(losses) == 1 else sum(losses)
     return Solved(loss, torch.stack(metrics), tokens, deferred, gradients, plan)
 
 
+def solved_names(loss: LossSpec) -> tuple[str, ...]:
+    """Names of the per-token numbers that stand beside a solved loss, in order: what its options ask for."""
+    if loss.return_logps:
+        return (*loss.objective.number_names(loss), "d_logps")
+    return ("predictions",) if loss.return_predictions else ()
+
+
 def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
-    """What `return_logps` asks for: all numbers of the tokens, and d loss / d logps."""
-    numbers, N = objective.numbers(), call.targets.shape[0]
-    d_logps = objective.grads.logps * deferred if call.trainable else torch.zeros_like(numbers["logps"])
-    return [rows.scattered(x, N) for x in (*numbers.values(), d_logps)]
+    """The numbers of `solved_names`; d_logps is d loss / d logps."""
+    names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
+    if "d_logps" in names:
+        zero = torch.zeros_like(numbers["logps"])
+        numbers["d_logps"] = objective.grads.logps * deferred if call.trainable else zero
+    return [rows.scattered(numbers[name], N) for name in names]
 
 
 def token_numbers(call: Call) -> Numbers:
