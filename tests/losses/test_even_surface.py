@@ -423,5 +423,7 @@ def test_an_input_that_is_not_declared():
 
     x = every_loss.given(T)
     for loss in (Weighted(), WeightedLogits()):
-        with pytest.raises(AttributeError, match="^weights: expected an input that the loss declares"):
+        with pytest.raises(
+            AttributeError, match="^weights: expected an input that the loss declares"
+        ):
             loss(x.hidden, x.weight, x.targets)
