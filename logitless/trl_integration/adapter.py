@@ -143,7 +143,7 @@ class ChunkedLoss:
         for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
             stock = getattr(self.trainer, name, None)
             if stock is None:
-                raise ImportError(moved(f"{adapter.stock}Trainer.{name}"))
+                raise moved(f"{adapter.stock}Trainer.{name}")
             own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
             remedy = "train without the chunked loss, or leave that method as it is"
             expect(not own, name, f"TRL's own in {adapter.name}Trainer", stock.__qualname__, remedy)
