@@ -125,18 +125,6 @@ class ChunkedLoss:
         self.note(out.plan)
         return out
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """While the trainer computes a loss."""
-        with ExitStack() as stack:
-            for place, seam in self.adapter.patches.items():
-                if ":" in place:
-                    module, name = place.split(":")
-                    ours = self._seam(place, seam, found_in_trl(place))
-                    stack.enter_context(swapped(import_module(module), **{name: ours}))
-            stack.enter_context(self.adapter.around(self))
-            yield
-
     def methods(self) -> Iterator[tuple[str, Callable]]:
         """(name, what takes its place) of the trainer's methods."""
         patches, adapter = self.adapter.patches, self.adapter
@@ -175,11 +163,19 @@ class ChunkedLoss:
         return used
 
     def _during(self, ours: Callable, stock: Callable) -> Callable:
+        """`ours`, while which the names in TRL's modules are exchanged."""
+
         @functools.wraps(stock)
         def computes(*args: Any, **kwargs: Any) -> Any:
             if self.stock_only:
                 return stock(*args, **kwargs)
-            with self.computing():
+            with ExitStack() as stack:
+                for place, seam in self.adapter.patches.items():
+                    if ":" in place:
+                        module, name = place.split(":")
+                        seen = self._seam(place, seam, found_in_trl(place))
+                        stack.enter_context(swapped(import_module(module), **{name: seen}))
+                stack.enter_context(self.adapter.around(self))
                 return ours(*args, **kwargs)
 
         return computes
