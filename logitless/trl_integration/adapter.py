@@ -125,25 +125,13 @@ class ChunkedLoss:
         self.note(out.plan)
         return out
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """While the trainer computes a loss."""
-        with ExitStack() as stack:
-            for place, seam in self.adapter.patches.items():
-                if ":" in place:
-                    module, name = place.split(":")
-                    ours = self._seam(place, seam, found_in_trl(place))
-                    stack.enter_context(swapped(import_module(module), **{name: ours}))
-            stack.enter_context(self.adapter.around(self))
-            yield
-
     def methods(self) -> Iterator[tuple[str, Callable]]:
         """(name, what takes its place) of the trainer's methods."""
         patches, adapter = self.adapter.patches, self.adapter
         for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
             stock = getattr(self.trainer, name, None)
             if stock is None:
-                raise ImportError(moved(f"{adapter.stock}Trainer.{name}"))
+                raise moved(f"{adapter.stock}Trainer.{name}")
             own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
             remedy = "train without the chunked loss, or leave that method as it is"
             expect(not own, name, f"TRL's own in {adapter.name}Trainer", stock.__qualname__, remedy)
@@ -175,11 +163,19 @@ class ChunkedLoss:
         return used
 
     def _during(self, ours: Callable, stock: Callable) -> Callable:
+        """`ours`, while which the names in TRL's modules are exchanged."""
+
         @functools.wraps(stock)
         def computes(*args: Any, **kwargs: Any) -> Any:
             if self.stock_only:
                 return stock(*args, **kwargs)
-            with self.computing():
+            with ExitStack() as stack:
+                for place, seam in self.adapter.patches.items():
+                    if ":" in place:
+                        module, name = place.split(":")
+                        seen = self._seam(place, seam, found_in_trl(place))
+                        stack.enter_context(swapped(import_module(module), **{name: seen}))
+                stack.enter_context(self.adapter.around(self))
                 return ours(*args, **kwargs)
 
         return computes

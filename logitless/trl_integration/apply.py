@@ -10,9 +10,8 @@ from logitless.errors import expect
 from logitless.models import patch_model
 
 from .adapter import Adapter, ChunkedLoss, Seam
-from .adapters import ADAPTERS
 from .layers import switch_on
-from .pairs import check_budget
+from .pairs import ADAPTERS, check_budget
 
 
 def apply_to(
@@ -50,10 +49,7 @@ def apply_to(
     for name, wanted in asked.items():
         expected, has = f"one without the {name.replace('_', ' ')}", f"a {found} that has it"
         expect(not (wanted and name in trainer.__dict__), "trainer", expected, has, "leave apply_to out")
-    if logits_budget is not None:
-        check_budget(logits_budget)
-        expected, remedy = "None with use_chunked_loss=False", "leave one of them out"
-        expect(use_chunked_loss, "logits_budget", expected, logits_budget, remedy)
+    check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
     return switch_on(trainer, adapter, logits_budget, layers=use_fused_layers)
 

@@ -51,25 +51,17 @@ PAIRS = {
     "during": ("concatenated_forward",),
     **PICKED,
 }
-TPO_MODULE, A2PO_MODULE = "trl.experimental.tpo.tpo_trainer", "trl.experimental.a2po.a2po_trainer"
-
 ORPO = Adapter("trl.experimental.orpo:ORPO", **PAIRS)
 CPO = Adapter("trl.experimental.cpo:CPO", **PAIRS)
-TPO = Adapter(
-    "trl.experimental.tpo:TPO",
-    patches={f"{TPO_MODULE}:selective_log_softmax_and_entropy": Seam(logps_and_entropy, True, True)},
-    during=("_compute_loss",),
-    predicts=True,
-    **PICKED,
-)
-# An evaluation of OnlineDPO computes no loss.
-OnlineDPO = Adapter("trl.experimental.online_dpo:OnlineDPO", during=("_forward",), evaluates=False, **PICKED)
-A2PO = Adapter(
-    "trl.experimental.a2po:A2PO",
-    patches={f"{A2PO_MODULE}:selective_log_softmax": Seam(picked_logps, True, True)},
-    during=("_get_sequence_logps",),
-    **PICKED,
-)
+TPO_SEAM = "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy"
+TPO_LOGPS = {"patches": {TPO_SEAM: Seam(logps_and_entropy, True, True)}, "during": ("_compute_loss",)}
+TPO = Adapter("trl.experimental.tpo:TPO", predicts=True, **TPO_LOGPS, **PICKED)
+A2PO_SEAM = "trl.experimental.a2po.a2po_trainer:selective_log_softmax"
+A2PO_LOGPS = {"patches": {A2PO_SEAM: Seam(picked_logps, True, True)}, "during": ("_get_sequence_logps",)}
+A2PO = Adapter("trl.experimental.a2po:A2PO", **A2PO_LOGPS, **PICKED)
+# Its evaluation computes no loss.
+ONLINE = {"during": ("_forward",), "evaluates": False}
+OnlineDPO = Adapter("trl.experimental.online_dpo:OnlineDPO", **ONLINE, **PICKED)
 
 
 # --- GKD, GOLD, IW-OPD and ServerDistillation
@@ -112,9 +104,8 @@ GKD = Adapter("trl.experimental.gkd:GKD", patches=ALWAYS, predicts=True, **PICKE
 GOLD = Adapter("trl.experimental.gold:GOLD", (one_vocabulary,), patches=ALWAYS, **PICKED)
 IWOPD = Adapter("trl.experimental.iw_opd:IWOPD", patches=SOMETIMES, predicts=True, **PICKED)
 # All that it reads are log-probabilities of the ids that its server names.
-ServerDistillation = Adapter(
-    "trl.experimental.server_distillation:ServerDistillation", predicts=True, **PICKED
-)
+SERVER = "trl.experimental.server_distillation:ServerDistillation"
+ServerDistillation = Adapter(SERVER, predicts=True, **PICKED)
 
 
 # --- SDFT and SDPO

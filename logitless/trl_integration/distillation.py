@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from logitless import DistillationLoss
+from logitless.engine.head_view import HeadView
 
 from .adapter import Adapter, ChunkedLoss, Seam
 from .versions import found_in_trl
@@ -22,29 +23,21 @@ PACKAGE = "trl.experimental.async_distillation"
 MODULE = f"{PACKAGE}.async_distillation_trainer"
 
 
+def given_head(given: Any, prefix: str = "") -> HeadView:
+    """The head whose parts TRL passes under names with this prefix."""
+    parts = ("lm_head_weight", "lm_head_bias", "final_logit_softcapping", "logit_scale")
+    weight, bias, softcap, scale = (getattr(given, prefix + part) for part in parts)
+    return HeadView(weight, bias, softcap=softcap, logit_scale=scale, of_model=True)
+
+
 def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What TRL's `_chunked_divergence_loss` returns: the loss, the sum of the student's entropies, and how
     many tokens count."""
-    loss = DistillationLoss(
-        beta=given.beta,
-        temperature=given.temperature,
-        softcap=given.student_final_logit_softcapping,
-        logit_scale=given.student_logit_scale,
-        teacher_softcap=given.teacher_final_logit_softcapping,
-        teacher_logit_scale=given.teacher_logit_scale,
-        logits_budget=chunked.budget,
-    )
-    out = chunked.solved(
-        loss,
-        given.student_hidden_states,
-        given.student_lm_head_weight,
-        bias=given.student_lm_head_bias,
-        teacher_hidden=given.teacher_hidden_states.to(given.student_hidden_states.device),
-        teacher_weight=given.teacher_lm_head_weight,
-        teacher_bias=given.teacher_lm_head_bias,
-        mask=given.completion_mask,
-        num_items=given.num_items_in_batch,
-    )
+    hidden, student = given.student_hidden_states, given_head(given, "student_")
+    taught, teacher = given.teacher_hidden_states.to(hidden.device), given_head(given, "teacher_")
+    loss = DistillationLoss(beta=given.beta, temperature=given.temperature, logits_budget=chunked.budget)
+    others = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
+    out = chunked.solved(loss, hidden, student, teacher_hidden=taught, teacher_weight=teacher, **others)
     count = given.completion_mask.sum()
     return out.loss, out.metrics["entropy"] * count, count
 
@@ -53,14 +46,12 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the student's
     entropies and of the teachers', and for each teacher how many tokens it scored and its share of the
     divergence and of the entropy."""
-    hidden, weight, index = given.hidden_valid, given.lm_head_weight, given.teacher_id_idx
+    hidden, head, index = given.hidden_valid, given_head(given), given.teacher_id_idx
     several = index is not None
     loss = DistillationLoss(
         beta=given.beta,
         temperature=given.temperature,
         topk_mode="tail" if given.add_tail_bucket else "renormalize",
-        softcap=given.final_logit_softcapping,
-        logit_scale=given.logit_scale,
         # Each token's own value, which several teachers are logged by, costs a second walk.
         reduction="none" if several else "sum",
         logits_dtype=torch.float32,
@@ -68,11 +59,11 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     )
     candidates = given.valid_candidate_mask
     teacher = given.teacher_target_logps.masked_fill(~candidates, -torch.inf)
-    if several and hasattr(weight, "ds_id"):
+    if several and hasattr(head.weight, "ds_id"):
         # ZeRO-3 has emptied it again when the backward pass walks it.
-        weight = weight.clone()
-    others = {"bias": given.lm_head_bias, "teacher_logprobs_topk": (teacher, given.target_ids)}
-    out = chunked.solved(loss, hidden.to(weight.dtype), weight, **others)
+        head = head._replace(weight=head.weight.clone())
+    served = (teacher, given.target_ids)
+    out = chunked.solved(loss, hidden.to(head.dtype), head, teacher_logprobs_topk=served)
     total = out.loss.sum()
 
     entropies = teachers_entropy(teacher, candidates, given.add_tail_bucket)

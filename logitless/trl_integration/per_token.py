@@ -75,14 +75,6 @@ SFT = Adapter(
 
 # --- the others
 
-# TRL's names of what a trainer may ask for beside the log-probabilities, and ours.
-FIELDS = {
-    "entropy": "entropy",
-    "log_sum_sq_probs": "log_sum_sq_probs",
-    "mean_logits": "sum_logits",
-    "is_top1": "is_top1",
-}
-
 
 def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     """Log-probabilities, and the fields that are asked for by TRL's names, differentiable as TRL's are."""
@@ -92,7 +84,7 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     entropy = bool(getattr(args, "entropy_coef", 0.0)) or "metric"
     numbers = TokenNumbers(
         entropy="entropy" in asked and entropy,
-        also=tuple(FIELDS[name] for name in asked if name != "entropy"),
+        also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
         temperature=getattr(args, "temperature", 1.0),
         logits_budget=chunked.budget,
         logits_dtype=torch.float32 if fp32 else None,
@@ -110,13 +102,11 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
         if shift:
             # TRL's fields have an entry for each label but the first of a row.
             found, mask = {name: x[:, :-1] for name, x in found.items()}, mask[:, 1:]
-        fields = {"log_probs": found["logps"], "label_mask": mask}
-        fields |= {name: found[FIELDS[name]] for name in asked}
-        if "mean_logits" in fields:
-            fields["mean_logits"] = fields["mean_logits"] / head.shape[0]
-        if "is_top1" in fields:
-            fields["is_top1"] = fields["is_top1"].bool()
-        return fields
+        if "mean_logits" in asked:
+            found["mean_logits"] = found["sum_logits"] / head.shape[0]
+        if "is_top1" in asked:
+            found["is_top1"] = found["is_top1"].bool()
+        return {"log_probs": found["logps"], "label_mask": mask} | {name: found[name] for name in asked}
 
     return score
 

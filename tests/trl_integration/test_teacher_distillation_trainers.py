@@ -10,7 +10,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless.trl_integration as ours
-from logitless.trl_integration.adapters import ADAPTERS
+from logitless.trl_integration.pairs import ADAPTERS
 from logitless.trl_integration.deferred import one_vocabulary
 
 from .served import serve
