@@ -86,9 +86,9 @@ MUTANTS = [
         prefix="trainers: ",
     ),
     *of_file(
-        "engine/plan.py",
+        "engine/passes.py",
         f"{EVERY}::test_under_lora[SFT] {EVERY}::test_under_lora[DPO]",
-        ("frozen heads cost as much", "Plan.products", "1 if frozen_head else 2", "2"),
+        ("frozen heads cost as much", "plan_for", "(needs.hidden or needs.layers) + needs.weight", "2"),
         prefix="trainers: ",
     ),
     *of_file(
