@@ -10,8 +10,8 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless.trl_integration as ours
-from logitless.trl_integration.pairs import ADAPTERS
 from logitless.trl_integration.deferred import one_vocabulary
+from logitless.trl_integration.pairs import ADAPTERS
 
 from .served import serve
 from .test_distillation_trainers import collate, teacher
