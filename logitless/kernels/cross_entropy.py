@@ -96,7 +96,14 @@ def _triton_runs(device_type: str) -> bool:
 
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype in TRITON_DTYPES and _triton_runs(device.type)
+    return dtype in TRITON_DTYPES and _triton_runs(device.type) and not _computes_shapes_alone()
+
+
+def _computes_shapes_alone() -> bool:
+    """Whether a FakeTensorMode is on, whose tensors have no memory that a kernel could read."""
+    if torch.compiler.is_compiling():
+        return False  # the compiler's own, which calls no kernel
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def single_pass(gradient_dtype: torch.dtype) -> bool:

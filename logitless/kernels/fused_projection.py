@@ -35,11 +35,13 @@ def _has_tensor_copies(device: torch.device) -> bool:
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
     """Whether the kernels multiply (C, H) in `dtype` with these heads, or with their copies in that dtype.
 
-    Rows start at multiples of 16 bytes; of LoRA on a head, H has more columns than the head.
+    Rows start at multiples of 16 bytes; of LoRA on a head, H has more columns than the head, and a reference
+    model's may have others.
     """
     return H * dtype.itemsize % 16 == 0 and all(
         _has_tensor_copies(head.device)
         and uses_triton(head.device, dtype)
+        and head.shape[1] * dtype.itemsize % 16 == 0
         and head.is_contiguous()
         and head.storage_offset() * head.itemsize % 16 == 0
         for head in heads

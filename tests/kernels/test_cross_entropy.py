@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from logitless.kernels import cross_entropy as kernels
 from logitless.kernels.cross_entropy import (
     TokenBuffers,
     allocate_stats,
@@ -503,3 +505,11 @@ def test_a_row_of_the_gradient_adds_up_to_nothing(center):
     single, _ = single_pass_gradient(c)
     for gradient in (gradient_of(c, stats, {"logps": torch.ones(40, device=DEVICE)}), single):
         assert gradient.double().sum(1).square().mean().sqrt() < 2e-7
+
+
+def test_fake_tensors_take_the_twin(monkeypatch):
+    """They have no memory that a kernel could read."""
+    monkeypatch.setattr(kernels, "_triton_runs", lambda device: True)
+    assert kernels.uses_triton(torch.device("cuda"), torch.float32)
+    with FakeTensorMode():
+        assert not kernels.uses_triton(torch.device("cuda"), torch.float32)
