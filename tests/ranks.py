@@ -35,8 +35,8 @@ IMPORTED = [
     "logitless",
     "tests.support",
 ]
-# Where they are installed: for trainers and models. The forkserver leaves out what it cannot import.
-IMPORTED += [
+# Too, where this process has imported trl: then it runs tests of trainers.
+FOR_TRAINERS = [
     "transformers.models.llama.modeling_llama",
     "logitless.trl_integration",
     "trl.trainer.sft_trainer",
@@ -62,7 +62,7 @@ def in_processes(world: int, function: Callable[..., Any], *args: Any, backend: 
 def forked(function: Callable[..., None], args: tuple, nprocs: int) -> None:
     """As `torch.multiprocessing.spawn`, on the CPU and from the server: without the imports' time."""
     with mock.patch.dict(os.environ, PYTHONPATH=_path(), CUDA_VISIBLE_DEVICES=""):
-        multiprocessing.set_forkserver_preload(IMPORTED)
+        _preload()
         forkserver.ensure_running()
         torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver")
 
@@ -79,7 +79,7 @@ def script(
             target=_run_script, args=(command[1:], env, output.name, stderr.name)
         )
         with mock.patch.dict(os.environ, PYTHONPATH=_path(), CUDA_VISIBLE_DEVICES=""):
-            multiprocessing.set_forkserver_preload(IMPORTED)
+            _preload()
             process.start()
         process.join()
         yield SimpleNamespace(stdout=output, returncode=process.exitcode)
@@ -101,6 +101,10 @@ def _run_script(command: Sequence[str], env: dict[str, str], stdout: str, stderr
 def spawned(function: Callable[..., None], args: tuple, nprocs: int) -> None:
     with mock.patch.dict(os.environ, PYTHONPATH=_path()):
         torch.multiprocessing.spawn(function, args, nprocs)
+
+
+def _preload() -> None:
+    multiprocessing.set_forkserver_preload(IMPORTED + FOR_TRAINERS * ("trl" in sys.modules))
 
 
 def _path() -> str:
