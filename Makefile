@@ -10,7 +10,7 @@ GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel)
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-gpu test-gpus mutants lint
+.PHONY: demo test test-all test-gpu test-gpus mutants lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -41,9 +41,19 @@ lint: $(VENV)/.ready
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
 
+# The site, in site/; a link that leads nowhere fails. Its tools have an environment of their own, without torch.
+docs: $(VENV)/docs/.ready
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict --quiet
+
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(VENV)/docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt $$($(PYTHON) -c \
+	    "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
 $(VENV)/triton-%/.ready: $(VENV)/.ready

@@ -15,6 +15,6 @@ The rules, which every subcommand keeps by going through `measure.py`:
     (`compare_trees.py`).
 
 A new objective adds one module like `ce.py` (shapes, inputs, truth, yardstick, goals: an `Objective`), one
-like `ce_peers.py`, and one command in `__main__.py`; with its name in `TABLES` there, and markers in the
-README, it has a table too.
+like `ce_peers.py`, and one command in `__main__.py`; with its name in `TABLES` there, and markers in
+docs/benchmarks.md, it has a table too.
 """

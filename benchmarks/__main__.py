@@ -10,7 +10,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, readme, steps, trainers
+from benchmarks import compare_trees, pages, steps, summary, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -31,8 +31,8 @@ from benchmarks.report import RESULTS, new_document, newest, write_json
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 
-# The benchmarks with a table in the README, and what writes it.
-TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), readme.table) | {
+# The benchmarks with a table in docs/benchmarks.md, and what writes it.
+TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.table) | {
     "medusa": multi_head.by_length,
     "trl": trainers.by_trainer,
     "tensor-parallel": shards.by_loss,
@@ -526,33 +526,40 @@ def gemm(
 @app.command()
 def plot(
     results: Annotated[Path, typer.Option(help="Where the JSON files lie.")] = RESULTS,
-    readme_path: Annotated[
-        Path, typer.Option("--readme", help="The file with the markers.")
-    ] = RESULTS.parents[1] / "README.md",
-    picture_path: Annotated[Path, typer.Option("--picture", help="The PNG to draw.")] = RESULTS.parents[1]
-    / "docs"
-    / "ce.png",
+    root: Annotated[
+        Path, typer.Option(help="The folder of README.md and docs/, which hold the markers.")
+    ] = RESULTS.parents[1],
 ) -> None:
-    """Rewrite the README's tables from the newest results, and draw the picture of the newest `sweep`."""
+    """Rewrite the tables of README.md and docs/benchmarks.md from the newest results, draw docs/ce.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
     from benchmarks import picture
 
-    tables = {name: found for name in TABLES if (found := newest(name, results))}
-    for name, (source, document) in tables.items():
-        try:
-            readme.rewrite(readme_path, name, TABLES[name](document, f"benchmarks/results/{source.name}"))
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        typer.echo(f"{readme_path}: table from {source}")
-    if curve := newest("sweep", results):
-        source, document = curve
-        picture.draw(document, picture_path)
-        typer.echo(f"{picture_path}: drawn from {source}")
-    if not (tables or curve):
+    found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}
+    if not found:
         names = ", ".join((*TABLES, "sweep"))
         raise typer.BadParameter(
             f"--results: expected a complete result ({names}) in {results}; run `python -m benchmarks ce`."
         )
+    documents = {name: document for name, (_, document) in found.items()}
+    tables = {
+        (root / "docs" / "benchmarks.md", name): TABLES[name](document, f"benchmarks/results/{source.name}")
+        for name, (source, document) in found.items()
+        if name in TABLES
+    }
+    if "ce" in documents:
+        tables[root / "README.md", "summary"] = summary.losses(documents)
+    if "trl" in documents:
+        tables[root / "README.md", "help"] = summary.flags(documents["trl"])
+    for (page, name), body in tables.items():
+        try:
+            pages.rewrite(page, name, body)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        typer.echo(f"{page}: table {name}")
+    if "sweep" in documents:
+        drawn = root / "docs" / "ce.png"
+        picture.draw(documents["sweep"], drawn, documents.get("ce"))
+        typer.echo(f"{drawn}: drawn from {found['sweep'][0]}")
 
 
 def compare(

@@ -59,7 +59,15 @@ CPU_SHAPE = Shape(2048, 1024, 32000)
 
 # The sweep against N: one head (Qwen-sized) and the implementations worth a line each.
 SWEEP_H, SWEEP_V = 2048, 151936
-SWEEP_NAMES = ("logitless", "eager, fp32 upcast", "Liger", "TRL ChunkedLogProb")
+SWEEP_NAMES = (
+    "logitless",
+    "eager, fp32 upcast",
+    "torch.compile",
+    "Liger",
+    "TRL ChunkedLogProb",
+    "CCE (filtered)",
+    "QuACK",
+)
 
 
 def sweep_shapes(max_tokens: int) -> tuple[Shape, ...]:

@@ -1,10 +1,10 @@
-"""One picture from a sweep: peak memory and time against the number of tokens."""
+"""One picture from a sweep: peak memory, and time as a multiple of the bare products, against the tokens."""
 
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from benchmarks.report import GIB
 
@@ -13,55 +13,96 @@ from benchmarks.report import GIB
 STYLES = {
     "logitless": {"color": "#d1495b", "linewidth": 2.6, "marker": "o", "zorder": 3},
     "eager, fp32 upcast": {"color": "#5c6b73", "marker": "s"},
+    "torch.compile": {"color": "#2f9e8f", "marker": "v"},
     "Liger": {"color": "#4f8fba", "marker": "^"},
     "TRL ChunkedLogProb": {"color": "#e0a030", "marker": "D"},
+    "CCE (filtered)": {"color": "#8d6bb8", "marker": "P"},
+    "CCE (exact)": {"color": "#b8a0d4", "marker": "X"},
+    "QuACK": {"color": "#8a5a44", "marker": "*"},
 }
-SMALL = {"textcoords": "offset points", "fontsize": 8}
+NOTE = {"textcoords": "offset points", "fontsize": 8, "color": "#777777"}
 # Limits that no implementation can pass.
 LIMIT = {"color": "#999999", "linestyle": "--", "linewidth": 1, "zorder": 1}
+# Where a ratio leaves the picture: at few tokens a kernel that is launched for each chunk takes twenty times.
+MOST = 6
 
 
-def draw(document: dict, path: Path) -> None:
-    """Two panels against N: peak extra memory, and time per 1,000 tokens; a line ends where memory ran
-    out."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
+    """Two panels against N; a line ends where memory ran out.
+
+    Implementations that `comparison` measured at one of the sweep's shapes, and the sweep did not, are single
+    marks.
+    """
+    sections = with_others(sweep["sections"], comparison)
+    figure = Figure(figsize=(11, 5), layout="constrained")
     memory, time = figure.subplots(1, 2)
-    sections = document["sections"]
-    for name in dict.fromkeys(row["name"] for section in sections for row in section["rows"]):
-        style = {"linewidth": 1.6, "markersize": 5} | STYLES.get(name, {})
-        if values := [
-            (N, row["peak_bytes"] / GIB) for N, row in found(sections, name) if row.get("peak_bytes")
-        ]:
-            memory.plot(*zip(*values, strict=True), label=name, **style)
-            if any(row["verdict"] == "out of memory" for _, row in found(sections, name)):
-                memory.annotate(
-                    "then out of\nmemory", values[-1], (8, -14), **SMALL, color=style.get("color")
-                )
-        if values := [(N, 1e3 * row["ms"] / N) for N, row in found(sections, name) if row.get("ms")]:
-            time.plot(*zip(*values, strict=True), label=name, **style)
+    names = list(dict.fromkeys(row["name"] for section in sections for row in section["rows"]))
+    for name in (
+        *(name for name in STYLES if name in names),
+        *(name for name in names if name not in STYLES),
+    ):
+        style = {"linewidth": 1.6, "markersize": 6, "label": label(name, sections)} | STYLES.get(name, {})
+        if len(found(sections, name)) == 1 < len(sections):
+            style |= {"markersize": 9, "zorder": 2.5}  # a single mark is not lost behind a line
+        values = [(N, row["peak_bytes"] / GIB) for N, row in found(sections, name) if row.get("peak_bytes")]
+        memory.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
+        values = [(N, row["ratio"]) for N, row in found(sections, name) if row.get("ratio")]
+        time.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
 
     sizes = [section["shape"]["N"] for section in sections]
-    bare = [1e3 * section["yardstick"]["ms"] / N for N, section in zip(sizes, sections, strict=True)]
-    time.plot(sizes, bare, **LIMIT)
-    time.annotate(
-        "three bare matrix products", (sizes[-1], bare[-1]), (0, -11), **SMALL, color="#777777", ha="right"
-    )
-    dress(time, "Forward and backward, per 1,000 tokens", "ms", sizes)
-    time.set_ylim(bottom=0)
     dress(memory, "Peak memory beyond the inputs, gradients included", "GiB", sizes)
-    memory.set_yscale("log")
+    if any(row.get("peak_bytes") for section in sections for row in section["rows"]):  # not on a CPU
+        memory.set_yscale("log", base=2)
     memory.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    if total := document["device_bytes"]:
+    if total := sweep["device_bytes"]:
         memory.axhline(total / GIB, **LIMIT)
-        memory.annotate("the whole card", (sizes[0], total / GIB), (0, -11), **SMALL, color="#777777")
-    handles, labels = time.get_legend_handles_labels()
-    memory.legend(handles, labels, frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(0, 0.7))
+        memory.annotate("the whole card", (sizes[0], total / GIB), (0, 4), **NOTE)
+        memory.set_ylim(top=2 * total / GIB)
+    dress(time, "Forward and backward", "times the three bare matrix products", sizes)
+    time.set_yscale("log")
+    time.set_ylim(0.9, MOST)
+    time.set_yticks([1, 1.5, 2, 3, 4, 5, 6])
+    time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    time.yaxis.set_minor_formatter(NullFormatter())
+    time.axhline(1, **LIMIT)
+    time.annotate("three bare matrix products, at their best", (sizes[0], 1), (0, -11), **NOTE)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
 
     shape = sections[0]["shape"]
-    title = f"Linear head + cross-entropy, H = {shape['H']:,}, V = {shape['V']:,}, bf16, {document['device']}"
+    title = f"LM head + cross-entropy, H = {shape['H']:,}, V = {shape['V']:,}, bf16, {sweep['device']}"
     figure.suptitle(title, fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def with_others(sections: list[dict], comparison: dict | None) -> list[dict]:
+    """The sweep's sections, with rows of the comparison's whose name the sweep lacks, where shapes agree."""
+    known = {row["name"] for section in sections for row in section["rows"]}
+    others = comparison["sections"] if comparison else []
+    return [
+        section
+        | {
+            "rows": section["rows"]
+            + [
+                row
+                for other in others
+                if other["shape"] == section["shape"]
+                for row in other["rows"]
+                if row["name"] in STYLES and row["name"] not in known
+            ]
+        }
+        for section in sections
+    ]
+
+
+def label(name: str, sections: list[dict]) -> str:
+    """The name in the legend, which also says where the line ends or leaves the picture."""
+    rows = found(sections, name)
+    ends = [N for N, row in rows if row["verdict"] == "out of memory"]
+    above = max((row["ratio"] for _, row in rows if row.get("ratio")), default=0)
+    notes = [f"out of memory at {short(ends[0])}"] if ends else []
+    notes += [f"up to {above:.0f}x"] if above > MOST else []
+    return f"{name} ({', '.join(notes)})" if notes else name
 
 
 def found(sections: list[dict], name: str) -> list[tuple[int, dict]]:
@@ -71,10 +112,14 @@ def found(sections: list[dict], name: str) -> list[tuple[int, dict]]:
     ]
 
 
+def short(N: int) -> str:
+    return f"{N // 1024}k" if N >= 1024 else str(N)
+
+
 def dress(axis: Axes, title: str, unit: str, sizes: list[int]) -> None:
     axis.set_title(title, fontsize=11)
     axis.set_xscale("log", base=2)
-    axis.set_xticks(sizes, [f"{N // 1024}k" if N >= 1024 else str(N) for N in sizes])
+    axis.set_xticks(sizes, [short(N) for N in sizes])
     axis.set_xlabel("tokens")
     axis.set_ylabel(unit)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)

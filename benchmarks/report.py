@@ -1,4 +1,4 @@
-"""What a run leaves behind: the JSON document, and its tables for the terminal and for the README."""
+"""What a run leaves behind: the JSON document, and its tables for the terminal."""
 
 import json
 import platform

@@ -1,9 +1,24 @@
 """Post-training losses straight from hidden states and the LM head: the logits never exist."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from logitless import losses
 from logitless._version import __version__
-from logitless.checking import CheckReport, check
-from logitless.estimating import Estimate, estimate
 from logitless.losses import *  # noqa: F403
 
-__all__ = [*losses.__all__, "CheckReport", "Estimate", "__version__", "check", "estimate"]
+if TYPE_CHECKING:
+    from logitless.checking import CheckReport, check
+    from logitless.estimating import Estimate, estimate
+
+__all__ = ["CheckReport", "Estimate", "__version__", "check", "estimate"]
+__all__ += losses.__all__  # a form that type checkers know
+
+# What training does not need is loaded with its first use.
+_LATER = {"CheckReport": "checking", "check": "checking", "Estimate": "estimating", "estimate": "estimating"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'logitless' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"logitless.{_LATER[name]}"), name)

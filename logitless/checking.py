@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome, replaced, run_calls
@@ -18,6 +18,8 @@ from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
 from logitless.errors import expect
+from logitless.losses.base import LinearLoss
+from logitless.losses.inputs import HeadWeight
 
 MOST_LOGITS = 2**30
 ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"
@@ -73,9 +75,9 @@ class CheckReport:
 
 
 def check(
-    loss: LossSpec,
+    loss: LinearLoss,
     hidden: Tensor | Sequence[Tensor],
-    weight: Tensor | nn.Module,
+    weight: HeadWeight,
     targets: Tensor | None = None,
     **inputs: object,
 ) -> CheckReport:

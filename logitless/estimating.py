@@ -21,7 +21,7 @@ from logitless.engine.plan import MIB, Pass, Plan
 from logitless.errors import expect
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
 from logitless.losses.policy import PolicyLoss
-from logitless.losses.preference import ReferencedLoss
+from logitless.losses.reference_model import ComparedLoss
 
 # Options of a call that an estimate does not cover.
 REFUSED = ("accumulate_into", "accumulate_now", "grad_scale")
@@ -72,7 +72,7 @@ def _mib(size: int) -> str:
 
 
 def estimate(
-    loss: Callable,
+    loss: Callable[..., object],
     *,
     tokens: int,
     hidden_size: int,
@@ -208,8 +208,7 @@ def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[st
     if isinstance(loss, KTOLoss):
         made["labels"] = tokens.new_zeros(sequences, dtype=torch.bool)
         made["kl"] = 0.0 if loss.loss_type == "kto" else None
-    reference = isinstance(loss, ReferencedLoss) and loss.needs_reference and "ref_hidden" not in given
-    if reference or (isinstance(loss, GRPOLoss) and loss.beta):
+    if isinstance(loss, ComparedLoss) and loss.needs_reference and "ref_hidden" not in given:
         made["ref_logps"] = tokens
     return made
 
@@ -228,7 +227,7 @@ class _Planner:
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         for call, rows in map(choose_rows, unpack(signature, tensors, sequences)):
-            self.plan = plan_for(call, rows, purpose)
+            self.plan = plan_for(call, rows, purpose, len(heads))
             self.walks.append((call, self.plan, purpose))
         if purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call):
             self.walks.append((call, plan_for(call, rows, Pass.GRADIENTS), Pass.GRADIENTS))
@@ -269,16 +268,9 @@ class _Planner:
 
 def _products(call: Call, plan: Plan) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per supervised token."""
-    backward = (call.needs.hidden or call.needs.layers) + call.needs.weight
-    own = others = 0
-    for step in plan.steps:
-        rows = step.stop - step.start
-        own += rows * (1 + step.write * backward)
-        others += rows * step.read
-    if plan.columns or not plan.rows:
-        own = 0  # only the gathered columns are multiplied with
+    read = sum(step.stop - step.start for step in plan.steps if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
-    return own / max(1, plan.rows), others / max(1, plan.rows) * has_other
+    return plan.products - plan.later, read / max(1, plan.rows) * has_other
 
 
 def _fixed_bytes(call: Call, purpose: Pass) -> int:

@@ -24,13 +24,14 @@ from benchmarks import (
     medusa,
     objective,
     own_rows,
+    pages,
     peers,
     picture,
     policy,
     preference,
     profile,
-    readme,
     report,
+    summary,
     tensor_parallel,
     timing,
     yardstick,
@@ -958,14 +959,8 @@ def test_their_tables_count_in_one_product(benchmark, tmp_path):
     run["sections"] = [section | {"shape": asdict(shape)} for section in run["sections"]]
     run["sections"][0]["yardstick"]["name"] = "one bare GEMM"
     report.write_json(tmp_path / "result.json", run)
-    page = tmp_path / "README.md"
-    page.write_text(f"<!-- benchmarks:{benchmark} -->\n<!-- /benchmarks:{benchmark} -->\n")
-    assert (
-        invoke(
-            "plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")
-        ).exit_code
-        == 0
-    )
+    page = page_with(tmp_path, benchmark)
+    assert invoke("plot", "--results", str(tmp_path), "--root", str(tmp_path)).exit_code == 0
     text = page.read_text()
     assert report.sizes(asdict(shape)) in text and "**1.25x, 3.0 GiB**" in text and "one bare GEMM" in text
     assert "one bare matrix product, hidden @ weight.T" in text and "of the bare matrix products" not in text
@@ -1294,20 +1289,20 @@ def test_sweep_doubles():
     assert ce.sweep_shapes(131072)[-1].N == 131072
 
 
-def test_plot_rewrites_the_readme_and_draws(tmp_path):
+def page_with(root: Path, *names: str, readme: tuple[str, ...] = ()) -> Path:
+    """docs/benchmarks.md and README.md below `root`, with markers and nothing between them."""
+    for page, marked in ((root / "docs" / "benchmarks.md", names), (root / "README.md", readme)):
+        page.parent.mkdir(exist_ok=True)
+        page.write_text("".join(f"<!-- benchmarks:{x} -->\nold\n<!-- /benchmarks:{x} -->\n" for x in marked))
+    return root / "docs" / "benchmarks.md"
+
+
+def test_plot_rewrites_the_pages_and_draws(tmp_path):
     report.write_json(tmp_path / "ce.json", document())
     report.write_json(tmp_path / "sweep.json", document("sweep"))
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- benchmarks:ce -->\nold\n<!-- /benchmarks:ce -->\nafter\n")
-    arguments = [
-        "plot",
-        "--results",
-        str(tmp_path),
-        "--readme",
-        str(page),
-        "--picture",
-        str(tmp_path / "docs" / "ce.png"),
-    ]
+    page = page_with(tmp_path, "ce", readme=("summary",))
+    page.write_text(f"before\n{page.read_text()}after\n")
+    arguments = ["plot", "--results", str(tmp_path), "--root", str(tmp_path)]
     assert invoke(*arguments).exit_code == 0
     text = page.read_text()
     assert text.startswith("before\n<!-- benchmarks:ce -->\n|") and text.endswith(
@@ -1322,6 +1317,7 @@ def test_plot_rewrites_the_readme_and_draws(tmp_path):
         "benchmarks/results/ce.json",
     ):
         assert part in text
+    assert "old" not in (tmp_path / "README.md").read_text()
     assert (tmp_path / "docs" / "ce.png").read_bytes().startswith(b"\x89PNG")
 
     assert invoke(*arguments).exit_code == 0
@@ -1333,19 +1329,50 @@ def test_plot_writes_a_table_for_each_objective_with_a_result(tmp_path):
     written = document("distillation")
     written["sections"] = [section | four for section in written["sections"]]
     report.write_json(tmp_path / "distillation.json", written)
-    page = tmp_path / "README.md"
-    empty = "<!-- benchmarks:{0} -->\n<!-- /benchmarks:{0} -->\n"
-    page.write_text(empty.format("ce") + empty.format("distillation"))
-    assert (
-        invoke(
-            "plot", "--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")
-        ).exit_code
-        == 0
-    )
+    page = page_with(tmp_path, "ce", "distillation")
+    untouched = page.read_text()[: page.read_text().index("<!-- benchmarks:distillation")]
+    assert invoke("plot", "--results", str(tmp_path), "--root", str(tmp_path)).exit_code == 0
     text = page.read_text()
-    assert text.startswith(empty.format("ce") + "<!-- benchmarks:distillation -->\n|") and "7.0 ms" in text
+    assert text.startswith(untouched + "<!-- benchmarks:distillation -->\n|") and "7.0 ms" in text
     assert "N 48, H 16, teacher H 24, V 131, frozen head" in text and "ignored" not in text
-    assert not (tmp_path / "ce.png").exists()
+    assert not (tmp_path / "docs" / "ce.png").exists()
+
+
+def test_the_readme_has_a_row_for_each_kind_of_loss():
+    """Of two shapes it takes the second of cross-entropy, and the first of an implementation's rows."""
+    run = document()
+    first, second = ({**run["sections"][0]} for _ in range(2))
+    second["rows"] = [{**row, "ms": 99.4} for row in run["sections"][0]["rows"]]
+    second["rows"].append({"name": "Liger, accum_dtype fp32", "verdict": "ok", "ms": 1.0, "peak_bytes": 1})
+    header, _, row, *_ = summary.losses({"ce": run | {"sections": [first, second]}}).splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[0] == f"cross-entropy, {report.sizes(asdict(SHAPE))}"
+    assert cells[1:] == ["out of memory", "", "wrong", "", "**99 ms, 3.0 GiB**"] and "TRL" in header
+
+
+def test_the_readme_says_what_the_flags_measured():
+    def ran(name, size, *verdicts):
+        rows = [{"verdict": verdict, "ms": size, "peak_bytes": 2**30} for verdict in verdicts]
+        return {"trainer": name, "size": size, "rows": rows}
+
+    sections = [ran("SFT", 8, "ok", "ok"), ran("SFT", 16, "ok", "ok"), ran("SFT", 32, "out of memory", "ok")]
+    model = {"hidden_size": 1024, "vocab_size": 151936}
+    lines = summary.flags({"sections": sections, "model": model, "device": "GPU"}).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    found = {row[0]: row[-1] for row in rows[2:]}
+    assert found["SFT"] == "16 ms, 1.0 GiB → 16 ms, 1.0 GiB"
+    assert found["ORPO; alike CPO, SimPO, TPO"] == "not measured"
+
+
+def test_pages_are_those_of_the_results(tmp_path):
+    """Nobody wrote a number into a table by hand."""
+    root = Path(report.RESULTS).parents[1]
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "docs/benchmarks.md"):
+        shutil.copy(root / name, tmp_path / name)
+    assert invoke("plot", "--root", str(tmp_path)).exit_code == 0
+    for name in ("README.md", "docs/benchmarks.md"):
+        assert (tmp_path / name).read_text() == (root / name).read_text(), "run `python -m benchmarks plot`"
 
 
 def test_plot_asks_for_a_result(tmp_path):
@@ -1357,7 +1384,7 @@ def test_plot_asks_for_a_result(tmp_path):
 
 def test_plot_asks_for_the_markers(tmp_path):
     with pytest.raises(ValueError, match="<!-- benchmarks:ce -->"):
-        readme.rewrite(tmp_path / "README.md", "ce", "table")
+        pages.rewrite(tmp_path / "README.md", "ce", "table")
 
 
 def test_newest_result_is_the_latest_complete_one(tmp_path):
@@ -1378,8 +1405,22 @@ def test_picture_of_a_cpu_run(tmp_path):
     # Neither memory nor the size of the card is known there.
     run = document("sweep")
     run["sections"][0]["rows"][0]["peak_bytes"] = None
-    picture.draw(run, tmp_path / "ce.png")
+    picture.draw(run | {"device_bytes": None}, tmp_path / "ce.png")
     assert (tmp_path / "ce.png").stat().st_size > 0
+
+
+def test_the_picture_takes_from_the_comparison_what_the_sweep_lacks():
+    sweep, other = document("sweep"), document()
+    measured = other["sections"][0]["rows"]
+    measured += [
+        {"name": name, "verdict": "ok", "ratio": 1.5, "peak_bytes": 1} for name in ("QuACK", "unknown")
+    ]
+    elsewhere = {"shape": asdict(SHAPE) | {"N": 7}, "rows": measured}
+    (section,) = picture.with_others(sweep["sections"], other | {"sections": [*other["sections"], elsewhere]})
+    assert [row["name"] for row in section["rows"]] == ["logitless", "eager, fp32 upcast", "Liger", "QuACK"]
+    assert picture.label("eager, fp32 upcast", [section]) == "eager, fp32 upcast (out of memory at 48)"
+    section["rows"][0]["ratio"] = 19.6
+    assert picture.label("logitless", [section]) == "logitless (up to 20x)"
 
 
 # -- Two trees side by side

@@ -1,48 +1,128 @@
-"""The code of the documentation runs as it is pasted."""
+"""The code of the documentation runs as it is pasted, each page in a namespace of its own, from its first
+block to its last. A block that is left out says so, and why, in a title that readers see."""
 
+import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def test_the_first_block_of_the_readme_runs_as_pasted():
-    text = (DOCS.parent / "README.md").read_text()
-    names = {"__name__": "pasted"}
-    exec(re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1], names)
-    expected = torch.nn.functional.cross_entropy(names["logits"].flatten(0, 1), names["targets"].flatten())
-    torch.testing.assert_close(names["loss"], expected)
-    assert names["hidden"].grad.any() and names["lm_head"].weight.grad.any()
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r'^```python(?: title="not run: (.+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+SEVERAL_IDS = "docs/several_ids.md"  # run once for all the tests of its functions
+PAGES = [page for page, text in TEXTS.items() if FENCE.search(text) and page != SEVERAL_IDS]
+# More than torch, which the core's tests must do without.
+PACKAGES = ("datasets", "peft", "tokenizers", "torchao", "transformers", "trl")
 
 
 def run_blocks(page: str) -> dict:
     """The names that are there after all blocks of a page."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
     names = {"__name__": "pasted"}
-    for number, block in enumerate(blocks, 1):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    for number, (left_out, block) in enumerate(FENCE.findall(TEXTS[page]), 1):
+        if not left_out:
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
     return names
 
 
-@pytest.mark.parametrize("page", ["design.md", "layers.md", "recipes.md"])
-def test_blocks_run_one_after_the_other(page):
+@pytest.fixture(scope="module", autouse=True)
+def as_pasted():
+    """Uncompiled, as one divergence takes torch.compile a minute on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    if torch.distributed.is_initialized():  # by the page about several GPUs
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_run_one_after_the_other(page, tmp_path, monkeypatch):
+    for package in PACKAGES:
+        if f"\nfrom {package}" in TEXTS[page]:
+            pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
     run_blocks(page)
+
+
+def test_the_notebook_shows_equal_curves_and_less_memory():
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib").use("Agg")
+    names = {"__name__": "pasted"}
+    for cell in json.loads((ROOT / "docs" / "notebooks" / "sft.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "sft.ipynb", "exec"), names)
+    assert names["gap"] < 1e-3 and names["last"] < 0.7 * names["first"]
+    full, ours = (names["peaks"][name][-1] for name in ("full logits", "logitless"))
+    assert 0 < ours < full / 3
+
+
+def test_no_block_is_overlooked():
+    for page, text in TEXTS.items():
+        fences = re.findall(r"^ *```py.*$", text, re.MULTILINE)
+        assert len(fences) == len(FENCE.findall(text)), page
+    left_out = [reason for text in TEXTS.values() for reason, _ in FENCE.findall(text) if reason]
+    assert len(left_out) <= 6 and all(len(reason) > 20 for reason in left_out)
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 150
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as the site names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """`make docs` checks those of the site; these are also the README's, and work in a checkout."""
+    for page, text in TEXTS.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+            place, _, anchor = target.partition("#")
+            if place.startswith(("https:", "mailto:")) or anchor.startswith("logitless."):
+                continue
+            path = (ROOT / page).parent / place if place else ROOT / page
+            assert path.exists(), (page, target)
+            assert not anchor or anchor in anchors(path), (page, target)
+
+
+def test_every_page_is_in_the_site():
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / "mkdocs.yml").read_text()
+    pages = {f"docs/{page}" for page in re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"]))}
+    assert pages == TEXTS.keys() - {"README.md"}
+
+
+def test_messages_to_look_up_are_the_librarys():
+    """Each piece of a message between names and values is a text in the code."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "logitless").rglob("*.py")]
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    code = "\n".join(text for text in constants if isinstance(text, str))
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS["docs/troubleshooting.md"], re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row) if " " in message]
+    assert len(messages) > 30
+    for message in messages:
+        if message.startswith("'NoneType'") or message.startswith("model("):  # Python's own
+            continue
+        for piece in re.split(r"…|: expected |, got | with | as it comes", message):
+            assert piece.strip(" ,") in code, (message, piece)
 
 
 def test_the_page_of_fused_layers_has_the_tests_table():
     from tests.models.every_fused import families
 
-    assert f"<!-- families -->\n{families()}\n<!-- /families -->" in (DOCS / "layers.md").read_text()
+    assert f"<!-- families -->\n{families()}\n<!-- /families -->" in TEXTS["docs/layers.md"]
 
 
 @pytest.fixture(scope="module")
 def recipes() -> dict:
     torch.manual_seed(0)
-    return run_blocks("several_ids.md")
+    return run_blocks(SEVERAL_IDS)
 
 
 def kl(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,8 @@ COUNTED = {
     "reference": ("DPO", {}, {"reference_hidden_size": TEACHER_H}),
     "reference, frozen head": ("DPO", {}, {"reference_hidden_size": TEACHER_H, "frozen_head": True}),
     "reference, walked twice": ("DPO", {"logits_budget": 4000}, {"reference_hidden_size": TEACHER_H}),
+    "reference of a policy": ("GRPO", {}, {"reference_hidden_size": TEACHER_H}),
+    "predictions": ("cross-entropy", {"return_predictions": True, "logits_budget": 5_000}, {}),
     "teacher": ("JSD", {}, {}),
     "unreduced, teacher": ("JSD", {"reduction": "none"}, {}),
     "gathered columns": ("gathered", {}, {}),
@@ -132,7 +134,8 @@ def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
         inputs, sizes, size = {key: x for key, x in inputs.items() if key != "bias"}, own | sizes, {}
     x = every_loss.given(T)
     if "reference_hidden_size" in sizes:
-        inputs = {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
+        inputs |= {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
+        inputs.pop("ref_logps")
     arguments[1].requires_grad_(not sizes.get("frozen_head", False))
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         out = loss(*arguments, **inputs)

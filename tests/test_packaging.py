@@ -1,6 +1,7 @@
 """What is shipped: a wheel holds the library alone; a source distribution also what is needed to test and
 measure it."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs", ".github")
 FILES = (
     "pyproject.toml",
-    "MANIFEST.in",
     "README.md",
     "LICENSE",
     "CHANGELOG.md",
@@ -23,8 +23,13 @@ FILES = (
     "CONTRIBUTING.md",
     "Makefile",
     "constraints.txt",
+    "mkdocs.yml",
+    "hatch_build.py",
 )
-BUILD = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+BUILD = (
+    "from hatchling import build; build.build_sdist('dist'); build.build_wheel('dist'); "
+    "build.build_editable('editable')"
+)
 
 
 def files_below(root: Path) -> set[str]:
@@ -38,7 +43,7 @@ def files_below(root: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A folder with a wheel and a source distribution, built offline from a copy of the repository."""
-    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("hatchling", reason="hatchling, of the dev extra, is not installed")
     copy = tmp_path_factory.mktemp("repository")
     for name in SHIPPED:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -62,10 +67,33 @@ def test_wheel_says_what_it_is(built):
         said = message_from_bytes(archive.read(name))
     assert said["Author"] == "logitless maintainers" and said["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in said.get_all("Classifier") and "grpo" in said["Keywords"].split(",")
-    assert said["Description-Content-Type"] == "text/markdown" and "# logitless" in said.get_payload()
+    assert said["Description-Content-Type"] == "text/markdown"
+    addresses = dict(url.split(", ") for url in said.get_all("Project-URL"))
+    assert {"Repository", "Issues", "Changelog", "Documentation"} <= addresses.keys()
+
+
+def test_the_readme_works_outside_of_the_repository(built):
+    """On a package index no file lies beside it."""
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        said = message_from_bytes(archive.read(name))
+    (home,) = (url.split(", ")[1] for url in said.get_all("Project-URL") if url.startswith("Repository"))
+    readme = said.get_payload(decode=True).decode()
+    assert readme.startswith("# logitless") and f"({home}/raw/main/docs/ce.png)" in readme
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    assert len(targets) > 15 and all(target.startswith(("https:", "#")) for target in targets)
+    own = [target.removeprefix(f"{home}/blob/main/") for target in targets if f"{home}/blob" in target]
+    assert own and all((ROOT / target.partition("#")[0]).exists() for target in own)
 
 
 def test_wheel_holds_the_library_and_nothing_else(built):
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {name for name in files_below(ROOT) if name.startswith("logitless/")}
+
+
+def test_an_editable_install_is_a_path(built):
+    """Type checkers follow a path in a .pth file; they do not run a finder."""
+    with zipfile.ZipFile(next((built.parent / "editable").glob("*.whl"))) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert Path(archive.read(path).decode().strip()) == built.parent

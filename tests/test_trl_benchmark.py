@@ -211,7 +211,7 @@ def test_the_pairs_are_as_long_as_they_should_be():
     assert len(set(rows["prompt"])) == 3
 
 
-def test_the_readme_has_a_table_for_each_trainer(tmp_path):
+def test_the_page_has_a_table_for_each_trainer(tmp_path):
     sections = [
         {
             "trainer": "SFT",
@@ -240,9 +240,11 @@ def test_the_readme_has_a_table_for_each_trainer(tmp_path):
         "complete": True,
     }
     report.write_json(tmp_path / "trl.json", written)
-    page = tmp_path / "README.md"
+    page = tmp_path / "docs" / "benchmarks.md"
+    page.parent.mkdir()
     page.write_text("<!-- benchmarks:trl -->\n<!-- /benchmarks:trl -->\n")
-    arguments = ["--results", str(tmp_path), "--readme", str(page), "--picture", str(tmp_path / "ce.png")]
+    (tmp_path / "README.md").write_text("<!-- benchmarks:help -->\n<!-- /benchmarks:help -->\n")
+    arguments = ["--results", str(tmp_path), "--root", str(tmp_path)]
     assert CliRunner().invoke(app, ["plot", *arguments]).exit_code == 0
     text = page.read_text()
     tables = [

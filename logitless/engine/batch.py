@@ -1,6 +1,7 @@
 """What a loss sees beside the numbers of its tokens: the inputs of a call, cut to a slice of its rows."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,14 +39,16 @@ class TokenStats:
     log_sum_sq_probs: Tensor
     is_top1: Tensor
 
-    def __getattr__(self, name: str) -> Tensor:
-        if name not in TokenStats.__annotations__:
-            known = ", ".join(TokenStats.__annotations__)
-            raise AttributeError(f"stats: expected one of {known}, got {name}; name one of these.")
-        raise AttributeError(
-            f"{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} to "
-            "`observes`, or to `differentiates` if the loss depends on it."
-        )
+    if not TYPE_CHECKING:  # for a checker, other names are errors
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name not in TokenStats.__annotations__:
+                known = ", ".join(TokenStats.__annotations__)
+                raise AttributeError(f"stats: expected one of {known}, got {name}; name one of these.")
+            raise AttributeError(
+                f"{name}: expected a statistic that the loss declares, got an undeclared one; add {name!r} "
+                "to `observes`, or to `differentiates` if the loss depends on it."
+            )
 
 
 class Batch:
@@ -83,6 +86,12 @@ class Batch:
         self.absent = tuple(name for name, x in inputs.items() if x is None)
         for name, value in inputs.items():
             setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:  # as far as a checker knows, a declared input
+        raise AttributeError(
+            f"{name}: expected an input that the loss declares, got an undeclared one; add {name!r} to "
+            "`token_inputs` or its like, and pass it to the call."
+        )
 
     @property
     def shows_shapes(self) -> bool:

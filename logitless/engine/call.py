@@ -125,6 +125,9 @@ def prepare(
         cu_seqlens = _boundaries(cu_seqlens, hidden)
     if loss.scope != "token" or loss.unit != "tokens":
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
+    if options.shift:
+        remedy = "a single token has no next one"
+        expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:

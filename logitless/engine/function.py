@@ -26,7 +26,6 @@ from torch import Tensor
 from logitless.engine import operators, passes
 from logitless.engine.call import Given
 from logitless.engine.gradients import finish
-from logitless.engine.operators import solved_names
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
 from logitless.errors import expect
@@ -95,8 +94,8 @@ def run_calls(
         return Outcome(None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan)
     value, metrics, *numbers = outputs
     # Onto a main gradient there is no d_logps: the forward pass knows no gradient, or a scaled one.
-    names = solved_names(loss) if loss.return_logps else ()
-    return Outcome(value, metrics, dict(zip(names, numbers)), plan)
+    named = dict(zip(passes.solved_names(loss), numbers)) if numbers else {}
+    return Outcome(value, metrics, named, plan)
 
 
 def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
@@ -114,7 +113,7 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
     if run.mode is Mode.INTO_MAIN_NOW:
         solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, static=False)
         run.plans.append(solved.plan)
-        return (solved.metrics[0, 0], solved.metrics, *solved.tokens[:-1]), gradients, None
+        return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
     if per_token:
         numbers = passes.token_numbers(calls[0])
         run.plans.append(numbers.plan)
@@ -126,6 +125,11 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
     return (solved.loss, solved.metrics, *solved.tokens), [solved.deferred, *sums], None
 
 
+def _without_d_logps(run: Run, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Outputs whose last one would be the gradient with respect to logps, where the loss hands that out."""
+    return outputs[:-1] if run.signature.loss.return_logps else outputs
+
+
 class FusedLinearBase(torch.autograd.Function):
     """The passes under autograd: called directly in eager mode, as opaque operators under `torch.compile`."""
 
@@ -135,8 +139,8 @@ class FusedLinearBase(torch.autograd.Function):
         outputs, kept, ctx.rows = _forward(
             run, signature.without_gradients() if into_main else signature, tensors
         )
-        if into_main and signature.loss.return_logps:
-            outputs = outputs[:-1]
+        if into_main:
+            outputs = _without_d_logps(run, outputs)
         ctx.set_materialize_grads(False)
         trained = tensors[: len(signature.needs)]
         ctx.run, ctx.count = run, len(tensors)

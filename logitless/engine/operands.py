@@ -65,9 +65,9 @@ class Operands(NamedTuple):
         head, rows = (
             (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
         )
-        if hidden.dim() < 2:
-            remedy = "add a token dimension"
-            expect(False, "hidden", "shape (..., H) with at least 2 dimensions", tuple(hidden.shape), remedy)
+        if hidden.dim() < 1:
+            remedy = "pass hidden states, one row per target"
+            expect(False, "hidden", "shape (..., H)", tuple(hidden.shape), remedy)
         if weight.dim() != 2:
             expect(False, "weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
         if head.shape[0] != weight.shape[0]:
@@ -131,6 +131,13 @@ def _check_ids(targets: object) -> None:
     expect(
         targets.dtype in INTEGERS, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError
     )
+
+
+def masked(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
+    """Targets with `ignore_index` where the mask, of their shape, is off."""
+    expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
+    expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
+    return torch.where(mask.bool(), targets, ignore_index)
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -109,11 +109,6 @@ def graph_key(signature: Signature) -> str:
 # -- The operators
 
 
-def solved_names(loss) -> tuple[str, ...]:
-    """Names of the per-token numbers that stand beside a solved loss, in order."""
-    return (*loss.objective.number_names(loss), "d_logps") if loss.return_logps else ()
-
-
 def _calls(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Call]:
     return unpack(_SIGNATURES[key], tensors, sequences)
 
@@ -164,8 +159,9 @@ def _(tensors, sequences, key):
     signature = _SIGNATURES[key]
     loss, stat = signature.loss, torch.promote_types(signature.dtype, torch.float32)
     N, metrics = tensors[len(signature.needs)].shape, (len(signature.parts), 1 + len(loss.metric_names))
-    shapes = ((), metrics, *(N for _ in solved_names(loss)), ())
-    return [tensors[0].new_empty(shape, dtype=stat) for shape in shapes] + _fake_sums(tensors, key)
+    kinds = [torch.int64 if name == "predictions" else stat for name in passes.solved_names(loss)]
+    shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), ((), stat)
+    return [tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes] + _fake_sums(tensors, key)
 
 
 @torch.library.custom_op("logitless::numbers", mutates_args=())

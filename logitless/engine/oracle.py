@@ -26,7 +26,7 @@ from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, metric_shares, reduced, unreduced
 
 # Numbers that the engine does not differentiate, whatever a loss does with them.
-CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs")
+CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
 
 
 @dataclass
@@ -173,6 +173,7 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
         "sum_logits": z.sum(-1) if weights is None else z @ weights.to(z.dtype),
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
         "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
+        "predictions": z.argmax(-1),
     }
     return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in found.items()}
 

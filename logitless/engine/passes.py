@@ -22,7 +22,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
-from logitless.engine.spec import Fault
+from logitless.engine.spec import Fault, LossSpec
 from logitless.parallel.peers import ALONE, Peers
 
 # By whether only some columns of the head are gathered.
@@ -63,7 +63,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
     gradients = Gradients([call for call, _ in chosen], static=static or len(calls) > 1, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
     for call, rows in chosen:
-        plan = plan_for(call, rows, Pass.SOLVE)
+        plan = plan_for(call, rows, Pass.SOLVE, len(calls))
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
         head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
@@ -78,16 +78,26 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         metrics.append(torch.stack([own, *found]))
     if not isinstance(deferred, Tensor):
         deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
-    tokens = _tokens(call, rows, objective, deferred) if call.loss.return_logps else []
+    asked = call.loss.return_logps or call.loss.return_predictions
+    tokens = _tokens(call, rows, objective, deferred) if asked else []
     loss = losses[0] if len(losses) == 1 else sum(losses)
     return Solved(loss, torch.stack(metrics), tokens, deferred, gradients, plan)
 
 
+def solved_names(loss: LossSpec) -> tuple[str, ...]:
+    """Names of the per-token numbers that stand beside a solved loss, in order: what its options ask for."""
+    if loss.return_logps:
+        return (*loss.objective.number_names(loss), "d_logps")
+    return ("predictions",) if loss.return_predictions else ()
+
+
 def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
-    """What `return_logps` asks for: all numbers of the tokens, and d loss / d logps."""
-    numbers, N = objective.numbers(), call.targets.shape[0]
-    d_logps = objective.grads.logps * deferred if call.trainable else torch.zeros_like(numbers["logps"])
-    return [rows.scattered(x, N) for x in (*numbers.values(), d_logps)]
+    """The numbers of `solved_names`; d_logps is d loss / d logps."""
+    names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
+    if "d_logps" in names:
+        zero = torch.zeros_like(numbers["logps"])
+        numbers["d_logps"] = objective.grads.logps * deferred if call.trainable else zero
+    return [rows.scattered(numbers[name], N) for name in names]
 
 
 def token_numbers(call: Call) -> Numbers:
@@ -200,7 +210,7 @@ def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: s
     return seen, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
 
 
-def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
+def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default.
 
     What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
@@ -216,6 +226,8 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
             "for speed."
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
+    backward = (needs.hidden or needs.layers) + needs.weight
+    twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
     facts = Facts(
         rows.count,
         rows.group_sizes,
@@ -224,6 +236,10 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
         costs.linear_in_logps,
         costs.rereads,
         costs.columns,
+        backward,
+        1 + backward if twice else 0,
+        fixed,
+        heads,
     )
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:

@@ -90,6 +90,7 @@ class LossSpec(Protocol):
     tp_group: "ProcessGroup | None"
     cp_group: "ProcessGroup | None"
     return_logps: bool
+    return_predictions: bool
     scope: str
     unit: str
     sequences_per_group: int

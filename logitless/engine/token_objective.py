@@ -14,15 +14,18 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
+from logitless.engine.ids_objective import best
 from logitless.engine.local_autograd import grad_and_value
 from logitless.engine.objective import Costs, Report, batch_of
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
+from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors, evaluate_terms, metric_shares, reduced
 from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import fused_projection as fused
+from logitless.kernels import select as selection
 from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.matmul import piece_bytes, project
 from logitless.parallel.sequences import WHOLE_SEQUENCES
@@ -45,6 +48,7 @@ class TokenObjective:
     in_product: bool = False
     ref_weight: Tensor | None = None  # (V, H') of the reference model, in the dtype of the products
     ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
+    predictions: Tensor | None = None  # (rows,) int64 ids of the largest logits, filled by reading
     reports: list[Report] = field(default_factory=list)
 
     @classmethod
@@ -61,6 +65,8 @@ class TokenObjective:
         purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
         in_product = call.unrounded and reads_in_product(call, purpose)
         self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple, in_product)
+        if loss.return_predictions:
+            self.predictions = torch.empty(rows.count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
             self.ref_weight = call.inputs["ref_weight"].to(call.dtype)
             self.ref_logps = torch.empty(rows.count, dtype=dtype, device=device)
@@ -75,7 +81,8 @@ class TokenObjective:
         cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         in_product = call.unrounded and reads_in_product(call, Pass.GRADIENTS)
-        return cls(call, rows, TokenBuffers(**numbers), TokenBuffers(**upstream), in_product=in_product)
+        known = {name: x for name, x in numbers.items() if name != "predictions"}
+        return cls(call, rows, TokenBuffers(**known), TokenBuffers(**upstream), in_product=in_product)
 
     @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
@@ -83,11 +90,12 @@ class TokenObjective:
         policies, whose log-probabilities are compared with those of other calls."""
         if loss.logits_dtype is not None:
             return loss.logits_dtype == dtype
-        return loss.reduction == "none" or not {"lse", "sum_logits"} & set(loss.differentiates)
+        return loss.reduction == "none" or "lse" not in loss.differentiates
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
-        return kernels.stat_names((*loss.differentiates, *loss.observes))
+        names = kernels.stat_names((*loss.differentiates, *loss.observes))
+        return (*names, "predictions") if loss.return_predictions else names
 
     @staticmethod
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
@@ -95,7 +103,8 @@ class TokenObjective:
 
     @classmethod
     def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
-        return {name: ((rows,), None) for name in cls.number_names(loss)}
+        kinds = {"predictions": torch.int64}
+        return {name: ((rows,), kinds.get(name)) for name in cls.number_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -111,10 +120,15 @@ class TokenObjective:
         device, dtype, width = call.weight.device, call.logits_dtype, call.width
         fixed = kernels.twin_bytes(device, dtype, width, budget)
         fixed += piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])
-        return Costs(width * dtype.itemsize, fixed, linear, rereads=False)
+        row = width * dtype.itemsize
+        if call.loss.return_predictions:
+            row += selection.row_bytes(width, 1)
+            fixed = max(fixed, selection.fixed_bytes(device, dtype, width, 1, budget))
+        return Costs(row, fixed, linear, rereads=False)
 
     def numbers(self) -> dict[str, Tensor]:
-        return dict(self.stats.items())
+        predicted = {} if self.predictions is None else {"predictions": self.predictions}
+        return dict(self.stats.items()) | predicted
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         if not chunk.step.read:
@@ -127,6 +141,10 @@ class TokenObjective:
         if not self.in_product:
             head.project(chunk)
         stats = self.stats[chunk.step.start : chunk.step.stop]
+        if self.predictions is not None:
+            how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignored
+            ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
+            self.predictions[chunk.step.start : chunk.step.stop] = ids[:, 0]
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
         if chunk.step.write and self.is_multiple:
             chunk.gradient = options["gradient"] = chunk.place
@@ -227,11 +245,12 @@ class TokenObjective:
 
 def reads_in_product(call: Call, purpose: Pass) -> bool:
     """Whether a pass over unrounded logits projects and reads them in one kernel: not where a chunk is read
-    and written with an evaluation in between, and not for a weighted sum of logits."""
+    and written with an evaluation in between, and not for a weighted sum of logits or for predictions."""
     loss = call.loss
     between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)
     weights = loss.sum_logits_weights
-    return not between and (weights is None or call.inputs[weights] is None)
+    summed = weights is not None and call.inputs[weights] is not None
+    return not (between or summed or loss.return_predictions)
 
 
 def target_apart(loss: LossSpec) -> bool:

@@ -16,7 +16,7 @@ from logitless.parallel.vocabulary import ShardedVocabulary
 
 
 def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
-    """(values in the loss's unit, metrics, per-token numbers for `return_logps`, plan)."""
+    """(values in the loss's unit, metrics, per-token numbers that are asked for, plan)."""
     loss = given.loss
     outcome = run_calls([given], Mode.PER_TOKEN)
     numbers = dict(outcome.numbers)
@@ -38,8 +38,8 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
     stacked = torch.stack(found) if found else values.new_zeros(0)
     per_token = values.shape == given.targets.shape and not batch.is_of_groups(values, units[0])
     values = values.view(shape) if per_token else values
-    kept = {name: x.detach() for name, x in numbers.items()} if loss.return_logps else {}
-    return values, stacked, kept, outcome.plan
+    names = numbers if loss.return_logps else ("predictions",) if loss.return_predictions else ()
+    return values, stacked, {name: numbers[name].detach() for name in names}, outcome.plan
 
 
 def _whole_batch(given: Given) -> Batch:

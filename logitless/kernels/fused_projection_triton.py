@@ -160,8 +160,7 @@ def read_kernel(
             if EXTRA:
                 tl.store(at + 2 * partial_stride, sum_d + sum_d_r, mask=here)
                 if AGAIN:
-                    holds = here & (target >= n0) & (target < n0 + BN)
-                    tl.store(again_ptr + rows, TIED, mask=holds & ((tied > 0) | (tied_r > 0)))
+                    tl.store(again_ptr + rows, TIED, mask=here & ((tied > 0) | (tied_r > 0)))
             if SUM:
                 tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
                 tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)

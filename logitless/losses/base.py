@@ -13,7 +13,8 @@ from logitless.engine.terms import Term
 from logitless.engine.token_objective import TokenObjective
 from logitless.errors import expect
 from logitless.kernels.head import Head
-from logitless.losses.linear import LinearLoss, LossOutput
+from logitless.losses.linear import LinearLoss
+from logitless.losses.output import LossOutput
 
 __all__ = ["LinearLoss", "LogitsLoss", "LossOutput", "TokenLoss"]
 
@@ -28,9 +29,12 @@ class TokenLoss(LinearLoss):
     Args:
         return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody
             needs another pass.
+        return_predictions: hand out the id of each position's largest logit, of equal ones the lowest. It
+            reads every chunk of logits once more.
     """
 
     return_logps: bool = False
+    return_predictions: bool = False
 
     differentiates: ClassVar[tuple[str, ...]] = ("logps",)
     observes: ClassVar[tuple[str, ...]] = ()

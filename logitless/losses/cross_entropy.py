@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import expect
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
 from logitless.losses.keywords import check_options
 
 
@@ -30,7 +31,8 @@ class CrossEntropyLoss(TokenLoss):
         dft: dynamic fine-tuning (Wu et al., 2025, https://arxiv.org/abs/2508.05629).
 
     The call takes hidden (..., H), weight (V, H), targets (...) int64, and by keyword class_weights (V,),
-    token_weights (...) and what every loss takes: bias (V,), num_items, shift, accumulate_into, grad_scale.
+    token_weights (...) and what every loss takes: bias (V,), mask (...), num_items, shift, accumulate_into,
+    grad_scale.
     It returns `LossOutput`, with the metrics token_accuracy, entropy (nats), z_loss and num_tokens, means
     over the supervised tokens. It raises ValueError or TypeError on arguments that do not fit together.
     """
@@ -89,12 +91,12 @@ class CrossEntropyLoss(TokenLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         class_weights: Tensor | None = None,
         token_weights: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
         self.check_call(arguments, hidden=hidden, class_weights=class_weights, token_weights=token_weights)
         if class_weights is not None:
@@ -119,26 +121,27 @@ OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: HeadWeight,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     dft: bool = False,
     class_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
     shift: bool = False,
+    mask: Tensor | None = None,
     num_items: float | Tensor | None = None,
-    **head,
+    **head: Unpack[HeadOptions],
 ) -> Tensor:
     """The loss of `CrossEntropyLoss` as a function: `F.cross_entropy(hidden @ weight.T + bias, targets)`.
 
     Args:
         hidden, weight, targets: (..., H), (V, H) and (...), as in the call of `CrossEntropyLoss`.
-        bias, class_weights, token_weights, shift, num_items: as in its call.
+        bias, class_weights, token_weights, shift, mask, num_items: as in its call.
         ignore_index, reduction, label_smoothing, z_loss, dft, **head: as in its constructor.
 
     Returns:
@@ -148,4 +151,5 @@ def linear_cross_entropy(
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
     loss = CrossEntropyLoss(ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}
-    return loss(hidden, weight, targets, bias=bias, **weights, shift=shift, num_items=num_items).loss
+    options = {"bias": bias, "shift": shift, "mask": mask, "num_items": num_items}
+    return loss(hidden, weight, targets, **weights, **options).loss

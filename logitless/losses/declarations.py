@@ -1,7 +1,7 @@
 """What the author of a loss class may get wrong before anything is called: checked when a loss is made."""
 
+import inspect
 from dataclasses import fields
-from inspect import get_annotations
 from typing import ClassVar, get_origin
 
 import torch
@@ -19,12 +19,17 @@ def check_class(cls: type, base: type) -> None:
     """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
+    taken = sorted(cls.roles.keys() & inspect.signature(base.__call__).parameters.keys())
+    expected, remedy = "names that no call of a loss has already", "give the input another name"
+    expect(not taken, "inputs", expected, ", ".join(taken), remedy, TypeError)
     written = cls.terms is not base.terms
     remedy = "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss"
     expect(written, "terms", f"a method of {cls.__name__}", "none", remedy, TypeError)
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
-            own = [name for name, kind in get_annotations(parent).items() if not _is_class_variable(kind)]
+            own = [
+                name for name, kind in inspect.get_annotations(parent).items() if not _is_class_variable(kind)
+            ]
             expected, remedy = "the decorator @dataclass(frozen=True, kw_only=True)", "decorate the class"
             expect(not own, parent.__name__, expected, f"fields {own} without it", remedy, TypeError)
     _CHECKED.add(cls)

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
+from logitless.engine.operands import masked
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
@@ -16,6 +17,7 @@ from logitless.kernels.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support, vocabulary_size
 from logitless.losses.teachers import check_teacher, check_topk, warn_of_sizes
 
@@ -25,6 +27,7 @@ COSINE = "cosine"
 # The least length of a row of logits that is divided by, as in torch.nn.functional.normalize.
 TINY = 1e-12
 NAMES = (*DIVERGENCES, COSINE)
+Divergence = Literal["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"]
 TOPK_MODES = ("tail", "renormalize")
 
 
@@ -74,12 +77,12 @@ class DistillationLoss(LogitsLoss):
     (total variation), 2023, https://arxiv.org/abs/2307.15190.
     """
 
-    divergence: str = "jsd"
+    divergence: Divergence = "jsd"
     beta: float = 0.5
     skew_alpha: float = 0.1
     hard_loss_weight: float = 0.0
-    topk_mode: str = "tail"
-    support: str | None = None
+    topk_mode: Literal["tail", "renormalize"] = "tail"
+    support: Literal["teacher", "student", "union"] | None = None
     k: int | None = None
     shared_vocabulary: int | None = None
 
@@ -174,16 +177,16 @@ class DistillationLoss(LogitsLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor | None = None,
         *,
         teacher_hidden: Tensor | None = None,
-        teacher_weight: Tensor | None = None,
+        teacher_weight: HeadWeight | None = None,
         teacher_bias: Tensor | None = None,
         teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
+        mask = arguments.pop("mask", None)
         if is_head(weight, teacher_weight):
             own = {"teacher_logprobs_topk": teacher_logprobs_topk, "mask": mask, **arguments}
             heads = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden}
@@ -217,9 +220,7 @@ class DistillationLoss(LogitsLoss):
         if targets is None:
             counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
         if mask is not None:
-            expected = f"shape {tuple(shape)}, one entry per token"
-            expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
-            counted = torch.where(mask.bool(), counted, self.ignore_index)
+            counted = masked(counted, mask, self.ignore_index)
         call = super().__call__ if loss is self else loss
         return call(hidden, weight, counted, **inputs, **arguments)
 

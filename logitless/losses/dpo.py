@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,18 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
-from logitless.losses.dpo_types import DIFFERENCES, DIVERGENCES, DPO_LOSSES, DPO_TYPES, SORTED, Pairs
+from logitless.losses.dpo_types import (
+    AVERAGED,
+    DIFFERENCES,
+    DIVERGENCES,
+    DPO_LOSSES,
+    DPO_TYPES,
+    SORTED,
+    DPOType,
+    FDivergence,
+    Pairs,
+)
+from logitless.losses.inputs import HeadWeight, ReferenceInputs
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
     PairedLoss,
@@ -33,6 +44,10 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         loss_type: one of TRL's names, or several that are summed with `loss_weights` (default 1 each):
             sigmoid, hinge (SLiC), ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
             apo_zero, apo_down, discopop, sigmoid_norm, and sft, the mean NLL of the chosen tokens.
+        average_logps: divide the log-probabilities of a sequence, under policy and reference, by its length.
+            None is TRL's choice: True for ipo and sigmoid_norm, False for the others; sft is a mean over
+            tokens in any case. References given as `ref_logps` per sequence are sums, and metrics are of
+            sums, whatever this says.
         label_smoothing: share of flipped labels; cDPO for "sigmoid", and the parameter of exo_pair, robust,
             aot and aot_unpaired.
         f_divergence_type, f_alpha_divergence_coef: "reverse_kl", "forward_kl", "js_divergence" or
@@ -57,10 +72,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     """
 
     beta: float = 0.1
-    loss_type: str | Sequence[str] = "sigmoid"
+    loss_type: DPOType | Sequence[DPOType] = "sigmoid"
     loss_weights: Sequence[float] | None = None
+    average_logps: bool | None = None
     label_smoothing: float = 0.0
-    f_divergence_type: str = "reverse_kl"
+    f_divergence_type: FDivergence = "reverse_kl"
     f_alpha_divergence_coef: float = 0.5
     ld_alpha: float | None = None
     use_weighting: bool = False
@@ -121,11 +137,11 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         position_ids: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
         needed = self.cp_group is not None and self.ld_alpha is not None
         expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
@@ -150,7 +166,14 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         pairs = self.pairs(stats, batch)
         weighted = list(zip(self.loss_type, self.loss_weights, strict=True))
-        values = [weight * DPO_LOSSES[name](self, pairs) for name, weight in weighted if name != "sft"]
+        seen = {False: pairs, True: pairs.averaged()}
+        averages = {name: name in AVERAGED for name in self.loss_type}
+        averages = averages if self.average_logps is None else dict.fromkeys(averages, self.average_logps)
+        values = [
+            weight * DPO_LOSSES[name](self, seen[averages[name]])
+            for name, weight in weighted
+            if name != "sft"
+        ]
         factor = self.pair_weights(stats, batch)
         terms = {"dpo": Term(sum(values) * factor, over="pairs")} if values else {}
         if "sft" in self.loss_type:

@@ -2,13 +2,32 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import smoothed
+
+DPOType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sigmoid_norm",
+    "sft",
+]
+FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
 class Options(Protocol):
@@ -46,9 +65,11 @@ class Pairs(NamedTuple):
     def delta(self) -> Tensor:
         return self.chosen_scores - self.rejected_scores
 
-    @property
-    def mean_delta(self) -> Tensor:
-        return self.chosen_scores / self.chosen_lengths - self.rejected_scores / self.rejected_lengths
+    def averaged(self) -> "Pairs":
+        """The same with every sum of log-probabilities, and every score, divided by its sequence's length."""
+        *sums, chosen, rejected = self
+        means = [x / (rejected if i % 2 else chosen) for i, x in enumerate(sums)]
+        return Pairs(*means, chosen, rejected)
 
 
 def exo_pair(loss: Options, p: Pairs) -> Tensor:
@@ -86,7 +107,7 @@ def discopop(loss: Options, p: Pairs) -> Tensor:
 DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
     "sigmoid": lambda loss, p: smoothed(loss.beta * p.delta, loss.label_smoothing),
     "hinge": lambda loss, p: relu(1 - loss.beta * p.delta),
-    "ipo": lambda loss, p: (p.mean_delta - 0.5 / loss.beta).square(),
+    "ipo": lambda loss, p: (p.delta - 0.5 / loss.beta).square(),
     "exo_pair": exo_pair,
     "nca_pair": nca_pair,
     "robust": robust,
@@ -101,9 +122,11 @@ DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
         (loss.beta * p.chosen).sigmoid() + (loss.beta * (p.rejected - p.chosen)).sigmoid()
     ),
     "discopop": discopop,
-    "sigmoid_norm": lambda loss, p: -logsigmoid(loss.beta * p.mean_delta),
+    "sigmoid_norm": lambda loss, p: -logsigmoid(loss.beta * p.delta),
 }
 DPO_TYPES = (*DPO_LOSSES, "sft")
+# Those that TRL computes from means over the tokens of a sequence; the others take sums.
+AVERAGED = {"ipo", "sigmoid_norm"}
 # Those that sort over the batch.
 SORTED = {"aot", "aot_unpaired"}
 # Losses of the difference of the two scores alone. In it the partition function of any divergence cancels;

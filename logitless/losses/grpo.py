@@ -2,24 +2,29 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.head_view import is_head
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
-from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, by_sign, clipped
+from logitless.losses.base import LossOutput
+from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
+from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadWeight, RolloutInputs
 from logitless.losses.numerics import LARGEST, bounded_exp
 from logitless.losses.policy import ClippedLoss, Layout
+from logitless.losses.reference_model import ComparedLoss, check_reference
 
 # VESPO's bounds on the log of a sequence's weight.
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOLoss(ClippedLoss):
+class GRPOLoss(ComparedLoss, ClippedLoss):
     """Group relative policy optimization and its descendants. With r = exp(logp - old_logp), per token:
 
         cispo     -sg(min(r, epsilon_high)) A logp
@@ -34,9 +39,10 @@ class GRPOLoss(ClippedLoss):
     Args:
         loss_type: grpo, bnpo, dr_grpo, dapo (TRL's default), cispo, sapo, luspo or vespo. "bnpo" with
             advantages per token is PPO-clip.
-        beta: weight of the KL to the reference, which then must come as `ref_logps`.
-        epsilon, epsilon_high: clip range of the ratio; `epsilon_high` defaults to `epsilon`. cispo needs
-            `epsilon_high`, which bounds the ratio itself and should be above 1.
+        beta: weight of the KL to the reference, which then must come as `ref_logps` or `ref_hidden`.
+        epsilon (or epsilon_low), epsilon_high: clip range of the ratio; `epsilon` is 0.2 by default, and
+            `epsilon_high` defaults to it. cispo needs `epsilon_high`, which bounds the ratio itself and
+            should be above 1.
         delta: upper bound of the ratio where the advantage is negative (INTELLECT-2); None for none.
         importance_sampling_level: "token", or "sequence" for one ratio per sequence, exp of the mean of its
             log-ratios (GSPO).
@@ -52,13 +58,14 @@ class GRPOLoss(ClippedLoss):
             advantage.
 
     The call takes hidden (B, T, H), targets (B, T), or packed, and by keyword `advantages` (B,) or like
-    targets; `mask`, `old_logps` (None: on policy, r = 1 with the right gradient), `ref_logps` and
-    `sampling_logps` like targets; `importance_weights` (old over sampler's probability) like targets or (B,);
-    `num_items`, in tokens or sequences as the loss type has it. Log-ratios are clamped to +-80 before exp.
+    targets; `mask`, `old_logps` (None: on policy, r = 1 with the right gradient) and `sampling_logps` like
+    targets; the reference, without gradient, as `ref_logps` like targets, or as `ref_hidden` (B, T, H') with
+    `ref_weight` (V, H') and `ref_bias` (V,), projected in the same chunks; `importance_weights` (old over
+    sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
+    Log-ratios are clamped to +-80 before exp.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
-    cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back,
-    so that a trainer need not compute them.
+    cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back.
 
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; Liu et al. (dr_grpo), 2025,
     https://arxiv.org/abs/2503.20783; Yu et al. (dapo), 2025, https://arxiv.org/abs/2503.14476; MiniMax
@@ -68,10 +75,10 @@ class GRPOLoss(ClippedLoss):
     (top_entropy_quantile), 2025, https://arxiv.org/abs/2506.01939.
     """
 
-    loss_type: str = "dapo"
+    loss_type: GRPOType = "dapo"
     beta: float = 0.0
     delta: float | None = None
-    importance_sampling_level: str = "token"
+    importance_sampling_level: Literal["token", "sequence"] = "token"
     entropy_coef: float = 0.0
     use_bias_correction_kl: bool = False
     top_entropy_quantile: float = 1.0
@@ -101,24 +108,24 @@ class GRPOLoss(ClippedLoss):
         check_choice("loss_type", self.loss_type, SURROGATES)
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         super().__post_init__()
-        bounded, remedy = (
-            self.loss_type != "cispo" or self.epsilon_high is not None,
-            "pass one above 1, such as 5.0",
-        )
-        expect(bounded, "epsilon_high", "the ratio's upper bound for cispo", None, remedy)
+        bounded = self.loss_type != "cispo" or self.epsilon_high is not None
+        expected, remedy = "the ratio's upper bound for cispo", "pass one above 1, such as 5.0"
+        expect(bounded, "epsilon_high", expected, None, remedy)
         delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
         expect(delta is None or delta > 0, "delta", "a positive number or None", delta, "use None for none")
-        bounds = delta is None or SURROGATES[self.loss_type] is clipped
-        expect(
-            bounds, "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
-        )
+        fits, remedy = SURROGATES[self.loss_type] is clipped, "only clipped types have a ratio to bound"
+        expect(delta is None or fits, "delta", f"None for {self.loss_type}", delta, remedy)
         expect(self.beta >= 0, "beta", "a number >= 0", self.beta, "use 0.0 for none")
         remedy = "use 1.0 to keep every token"
         expect(0 <= quantile <= 1, "top_entropy_quantile", "a number in [0, 1]", quantile, remedy)
         limited, remedy = self.loss_type != "dr_grpo" or (length or 0) > 0, "its sums are divided by it"
         expect(limited, "max_completion_length", "a positive number for dr_grpo", length, remedy)
-        taus = self.sapo_temperature_neg, self.sapo_temperature_pos
-        expect(min(taus) > 0, "sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
+        taus, remedy = (self.sapo_temperature_neg, self.sapo_temperature_pos), "TRL's are 1.05 and 1.0"
+        expect(min(taus) > 0, "sapo_temperature", "two positive numbers", taus, remedy)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
 
     @property
     def by_sequence(self) -> bool:
@@ -154,7 +161,6 @@ class GRPOLoss(ClippedLoss):
             ratio = bounded_exp(log_ratio)
         phi = self.phi(log_ratio.detach(), batch) if self.loss_type == "vespo" else None
         values, flags = SURROGATES[self.loss_type](self, ratio, advantages, logps, phi)
-
         kept = self.kept(stats.entropy.detach(), batch)
         if kept is not None:
             values = values * kept
@@ -216,6 +222,29 @@ class GRPOLoss(ClippedLoss):
             terms["entropy"] = Term(-self.entropy_coef * weight * entropy, over=None)
         return terms
 
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: HeadWeight,
+        targets: Tensor,
+        *,
+        ref_logps: Tensor | None = None,
+        ref_hidden: Tensor | None = None,
+        ref_weight: HeadWeight | None = None,
+        ref_bias: Tensor | None = None,
+        **arguments: Unpack[RolloutInputs],
+    ) -> LossOutput:
+        model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+        if is_head(weight, ref_weight):
+            own = {"weight": weight, "ref_logps": ref_logps, **model, **arguments}
+            return with_heads(GRPOLoss.__call__, self, targets, hidden=hidden, **own)
+        self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
+        self.check_one_reference(ref_logps, ref_hidden, ref_weight)
+        if ref_hidden is not None:
+            check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
+        reference = {"ref_logps": ref_logps} if ref_hidden is None else model
+        return super().__call__(hidden, weight, targets, **reference, **arguments)
+
     def laid_out(
         self,
         layout: Layout,
@@ -225,16 +254,18 @@ class GRPOLoss(ClippedLoss):
         ref_logps: Tensor | None = None,
         sampling_logps: Tensor | None = None,
         importance_weights: Tensor | None = None,
+        **model: Tensor | None,  # ref_hidden, ref_weight and ref_bias, or nothing
     ) -> dict[str, Tensor | None]:
-        if self.beta:
-            given = ref_logps is not None
-            expect(given, "ref_logps", "log-probabilities (beta > 0)", None, "pass them, or beta=0.0")
         if self.off_policy_mask_threshold is not None:
-            known = old_logps is not None or sampling_logps is not None
-            expected = "old_logps or sampling_logps beside it"
-            expect(known, "off_policy_mask_threshold", expected, None, "pass one, or leave it None")
+            known, name = old_logps is not None or sampling_logps is not None, "off_policy_mask_threshold"
+            expect(known, name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
+        if model and self.reduction == "none":
+            # An unreduced loss is computed from per-token numbers of the policy alone.
+            inputs["ref_logps"] = self.detached_logps(*model.values(), layout.targets, self.ref_head)
+        else:
+            inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
         lengths = layout.lengths.clamp(min=1)
         inputs["entropy_weight"] = 1 / layout.lengths.sum().clamp(min=1)
@@ -244,10 +275,8 @@ class GRPOLoss(ClippedLoss):
             inputs["unit_weights"] = layout.spread(torch.full_like(lengths, 1 / self.max_completion_length))
         # A number that a whole sequence shares is counted once.
         once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
-        share = (
-            1 / (lengths * layout.sequences) if once else inputs["entropy_weight"].expand(layout.sequences)
-        )
-        inputs["flag_weights"] = layout.spread(share)
+        everyone = inputs["entropy_weight"].expand(layout.sequences)
+        inputs["flag_weights"] = layout.spread(1 / (lengths * layout.sequences) if once else everyone)
         if importance_weights is None:
             return inputs
         name = "importance_weights"
@@ -268,4 +297,4 @@ class PPOLoss(GRPOLoss):
     Reference: Schulman et al., 2017, https://arxiv.org/abs/1707.06347.
     """
 
-    loss_type: str = "bnpo"
+    loss_type: GRPOType = "bnpo"

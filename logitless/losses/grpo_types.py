@@ -1,10 +1,12 @@
 """The surrogates of `GRPOLoss`, by TRL's names: functions of a token's ratio and advantage."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+GRPOType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
 class Options(Protocol):

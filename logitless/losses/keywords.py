@@ -3,7 +3,6 @@
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import ClassVar
 
 from torch import Tensor
@@ -72,16 +71,11 @@ def call_keywords(cls: type) -> tuple[str, ...]:
     return tuple(sorted(names - set(cls.internal_inputs)))
 
 
-def check_options(
-    given: Iterable[str], known: tuple[str, ...], remedies: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Refuse names of options that the constructor of a loss would not know.
-
-    `remedies` say by name what to do instead, where that is not a misspelling.
-    """
+def check_options(given: Iterable[str], known: tuple[str, ...]) -> None:
+    """Refuse names of options that the constructor of a loss would not know."""
     unknown = [name for name in given if name not in known]
     if unknown:
-        remedy = remedies.get(unknown[0]) or meant(unknown[0], known)
+        remedy = meant(unknown[0], known)
         expect(False, "options", f"any of {', '.join(known)}", ", ".join(unknown), remedy, TypeError)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import taken_apart, with_heads
-from logitless.losses.preference import PairedLoss, ReferencedLoss, check_reference, mean_over
+from logitless.losses.inputs import HeadWeight, ReferenceInputs
+from logitless.losses.preference import PairedLoss, ReferencedLoss, mean_over
+from logitless.losses.reference_model import check_reference
 
+KTOType = Literal["kto", "apo_zero_unpaired"]
 # Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
 KTO_LOSSES: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "kto": lambda reward, kl: ((kl - reward).sigmoid(), (reward - kl).sigmoid()),
@@ -40,7 +43,8 @@ class KTOLoss(ReferencedLoss):
     over the ranks by the caller; or a mapping from which two more passes compute it, without gradient, with
     kl_hidden (B', T', H), kl_targets (B', T') and either ref_logps, (B',) or (B', T'), or ref_hidden
     (B', T', H'), whose head is the call's `ref_weight` and `ref_bias`. Packed, these are (N', H), (N',) and
-    (N', H') with kl_cu_seqlens (B' + 1,). `shift=True` goes for kl_targets and for ref_logps per token, too.
+    (N', H') with kl_cu_seqlens (B' + 1,). `shift=True` goes for kl_targets and for ref_logps per token, too;
+    `mask` does not: set what does not count in kl_targets to `ignore_index`.
     `num_items` is the number of sequences.
 
     Metrics: rewards/chosen, rewards/rejected (means over the desirable and the undesirable sequences),
@@ -50,7 +54,7 @@ class KTOLoss(ReferencedLoss):
     """
 
     beta: float = 0.1
-    loss_type: str = "kto"
+    loss_type: KTOType = "kto"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
@@ -92,15 +96,14 @@ class KTOLoss(ReferencedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         labels: Tensor,
         kl: Tensor | float | Mapping[str, Tensor] | None = None,
-        bias: Tensor | None = None,
-        shift: bool = False,
-        **arguments,
+        **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
+        bias, shift = arguments.pop("bias", None), arguments.pop("shift", False)
         if is_head(weight, arguments.get("ref_weight")):
             heads = {name: arguments.get(name) for name in ("ref_weight", "ref_bias")}
             heads |= {"weight": weight, "bias": bias}
@@ -119,6 +122,8 @@ class KTOLoss(ReferencedLoss):
         expect((kl is not None) == needs_kl, "kl", expected, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
             ref_head = arguments.get("ref_weight"), arguments.get("ref_bias")
+            if "ref_hidden" in kl and arguments.get("ref_hidden") is None:
+                arguments = arguments | {"ref_weight": None, "ref_bias": None}  # of the KL alone
             kl = self.resolved(weight)._mean_log_ratio(kl, (weight, bias), ref_head, shift)
         options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
         if isinstance(kl, Tensor):

@@ -3,19 +3,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.head_view import HeadView
 from logitless.engine.main_gradient import check_main_gradient, check_now
-from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operands import Operands, SplitHead, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
-from logitless.engine.plan import Plan
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
@@ -24,7 +22,9 @@ from logitless.kernels.head import Head
 from logitless.losses.agreement import check_agreement
 from logitless.losses.declarations import check_class, check_fields, identity_of
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadWeight, Reduction
 from logitless.losses.keywords import CheckedCall
+from logitless.losses.output import LossOutput, aligned
 from logitless.parallel.agreement import debugging
 from logitless.parallel.groups import process_group
 from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, WholeSequences
@@ -35,29 +35,6 @@ if TYPE_CHECKING:
 OPERANDS = ("hidden", "weight", "targets", "bias")
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
-
-
-class LossOutput(NamedTuple):
-    """What a loss returns.
-
-    Args:
-        loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
-        metrics: detached 0-d tensors by name.
-        plan: what ran; None inside a compiled graph, which is traced before anything runs.
-        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where
-            ignored: logps, lse, what else the loss looked at, and (unless reduction="none" or accumulate_into
-            is given) d_logps, the loss's gradient with respect to logps. Else empty.
-    """
-
-    loss: Tensor
-    metrics: dict[str, Tensor]
-    plan: Plan | None
-    tokens: dict[str, Tensor] = MappingProxyType({})
-
-    @property
-    def logps(self) -> Tensor | None:
-        """Log-probabilities of the targets; None unless `return_logps`."""
-        return self.tokens.get("logps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +71,7 @@ class LinearLoss(CheckedCall):
     """
 
     ignore_index: int = -100
-    reduction: str = "mean"
+    reduction: Reduction = "mean"
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0
@@ -123,6 +100,7 @@ class LinearLoss(CheckedCall):
     teacher: ClassVar[bool] = False
     reference: ClassVar[bool] = False
     return_logps: ClassVar[bool] = False
+    return_predictions: ClassVar[bool] = False
     # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
     sum_logits_weights: ClassVar[str | None] = None
     # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
@@ -186,7 +164,7 @@ class LinearLoss(CheckedCall):
         """Which part of each sequence this rank has."""
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
-    def terms(self, stats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
         """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""
         raise NotImplementedError
 
@@ -215,13 +193,14 @@ class LinearLoss(CheckedCall):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor | nn.Module | HeadView,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         bias: Tensor | None = None,
         num_items: float | Tensor | None = None,
         shift: bool = False,
         cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
         accumulate_into: Tensor | None = None,
         accumulate_now: bool = False,
         grad_scale: float = 1.0,
@@ -240,6 +219,8 @@ class LinearLoss(CheckedCall):
             shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
                 position i predicts targets[i + 1], and the last position of every sequence nothing.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
+            mask: like targets, and shifted with them; where it is off (0), the target is not supervised, as
+                if it were `ignore_index`.
             accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
                 pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
                 other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
@@ -258,6 +239,9 @@ class LinearLoss(CheckedCall):
         """
         if not inputs.keys() <= self.roles.keys():
             self.check_call([name for name in inputs if name not in self.internal_inputs])
+        if mask is not None:
+            self.check_call((), targets=targets, mask=mask)
+            targets = masked(targets, mask, self.ignore_index)
         if not isinstance(weight, Tensor | SplitHead):
             now = {"accumulate_now": accumulate_now, "accumulate_into": accumulate_into, **inputs}
             given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **now}
@@ -289,5 +273,6 @@ class LinearLoss(CheckedCall):
         else:
             value, metrics, tokens, plan = run_calls([given], mode, accumulate_into, grad_scale)
             metrics = metrics[0, 1:]
-        tokens = {name: x.view(targets.shape) for name, x in tokens.items()}
+        if tokens:
+            tokens = aligned(tokens, given.targets, targets.shape, self.ignore_index)
         return LossOutput(value, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)

@@ -1,7 +1,7 @@
 """Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Unpack
 
 from torch import Tensor, nn
 
@@ -12,9 +12,10 @@ from logitless.engine.head_view import HeadView
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
-from logitless.errors import check_choice
+from logitless.errors import check_choice, expect
 from logitless.losses.base import TokenLoss
 from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 
@@ -65,33 +66,32 @@ class TokenNumbers(TokenLoss):
         *,
         bias: Tensor | None = None,
         shift: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable numbers in the targets' shape, 0 where ignored."""
         if not isinstance(weight, Tensor | SplitHead):
-            own = {"bias": bias, "shift": shift}
+            own = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
             return with_heads(TokenNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
-        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(shift=shift), {})
+        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(None, shift, cu_seqlens), {})
         outcome = run_calls([given], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 
 OPTIONS = tuple(field.name for field in fields(TokenNumbers))
-REMEDIES = {
-    "shift": "shift before the call: hidden[:, :-1] with targets[:, 1:]",
-    "cu_seqlens": "leave it out, as every token stands alone here",
-}
 
 
 def linear_logprobs(
     hidden: Tensor,
-    weight: Tensor | nn.Module | HeadView,
+    weight: HeadWeight,
     targets: Tensor,
     *,
     bias: Tensor | None = None,
     ignore_index: int = -100,
-    entropy: bool | str = False,
-    **head,
+    entropy: bool | Literal["metric"] = False,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **head: Unpack[HeadOptions],
 ) -> TokenLogprobs:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
 
@@ -108,6 +108,9 @@ def linear_logprobs(
         targets: (...) int64, or (..., k) for k ids per position.
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
+        shift: targets are unshifted labels of the same length: position i is asked for targets[i + 1], and
+            the last position of every sequence for nothing.
+        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, hidden (N, H); with `shift` alone.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 
@@ -115,13 +118,16 @@ def linear_logprobs(
         TokenLogprobs(logps, entropy, lse): logps of the targets' shape, the others (...); lse is the
         log-sum-exp of the logits.
     """
-    check_options(head, OPTIONS, REMEDIES)
+    check_options(head, OPTIONS)
+    remedy = "leave it out, as every token stands alone"
+    expect(shift or cu_seqlens is None, "cu_seqlens", "None without shift", type(cu_seqlens).__name__, remedy)
     several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()
-    if several and hidden.dim() > 1:
+    order = {"shift": shift, "cu_seqlens": cu_seqlens}
+    if several and hidden.dim() > 0:
         check_choice("entropy", entropy, (False, True, "metric"))
         loss = IdsNumbers(ignore_index=ignore_index, entropy=entropy, **head)
-        found = logprobs_of_ids(hidden, weight, targets, bias, loss)
+        found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
         loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
-        found, _ = loss.numbers(hidden, weight, targets, bias=bias)
+        found, _ = loss.numbers(hidden, weight, targets, bias=bias, **order)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Never
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
+from logitless.losses.inputs import HeadWeight
 from logitless.losses.multi_head import BlockHeads, MultiHeadLoss, Part
 
 
@@ -107,7 +108,7 @@ class MedusaHeads(BlockHeads):
         """(V, H), or None where the base model's head is used."""
         return None if self.shared else self.medusa_head[k][self.num_layers].weight
 
-    def forward(self, hidden: Tensor, base_weight: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, base_weight: HeadWeight | None = None) -> Tensor:
         """Logits of all heads, (K, ..., V): for decoding a few positions, not for training."""
         weights = [base_weight if self.shared else self.projection(k) for k in range(len(self))]
         return torch.stack(
@@ -131,8 +132,9 @@ class MedusaLoss(MultiHeadLoss):
     (`MedusaHeads`) and targets (B, T), the labels at their own positions (what other losses call
     `shift=True`); or hidden (N, H), targets (N,) and `cu_seqlens` (sequences + 1,). By keyword it takes
     `base_weight` (V, H), or the base model's LM head, and `base_bias` (V,), needed unless base_coefficient is
-    0 and the heads have projections of their own; `num_items` replaces every head's count of targets. What
-    does not require a gradient gets none: freeze the backbone and the base head for stage 1. With `tp_group`
+    0 and the heads have projections of their own; `mask`, like targets, of the labels that count;
+    `num_items` replaces every head's count of targets. What does not require a
+    gradient gets none: freeze the backbone and the base head for stage 1. With `tp_group`
     every rank's heads and base head have its rows of the vocabulary, MedusaHeads(H, rows, ...); their blocks
     are replicas.
 
@@ -157,15 +159,16 @@ class MedusaLoss(MultiHeadLoss):
         base_bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
-        **unknown,
+        mask: Tensor | None = None,
+        **unknown: Never,
     ) -> LossOutput:
         if is_head(base_weight):
             loss, base_weight, base_bias = without_adapter(self, "base_weight", base_weight, base_bias)
-            own = {"cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
+            own = {"cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
             own |= {"base_weight": base_weight, "base_bias": base_bias}
             return MedusaLoss.__call__(loss, hidden, heads, targets, **own)
         base = {"base_weight": base_weight, "base_bias": base_bias}
-        self.check_call(unknown, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **base)
+        self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
         remedy = "make them with MedusaHeads(hidden_size, vocab_size, num_heads)"
         ours, got = isinstance(heads, MedusaHeads), type(heads).__name__
         expect(ours, "heads", "a MedusaHeads module", got, remedy, TypeError)
@@ -196,4 +199,4 @@ class MedusaLoss(MultiHeadLoss):
             if coefficient:
                 parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
         expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items)
+        return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

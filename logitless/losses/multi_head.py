@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers, Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operands import Operands, SplitHead, masked
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
 from logitless.losses.agreement import check_agreement
@@ -78,6 +78,8 @@ class MultiHeadLoss(CrossEntropyLoss):
         expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", reduction, remedy)
         remedy = "each has log-probabilities of its own"
         expect(not self.return_logps, "return_logps", "False for several heads", True, remedy)
+        remedy = "each has predictions of its own"
+        expect(not self.return_predictions, "return_predictions", "False for several heads", True, remedy)
 
     def solve_parts(
         self,
@@ -85,8 +87,13 @@ class MultiHeadLoss(CrossEntropyLoss):
         targets: Tensor,
         cu_seqlens: Tensor | None,
         num_items: float | Tensor | None,
+        mask: Tensor | None,
     ) -> LossOutput:
         """The weighted sum of the parts, with each one's own loss and accuracy as metrics."""
+        if mask is not None:
+            targets = masked(targets, mask, self.ignore_index)
+        remedy = "pass the labels of whole sequences"
+        expect(targets.dim() > 0, "targets", "shape (B, T)", tuple(targets.shape), remedy)
         if cu_seqlens is not None:
             got, remedy = tuple(targets.shape), "flatten the tokens or leave it out"
             expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", got, remedy)

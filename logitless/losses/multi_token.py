@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Never
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from logitless.engine.head_view import is_head
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
+from logitless.losses.inputs import HeadWeight
 from logitless.losses.multi_head import MultiHeadLoss, Part
 
 
@@ -25,8 +26,8 @@ class MultiTokenLoss(MultiHeadLoss):
 
     The call takes a sequence of hidden states, each (B, T, H), weight (V, H) and targets (B, T), the labels
     at their own positions (what other losses call `shift=True`); or packed ones, (N, H) and (N,), with
-    `cu_seqlens` (sequences + 1,). By keyword it takes `bias` (V,) and `num_items`, which replaces the count
-    of every depth.
+    `cu_seqlens` (sequences + 1,). By keyword it takes `bias` (V,), `mask`, like targets, of the labels that
+    count, and `num_items`, which replaces the count of every depth.
 
     Metrics: depth_{k}/loss, depth_{k}/accuracy.
 
@@ -41,19 +42,20 @@ class MultiTokenLoss(MultiHeadLoss):
     def __call__(
         self,
         hiddens: Sequence[Tensor],
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
-        **unknown,
+        mask: Tensor | None = None,
+        **unknown: Never,
     ) -> LossOutput:
         if is_head(weight):
             loss, weight, bias = without_adapter(self, "weight", weight, bias)
-            own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, **unknown}
+            own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
             return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **own)
-        self.check_call(unknown, targets=targets, bias=bias, cu_seqlens=cu_seqlens)
+        self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
         several = isinstance(hiddens, (tuple, list)) and all(isinstance(x, Tensor) for x in hiddens)
         expected, got = "a list or tuple of tensors", type(hiddens).__name__
         expect(several, "hiddens", expected, got, "pass [hidden] for a single one", TypeError)
@@ -68,4 +70,4 @@ class MultiTokenLoss(MultiHeadLoss):
             if coefficient
         ]
         expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
-        return self.solve_parts(parts, targets, cu_seqlens, num_items)
+        return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

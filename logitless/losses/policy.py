@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.operands import shifted
+from logitless.engine.operands import masked, shifted
 from logitless.engine.segments import cached_property
 from logitless.errors import expect
 from logitless.losses.agreement import check_agreement
@@ -133,9 +133,7 @@ class PolicyLoss(TokenLoss):
                 tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
                 check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         if mask is not None:
-            expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
-            expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
-            targets = torch.where(mask.bool(), targets, self.ignore_index)
+            targets = masked(targets, mask, self.ignore_index)
         layout = Layout(hidden, targets, self.ignore_index, cu_seqlens, shift=shift, slices=slices)
         inputs = self.laid_out(layout, advantages, **given)
         return super().__call__(
@@ -157,13 +155,20 @@ class ClippedLoss(PolicyLoss):
     """A policy loss of the ratio r of the policy to an older one, clipped to [1 - epsilon, 1 + epsilon_high].
 
     Args:
-        epsilon, epsilon_high: clip range; `epsilon_high` defaults to `epsilon`.
+        epsilon: clip range below 1, default 0.2; `epsilon_low` is another name for it.
+        epsilon_high: clip range above 1, default `epsilon`.
     """
 
-    epsilon: float = 0.2
+    epsilon: float | None = None
+    epsilon_low: float | None = None
     epsilon_high: float | None = None
 
     def __post_init__(self) -> None:
+        given = [x for x in (self.epsilon, self.epsilon_low) if x is not None]
+        expected, got = "epsilon itself, or None", f"{self.epsilon_low} beside epsilon={self.epsilon}"
+        remedy = "they are two names of the lower clip range"
+        expect(len(set(given)) < 2, "epsilon_low", expected, got, remedy)
+        object.__setattr__(self, "epsilon", given[0] if given else 0.2)
         super().__post_init__()
         expect(self.epsilon >= 0, "epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2")
         got, remedy = self.epsilon_high, "leave it None for epsilon"

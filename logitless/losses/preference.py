@@ -6,7 +6,7 @@ log-probability of a sequence is the sum over its supervised tokens.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from logitless.engine.head_view import is_head
 from logitless.engine.operands import shifted
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
-from logitless.kernels.head import Head
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.heads import with_heads
-from logitless.losses.logprobs import linear_logprobs
+from logitless.losses.inputs import CallInputs, HeadWeight
+from logitless.losses.reference_model import ComparedLoss, check_reference
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -98,30 +98,12 @@ class PairedLoss(TokenLoss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferencedLoss(TokenLoss):
-    """A loss that compares with a reference model: its log-probabilities, or its hidden states and head.
+class ReferencedLoss(ComparedLoss):
+    """A loss of sequences whose reference comes per token, per sequence, or as hidden states and head."""
 
-    Args:
-        ref_softcap, ref_logit_scale: of the reference's head; "same" as the trained one's.
-    """
-
-    ref_softcap: float | str | None = "same"
-    ref_logit_scale: float | str = "same"
-
-    reference: ClassVar = True
     token_inputs: ClassVar = ("ref_logps",)
     sequence_inputs: ClassVar = ("ref_sequence_logps",)
     internal_inputs: ClassVar = ("ref_sequence_logps",)
-
-    @property
-    def needs_reference(self) -> bool:
-        return True
-
-    @property
-    def ref_head(self) -> Head:
-        softcap = self.softcap if self.ref_softcap == "same" else self.ref_softcap
-        scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
-        return Head(softcap, scale, self.temperature)
 
     def __call__(
         self,
@@ -142,7 +124,7 @@ class ReferencedLoss(TokenLoss):
             own = {"ref_bias": ref_bias, "cu_seqlens": cu_seqlens, "shift": shift, **reference, **arguments}
             return with_heads(ReferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **reference)
-        self._check_one_reference(ref_logps, ref_hidden)
+        self.check_one_reference(ref_logps, ref_hidden, ref_weight)
         inputs = {}
         if ref_hidden is not None:
             check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
@@ -162,14 +144,6 @@ class ReferencedLoss(TokenLoss):
         inputs |= {"cu_seqlens": cu_seqlens, "shift": shift}
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
-    def _check_one_reference(self, ref_logps: Tensor | None, ref_hidden: Tensor | None) -> None:
-        given = [name for name, x in (("ref_logps", ref_logps), ("ref_hidden", ref_hidden)) if x is not None]
-        got = " and ".join(given) or "neither"
-        if self.needs_reference:
-            expect(len(given) == 1, "ref_logps", "one of ref_logps and ref_hidden", got, "pass one of them")
-        else:
-            expect(not given, "ref_logps", "no reference for this loss", got, "leave it out")
-
     def _check_sums(self, ref_logps: Tensor, targets: Tensor, starts: Tensor | None) -> None:
         """The shape of log-probabilities per sequence. Flat tokens without sequences are refused later."""
         sequences, got = (targets if starts is None else starts[1:]).shape[0], tuple(ref_logps.shape)
@@ -185,38 +159,11 @@ class ReferencedLoss(TokenLoss):
             per_token = self.sequences.everywhere(per_token, targets.device)
         return per_token
 
-    def detached_logps(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
-    ) -> Tensor:
-        """Log-probabilities of the targets, in their shape, from another pass over the tokens, detached."""
-        names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
-        options = head._asdict() | {name: getattr(self, name) for name in names}
-        with torch.no_grad():
-            return linear_logprobs(hidden, weight, targets, bias=bias, **options).logps
-
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
         """(sequences,) log-probabilities under the reference; those given as sums are weighted already."""
         if batch.ref_sequence_logps is not None:
             return batch.ref_sequence_logps
         return batch.sum_by_sequence(batch.ref_logps if weights is None else batch.ref_logps * weights)
-
-
-def check_reference(
-    ref_hidden: Tensor, ref_weight: Tensor | None, ref_bias: Tensor | None, weight: Tensor, targets: Tensor
-) -> None:
-    """Shapes of a reference model's hidden states and head beside the trained head and the targets."""
-    expect(
-        ref_weight is not None, "ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden"
-    )
-    V, H = weight.shape[0], ref_hidden.shape[-1]
-    remedy = "the reference scores the same token ids, from its own hidden states"
-    expect(ref_weight.shape == (V, H), "ref_weight", f"shape ({V}, {H})", tuple(ref_weight.shape), remedy)
-    aligned = ref_hidden.shape[:-1] == targets.shape
-    expected = f"shape {tuple(targets.shape)} + (H,)"
-    expect(aligned, "ref_hidden", expected, tuple(ref_hidden.shape), "give one row per target")
-    if ref_bias is not None:
-        expected, got = f"shape ({V},)", tuple(ref_bias.shape)
-        expect(got == (V,), "ref_bias", expected, got, "give one entry per token id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +176,7 @@ class UnreferencedLoss(PairedLoss):
             softcap does not allow).
     """
 
-    logits_over: str = "completion"
+    logits_over: Literal["completion", "position"] = "completion"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -243,13 +190,11 @@ class UnreferencedLoss(PairedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
-        *,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
+        bias, cu_seqlens = arguments.pop("bias", None), arguments.pop("cu_seqlens", None)
         if is_head(weight):
             own = {"bias": bias, "cu_seqlens": cu_seqlens, **arguments}
             return with_heads(UnreferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)

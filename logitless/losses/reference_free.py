@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput
+from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.preference import (
     PairedLoss,
@@ -42,7 +43,8 @@ class ORPOLoss(UnreferencedLoss):
     The call takes what `DPOLoss` takes, without a reference, and `nll_targets`, in targets' shape: the labels
     of the NLL where they are more than the completion (TRL's ORPO counts the prompt as well). On the
     completion of the chosen sequences they must be the targets themselves; of the rejected ones they are not
-    looked at. `num_items` is the number of pairs; the NLL is a mean over the chosen tokens of the call.
+    looked at, and there is no `mask` beside them. `num_items` is the number of
+    pairs; the NLL is a mean over the chosen tokens of the call.
 
     Metrics: those of `DPOLoss` (logps/* are means), log_odds_ratio and log_odds_chosen.
 
@@ -80,18 +82,20 @@ class ORPOLoss(UnreferencedLoss):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: HeadWeight,
         targets: Tensor,
         *,
         nll_targets: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **arguments,
+        **arguments: Unpack[CallInputs],
     ) -> LossOutput:
+        cu_seqlens = arguments.pop("cu_seqlens", None)
         tensors = {"hidden": hidden, "targets": targets, "nll_targets": nll_targets, "cu_seqlens": cu_seqlens}
         self.check_call(arguments, **tensors)
         inputs = {"cu_seqlens": cu_seqlens}
         if nll_targets is not None:
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
+            remedy = "set what does not count to ignore_index in targets and nll_targets"
+            expect(arguments.get("mask") is None, "mask", "None beside nll_targets", "a tensor", remedy)
             remedy = "give a label or ignore_index per token"
             expect(nll_targets.shape == targets.shape, "nll_targets", expected, got, remedy)
             chosen = _of_chosen(targets, cu_seqlens)
@@ -123,12 +127,16 @@ def _contradicting(targets: Tensor, nll_targets: Tensor, chosen: Tensor, ignore_
     return (chosen & (targets != ignore_index) & (nll_targets != targets)).sum()
 
 
+CPOType = Literal["sigmoid", "hinge", "ipo", "simpo"]
 CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
     "sigmoid": lambda loss, delta: smoothed(loss.beta * delta, loss.label_smoothing),
     "hinge": lambda loss, delta: relu(1 - loss.beta * delta),
     "ipo": lambda loss, delta: (delta - 0.5 / loss.beta).square(),
     "simpo": lambda loss, delta: smoothed(loss.beta * delta - loss.simpo_gamma, loss.label_smoothing),
 }
+
+# Those that TRL computes from means over the tokens of a sequence; the others take sums.
+CPO_AVERAGED = {"ipo", "simpo"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +147,9 @@ class CPOLoss(UnreferencedLoss):
 
     Args:
         beta: scale of the difference.
-        loss_type: "sigmoid", "hinge", "ipo" or "simpo"; the last two take mean log-probabilities.
+        loss_type: "sigmoid", "hinge", "ipo" or "simpo".
+        average_logps: divide the log-probability of a sequence by its length. None is TRL's choice: True for
+            ipo and simpo, False for sigmoid and hinge. The metrics logps/* and rewards/* follow.
         label_smoothing: share of flipped labels, for "sigmoid" and "simpo".
         cpo_alpha: weight of the NLL.
         simpo_gamma: target margin of "simpo".
@@ -152,7 +162,8 @@ class CPOLoss(UnreferencedLoss):
     """
 
     beta: float = 0.1
-    loss_type: str = "sigmoid"
+    loss_type: CPOType = "sigmoid"
+    average_logps: bool | None = None
     label_smoothing: float = 0.0
     cpo_alpha: float = 1.0
     simpo_gamma: float = 0.5
@@ -167,7 +178,8 @@ class CPOLoss(UnreferencedLoss):
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps = batch.sum_by_sequence(stats.logps)
-        if self.loss_type in ("ipo", "simpo"):
+        means = self.loss_type in CPO_AVERAGED if self.average_logps is None else self.average_logps
+        if means:
             logps = logps / batch.lengths.clamp(min=1)
         rewards = (1 - bounded_exp(-self.alpha * logps)) / self.alpha if self.alpha else logps
         better, worse = rewards.chunk(2)

@@ -1,14 +1,16 @@
 """Policy gradients without a learned baseline: REINFORCE, and REINFORCE leave-one-out (RLOO)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
+from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.policy import ClippedLoss, Layout, PolicyLoss
 
@@ -20,7 +22,8 @@ class RLOOLoss(ClippedLoss):
         mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) over the sequences
 
     Args:
-        epsilon, epsilon_high: clip range; `epsilon_high` defaults to `epsilon`.
+        epsilon (or epsilon_low), epsilon_high: clip range; `epsilon` is 0.2 by default, and `epsilon_high`
+            defaults to it.
 
     The call takes what `GRPOLoss` takes, of which it uses `advantages` (B,), `mask`, `old_logps` (like
     targets, or (B,) sums) and `num_items`, in sequences. A KL to a reference belongs into the reward.
@@ -54,6 +57,20 @@ class RLOOLoss(ClippedLoss):
         metrics |= {"entropy": Term(stats.entropy), "importance_ratio": Term(batch.spread(ratio))}
         return {"policy": Term(values, over="sequences")}, metrics
 
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: HeadWeight,
+        targets: Tensor,
+        *,
+        advantages: Tensor,
+        old_logps: Tensor | None = None,
+        **arguments: Unpack[CallInputs],
+    ) -> LossOutput:
+        return super().__call__(
+            hidden, weight, targets, advantages=advantages, old_logps=old_logps, **arguments
+        )
+
     def laid_out(
         self, layout: Layout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
@@ -80,6 +97,17 @@ class REINFORCELoss(PolicyLoss):
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         return {"policy": Term(-batch.advantages * stats.logps)}, {"entropy": Term(stats.entropy)}
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: HeadWeight,
+        targets: Tensor,
+        *,
+        advantages: Tensor,
+        **arguments: Unpack[CallInputs],
+    ) -> LossOutput:
+        return super().__call__(hidden, weight, targets, advantages=advantages, **arguments)
 
     def laid_out(self, layout: Layout, advantages: Tensor) -> dict[str, Tensor | None]:
         return {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}

@@ -1,7 +1,7 @@
 """Log-probabilities of several ids per token: those that are given, or the model's own best."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -9,10 +9,14 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.head_view import is_head
 from logitless.engine.ids_objective import IdsObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead
+from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
+from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.losses.heads import with_heads
+from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
 
@@ -56,16 +60,23 @@ class IdsNumbers(LinearLoss):
     def numbers(
         self,
         hidden: Tensor,
-        weight: Tensor | SplitHead,
+        weight: HeadWeight | SplitHead,
         targets: Tensor,
         bias: Tensor | None,
         ids: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """{name: (..., k) or (...)}; `targets` (...) says which positions count."""
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[dict[str, Tensor], Plan | None]:
+        """({name: (..., k) or (...)}, plan); `targets` (...) says which positions count."""
+        if is_head(weight):
+            own = {"bias": bias, "ids": ids, "cu_seqlens": cu_seqlens}
+            return with_heads(IdsNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
-        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(), {"ids": ids})
-        found = run_calls([given], Mode.PER_TOKEN).numbers
-        return {name: x.view(*targets.shape, *x.shape[1:]) for name, x in found.items()}
+        given = prepare(
+            loss, Operands(hidden, weight, targets, bias), Options(cu_seqlens=cu_seqlens), {"ids": ids}
+        )
+        outcome = run_calls([given], Mode.PER_TOKEN)
+        found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.numbers.items()}
+        return found, outcome.plan
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
@@ -96,14 +107,26 @@ def check_ids(ids: Tensor, hidden: Tensor) -> None:
 
 
 def logprobs_of_ids(
-    hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, loss: IdsNumbers
-) -> dict[str, Tensor]:
-    """The numbers of `linear_logprobs` for ids (..., k)."""
+    hidden: Tensor,
+    weight: HeadWeight,
+    ids: Tensor,
+    bias: Tensor | None,
+    loss: IdsNumbers,
+    *,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[dict[str, Tensor], Plan | None]:
+    """The numbers, and the plan, of `linear_logprobs` for ids (..., k)."""
     check_ids(ids, hidden)
     ids = ids.long()
+    if shift:
+        remedy = "a single token has no next one"
+        expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
+        loss.check_call((), cu_seqlens=cu_seqlens)
+        ids = shifted(ids, loss.ignore_index, -2, cu_seqlens)
     targets = one_per_position(ids, loss.ignore_index)
     slots = torch.where(ids == loss.ignore_index, -1, ids)
-    return loss.numbers(hidden, weight, targets, bias, slots)
+    return loss.numbers(hidden, weight, targets, bias, slots, cu_seqlens)
 
 
 OPTIONS = (
@@ -121,12 +144,12 @@ OPTIONS = (
 
 def linear_topk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: HeadWeight,
     k: int,
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    **head,
+    **head: Unpack[HeadOptions],
 ) -> TopkLogprobs:
     """The k largest of log softmax(hidden @ weight.T) and their ids, one chunk of logits at a time.
 
@@ -135,7 +158,7 @@ def linear_topk(
 
     Args:
         hidden: (..., H).
-        weight: (V, H).
+        weight: (V, H), or the LM head itself, as in every loss.
         k: how many ids, at most V.
         bias: (V,).
         mask: (...), which positions count; the others are not projected, and get zeros.
@@ -156,7 +179,7 @@ def linear_topk(
     loss = IdsNumbers(entropy="metric", k=k, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
-        found = loss.numbers(hidden, weight, targets, bias)
+        found, _ = loss.numbers(hidden, weight, targets, bias)
     return TopkLogprobs(found["logps"], found["ids"], found["entropy"], found["lse"])
 
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
+from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.errors import expect
 from logitless.losses.cross_entropy import CrossEntropyLoss
@@ -24,7 +25,7 @@ from logitless.losses.logprobs import TokenNumbers
 from logitless.models.exchange import exchange, state_of, withdraw
 from logitless.models.heads import read_head
 from logitless.models.probes import check_head
-from logitless.parallel.groups import is_dtensor
+from logitless.parallel.groups import is_dtensor, local_parameter
 
 KEY = "logits"
 # Exchanges of a model that ask its head for deferred logits: by `patch_model`, and for TRL's fused head.
@@ -107,11 +108,20 @@ class DeferredLogits:
     """Logits (..., V): gain * (h·w + b), or with a cap cap * tanh(gain * (h·w + b) / cap)."""
 
     hidden: Tensor  # (..., H)
-    head: nn.Module
+    head: nn.Module | HeadView
     deferral: Deferral = field(repr=False)
     rows: int  # how many of the first token ids: V, unless the model leaves out what pads its head
     gain: float = 1.0
     cap: float | None = None
+
+    # Our methods for PyTorch's functions of them; any other use is refused.
+    operations: ClassVar = {
+        F.cross_entropy: "cross_entropy",
+        torch.logsumexp: "logsumexp",
+        torch.tanh: "tanh",
+    }
+    usable: ClassVar = "a loss that is their cross-entropy"
+    remedy: ClassVar = "compute the loss of this model without logitless"
 
     __iter__ = None  # or it would be tried index by index
 
@@ -136,19 +146,21 @@ class DeferredLogits:
         partitioned = any(hasattr(x, "ds_id") for x in self.head.parameters())
         return self.head(self.hidden, compute) if partitioned else compute(self.hidden)
 
-    def operands(self, hidden: Tensor | None = None) -> tuple[Tensor, HeadView]:
-        """Hidden states, on the head's device and in its dtype, and the head."""
+    def operands(self, hidden: Tensor) -> tuple[Tensor, HeadView]:
+        """Hidden states, on the head's device and in its dtype, and the head: whole, LoRA's columns in it."""
         view = self.view_now()
-        hidden, weight = (self.hidden if hidden is None else hidden).to(view.weight.device), view.weight
+        hidden, weight = hidden.to(view.device), view.weight
         if is_dtensor(weight):
             # Mixed precision of FSDP2 has cast the inputs, and would cast the parameters.
             like = [None if x is None else x.to(hidden.dtype) for x in (weight, view.bias)]
-            return hidden, view._replace(weight=like[0], bias=like[1])
-        return hidden if torch.is_autocast_enabled(hidden.device.type) else hidden.to(weight.dtype), view
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"softcap": self.cap, "logit_scale": self.gain, "logits_budget": self.deferral.logits_budget}
+            view = view._replace(weight=like[0], bias=like[1])
+        elif not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(weight.dtype)
+        hidden, weight, bias = view.operands(hidden)
+        if not isinstance(weight, SplitHead):
+            weight = local_parameter("weight", weight, None)
+        bias = local_parameter("bias", bias, None)
+        return hidden, view._replace(weight=weight, bias=bias, columns=())
 
     # What models and their losses do with logits
 
@@ -167,7 +179,7 @@ class DeferredLogits:
 
     def __mul__(self, factor: Any) -> "DeferredLogits":
         if not isinstance(factor, Real):
-            return _refused(f"a product with {type(factor).__name__}")
+            return self._refused(f"a product with {type(factor).__name__}")
         cap = None if self.cap is None else self.cap * factor
         return replace(self, gain=self.gain * factor, cap=cap)
 
@@ -177,11 +189,11 @@ class DeferredLogits:
         return self * (1 / divisor)
 
     def tanh(self) -> "DeferredLogits":
-        return replace(self, cap=1.0) if self.cap is None else _refused("a second tanh")
+        return replace(self, cap=1.0) if self.cap is None else self._refused("a second tanh")
 
     def view(self, *shape: int) -> "DeferredLogits":
         if len(shape) < 2 or shape[-1] not in (-1, self.rows):
-            _refused(f"view{shape} of shape {tuple(self.shape)}")
+            self._refused(f"view{shape} of shape {tuple(self.shape)}")
         return replace(self, hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
     reshape = view
@@ -193,18 +205,19 @@ class DeferredLogits:
             index = (*[slice(None)] * (dims - len(index) + 1), *index[1:])
         *rows, last = index if len(index) == dims else (*index, slice(None))
         if not all(isinstance(x, slice) for x in (*rows, last)) or last.start or last.step:
-            _refused(f"an index of {', '.join(type(x).__name__ for x in index)}")
+            self._refused(f"an index of {', '.join(type(x).__name__ for x in index)}")
         found = replace(self, hidden=self.hidden[tuple(rows)])
         return replace(found, rows=len(range(self.rows)[last]))
 
     def logsumexp(self, dim: int) -> Tensor:
         """Over the vocabulary, (...), fp32 and differentiable."""
         if dim != -1:
-            _refused(f"logsumexp over dimension {dim}")
+            self._refused(f"logsumexp over dimension {dim}")
 
         def lse(hidden: Tensor, view: HeadView) -> Tensor:
             targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-            return TokenNumbers(**self.options).numbers(hidden, view, targets)[0]["lse"]
+            numbers = TokenNumbers(logits_budget=self.deferral.logits_budget)
+            return numbers.numbers(hidden, view, targets)[0]["lse"]
 
         return self.computed(lse)
 
@@ -221,13 +234,13 @@ class DeferredLogits:
         """`torch.nn.functional.cross_entropy` of the logits, without them."""
         if self.dim() != 2 or size_average is not None or reduce is not None:
             # PyTorch takes dimension 1 for the classes.
-            _refused(
+            self._refused(
                 f"cross_entropy of shape {tuple(self.shape)}, size_average={size_average}, reduce={reduce}"
             )
         if not self.deferral.summed:
             return torch.zeros((), device=self.device)
         own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
-        loss = CrossEntropyLoss(**own, **self.options)
+        loss = CrossEntropyLoss(**own, logits_budget=self.deferral.logits_budget)
 
         def solve(hidden: Tensor, view: HeadView) -> Tensor:
             out = loss(hidden, view, target.to(hidden.device), class_weights=weight)
@@ -240,28 +253,14 @@ class DeferredLogits:
     def __torch_function__(
         cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        own = OPERATIONS.get(function)
-        return _refused(function.__name__) if own is None else own(*args, **kwargs or {})
+        own = getattr(cls, cls.operations.get(function, ""), None)
+        return cls._refused(function.__name__) if own is None else own(*args, **kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name in ("device", "dtype", "requires_grad", "dim", "ndim"):
             return getattr(self.hidden, name)
-        raise AttributeError(_message(repr(name)))
+        return self._refused(repr(name), AttributeError)
 
-
-OPERATIONS = {
-    F.cross_entropy: DeferredLogits.cross_entropy,
-    torch.logsumexp: DeferredLogits.logsumexp,
-    torch.tanh: DeferredLogits.tanh,
-}
-
-
-def _message(use: str) -> str:
-    return (
-        f"logits: expected a loss that is their cross-entropy, got {use} of them; compute the loss of this "
-        f"model without logitless."
-    )
-
-
-def _refused(use: str) -> Any:
-    raise TypeError(_message(use))
+    @classmethod
+    def _refused(cls, use: str, error: type[Exception] = TypeError) -> Any:
+        raise error(f"logits: expected {cls.usable}, got {use} of them; {cls.remedy}.")

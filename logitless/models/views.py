@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, view_of
 from logitless.models.exchange import exchange
 from logitless.models.heads import base_of, find_head, read_head
-from logitless.models.logits import DeferredLogits, deferred, undeferred
+from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
 
 # (softcap, logit_scale) of a model, which its own forward pass told.
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[float | None, float]] = WeakKeyDictionary()
@@ -64,34 +64,24 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
     # Whole numbers are exact in every dtype.
     numbers = torch.arange(float(weight.shape[1])).remainder(61).add(1)
     hidden = numbers.to(weight.device, torch.float64)[None, None]
-    remedy = "patch_model(model) takes models with layers between the two"
-    reason = type(model).__name__
+    ids, reason = torch.zeros(1, 1, dtype=torch.int64, device=weight.device), type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
-        undo = exchange(backbone, "features", _features, hidden)
+        undo, deferral = exchange(backbone, "features", _features, hidden), deferral_of(model)
+        checked, deferral.checked = deferral.checked, True  # not here, where it may be sharded
         try:
-            logits = _without_backbone(model, weight.device)
+            with torch.no_grad(), deferred(model):
+                logits = model.forward(ids, return_dict=True).logits
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             continue
         finally:
             undo()
+            deferral.checked = checked
             undeferred(model)
-        if (
-            isinstance(logits, DeferredLogits)
-            and logits.hidden.shape == hidden.shape
-            and logits.rows == weight.shape[0]
-        ):
+        direct = isinstance(logits, DeferredLogits) and logits.rows == weight.shape[0]
+        if direct and logits.hidden.shape == hidden.shape:
             factor = logits.hidden.double() / hidden
             if torch.allclose(factor, factor[..., :1]):
                 return logits.cap, logits.gain * factor[0, 0, 0].item()
+    remedy = "patch_model(model) takes models with layers between the two"
     raise ValueError(f"model: expected a head right behind its backbone, got {reason}; {remedy}.")
-
-
-def _without_backbone(model: nn.Module, device: torch.device) -> Any:
-    with torch.no_grad(), deferred(model) as deferral:
-        checked, deferral.checked = deferral.checked, True  # by random vectors in place of these
-        try:
-            ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-            return model.forward(ids, return_dict=True).logits
-        finally:
-            deferral.checked = checked

@@ -22,17 +22,14 @@ import logitless.trl_integration as ours
 
 from .adapter import swapped
 
-# TRL's scripts -> the pair that each trains with.
-SCRIPTS = {
-    "sft": "SFT",
-    "dpo": "DPO",
-    "kto": "KTO",
-    "grpo": "GRPO",
-    "rloo": "RLOO",
-    "distillation": "Distillation",
-}
-# Command -> the pair, and the script that starts it: "grpo" is the one that takes reward functions.
-COMMANDS = {command: (kind, command) for command, kind in SCRIPTS.items()} | {
+# Command -> the pair, and TRL's script that starts it: "grpo" is the one that takes reward functions.
+COMMANDS = {
+    "sft": ("SFT", "sft"),
+    "dpo": ("DPO", "dpo"),
+    "kto": ("KTO", "kto"),
+    "grpo": ("GRPO", "grpo"),
+    "rloo": ("RLOO", "rloo"),
+    "distillation": ("Distillation", "distillation"),
     "orpo": ("ORPO", "dpo"),
     "cpo": ("CPO", "dpo"),
     "tpo": ("TPO", "dpo"),
@@ -57,12 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"command: expected one of {', '.join(COMMANDS)}, got {command!r}; see --help.")
     kind, name = COMMANDS[command]
     script, trainer = import_module(f"trl.scripts.{name}"), getattr(ours, f"{kind}Trainer")
-    pair = {
-        f"{SCRIPTS[name]}Config": getattr(ours, f"{kind}Config"),
-        f"{SCRIPTS[name]}Trainer": trainer if command == name else from_script(trainer),
-    }
+    own, trainer = COMMANDS[name][0], trainer if command == name else from_script(trainer)
     # The scripts import these names when they run.
-    with swapped(trl, **pair):
+    with swapped(trl, **{f"{own}Config": getattr(ours, f"{kind}Config"), f"{own}Trainer": trainer}):
         parser = script.make_parser(prog=f"python -m logitless.trl_integration {command}")
         script.main(*parser.parse_args_and_config(args=rest))
 

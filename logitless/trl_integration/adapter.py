@@ -22,19 +22,20 @@ from transformers import PreTrainedModel
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
+from logitless.losses.base import LossOutput
 from logitless.models import heads
 from logitless.models.exchange import state_of
 from logitless.models.patch import Patch
 
-from .head import Score, attach_chunked_head
 from .versions import SUPPORTED, found_in_trl, installed, moved
 
 logger = logging.getLogger("logitless.trl_integration")
 
-# Products of a plan whose head trains; those of a solved loss are one fewer for a frozen head.
-PRODUCTS = {"fused": 3, "resident": 3, "recompute": 4, "row_scaled": 2, "loss_only": 1}
-SOLVED = ("fused", "resident")
 LIGER_LOSS = "fused_linear_cross_entropy"
+
+
+# (the trainer's chunked loss, one of its models) -> the undoing
+Attach = Callable[["ChunkedLoss", PreTrainedModel], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Adapter:
     Attributes:
         stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
         checks: raise for a trainer whose loss the flag cannot compute.
-        heads: puts heads on the trainer's models, and yields the undoing of each.
+        heads: by the attribute that holds a model, if any: puts ours on its head, and returns the undoing.
         patches: by name: a method of the trainer, or "module:name" in a module of TRL.
         during: the trainer's methods while which names in modules are exchanged, and `around` is entered.
         evaluates: whether an evaluation step computes the loss.
@@ -68,7 +69,7 @@ class Adapter:
 
     stock: str
     checks: tuple[Callable[[Any], None], ...] = ()
-    heads: Callable[["ChunkedLoss"], Iterator[Callable[[], None]]] = lambda chunked: iter(())
+    heads: Mapping[str, Attach] = field(default_factory=dict)
     patches: Mapping[str, Seam] = field(default_factory=dict)
     during: tuple[str, ...] = ("compute_loss",)
     around: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
@@ -92,8 +93,8 @@ class ChunkedLoss:
         self.verified: set[str] = set()
         # In an evaluation step: whether predictions are asked for, and the stock loss with them.
         self.wants_logits = self.stock_only = False
-        # What GKD's student learns from, and whether models answer with deferred logits: while they do.
-        self.taught, self.deferring = None, False
+        self.picking = False  # whether models answer with picked logits
+        self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of a trainer outside of TRL
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
@@ -117,26 +118,12 @@ class ChunkedLoss:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
-    def attach(self, model: PreTrainedModel, score: Score) -> Callable[[], None]:
-        """Puts a head on a model; where Accelerate has prepared it, under its autocast."""
-
-        def scored(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            with self.trainer.accelerator.autocast():
-                return score(*args, **kwargs)
-
-        return attach_chunked_head(model, scored if hasattr(model, "_original_forward") else score)
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """While the trainer computes a loss."""
-        with ExitStack() as stack:
-            for place, seam in self.adapter.patches.items():
-                if ":" in place:
-                    module, name = place.split(":")
-                    ours = self._seam(place, seam, found_in_trl(place))
-                    stack.enter_context(swapped(import_module(module), **{name: ours}))
-            stack.enter_context(self.adapter.around(self))
-            yield
+    def solved(self, loss: Callable[..., LossOutput], *args: Any, **kwargs: Any) -> LossOutput:
+        """The output of a loss."""
+        with self.saving():
+            out = loss(*args, **kwargs)
+        self.note(out.plan)
+        return out
 
     def methods(self) -> Iterator[tuple[str, Callable]]:
         """(name, what takes its place) of the trainer's methods."""
@@ -144,7 +131,7 @@ class ChunkedLoss:
         for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
             stock = getattr(self.trainer, name, None)
             if stock is None:
-                raise ImportError(moved(f"{adapter.stock}Trainer.{name}"))
+                raise moved(f"{adapter.stock}Trainer.{name}")
             own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
             remedy = "train without the chunked loss, or leave that method as it is"
             expect(not own, name, f"TRL's own in {adapter.name}Trainer", stock.__qualname__, remedy)
@@ -176,11 +163,19 @@ class ChunkedLoss:
         return used
 
     def _during(self, ours: Callable, stock: Callable) -> Callable:
+        """`ours`, while which the names in TRL's modules are exchanged."""
+
         @functools.wraps(stock)
         def computes(*args: Any, **kwargs: Any) -> Any:
             if self.stock_only:
                 return stock(*args, **kwargs)
-            with self.computing():
+            with ExitStack() as stack:
+                for place, seam in self.adapter.patches.items():
+                    if ":" in place:
+                        module, name = place.split(":")
+                        seen = self._seam(place, seam, found_in_trl(place))
+                        stack.enter_context(swapped(import_module(module), **{name: seen}))
+                stack.enter_context(self.adapter.around(self))
                 return ours(*args, **kwargs)
 
         return computes
@@ -230,9 +225,7 @@ class ChunkedLoss:
         head, plan = base_of(self.trainer, self.trainer.model).get_output_embeddings(), self.plan
         what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
         if plan is not None:
-            frozen = not any(parameter.requires_grad for parameter in head.parameters())
-            products = PRODUCTS[plan.strategy] - (frozen and plan.strategy in SOLVED)
-            what = f"{plan.describe()}, {products} products"
+            what = plan.describe()
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
         elif (deferral := state_of(head, "logits")) is not None:
@@ -259,8 +252,9 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
             undo.callback(trainer.__dict__.update, before)
             undo.callback(trainer.__dict__.pop, name, None)
             trainer.__dict__[name] = value
-        for detach in adapter.heads(chunked):
-            undo.callback(detach)
+        for name, attach in adapter.heads.items():
+            if (model := getattr(trainer, name, None)) is not None:
+                undo.callback(attach(chunked, base_of(trainer, model)))
         failed.pop_all()
     return undo.close
 

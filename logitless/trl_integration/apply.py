@@ -1,6 +1,6 @@
 """`apply_to`: chunked loss and fused layers in a trainer that exists already, TRL's or transformers' own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +9,9 @@ import transformers
 from logitless.errors import expect
 from logitless.models import patch_model
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of
-from .adapters import ADAPTERS
+from .adapter import Adapter, ChunkedLoss, Seam
 from .layers import switch_on
-from .pairs import check_budget
+from .pairs import ADAPTERS, check_budget
 
 
 def apply_to(
@@ -50,10 +49,7 @@ def apply_to(
     for name, wanted in asked.items():
         expected, has = f"one without the {name.replace('_', ' ')}", f"a {found} that has it"
         expect(not (wanted and name in trainer.__dict__), "trainer", expected, has, "leave apply_to out")
-    if logits_budget is not None:
-        check_budget(logits_budget)
-        expected, remedy = "None with use_chunked_loss=False", "leave one of them out"
-        expect(use_chunked_loss, "logits_budget", expected, logits_budget, remedy)
+    check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
     return switch_on(trainer, adapter, logits_budget, layers=use_fused_layers)
 
@@ -73,10 +69,9 @@ def adapter_of(trainer: type) -> Adapter:
 # --- transformers.Trainer
 
 
-def patched(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-    model = base_of(chunked.trainer, chunked.trainer.model)
+def patched(chunked: ChunkedLoss, model: transformers.PreTrainedModel) -> Callable[[], None]:
     chunked.patch = patch_model(model, logits_budget=chunked.budget)
-    yield chunked.patch
+    return chunked.patch
 
 
 def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
@@ -99,6 +94,6 @@ def no_smoothing(trainer: Any) -> None:
 PLAIN = Adapter(
     "transformers:",
     checks=(no_smoothing,),
-    heads=patched,
+    heads={"model": patched},
     patches={"compute_loss": Seam(model_loss, train=True, evaluate=True, replaces=False)},
 )

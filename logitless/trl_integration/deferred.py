@@ -1,143 +1,160 @@
-"""Logits that a trainer of TRL is handed and that nobody computes, for trainers that take `model(...).logits`
-apart themselves.
+"""TRL's trainers that take the logits of models apart in their own code: ORPO, CPO (SimPO, AlphaPO), TPO,
+OnlineDPO and A2PO those of sequences, GKD, GOLD, IW-OPD, SDFT, SDPO and ServerDistillation those of student
+and teacher.
 
-While such a trainer computes its loss, its models answer with `DeferredLogits`: hidden states and the head.
-TRL's code slices them, divides them by a temperature and picks the log-probabilities of tokens as it always
-did; a divergence of the whole vocabulary goes to one of our losses. Anything else that needs the logits
-themselves raises.
+TRL's code makes its losses, ratios and metrics from log-probabilities that it picks out of `PickedLogits` (4
+products, 2 with a frozen head). A cross-entropy is `CrossEntropyLoss`, and what takes all of two
+distributions, or the best ids of one, is `DistillationLoss`.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from logitless.engine.head_view import HeadView
-from logitless.errors import expect
-from logitless.losses.logprobs import TokenNumbers
-from logitless.models.exchange import exchange
-from logitless.models.logits import deferred, undeferred
+from logitless import DistillationLoss
+from logitless.errors import check_choice, expect
+from logitless.losses.base import LossOutput
 
-from .adapter import ChunkedLoss, base_of, swapped
-from .head import KEY, projected
+from .adapter import Adapter, ChunkedLoss, Seam
+from .head import PickedLogits, picked, picking
 
-
-@dataclass(frozen=True)
-class DeferredLogits:
-    """What logits (B, T, V), or with `normalized` their log-probabilities, are made of."""
-
-    chunked: ChunkedLoss
-    hidden: Tensor  # (B, T, H)
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    softcap: float | None
-    logit_scale: float
-    temperature: float = 1.0
-    normalized: bool = False
-
-    @property
-    def head(self) -> dict[str, Any]:
-        """Options for a loss of these logits."""
-        own = {name: getattr(self, name) for name in ("softcap", "logit_scale", "temperature")}
-        return own | {"logits_budget": self.chunked.budget}
-
-    def logps(self, targets: Tensor) -> Tensor:
-        """Log-probabilities of `targets` (B, T), fp32 and differentiable."""
-        numbers = TokenNumbers(**self.head)
-        with self.chunked.saving():
-            found, plan = numbers.numbers(
-                self.hidden, self.weight, targets.to(self.hidden.device), bias=self.bias
-            )
-        self.chunked.note(plan)
-        return found["logps"]
-
-    # The operations that TRL applies to logits
-
-    def __getitem__(self, index: tuple[Any, ...]) -> "DeferredLogits":
-        whole = isinstance(index, tuple) and len(index) == 3 and index[2] == slice(None)
-        return replace(self, hidden=self.hidden[index[:2]]) if whole else refused(f"index {index}")
-
-    def __truediv__(self, temperature: float) -> "DeferredLogits":
-        if self.normalized:
-            return refused("a division after log_softmax")
-        return replace(self, temperature=self.temperature * temperature)
-
-    def gather(self, dim: int, index: Tensor) -> Tensor:
-        if not self.normalized or dim != -1 or index.shape[-1] != 1:
-            return refused(f"gather of dim {dim} with an index {tuple(index.shape)}")
-        return self.logps(index[..., 0])[..., None]
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if function in (F.log_softmax, torch.log_softmax) and kwargs.get("dim") == -1:
-            return replace(args[0], normalized=True)
-        return refused(function.__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        return refused(repr(name), AttributeError)
-
-
-def refused(use: str, error: type[Exception] = TypeError) -> Any:
-    raise error(
-        f"logits: expected a use without the full logits, got {use}; the flag never builds them, so set "
-        f"use_chunked_loss=False."
-    )
+# What the adapters of all of them share
+PICKED = {"heads": dict.fromkeys(("model", "teacher_model", "ref_model"), picked), "around": picking}
 
 
 def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `selective_log_softmax`."""
-    return given.logits.logps(given.index)
+    return given.logits.numbers(given.index)["logps"]
 
 
-def whole_models(trainer: Any) -> None:
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    whole = not trainer.is_fsdp_enabled and (plugin is None or plugin.zero_stage != 3)
-    expected, found = f"whole models in {type(trainer).__name__}", "sharded ones, whose heads come and go"
-    expect(whole, "use_chunked_loss", expected, found, "train with DDP or ZeRO up to stage 2")
+# --- ORPO, CPO, TPO, OnlineDPO and A2PO
 
 
-def deferred_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-    """On the student, and on the teacher where it is another model."""
-    trainer = chunked.trainer
-    student, teacher = trainer.model, getattr(trainer, "teacher_model", None)
-    models = [base_of(trainer, model) for model in (student, teacher) if model is not None]
-    for model in models[:1] if models[0] is models[-1] else models:
-        yield functools.partial(undeferred, model)
-        yield exchange(model, KEY, deferred_forward, chunked)
+def sequence_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's `get_batch_logps`, which would walk the prompts too."""
+    labels = given.labels[:, 1:]
+    logps = given.logits[:, :-1].numbers(labels)["logps"].sum(-1)
+    return logps / (labels != -100).sum(-1) if given.average_log_prob else logps
 
 
-@contextmanager
-def deferring(chunked: ChunkedLoss) -> Iterator[None]:
-    """The models answer with deferred logits, under the autocast that Accelerate has inside of a forward."""
-    with swapped(chunked, deferring=True), chunked.trainer.accelerator.autocast():
-        yield
+def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor]:
+    """TRL's `selective_log_softmax_and_entropy`."""
+    ids = given.index.masked_fill(given.row_mask == 0, -100)
+    found = given.logits.numbers(ids, entropy="metric")
+    return found["logps"], found["entropy"]
 
 
-# What the adapters of these trainers share
-DEFERRED = {"heads": deferred_heads, "around": deferring}
+PAIRS = {
+    "patches": {"get_batch_logps": Seam(sequence_logps, train=True, evaluate=True)},
+    "during": ("concatenated_forward",),
+    **PICKED,
+}
+ORPO = Adapter("trl.experimental.orpo:ORPO", **PAIRS)
+CPO = Adapter("trl.experimental.cpo:CPO", **PAIRS)
+TPO_SEAM = "trl.experimental.tpo.tpo_trainer:selective_log_softmax_and_entropy"
+TPO_LOGPS = {"patches": {TPO_SEAM: Seam(logps_and_entropy, True, True)}, "during": ("_compute_loss",)}
+TPO = Adapter("trl.experimental.tpo:TPO", predicts=True, **TPO_LOGPS, **PICKED)
+A2PO_SEAM = "trl.experimental.a2po.a2po_trainer:selective_log_softmax"
+A2PO_LOGPS = {"patches": {A2PO_SEAM: Seam(picked_logps, True, True)}, "during": ("_get_sequence_logps",)}
+A2PO = Adapter("trl.experimental.a2po:A2PO", **A2PO_LOGPS, **PICKED)
+# Its evaluation computes no loss.
+ONLINE = {"during": ("_forward",), "evaluates": False}
+OnlineDPO = Adapter("trl.experimental.online_dpo:OnlineDPO", **ONLINE, **PICKED)
 
 
-def deferred_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-    if not chunked.deferring:
-        return stock(*args, **kwargs)
-    kwargs |= {"use_cache": False, "return_dict": True}
-    with deferred(model, summed=False):
-        out = stock(*args, **kwargs)
+# --- GKD, GOLD, IW-OPD and ServerDistillation
 
-    # The head as it is now: an adapter may be switched off for a teacher, and on again before anybody reads
-    # the logits. A view, not the parameter: DDP looks for the parameters in use behind the outputs of the
-    # forward, and a leaf has nothing behind it.
-    def held(hidden: Tensor, view: HeadView) -> DeferredLogits:
-        hidden, weight, bias = projected(hidden, view)
-        weight, bias = (x.view_as(x) if isinstance(x, Tensor) else x for x in (weight, bias))
-        return DeferredLogits(chunked, hidden, weight, bias, **view.options)
 
-    return CausalLMOutputWithPast(logits=out.logits.computed(held))
+def divergence(
+    student: PickedLogits, teacher: PickedLogits, mask: Tensor, num_items: Any = None, **options: Any
+) -> LossOutput:
+    """`DistillationLoss` of the tokens in `mask` (B, T)."""
+    loss = DistillationLoss(logits_budget=student.chunked.budget, **options)
+    taught = {"teacher_hidden": teacher.hidden.to(student.device), "teacher_weight": teacher.view_now()}
+    given = {"mask": mask, "num_items": num_items, **taught}
+    return student.chunked.solved(loss, student.hidden, student.view_now(), **given)
+
+
+def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:
+    """Options of a divergence over the k best ids alone."""
+    return {"support": whose, "k": k, "topk_mode": "tail" if add_tail else "renormalize"}
+
+
+def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's `generalized_jsd_loss`; IW-OPD's alone has `top_k`."""
+    student, teacher = given.student_logits / given.temperature, given.teacher_logits / given.temperature
+    options, top_k = {"beta": float(given.beta)}, getattr(given, "top_k", 0)
+    if 0 < top_k < student.shape[-1]:
+        whose = {0.0: "teacher", 1.0: "student"}.get(options["beta"], "union")
+        options |= best_ids(whose, top_k, given.add_tail)
+    return divergence(student, teacher, given.labels != -100, given.num_items_in_batch, **options).loss
+
+
+def one_vocabulary(trainer: Any) -> None:
+    expected, remedy = "False with use_chunked_loss=True", "it sorts whole distributions: leave the flag out"
+    expect(not trainer.args.use_uld_loss, "use_uld_loss", expected, True, remedy)
+
+
+ALWAYS = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
+SOMETIMES = {"generalized_jsd_loss": Seam(chunked_jsd)}
+
+GKD = Adapter("trl.experimental.gkd:GKD", patches=ALWAYS, predicts=True, **PICKED)
+GOLD = Adapter("trl.experimental.gold:GOLD", (one_vocabulary,), patches=ALWAYS, **PICKED)
+IWOPD = Adapter("trl.experimental.iw_opd:IWOPD", patches=SOMETIMES, predicts=True, **PICKED)
+# All that it reads are log-probabilities of the ids that its server names.
+SERVER = "trl.experimental.server_distillation:ServerDistillation"
+ServerDistillation = Adapter(SERVER, predicts=True, **PICKED)
+
+
+# --- SDFT and SDPO
+
+MODES = ("full_logits", "topk_logits", "sampled_token")
+
+
+def known_mode(trainer: Any) -> None:
+    """What TRL refuses in its first step, refused before."""
+    mode, top_k = trainer.args.distillation_mode, trainer.args.distillation_topk
+    check_choice("distillation_mode", mode, MODES)
+    expected = "a number of tokens with distillation_mode='topk_logits'"
+    expect(mode != "topk_logits" or top_k is not None, "distillation_topk", expected, top_k, "set it")
+
+
+def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """TRL's loss with the mask that its divergences are not told of."""
+    found = given.distillation_logits
+    chunked.mask = found.loss_mask.bool()
+    if not chunked.mask.any():
+        # TRL takes 0 times the sum of the student's logits, for the graph: any sum of them will do.
+        found = replace(found, student_logits=found.student_logits.numbers(found.completion_ids)["logps"])
+    return stock(distillation_logits=found)
+
+
+def token_divergences(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
+    """(B, T), of the whole vocabulary or of the student's best ids."""
+    options = {"reduction": "none", "beta": float(given.distillation_alpha)}
+    if hasattr(given, "distillation_topk"):
+        options |= best_ids("student", given.distillation_topk, given.distillation_add_tail)
+    return divergence(given.student_logits, given.teacher_logits, chunked.mask, **options).loss
+
+
+def self_distilling(package: str, name: str) -> Adapter:
+    module = f"trl.experimental.{package}"
+    trainer = f"{module}.{package}_trainer"
+    return Adapter(
+        f"{module}:{name}",
+        checks=(known_mode,),
+        patches={
+            "_compute_self_distillation_loss": Seam(counted_tokens, replaces=False),
+            f"{trainer}:compute_full_logit_self_distillation_loss": Seam(token_divergences),
+            f"{trainer}:compute_topk_self_distillation_loss": Seam(token_divergences),
+            f"{trainer}:selective_log_softmax": Seam(picked_logps),
+            f"{module}.loss_utils:selective_log_softmax": Seam(picked_logps),
+        },
+        during=("compute_loss", "_compute_rollout_logps"),
+        **PICKED,
+    )
+
+
+SDFT, SDPO = self_distilling("sdft", "SDFT"), self_distilling("sdpo", "SDPO")

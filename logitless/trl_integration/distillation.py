@@ -1,134 +1,57 @@
-"""TRL's distillation from models that are here: GKD, which builds the full logits of student and teacher,
-DistillationTrainer, which takes eight products for what takes four, and AsyncDistillation, whose teacher is
-behind a server and names its best tokens.
+"""TRL's distillation trainers that project hidden states themselves: DistillationTrainer, which takes eight
+products for what takes four, and AsyncDistillation, whose teacher is behind a server and names its best
+tokens.
 
 TRL's AsyncDistillation projects 256 rows at a time in fp32, each twice; here it is `DistillationLoss` under
 the budget, which projects each row once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless import DistillationLoss, JSDLoss
-from logitless.losses.base import LossOutput
+from logitless import DistillationLoss
+from logitless.engine.head_view import HeadView
 
-from .adapter import Adapter, ChunkedLoss, Seam, base_of
+from .adapter import Adapter, ChunkedLoss, Seam
 from .versions import found_in_trl
 
-# --- DistillationTrainer
+SYNC = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
+PACKAGE = "trl.experimental.async_distillation"
+MODULE = f"{PACKAGE}.async_distillation_trainer"
+
+
+def given_head(given: Any, prefix: str = "") -> HeadView:
+    """The head whose parts TRL passes under names with this prefix."""
+    parts = ("lm_head_weight", "lm_head_bias", "final_logit_softcapping", "logit_scale")
+    weight, bias, softcap, scale = (getattr(given, prefix + part) for part in parts)
+    return HeadView(weight, bias, softcap=softcap, logit_scale=scale, of_model=True)
 
 
 def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """What TRL's `_chunked_divergence_loss` returns: the loss, the sum of the student's entropies, and how
     many tokens count."""
-    loss = JSDLoss(
-        beta=given.beta,
-        temperature=given.temperature,
-        softcap=given.student_final_logit_softcapping,
-        logit_scale=given.student_logit_scale,
-        teacher_softcap=given.teacher_final_logit_softcapping,
-        teacher_logit_scale=given.teacher_logit_scale,
-        logits_budget=chunked.budget,
-    )
-    student = (given.student_hidden_states, given.student_lm_head_weight)
-    teacher = (given.teacher_hidden_states, given.teacher_lm_head_weight, given.teacher_lm_head_bias)
-    options = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
-    out = taught(chunked, loss, student, given.student_lm_head_bias, teacher, **options)
+    hidden, student = given.student_hidden_states, given_head(given, "student_")
+    taught, teacher = given.teacher_hidden_states.to(hidden.device), given_head(given, "teacher_")
+    loss = DistillationLoss(beta=given.beta, temperature=given.temperature, logits_budget=chunked.budget)
+    others = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
+    out = chunked.solved(loss, hidden, student, teacher_hidden=taught, teacher_weight=teacher, **others)
     count = given.completion_mask.sum()
     return out.loss, out.metrics["entropy"] * count, count
-
-
-def taught(
-    chunked: ChunkedLoss, loss: JSDLoss, student: tuple, bias: Tensor | None, teacher: tuple, **options: Any
-) -> LossOutput:
-    """The loss of a student (hidden, weight, targets) with a bias, and a teacher (hidden, weight, bias)."""
-    device = student[0].device
-    hidden, weight, teacher_bias = teacher
-    named = {"teacher_hidden": hidden.to(device), "teacher_weight": weight, "teacher_bias": teacher_bias}
-    with chunked.saving():
-        out = loss(*student, bias=bias, **named, **options)
-    chunked.note(out.plan)
-    return out
-
-
-SEAM = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
-Distillation = Adapter(
-    "trl:Distillation", patches={SEAM: Seam(chunked_divergence, train=True, evaluate=True)}
-)
-
-
-# --- GKD
-
-
-def gkd_heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-    trainer = chunked.trainer
-    student, teacher = base_of(trainer, trainer.model), base_of(trainer, trainer.teacher_model)
-
-    def score(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
-    ) -> dict[str, Tensor]:
-        *teacher, teacher_options, num_items = chunked.taught
-        options |= {f"teacher_{name}": value for name, value in teacher_options.items()}
-        loss = JSDLoss(beta=trainer.beta, logits_budget=chunked.budget, **options)
-        # The label at the next position, as the student is to predict it; the last position has none.
-        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        out = taught(chunked, loss, (hidden, weight, targets), bias, teacher, num_items=num_items)
-        return {"log_probs": -out.loss, "label_mask": (targets != -100).sum()}
-
-    def teach(
-        hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, shift: bool, options: dict
-    ) -> dict[str, Tensor]:
-        """Not a score: what the student learns from, as the teacher's own forward pass has it, with its
-        autocast and its gathered shards, of which ZeRO-3 takes its own away again."""
-        weight = weight.clone() if hasattr(weight, "ds_id") else weight
-        chunked.taught = hidden, weight, bias, options
-        return {"log_probs": hidden.new_zeros(()), "label_mask": hidden.new_ones(())}
-
-    yield chunked.attach(student, score)
-    yield chunked.attach(teacher, teach)
-
-
-def gkd_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
-    teacher = chunked.trainer.teacher_model
-    inputs = {name: given.inputs[name] for name in ("input_ids", "attention_mask", "labels")}
-    teacher.eval()
-    with torch.no_grad():
-        teacher(**inputs, fused_lm_head=True)
-    chunked.taught += (getattr(given, "num_items_in_batch", None),)
-    out = given.model(**inputs, fused_lm_head=True)
-    chunked.taught = None
-    return (-out.log_probs, out) if getattr(given, "return_outputs", False) else -out.log_probs
-
-
-GKD = Adapter(
-    "trl.experimental.gkd:GKD",
-    heads=gkd_heads,
-    patches={"compute_loss": Seam(gkd_loss, train=True, evaluate=True)},
-    predicts=True,
-)
-
-
-# --- AsyncDistillation
-
-ASYNC = "trl.experimental.async_distillation"
-ASYNC_MODULE = f"{ASYNC}.async_distillation_trainer"
 
 
 def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, ...]:
     """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the student's
     entropies and of the teachers', and for each teacher how many tokens it scored and its share of the
     divergence and of the entropy."""
-    hidden, weight, index = given.hidden_valid, given.lm_head_weight, given.teacher_id_idx
+    hidden, head, index = given.hidden_valid, given_head(given), given.teacher_id_idx
     several = index is not None
     loss = DistillationLoss(
         beta=given.beta,
         temperature=given.temperature,
         topk_mode="tail" if given.add_tail_bucket else "renormalize",
-        softcap=given.final_logit_softcapping,
-        logit_scale=given.logit_scale,
         # Each token's own value, which several teachers are logged by, costs a second walk.
         reduction="none" if several else "sum",
         logits_dtype=torch.float32,
@@ -136,13 +59,11 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     )
     candidates = given.valid_candidate_mask
     teacher = given.teacher_target_logps.masked_fill(~candidates, -torch.inf)
-    served = (teacher, given.target_ids)
-    if several and hasattr(weight, "ds_id"):
+    if several and hasattr(head.weight, "ds_id"):
         # ZeRO-3 has emptied it again when the backward pass walks it.
-        weight = weight.clone()
-    with chunked.saving():
-        out = loss(hidden.to(weight.dtype), weight, bias=given.lm_head_bias, teacher_logprobs_topk=served)
-    chunked.note(out.plan)
+        head = head._replace(weight=head.weight.clone())
+    served = (teacher, given.target_ids)
+    out = chunked.solved(loss, hidden.to(head.dtype), head, teacher_logprobs_topk=served)
     total = out.loss.sum()
 
     entropies = teachers_entropy(teacher, candidates, given.add_tail_bucket)
@@ -158,13 +79,13 @@ def teachers_entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -
     """Of a teacher's distribution over its candidates (n, k), as TRL completes it: one bucket more, or a sum
     of 1."""
     if add_tail_bucket:
-        logps, candidates = found_in_trl(f"{ASYNC_MODULE}:_add_tail_bucket")(logps, candidates)
+        logps, candidates = found_in_trl(f"{MODULE}:_add_tail_bucket")(logps, candidates)
     else:
         logps = logps - logps.logsumexp(-1, keepdim=True)
     return torch.nan_to_num(-logps.exp() * logps.masked_fill(~candidates, 0.0)).sum(-1)
 
 
+Distillation = Adapter("trl:Distillation", patches={SYNC: Seam(chunked_divergence, True, True)})
 AsyncDistillation = Adapter(
-    f"{ASYNC}:AsyncDistillation",
-    patches={f"{ASYNC_MODULE}:_chunked_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)},
+    f"{PACKAGE}:AsyncDistillation", patches={f"{MODULE}:_chunked_jsd_loss": Seam(chunked_jsd, True, True)}
 )

@@ -1,57 +1,67 @@
-"""A forward pass that scores tokens in place of logits.
+"""What the forward pass of a model answers with while its trainer computes a loss, in the place of logits.
 
-TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
-`attach_chunked_head` answers that call with our losses. It all happens inside the model's own forward pass,
-where the hooks of DDP, FSDP and DeepSpeed fire.
+`scored`: TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
+Our losses make it, inside the model's own forward pass, where the hooks of DDP, FSDP and DeepSpeed fire.
+
+`picked`: other trainers take `model(...).logits` apart themselves. They are handed `PickedLogits`, hidden
+states and the head, which nobody multiplies: TRL's code slices them, divides them by a temperature and picks
+tokens and their log-probabilities as it always did. What needs all of a distribution goes to one of our
+losses, and any other use raises.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView
-from logitless.engine.operands import SplitHead
+from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 from logitless.models.exchange import exchange, withdraw
-from logitless.models.logits import deferred, undeferred
-from logitless.parallel.groups import local_parameter
+from logitless.models.logits import Deferral, DeferredLogits, deferred, undeferred
+
+from .adapter import Attach, ChunkedLoss, swapped
 
 KEY = "score"
 
-
-class Score(Protocol):
-    """Scores the labelled tokens and returns fields of `FusedCausalLMOutput`, `log_probs` among them."""
-
-    def __call__(
-        self,
-        hidden: Tensor,  # (B, T, H)
-        weight: Tensor | SplitHead,  # (V, H)
-        bias: Tensor | None,  # (V,)
-        labels: Tensor,  # (B, T)
-        shift: bool,  # whether position i is scored on label i + 1
-        options: dict[str, float | None],  # softcap and logit_scale, as the model's own forward pass has them
-    ) -> dict[str, Tensor]: ...
+# Scores the labelled tokens: (hidden (B, T, H), head, labels (B, T), shift: whether position i is scored on
+# label i + 1) -> fields of `FusedCausalLMOutput`, `log_probs` among them.
+Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Tensor]]
 
 
-def projected(hidden: Tensor, view: HeadView) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-    """The operands of a head, with FSDP's shards gathered."""
-    hidden, weight, bias = view.operands(hidden)
-    whole = weight if isinstance(weight, SplitHead) else local_parameter("weight", weight, None)
-    return hidden, whole, local_parameter("bias", bias, None)
+def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
+    """Makes `model(..., labels=..., fused_lm_head=True)` return a score; every other call runs as before."""
+
+    def attach(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
+        score, prepared = score_of(chunked), hasattr(model, "_original_forward")
+
+        def answer(*args: Any) -> dict[str, Tensor]:
+            # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
+            # Where Accelerate has prepared the model, its autocast is around its forward pass.
+            with chunked.trainer.accelerator.autocast() if prepared else nullcontext():
+                return score(*args)
+
+        return _exchanged(model, _scored_forward, answer)
+
+    return attach
 
 
-def attach_chunked_head(model: PreTrainedModel, score: Score) -> Callable[[], None]:
-    """Makes `model(..., labels=..., fused_lm_head=True)` return `score`'s answer; every other call runs as
-    before. Returns its undoing."""
+def picked(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
+    """Makes a model answer with `PickedLogits` in calls inside of `picking`."""
+    return _exchanged(model, _picked_forward, chunked)
+
+
+def _exchanged(model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
     withdraw(model, KEY)  # a model may come to a second trainer
-
-    def answer(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
-        return score(*args, **kwargs)
-
-    undo = exchange(model, KEY, _scored_forward, answer)
+    undo = exchange(model, KEY, forward, state)
 
     def undo_all() -> None:
         undo()
@@ -81,9 +91,8 @@ def _scored_forward(
 
     names: list[str] = []
 
-    def values(hidden: Tensor, view: HeadView) -> tuple[Tensor, ...]:
-        hidden, weight, bias = projected(hidden, view)
-        found = score(hidden, weight, bias, targets.to(hidden.device), shift_labels is None, view.options)
+    def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
+        found = score(hidden, head, targets.to(hidden.device), shift_labels is None)
         names.extend(found)
         return tuple(found.values())  # hooks of modules look for tensors in tuples
 
@@ -95,3 +104,122 @@ def _scored_forward(
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss
     return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
+
+
+@dataclass(frozen=True)
+class PickedLogits(DeferredLogits):
+    """Logits (B, T, V), or with `normalized` their log-probabilities, with the head of their forward pass: an
+    adapter may be switched off for a teacher, and on again before anybody reads the logits."""
+
+    chunked: ChunkedLoss | None = None
+    normalized: bool = False
+
+    operations: ClassVar = {
+        F.log_softmax: "log_softmax",
+        torch.log_softmax: "log_softmax",
+        torch.gather: "gather",
+        torch.take_along_dim: "take_along_dim",
+        F.cross_entropy: "cross_entropy",
+    }
+    usable: ClassVar = "a use without the full logits"
+    remedy: ClassVar = "the flag never builds them, so set use_chunked_loss=False"
+
+    @property
+    def budget(self) -> dict[str, Any]:
+        return {"logits_budget": self.deferral.logits_budget}
+
+    def computed(self, function: Callable[[Tensor, HeadView], Any]) -> Any:
+        return function(self.hidden, self.view_now())
+
+    def log_softmax(self, dim: int, **kwargs: Any) -> "PickedLogits":
+        return replace(self, normalized=True) if dim == -1 else self._refused(f"log_softmax over {dim}")
+
+    def __mul__(self, factor: Any) -> "PickedLogits":
+        return self._refused("a product after log_softmax") if self.normalized else super().__mul__(factor)
+
+    def __getitem__(self, index: Any) -> "PickedLogits":
+        masked = isinstance(index, Tensor) and index.dtype == torch.bool
+        return replace(self, hidden=self.hidden[index]) if masked else super().__getitem__(index)
+
+    def chunk(self, chunks: int, dim: int) -> list["PickedLogits"]:
+        return [replace(self, hidden=x) for x in self.hidden.chunk(chunks, dim)]
+
+    def detach(self) -> "PickedLogits":
+        hidden, head = tree_map_only(Tensor, Tensor.detach, (self.hidden, self.head))
+        return replace(self, hidden=hidden, head=head)
+
+    def numbers(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+        """What `TokenNumbers` finds of ids (B, T), or `IdsNumbers` of (B, T, k); 0 where an id is -100."""
+        ids, head, options = ids.to(self.device), self.view_now(), self.budget | options
+        with self.chunked.saving():
+            if ids.dim() < self.dim():
+                found, plan = TokenNumbers(**options).numbers(self.hidden, head, ids)
+            else:
+                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsNumbers(**options))
+        self.chunked.note(plan)
+        return found
+
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        if not self.normalized or dim not in (-1, self.dim() - 1):
+            return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
+        one = index.shape[-1] == 1
+        return self.numbers(index[..., 0])["logps"][..., None] if one else self.numbers(index)["logps"]
+
+    def take_along_dim(self, indices: Tensor, dim: int) -> Tensor:
+        return self.gather(dim, indices)
+
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.chunked.saving():
+            loss = super().cross_entropy(*args, **kwargs)
+        self.chunked.note(self.deferral.last_plan)
+        return loss
+
+    def argmax(self, dim: int) -> Tensor:
+        """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
+        if dim != -1:
+            return self._refused(f"argmax over {dim}")
+        best = IdsNumbers(k=1, logits_dtype=torch.float32, **self.budget)
+        nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        """Of each token's logits, or of all, detached. Without a softcap it is the product with the mean row
+        of the head."""
+        learns = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((self.hidden, self.head)))
+        if dim not in (None, -1) or self.normalized or learns:
+            return self._refused(f"mean over {dim} with requires_grad={learns}")
+        head = self.view_now()
+        if head.softcap is None:
+            found = (self.hidden.to(head.dtype) @ head.weight.mean(0)).float()
+            found = (found + (0.0 if head.bias is None else head.bias.float().mean())) * head.logit_scale
+        else:
+            nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
+            every = TokenNumbers(also=("sum_logits",), **self.budget)
+            found = every.numbers(self.hidden, head, nobody)[0]["sum_logits"] / self.rows
+        return found if dim == -1 else found.mean()
+
+
+@contextmanager
+def picking(chunked: ChunkedLoss) -> Iterator[None]:
+    """The models answer with picked logits, under the autocast that Accelerate has inside of a forward."""
+    with swapped(chunked, picking=True), chunked.trainer.accelerator.autocast():
+        yield
+
+
+def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    if not chunked.picking:
+        return stock(*args, **kwargs)
+    kwargs |= {"use_cache": False, "return_dict": True}
+    with deferred(model, summed=False):
+        out = stock(*args, **kwargs)
+    logits, aux_loss = out.logits, getattr(out, "aux_loss", None)
+    hidden, *own = logits.computed(lambda hidden, head: (hidden, head.weight, head.bias))
+    # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
+    # its outputs, where a leaf has nothing behind it.
+    copied = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
+    weight, bias = (copied(x) if isinstance(x, Tensor) else x for x in own)
+    head, deferral = HeadView(weight, bias, of_model=True), Deferral(logits_budget=chunked.budget)
+    found = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
+    # FSDP looks for tensors among the outputs, to begin the backward pass there.
+    return MoeCausalLMOutputWithPast(logits=found, aux_loss=aux_loss, hidden_states=(hidden,))

@@ -7,12 +7,21 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from logitless import CrossEntropyLoss
 from logitless.errors import expect
 
+from . import deferred, distillation, per_token
 from .adapter import LIGER_LOSS, Adapter, swapped
-from .adapters import ADAPTERS
 from .layers import switch_on
 from .versions import found_in_trl, require_supported
+
+# Every trainer that the flag covers, by name
+ADAPTERS: dict[str, Adapter] = {
+    found.name: found
+    for module in (per_token, deferred, distillation)
+    for found in vars(module).values()
+    if isinstance(found, Adapter)
+}
 
 
 @dataclass
@@ -25,23 +34,12 @@ class ChunkedLossConfigMixin:
         ValueError: the config, with a flag on, is given to a trainer that would ignore it.
     """
 
-    use_chunked_loss: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute the loss from the hidden states and the LM head, chunk by chunk, without full "
-            "logits."
-        },
-    )
+    use_chunked_loss: bool = field(default=False, metadata={"help": "Compute the loss without full logits."})
     use_fused_layers: bool = field(
-        default=False,
-        metadata={
-            "help": "Run norms, rotary embeddings and gates of the model, and of a reference or teacher, as "
-            "fused kernels."
-        },
+        default=False, metadata={"help": "Fuse norms, rotary embeddings and gates of the trainer's models."}
     )
     logits_budget: int | None = field(
-        default=None,
-        metadata={"help": "Bytes that the logits alive at one time may take. Unset: the library's default."},
+        default=None, metadata={"help": "Bytes that the logits alive at one time may take."}
     )
 
     # Whether one of our trainers is being constructed with this config
@@ -49,11 +47,7 @@ class ChunkedLossConfigMixin:
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.logits_budget is None:
-            return
-        check_budget(self.logits_budget)
-        expected, remedy = "None with use_chunked_loss=False", "set use_chunked_loss=True"
-        expect(self.use_chunked_loss, "logits_budget", expected, self.logits_budget, remedy)
+        check_budget(self.logits_budget, self.use_chunked_loss)
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -66,12 +60,10 @@ class ChunkedLossConfigMixin:
         return super().place_model_on_device
 
 
-def check_budget(logits_budget: Any) -> None:
-    whole = isinstance(logits_budget, int) and not isinstance(logits_budget, bool)
-    remedy = "256 MiB is 256 * 2**20"
-    expect(whole, "logits_budget", "a whole number of bytes", repr(logits_budget), remedy, TypeError)
-    remedy = "leave it out for the default"
-    expect(logits_budget > 0, "logits_budget", "at least 1 byte", logits_budget, remedy)
+def check_budget(logits_budget: Any, use_chunked_loss: bool) -> None:
+    CrossEntropyLoss(logits_budget=logits_budget)  # which refuses what is no number of bytes
+    alone, remedy = logits_budget is None or use_chunked_loss, "set use_chunked_loss=True"
+    expect(alone, "logits_budget", "None with use_chunked_loss=False", logits_budget, remedy)
 
 
 class ChunkedLossTrainerMixin:
@@ -105,13 +97,9 @@ def pair(name: str) -> tuple[type, type]:
     require_supported()
     adapter = ADAPTERS[name]
     stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))
-    flags = "`use_chunked_loss` and `use_fused_layers` (default False)"
-    about = f"TRL's `{name}Config` with {flags} and `logits_budget` (bytes, default the library's)."
-    config = type(
-        f"{name}Config",
-        (ChunkedLossConfigMixin, stock_config),
-        {"__module__": __package__, "__doc__": about},
-    )
+    about = f"TRL's `{name}Config` with `use_chunked_loss`, `use_fused_layers` and `logits_budget`."
+    given = {"__module__": __package__, "__doc__": about}
+    config = type(f"{name}Config", (ChunkedLossConfigMixin, stock_config), given)
     same = "with `use_chunked_loss=True` the same loss without the full logits"
     about = f"TRL's `{name}Trainer`; {same}, with `use_fused_layers=True` the same model with fused layers."
     given = {"__module__": __package__, "__doc__": about, "adapter": adapter}

@@ -1,102 +1,124 @@
-"""Per-token numbers in the shape that TRL's trainers read them in, for the trainers whose loss TRL's own code
-makes of them: DPO, KTO, GRPO, RLOO, GMPO and AsyncGRPO, whose heads are here too.
+"""TRL's trainers that ask a head for numbers per token (`add_fused_lm_head`): SFT, DPO, KTO, GRPO, RLOO, GMPO
+and AsyncGRPO.
 
-The head is walked twice where it trains (4 products) and once where it is frozen (2): one vector per token is
-kept for it.
+SFT is `CrossEntropyLoss`: one walk over the logits (3 products, 2 with a frozen head) where TRL takes two (4
+and 3). TRL's `compute_loss` sums and divides per-token numbers; the fused strategy needs the sum alone. So
+the head hands over each field already summed, `compute_loss` runs as TRL wrote it, and what it does about
+gradient accumulation, parallelism, the router loss and the logs stays TRL's. Label smoothing, for which TRL
+builds the full logits, is part of the same walk.
+
+The others' losses are made by TRL's own code from log-probabilities. Their head is walked twice where it
+trains (4 products) and once where it is frozen (2): one vector per token is kept for it.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.engine.operands import SplitHead
+from logitless import CrossEntropyLoss
+from logitless.engine.head_view import HeadView
+from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
 
-from .adapter import Adapter, ChunkedLoss, base_of
-from .head import Score
+from .adapter import Adapter, ChunkedLoss, Seam, swapped
+from .head import Score, scored
 
-# TRL's names of what a trainer may ask for beside the log-probabilities, and ours.
-FIELDS = {
-    "entropy": "entropy",
-    "log_sum_sq_probs": "log_sum_sq_probs",
-    "mean_logits": "sum_logits",
-    "is_top1": "is_top1",
-}
+# --- SFT
 
 
-def per_token_score(
-    chunked: ChunkedLoss,
-    *,
-    outputs: tuple[str, ...] = ("log_probs",),
-    temperature: float = 1.0,
-    cast_lm_head_to_fp32: bool = False,
-) -> Score:
-    """A scorer that answers with log-probabilities and `outputs`, differentiable as TRL's are.
-
-    The arguments are those of TRL's `add_fused_lm_head`.
-    """
-    asked = tuple(FIELDS[name] for name in outputs if name in FIELDS and name != "entropy")
-    # Only GRPO differentiates the entropy.
-    differentiable = bool(getattr(chunked.trainer.args, "entropy_coef", 0.0))
-    numbers = TokenNumbers(
-        entropy=("entropy" in outputs) and (differentiable or "metric"),
-        also=asked,
-        temperature=temperature,
+def summed_score(chunked: ChunkedLoss) -> Score:
+    args = chunked.trainer.args
+    loss = CrossEntropyLoss(
+        reduction="sum",
+        dft=args.loss_type == "dft",
+        label_smoothing=args.label_smoothing_factor,
         logits_budget=chunked.budget,
-        logits_dtype=torch.float32 if cast_lm_head_to_fp32 else None,
     )
 
-    def score(
-        hidden: Tensor,
-        weight: Tensor | SplitHead,
-        bias: Tensor | None,
-        labels: Tensor,
-        shift: bool,
-        options: dict,
-    ) -> dict[str, Tensor]:
-        if cast_lm_head_to_fp32:
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        output = chunked.solved(loss, hidden, head, labels, shift=shift)
+        count = output.metrics["num_tokens"]
+        sums = {"entropy": output.metrics["entropy"], "is_top1": output.metrics["token_accuracy"]}
+        return {"log_probs": -output.loss, "label_mask": count} | {
+            name: x * count for name, x in sums.items()
+        }
+
+    return score
+
+
+def plain_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
+    # DFT's weights and the smoothing are in the sum already; all that TRL has left to do is the plain loss's
+    # part.
+    trainer = chunked.trainer
+    with swapped(trainer.args, loss_type="nll"), swapped(trainer, label_smoother=None):
+        return stock()
+
+
+def smoothing_is_defined(trainer: Any) -> None:
+    args, name, smoothing = trainer.args, "label_smoothing_factor", trainer.args.label_smoothing_factor
+    remedy = "the DFT loss is not smoothed, so leave it out"
+    expect(args.loss_type != "dft" or not smoothing, name, "0 with loss_type='dft'", smoothing, remedy)
+    expected = "0 for a model with a router loss"
+    remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
+    expect(not trainer.aux_loss_enabled or not smoothing, name, expected, smoothing, remedy)
+
+
+SFT = Adapter(
+    "trl:SFT",
+    checks=(smoothing_is_defined,),
+    heads={"model": scored(summed_score)},
+    patches={"compute_loss": Seam(plain_loss, train=True, evaluate=True, replaces=False)},
+)
+
+
+# --- the others
+
+
+def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
+    """Log-probabilities, and the fields that are asked for by TRL's names, differentiable as TRL's are."""
+    args = chunked.trainer.args
+    fp32 = getattr(args, "cast_lm_head_to_fp32", False)
+    # Only GRPO differentiates the entropy.
+    entropy = bool(getattr(args, "entropy_coef", 0.0)) or "metric"
+    numbers = TokenNumbers(
+        entropy="entropy" in asked and entropy,
+        also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
+        temperature=getattr(args, "temperature", 1.0),
+        logits_budget=chunked.budget,
+        logits_dtype=torch.float32 if fp32 else None,
+    )
+
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        if fp32:
             # The head's own precision, whatever autocast would make of it.
-            hidden = hidden.to(weight.dtype)
-        autocast = torch.is_autocast_enabled(hidden.device.type) and not cast_lm_head_to_fp32
+            hidden = hidden.to(head.dtype)
+        autocast = torch.is_autocast_enabled(hidden.device.type) and not fp32
         with torch.autocast(hidden.device.type, enabled=autocast), chunked.saving():
-            found, plan = replace(numbers, **options).numbers(hidden, weight, labels, bias=bias, shift=shift)
+            found, plan = numbers.numbers(hidden, head, labels, shift=shift)
         chunked.note(plan)
         mask = labels != -100
         if shift:
             # TRL's fields have an entry for each label but the first of a row.
             found, mask = {name: x[:, :-1] for name, x in found.items()}, mask[:, 1:]
-        fields = {"log_probs": found["logps"], "label_mask": mask}
-        fields |= {name: found[FIELDS[name]] for name in outputs if name in FIELDS}
-        if "mean_logits" in fields:
-            fields["mean_logits"] = fields["mean_logits"] / weight.shape[0]
-        if "is_top1" in fields:
-            fields["is_top1"] = fields["is_top1"].bool()
-        return fields
+        if "mean_logits" in asked:
+            found["mean_logits"] = found["sum_logits"] / head.shape[0]
+        if "is_top1" in asked:
+            found["is_top1"] = found["is_top1"].bool()
+        return {"log_probs": found["logps"], "label_mask": mask} | {name: found[name] for name in asked}
 
     return score
 
 
-def fused_heads(*outputs: str) -> Callable[[ChunkedLoss], Iterator[Callable[[], None]]]:
-    """Heads for the trainers that call `add_fused_lm_head` when they are constructed: ours take the place of
-    TRL's, on the policy and on the reference."""
+def fused_heads(*asked: str) -> dict[str, Any]:
+    """Heads in the place of those that TRL's constructor has put on the policy and on the reference."""
 
-    def heads(chunked: ChunkedLoss) -> Iterator[Callable[[], None]]:
-        trainer, asked = chunked.trainer, ("log_probs", *outputs)
-        if getattr(trainer, "use_weighting", False):
-            asked += ("log_sum_sq_probs",)
-        options = {
-            "temperature": getattr(trainer, "temperature", 1.0),
-            "cast_lm_head_to_fp32": getattr(trainer.args, "cast_lm_head_to_fp32", False),
-        }
-        policy = base_of(trainer, trainer.model)
-        yield chunked.attach(policy, per_token_score(chunked, outputs=asked, **options))
-        if getattr(trainer, "ref_model", None) is not None:
-            reference = base_of(trainer, trainer.ref_model)
-            yield chunked.attach(reference, per_token_score(chunked, **options))
+    def policy(chunked: ChunkedLoss) -> Score:
+        weighted = getattr(chunked.trainer, "use_weighting", False)
+        return per_token_score(chunked, *asked, *(("log_sum_sq_probs",) if weighted else ()))
 
-    return heads
+    return {"model": scored(policy), "ref_model": scored(per_token_score)}
 
 
 DPO = Adapter("trl:DPO", heads=fused_heads("entropy", "mean_logits", "is_top1"))

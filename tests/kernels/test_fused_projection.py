@@ -217,19 +217,15 @@ def test_strided_and_offset_operands():
 
 
 def test_the_first_of_equal_logits_is_the_top():
-    C, H, V = 5, 16, 2 * BN + 20
-    hidden, weight = torch.ones(C, H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
-    equal = [
-        10,
-        12,
-        BN // 2 + 8,
-        2 * BN + 5,
-    ]  # twice in one half of a tile, in the other, and in another tile
-    weight[equal] = 1.0
-    targets = torch.tensor([*equal, 11])
-    given = [x.to(DEVICE) for x in (hidden, weight, targets)]
-    out, _ = read((*given, None), Head(), entropy=True)
-    assert out.is_top1.tolist() == [1, 0, 0, 0, 0]
+    H, V = 16, 2 * BN + 20
+    # Twice in one half of a tile, in the other, and in another tile; or twice in the other half alone.
+    for equal in ([10, 12, BN // 2 + 8, 2 * BN + 5], [BN // 2 + 3, BN // 2 + 8]):
+        targets = torch.tensor([*equal, 11])
+        hidden, weight = torch.ones(len(targets), H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
+        weight[equal] = 1.0
+        given = [x.to(DEVICE) for x in (hidden, weight, targets)]
+        out, _ = read((*given, None), Head(), entropy=True)
+        assert out.is_top1.tolist() == [1, *[0] * len(equal)]
 
 
 def test_same_bits_again():

@@ -33,10 +33,11 @@ from tests.support import DEVICE
 
 B, T, H, V = 4, 3, 6, 11
 # What every loss takes.
-REST = {"bias", "num_items", "shift", "cu_seqlens", "accumulate_into", "accumulate_now", "grad_scale"}
+MAIN = {"accumulate_into", "accumulate_now", "grad_scale"}
+REST = {"bias", "num_items", "shift", "cu_seqlens", "mask", *MAIN}
 REFERENCE = {"ref_logps", "ref_hidden", "ref_weight", "ref_bias"}
-RATIO = {"advantages", "mask", "old_logps"}
-TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk", "mask"}
+RATIO = {"advantages", "old_logps"}
+TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_logprobs_topk"}
 
 
 @pytest.fixture(autouse=True)
@@ -80,19 +81,19 @@ LOSSES = {
     "GRPOLoss": (
         GRPOLoss,
         ("advantages",),
-        REST | RATIO | {"ref_logps", "sampling_logps", "importance_weights"},
+        REST | RATIO | REFERENCE | {"sampling_logps", "importance_weights"},
     ),
     "PPOLoss": (
         PPOLoss,
         ("advantages",),
-        REST | RATIO | {"ref_logps", "sampling_logps", "importance_weights"},
+        REST | RATIO | REFERENCE | {"sampling_logps", "importance_weights"},
     ),
     "RLOOLoss": (RLOOLoss, ("advantages",), REST | RATIO),
     "REINFORCELoss": (REINFORCELoss, ("advantages",), REST | RATIO - {"old_logps"}),
     "DistillationLoss": (DistillationLoss, ("teacher_hidden", "teacher_weight"), REST | TEACHER),
     "JSDLoss": (JSDLoss, ("teacher_hidden", "teacher_weight"), REST | TEACHER),
-    "MedusaLoss": (MedusaLoss, (), {"base_weight", "base_bias", "num_items", "cu_seqlens"}),
-    "MultiTokenLoss": (MultiTokenLoss, (), {"bias", "num_items", "cu_seqlens"}),
+    "MedusaLoss": (MedusaLoss, (), {"base_weight", "base_bias", "num_items", "cu_seqlens", "mask"}),
+    "MultiTokenLoss": (MultiTokenLoss, (), {"bias", "num_items", "cu_seqlens", "mask"}),
     "a user's": (Own, (), REST),
 }
 PAIRED = ("DPOLoss", "ORPOLoss", "CPOLoss", "SimPOLoss")
@@ -383,16 +384,6 @@ def test_a_loss_of_sequences_that_says_token(use):
     targets = torch.ones(B, T, dtype=torch.int64, device=DEVICE)
     with pytest.raises(TypeError, match="^scope: expected 'group' or 'batch' .*, got 'token'; declare it"):
         Forgetful()(numbers(B, T, H), numbers(V, H), targets)
-
-
-def test_logprobs_say_how_to_shift():
-    operands = numbers(3, H), numbers(V, H), torch.arange(3, device=DEVICE)
-    for option, remedy in (
-        ("shift", r"hidden\[:, :-1\] with targets\[:, 1:\]"),
-        ("cu_seqlens", "stands alone"),
-    ):
-        with pytest.raises(TypeError, match=f"got {option}; .*{remedy}"):
-            linear_logprobs(*operands, **{option: True})
 
 
 # -- sequences apart, heads that are none

@@ -52,7 +52,6 @@ def changed_target(value: int) -> torch.Tensor:
 # What every entry point refuses: the argument that the message must name, and the call's changes.
 OPERANDS = {
     "hidden 0-d": ("hidden", {"hidden": torch.tensor(1.0, device=DEVICE)}),
-    "hidden 1-d": ("hidden", {"hidden": randn(8), "targets": torch.tensor(3, device=DEVICE)}),
     "hidden of another size": ("hidden|weight", {"hidden": randn(2, 6, 7)}),
     "hidden of integers": ("hidden", {"hidden": ones(2, 6, 8, dtype=torch.int64)}),
     "weight 1-d": ("weight", {"weight": randn(8)}),

@@ -479,7 +479,7 @@ BAD = {
     ),
     "mask": (lambda: call(GRPOLoss(), mask=torch.zeros(4, 2)), r"mask: expected targets' shape \(4, 3\)"),
     "old": (lambda: call(GRPOLoss(), old_logps=torch.zeros(4)), "old_logps: expected targets' shape"),
-    "no reference": (lambda: call(GRPOLoss(beta=0.1)), "ref_logps: expected log-probabilities"),
+    "no reference": (lambda: call(GRPOLoss(beta=0.1)), "ref_logps: expected one of ref_logps and ref_hidden"),
     "dr_grpo": (lambda: GRPOLoss(loss_type="dr_grpo"), "max_completion_length: expected a positive number"),
     "epsilon": (lambda: GRPOLoss(epsilon=-0.1), "epsilon: expected a number >= 0"),
     "epsilon_high": (lambda: GRPOLoss(epsilon_high=-0.1), "epsilon_high: expected"),

@@ -336,3 +336,17 @@ def test_compiles_into_one_graph(family):
             lambda h, t, x=given: loss(h, x, t).loss, backend="aot_eager", fullgraph=True
         )
         torch.testing.assert_close(compiled(hidden, targets), loss(hidden, given, targets).loss)
+
+
+def test_several_ids_of_a_head_module():
+    from logitless import linear_topk
+
+    hidden, head, ids = torch.randn(5, 8), nn.Linear(8, 30), torch.randint(30, (5, 3))
+    given, plain = linear_logprobs(hidden, head, ids), head(hidden).log_softmax(-1)
+    torch.testing.assert_close(given.logps, plain.gather(-1, ids), rtol=1e-5, atol=1e-5)
+    grads = (
+        torch.autograd.grad(x.sum(), list(head.parameters())) for x in (given.logps, plain.gather(-1, ids))
+    )
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert torch.equal(linear_topk(hidden, head, 2).ids, plain.topk(2).indices)

@@ -4,6 +4,7 @@ import copy
 import io
 import types
 import warnings
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -285,15 +286,16 @@ def test_fp32_head_on_a_half_precision_backbone():
 # --- DeepSpeed ZeRO-3
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
+@pytest.mark.parametrize("way", ["patched", "scored", "picked"])
+def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
     """A stand-in for DeepSpeed: hooks of the head's module gather its weight for forward and backward, and
     elsewhere it is empty. Log-probabilities, as of TRL's trainers, read it in the backward pass too."""
     from logitless import linear_logprobs
-    from logitless.trl_integration.head import attach_chunked_head
+    from logitless.trl_integration.adapter import Adapter, ChunkedLoss
+    from logitless.trl_integration.head import picked, scored
 
-    def score(hidden, weight, bias, labels, shift, options):
-        logps = linear_logprobs(hidden[:, :-1], weight, labels[:, 1:], bias=bias).logps
+    def score(hidden, head, labels, shift):
+        logps = linear_logprobs(hidden[:, :-1], head, labels[:, 1:]).logps
         return {"log_probs": logps, "label_mask": labels[:, 1:] != -100}
 
     model = tiny_model()
@@ -313,15 +315,28 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(scored):
     model.lm_head.register_full_backward_pre_hook(gather)
     weight.register_post_accumulate_grad_hook(release)
     release()
-    patch = None
-    if scored:
-        attach_chunked_head(model, score)
-    else:
+    patch, logits, more = None, None, {}
+    if way == "patched":
         patch = patch_model(model)
         assert patch.checked.startswith("not checked yet")
-    more = {"fused_lm_head": True} if scored else {}
-    _, found = gradients(model, **INPUTS, **more)
-    assert weight.numel() == 0 and (scored or patch.checked == "checked at step 1")
+    elif way == "scored":
+        scored(lambda chunked: score)(None, model)
+        more = {"fused_lm_head": True}
+    else:
+        trainer = SimpleNamespace(args=None, is_fsdp_enabled=False, last_plan=None)
+        chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
+        chunked.picking = True
+        picked(chunked, model)
+        logits = model(INPUTS["input_ids"]).logits
+        assert weight.numel() == 0
+    if logits is None:
+        _, found = gradients(model, **INPUTS, **more)
+    else:
+        targets = INPUTS["labels"][:, 1:]
+        numbers = logits[:, :-1].numbers(targets)["logps"]
+        (-numbers.sum() / (targets != -100).sum()).backward()
+        found = {name: p.grad for name, p in model.named_parameters()}
+    assert weight.numel() == 0 and (patch is None or patch.checked == "checked at step 1")
     torch.testing.assert_close(found, expected)
 
 
@@ -365,7 +380,7 @@ def test_a_loss_that_differs_is_refused_with_both_numbers(monkeypatch):
 
     own = logits.DeferredLogits.cross_entropy
     wrong = lambda self, target, **options: own(self, target.roll(1), **options)
-    monkeypatch.setitem(logits.OPERATIONS, nn.functional.cross_entropy, wrong)
+    monkeypatch.setattr(logits.DeferredLogits, "cross_entropy", wrong)
     model = tiny_model(initializer_range=0.5)
     with pytest.raises(
         ValueError, match=r"model: expected the model's own loss \d+\.\d+, got \d+\.\d+; compute"

@@ -15,6 +15,7 @@ from tests.mutants import (
     policy,
     preference,
     several_ids,
+    surface,
     trainers,
 )
 
@@ -33,5 +34,6 @@ MODULES = (
     fused_layers,
     fused_projection,
     estimating,
+    surface,
 )
 MUTANTS = [mutant for module in MODULES for mutant in module.MUTANTS]

@@ -46,7 +46,6 @@ MUTANTS = [
             "if False:",
         ),
         ("a remedy for a model's output", "CheckedCall.check_call", 'name.endswith("hidden")', "False"),
-        ("shift of a function is left out", "check_options", "remedies.get(unknown[0]) or ", ""),
         ("options of functions pass", "check_options", "if name not in known]", "if False]"),
         prefix="calls: ",
     ),

@@ -67,7 +67,7 @@ MUTANTS = [
         (
             "mask ignored",
             "DistillationLoss.__call__",
-            "counted = torch.where(mask.bool(), counted, self.ignore_index)",
+            "counted = masked(counted, mask, self.ignore_index)",
             "pass",
         ),
         ("agreement with the label", "DistillationLoss.terms", "best == favourite", "best == batch.targets"),

@@ -109,6 +109,12 @@ MUTANTS = [
         prefix="heads: ",
     ),
     *of_file(
+        "losses/several_ids.py",
+        f"{TEST_HEADS}::test_several_ids_of_a_head_module",
+        ("several ids need a tensor", "IdsNumbers.numbers", "if is_head(weight):", "if False:"),
+        prefix="heads: ",
+    ),
+    *of_file(
         "losses/heads.py",
         TEST_HEADS,
         ("two biases", "taken_apart", "bias is None", "True"),

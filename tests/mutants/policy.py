@@ -92,7 +92,7 @@ MUTANTS = [
         (
             "mask ignored",
             "PolicyLoss.__call__",
-            "targets = torch.where(mask.bool(), targets, self.ignore_index)",
+            "targets = masked(targets, mask, self.ignore_index)",
             "pass",
         ),
         prefix="policy: ",

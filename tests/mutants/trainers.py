@@ -12,7 +12,8 @@ MEANING = "test_smoothing_that_has_no_meaning_is_refused"
 FUSED = FOLDER + "test_fused_flag.py"
 EXISTING, SFT = FOLDER + "test_existing.py", FOLDER + "test_sft.py"
 PREFERENCE = FOLDER + "test_log_prob_trainers.py"
-ADAPTER = "trl_integration/adapter.py"
+CONTRACTS = FOLDER + "test_contracts_distillation.py"
+ADAPTER, HEAD = "trl_integration/adapter.py", "trl_integration/head.py"
 
 MUTANTS = [
     *of_file(
@@ -56,14 +57,8 @@ MUTANTS = [
         ADAPTER,
         f"{EVERY}::test_flag_off_and_apply_to[ORPO] {EVERY}::test_under_lora[SFT]",
         ("no line in the log", "ChunkedLoss._end", "logger.info(self.describe())", "pass"),
-        (
-            "frozen heads cost as much",
-            "ChunkedLoss.describe",
-            "PRODUCTS[plan.strategy] -",
-            "PRODUCTS[plan.strategy] - 0 *",
-        ),
         ("methods stay exchanged", "enable", "undo.callback(trainer.__dict__.pop, name, None)", "pass"),
-        ("heads stay", "enable", "undo.callback(detach)", "pass"),
+        ("heads stay", "enable", "undo.callback(attach(", "(attach("),
         prefix="trainers: ",
     ),
     *of_file(
@@ -91,14 +86,40 @@ MUTANTS = [
         prefix="trainers: ",
     ),
     *of_file(
-        ADAPTER,
+        "engine/passes.py",
+        f"{EVERY}::test_under_lora[SFT] {EVERY}::test_under_lora[DPO]",
+        ("frozen heads cost as much", "plan_for", "(needs.hidden or needs.layers) + needs.weight", "2"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        HEAD,
         FOLDER + "test_online_trainers.py -k precision",
         (
             "a reference without autocast",
-            "ChunkedLoss.attach",
-            'hasattr(model, "_original_forward")',
-            "False",
+            "picking",
+            "chunked.trainer.accelerator.autocast()",
+            "nullcontext()",
         ),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        HEAD,
+        f"{CONTRACTS}::test_picked_logits_do_what_trl_does_and_no_more",
+        (
+            "a log-softmax of another dimension",
+            "PickedLogits.log_softmax",
+            "if dim == -1 else",
+            "if True else",
+        ),
+        ("divided after log_softmax", "PickedLogits.__mul__", "if self.normalized else", "if False else"),
+        ("logits for log-probabilities", "PickedLogits.gather", "not self.normalized or", ""),
+        ("a mean without its gradient", "PickedLogits.mean", "or learns", ""),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        HEAD,
+        FOLDER + "test_distributed.py -k iwopd",
+        ("DDP finds no head", "_picked_forward", "lambda x: x.view_as(x)", "lambda x: x"),
         prefix="trainers: ",
     ),
     *of_file(
@@ -110,45 +131,57 @@ MUTANTS = [
         prefix="trainers: ",
     ),
     *of_file(
-        "trl_integration/sft.py",
+        "trl_integration/per_token.py",
         f"{SFT}::test_gradient_accumulation {SFT}::test_label_smoothing {SFT}::{MEANING}",
-        ("dft twice", "compute_loss", 'loss_type="nll"', "loss_type=trainer.args.loss_type"),
-        ("smoothing twice", "compute_loss", "label_smoother=None", "label_smoother=trainer.label_smoother"),
-        ("smoothing dropped", "heads", "label_smoothing=args.label_smoothing_factor,", ""),
+        ("dft twice", "plain_loss", 'loss_type="nll"', "loss_type=trainer.args.loss_type"),
+        ("smoothing twice", "plain_loss", "label_smoother=None", "label_smoother=trainer.label_smoother"),
+        ("smoothing dropped", "summed_score", "label_smoothing=args.label_smoothing_factor,", ""),
         ("dft smoothed", "smoothing_is_defined", 'args.loss_type != "dft" or not smoothing', "True"),
         prefix="trainers: ",
     ),
     *of_file(
-        "trl_integration/preference.py",
-        f"{PREFERENCE}::test_orpo {PREFERENCE}::test_cpo {PREFERENCE}::test_orpo_with_a_router_loss",
+        "trl_integration/deferred.py",
+        f"{PREFERENCE}::test_orpo {PREFERENCE}::test_cpo",
+        ("prompts count", "sequence_logps", "given.labels[:, 1:]", "given.labels[:, 1:].clamp(min=0)"),
+        ("sums for means", "sequence_logps", "if given.average_log_prob else", "if False else"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        HEAD,
+        f"{PREFERENCE}::test_orpo_with_a_router_loss",
+        ("router loss dropped", "_picked_forward", 'getattr(out, "aux_loss", None)', "None"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        "trl_integration/deferred.py",
+        FOLDER + "test_distillation_trainers.py " + FOLDER + "test_teacher_distillation_trainers.py -k jsd",
+        ("items forgotten", "chunked_jsd", "given.num_items_in_batch", "None"),
         (
-            "ORPO's NLL without prompts",
-            "pairs_forward",
-            "torch.where(attention == 1, ids, -100)",
-            "completions",
+            "a student without temperature",
+            "chunked_jsd",
+            "given.student_logits / given.temperature",
+            "given.student_logits",
         ),
-        ("sums for means", "pairs_forward", "logps = logps / completions.sum(-1)", "pass"),
-        ("router loss dropped", "pairs_forward", "(*found, out.aux_loss)", "(*found, 0 * out.aux_loss)"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        "trl_integration/deferred.py",
+        FOLDER + "test_self_distillation_trainers.py -k test_sdft",
+        ("tokens that do not count", "counted_tokens", "found.loss_mask.bool()", "found.loss_mask >= 0"),
+        ("every id for the best", "token_divergences", 'hasattr(given, "distillation_topk")', "False"),
         prefix="trainers: ",
     ),
     *of_file(
         "trl_integration/distillation.py",
         FOLDER + "test_distillation_trainers.py",
-        (
-            "GKD unshifted",
-            "gkd_heads",
-            "torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)",
-            "labels",
-        ),
-        ("items forgotten", "gkd_loss", 'getattr(given, "num_items_in_batch", None)', "None"),
-        ("no temperature", "chunked_divergence", "temperature=given.temperature,", ""),
+        ("no temperature", "chunked_divergence", "temperature=given.temperature", "temperature=1.0"),
         prefix="trainers: ",
     ),
     *of_file(
         "trl_integration/per_token.py",
         f"{PREFERENCE}::test_grpo",
-        ("GRPO without temperature", "per_token_score", "temperature=temperature,", ""),
-        ("entropy without gradient", "per_token_score", "(differentiable or ", "("),
+        ("GRPO without temperature", "per_token_score", 'temperature=getattr(args, "temperature", 1.0),', ""),
+        ("entropy without gradient", "per_token_score", 'bool(getattr(args, "entropy_coef", 0.0)) or ', ""),
         prefix="trainers: ",
     ),
 ]

@@ -173,11 +173,16 @@ def _dpo_losses(
     beta: float,
     smoothing: float,
     tau: float,
+    average: bool | None,
 ) -> dict[str, Callable[[], Tensor]]:
     """Loss types by name, each giving one number per pair."""
+    lengths = tokens.mask.sum(1)
+    if average:
+        logps, ref_logps, scores = (_ratio(x, lengths) for x in (logps, ref_logps, scores))
     chosen, rejected = _halves(logps - ref_logps)
     chosen_score, rejected_score = _halves(scores)
-    chosen_mean_score, rejected_mean_score = _halves(_ratio(scores, tokens.mask.sum(1)))
+    means = _ratio(scores, lengths) if average is None else scores
+    chosen_mean_score, rejected_mean_score = _halves(means)
     delta, mean_delta = chosen_score - rejected_score, chosen_mean_score - rejected_mean_score
 
     def exo_pair() -> Tensor:
@@ -237,6 +242,7 @@ def dpo(
     beta: float = 0.1,
     loss_type: str | Sequence[str] = "sigmoid",
     loss_weights: Sequence[float] | None = None,
+    average_logps: bool | None = None,
     label_smoothing: float = 0.0,
     f_divergence_type: str = "reverse_kl",
     f_alpha_divergence_coef: float = 0.5,
@@ -292,6 +298,8 @@ def dpo(
         beta: `β`.
         loss_type: a name above, or several.
         loss_weights: factor of each loss type, 1 by default.
+        average_logps: with True `π`, `π_ref` and the scores are divided by `|y|` in every type, with False in
+            none (`Δ'` is `Δ`).
         label_smoothing: `ε`, of sigmoid, exo_pair, robust, aot and aot_unpaired.
         f_divergence_type: `f'(t)`: "reverse_kl" `log t`, "forward_kl" `1 - 1 / t`, "js_divergence" `log(2t /
             (1 + t))`, "alpha_divergence" `(t^(α - 1) - 1) / (α - 1)`. It acts on the losses written with `Δ`
@@ -362,7 +370,7 @@ def dpo(
         pair_weights = chosen_weights * rejected_weights
 
     names = [loss_type] if isinstance(loss_type, str) else loss_type
-    losses = _dpo_losses(logps, ref, scores, tokens, beta, label_smoothing, discopop_tau)
+    losses = _dpo_losses(logps, ref, scores, tokens, beta, label_smoothing, discopop_tau, average_logps)
     chosen_tokens = _halves(tokens.mask)[0].sum()
     pairs = len(logps) // 2 if num_items is None else num_items
     loss = logps.new_zeros(())
@@ -454,6 +462,7 @@ def cpo(
     cpo_alpha: float = 1.0,
     simpo_gamma: float = 0.5,
     alpha: float = 0.0,
+    average_logps: bool | None = None,
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
     ignore_index: int = -100,
@@ -482,6 +491,7 @@ def cpo(
         cpo_alpha: weight of the nll.
         simpo_gamma: `γ`.
         alpha: `α`.
+        average_logps: whether `π` is divided by `|y|`; None as above.
         reduction: "mean" or "sum".
         num_items: normalizer of the mean over pairs; the nll always divides by the number of chosen tokens.
         ignore_index, softcap, logit_scale, temperature: as in `dpo`.
@@ -505,7 +515,8 @@ def cpo(
         logit_scale=logit_scale,
         temperature=temperature,
     )
-    logps = tokens.sequence_means(tokens.logps) if loss_type in ("ipo", "simpo") else tokens.logps.sum(1)
+    means = loss_type in ("ipo", "simpo") if average_logps is None else average_logps
+    logps = tokens.sequence_means(tokens.logps) if means else tokens.logps.sum(1)
     rewards = _power_score(logps, -alpha)
     chosen, rejected = _halves(rewards)
     delta = chosen - rejected

@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> None:
     if "--write" not in arguments:
         print(body)
         return
-    from benchmarks.readme import rewrite
+    from benchmarks.pages import rewrite
 
     rewrite(ROOT / "docs" / "trl.md", "trl", body, kind="tests")
 

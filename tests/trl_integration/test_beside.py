@@ -15,19 +15,20 @@ from .test_every_trainer import folder, step, unchanged  # noqa: F401
 from .test_sft import options
 from .tiny import assert_same_gradients, tiny_dataset, tiny_model, train
 
-COMPILED = {"SFT": ["solve"], "ORPO": ["numbers", "gradients"]}
+COMPILED = {"SFT": ["solve"], "GRPO": ["numbers", "gradients"], "ORPO": []}
 
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_compiled_model(folder, kind):  # noqa: F811
-    """The passes are operators of the graph, one each."""
+    """The passes are operators of the graph, one each; picked logits are read outside of it."""
     given = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     theirs, seen = step(kind, folder), EngineCalls()
     with torch.compiler.set_stance("default"), seen:
         mine = step(kind, folder, change=apply_to, **given)
     assert seen.operators == COMPILED[kind]
     assert_same_gradients(theirs, mine, rtol=1e-4)
-    assert "compiled model" in mine.trainer.chunked_loss.describe()
+    described = mine.trainer.chunked_loss.describe()
+    assert "compiled model" in described if seen.operators else "4 products; head" in described
 
 
 def one_step(cls, config, path, *, data=None, change=unchanged, model=None, given=None, **changes):

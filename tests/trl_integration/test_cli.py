@@ -8,7 +8,7 @@ import trl
 import yaml
 
 import logitless.trl_integration as ours
-from logitless.trl_integration.__main__ import COMMANDS, SCRIPTS, main
+from logitless.trl_integration.__main__ import COMMANDS, main
 
 from .test_log_prob_trainers import text, words
 from .tiny import tiny_model
@@ -77,7 +77,7 @@ def test_every_command_is_a_script_of_trl():
     for kind, script in COMMANDS.values():
         module = import_module(f"trl.scripts.{script}")
         assert callable(module.make_parser) and callable(module.main)
-        assert hasattr(trl, f"{SCRIPTS[script]}Config") and hasattr(ours, f"{kind}Config")
+        assert hasattr(trl, f"{COMMANDS[script][0]}Config") and hasattr(ours, f"{kind}Config")
 
 
 def lengths(completions, **kwargs) -> list[float]:

@@ -8,12 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from logitless.engine.head_view import HeadView
+from logitless.models.logits import Deferral
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.deferred import DeferredLogits
+from logitless.trl_integration.head import PickedLogits
 
 SDFT, SDPO = "trl.experimental.sdft.sdft_trainer", "trl.experimental.sdpo.sdpo_trainer"
 IW_OPD, GOLD = "trl.experimental.iw_opd.iw_opd_trainer", "trl.experimental.gold.gold_trainer"
 SERVER = "trl.experimental.server_distillation.server_distillation_trainer"
+
+LOSS_UTILS = "trl.experimental.sdft.loss_utils", "trl.experimental.sdpo.loss_utils"
 
 SPARSE = (
     "student_log_probs teacher_top1_token_ids teacher_top1_logprobs "
@@ -24,7 +28,18 @@ FOUND = "completion_ids loss_mask student_logits teacher_logits"
 
 # Module, the function or method that we replace or call, and the arguments that we count on.
 SIGNATURES = [
-    *((module, "selective_log_softmax", "logits index") for module in (SDFT, SDPO)),
+    *(
+        (module, name, arguments)
+        for module in (SDFT, SDPO)
+        for name, arguments in {
+            "selective_log_softmax": "logits index",
+            "compute_full_logit_self_distillation_loss": "student_logits teacher_logits distillation_alpha",
+            "compute_topk_self_distillation_loss": (
+                "student_logits teacher_logits distillation_topk distillation_alpha distillation_add_tail"
+            ),
+        }.items()
+    ),
+    *((module, "selective_log_softmax", "logits index") for module in LOSS_UTILS),
     *((module, "DistillationLogits", FOUND) for module in (SDFT, SDPO)),
     *(
         (module, f"{trainer}.{name}", arguments)
@@ -130,30 +145,38 @@ def test_a_server_answers_with_these_tensors():
             )
 
 
-def test_deferred_logits_do_what_trl_does_and_no_more():
-    hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8)
-    chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
-    deferred, logits = (
-        DeferredLogits(chunked, hidden, weight, None, 3.0, 2.0),
-        3 * torch.tanh(2 * (hidden @ weight.T) / 3),
-    )
-    ids = torch.randint(0, 30, (2, 3))
-    picked = torch.log_softmax(deferred[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids[..., None])
-    truth = torch.log_softmax(logits[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids[..., None])
-    assert torch.allclose(picked, truth, atol=1e-5)
+def test_picked_logits_do_what_trl_does_and_no_more():
+    hidden, weight = torch.randn(2, 5, 8), torch.randn(30, 8, requires_grad=True)
+    trainer = SimpleNamespace(args=None, last_plan=None)
+    chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
+    head = HeadView(weight, of_model=True)
+    picked = PickedLogits(hidden, head, Deferral(), 30, gain=2.0, cap=3.0, chunked=chunked)
+    logits = 3 * torch.tanh(2 * (hidden @ weight.T) / 3)
+    one, several = torch.randint(0, 30, (2, 3, 1)), torch.randint(0, 30, (2, 3, 4))
+    for ids in (one, several):
+        ours, theirs = (
+            torch.log_softmax(x[:, 1:-1, :] / 0.7, dim=-1).gather(dim=-1, index=ids) for x in (picked, logits)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        upstream = torch.randn(ids.shape)
+        grads = [torch.autograd.grad(x, weight, upstream, retain_graph=True)[0] for x in (ours, theirs)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+        again = torch.gather(torch.nn.functional.log_softmax(picked[:, 1:-1, :] / 0.7, dim=-1), -1, ids)
+        assert torch.equal(again, ours)
+    assert torch.equal(picked.argmax(dim=-1), logits.argmax(-1)) and trainer.last_plan is not None
+    normalized = torch.log_softmax(picked, dim=-1)
     refused = {
-        "index": lambda: deferred[..., :5],
-        "several tokens": lambda: torch.log_softmax(deferred, dim=-1).gather(
-            -1, ids[..., None].expand(-1, -1, 4)
-        ),
-        "not normalized": lambda: deferred.gather(-1, ids[..., None]),
-        "divided late": lambda: torch.log_softmax(deferred, dim=-1) / 2,
-        "another function": lambda: torch.softmax(deferred, dim=-1),
-        "another dimension": lambda: torch.log_softmax(deferred, dim=1),
-        "attribute": lambda: deferred.float(),
+        "index": lambda: picked[one],
+        "not normalized": lambda: picked.gather(-1, one),
+        "divided late": lambda: normalized / 2,
+        "another function": lambda: torch.softmax(picked, dim=-1),
+        "another dimension": lambda: torch.log_softmax(picked, dim=1),
+        "best of another dimension": lambda: picked.argmax(dim=1),
+        "gathered along another dimension": lambda: normalized.gather(1, one),
+        "attribute": lambda: picked.sum(),
+        "a mean with a gradient": lambda: picked.mean(),
     }
-    for use in refused.values():
-        with pytest.raises(
-            (TypeError, AttributeError), match="logits: expected .*set use_chunked_loss=False"
-        ):
+    for name, use in refused.items():
+        with pytest.raises((TypeError, AttributeError), match="logits: expected .*set use_chunked_loss=Fal"):
             use()
+            pytest.fail(name)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import logitless.trl_integration as ours
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
-from logitless.trl_integration.head import attach_chunked_head
+from logitless.trl_integration.head import scored
 from logitless.trl_integration.per_token import per_token_score
 from tests.ranks import in_processes
 from tests.support import uncompiled
@@ -22,9 +22,9 @@ from tests.support import uncompiled
 from .kinds import KINDS, needs
 from .test_distillation_trainers import teacher
 from .test_log_prob_trainers import assert_same, side_by_side, words
-from .test_self_distillation_trainers import FUSED, decided
+from .test_self_distillation_trainers import decided
 from .test_sft import options
-from .test_teacher_distillation_trainers import IW_OPD, batches
+from .test_teacher_distillation_trainers import FUSED, IW_OPD, batches
 from .tiny import VOCAB, tiny_dataset, tiny_model, train
 
 STEPS = 2
@@ -183,7 +183,7 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
         ours.patch_model(base, logits_budget=2**12)
     else:
         chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
-        attach_chunked_head(base, per_token_score(chunked))
+        scored(per_token_score)(chunked, base)
     return model
 
 

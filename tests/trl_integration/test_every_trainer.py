@@ -10,7 +10,7 @@ import transformers
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
-from logitless.trl_integration.adapters import ADAPTERS
+from logitless.trl_integration.pairs import ADAPTERS
 
 from .kinds import ALL, needs
 from .served import serve

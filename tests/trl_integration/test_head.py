@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from logitless.trl_integration.head import attach_chunked_head
+from logitless.trl_integration.head import scored
 
 from ..models.every import tiny
 from .tiny import VOCAB, tiny_model
@@ -16,12 +16,12 @@ IDS = torch.arange(3, 33).view(2, 15)
 LABELS = torch.where(IDS % 4 == 0, -100, IDS)
 
 
-def full_logits_score(hidden, weight, bias, labels, shift, options):
+def full_logits_score(hidden, head, labels, shift):
     """A score as plain as can be: what is tested here is what surrounds it."""
     if shift:
         hidden, labels = hidden[:, :-1], labels[:, 1:]
-    mask, cap = labels != -100, options["softcap"]
-    logits = torch.nn.functional.linear(hidden, weight, bias) * options["logit_scale"]
+    mask, cap = labels != -100, head.softcap
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.logit_scale
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     logps = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * mask
     return {"log_probs": logps, "label_mask": mask}
@@ -33,7 +33,7 @@ def full_logits_score(hidden, weight, bias, labels, shift, options):
 
 def test_every_other_call_runs_as_before():
     plain, patched = tiny_model().eval(), tiny_model().eval()
-    attach_chunked_head(patched, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, patched)
     assert isinstance(patched.forward, types.MethodType) and patched.forward.__self__ is patched
     assert inspect.signature(patched.forward) == inspect.signature(plain.forward)
 
@@ -52,7 +52,7 @@ def test_loss_is_the_models_own(family, options, num_items):
     """TRL reads this field under sequence parallelism, the router loss included."""
     model = tiny_model(family, **options).eval()
     expected = model(IDS, labels=LABELS, num_items_in_batch=num_items)
-    attach_chunked_head(model, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, model)
     got = model(IDS, labels=LABELS, fused_lm_head=True, num_items_in_batch=num_items)
     torch.testing.assert_close(got.loss, expected.loss)
     assert (got.aux_loss is None) is (family == "llama")
@@ -64,7 +64,7 @@ def test_loss_is_the_models_own(family, options, num_items):
 def test_router_loss_of_families_that_name_it_otherwise(name):
     model = tiny(name)
     expected = model(IDS, labels=LABELS)
-    attach_chunked_head(model, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, model)
     got = model(IDS, labels=LABELS, fused_lm_head=True)
     torch.testing.assert_close(got.loss, expected.loss)
     torch.testing.assert_close(got.aux_loss, expected.aux_loss)
@@ -75,7 +75,7 @@ def test_router_loss_of_families_that_name_it_otherwise(name):
 def test_options_are_those_of_the_models_forward_whatever_the_configuration_calls_them(name):
     model = tiny(name)
     expected = model(IDS, labels=LABELS).loss
-    attach_chunked_head(model, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, model)
     torch.testing.assert_close(model(IDS, labels=LABELS, fused_lm_head=True).loss, expected)
 
 
@@ -83,7 +83,7 @@ def test_fp32_head_on_a_half_precision_backbone():
     """TRL casts the hidden states, where the model's own head could not take them."""
     model = tiny_model().bfloat16().eval()
     model.lm_head.float()
-    attach_chunked_head(model, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, model)
     hidden = model.model(IDS).last_hidden_state.float()
     expected = model.lm_head(hidden)[:, :-1].log_softmax(-1)
     got = model(IDS, labels=LABELS, fused_lm_head=True).log_probs
@@ -94,8 +94,8 @@ def test_fp32_head_on_a_half_precision_backbone():
 
 def test_a_second_trainer_takes_the_model_over_and_the_first_undo_leaves_it():
     model = tiny_model().eval()
-    first = attach_chunked_head(model, lambda *args, **kwargs: {})
-    second = attach_chunked_head(model, full_logits_score)
+    first = scored(lambda chunked: lambda *args, **kwargs: {})(None, model)
+    second = scored(lambda chunked: full_logits_score)(None, model)
     first()
     assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
     second()
@@ -104,7 +104,7 @@ def test_a_second_trainer_takes_the_model_over_and_the_first_undo_leaves_it():
 
 def test_aligned_labels_are_not_shifted():
     model = tiny_model().eval()
-    attach_chunked_head(model, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, model)
     aligned = torch.nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100)
     shifted = model(IDS, labels=LABELS, fused_lm_head=True).log_probs
     given = model(IDS, shift_labels=aligned, fused_lm_head=True).log_probs
@@ -114,7 +114,7 @@ def test_aligned_labels_are_not_shifted():
 
 def test_head_is_looked_up_on_every_call():
     model = tiny_model().eval()
-    attach_chunked_head(model, full_logits_score)
+    scored(lambda chunked: full_logits_score)(None, model)
     before = model(IDS, labels=LABELS, fused_lm_head=True).loss
     model.set_output_embeddings(torch.nn.Linear(32, VOCAB, bias=True))
     after = model(IDS, labels=LABELS, fused_lm_head=True).loss

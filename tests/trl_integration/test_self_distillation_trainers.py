@@ -14,7 +14,6 @@ from .tiny import SIZES, tiny_model
 
 # SGD: Adam would make a step of the rounding of a gradient that is zero, as those outside of a renormalized
 # support are.
-FUSED = frozenset({"fused", "loss_only"})
 ROLLOUTS = {
     "per_device_train_batch_size": 4,
     "max_completion_length": 6,
@@ -82,15 +81,15 @@ def lora(**options) -> peft.LoraConfig:
 )
 def test_sdft(tmp_path, changes):
     decided(tmp_path)
-    assert_same(
-        *side_by_side(tmp_path, "SDFT", privileged_dataset(), **SDFT | changes), strategies=FUSED, rtol=1e-3
-    )
+    assert_same(*side_by_side(tmp_path, "SDFT", privileged_dataset(), **SDFT | changes), rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite", "tied"])
 def test_sdft_heads_of_families(tmp_path, family):
+    decided(tmp_path, family=family)
     runs = side_by_side(tmp_path, "SDFT", privileged_dataset(), family=family, **SDFT, distillation_topk=10)
-    assert_same(*runs, strategies=FUSED, rtol=1e-3)
+    # Student and teacher are so close that fp32 rounds 1e-3 of their divergence, here and in TRL.
+    assert_same(*runs, rtol=4e-3)
 
 
 @pytest.mark.parametrize("kind", ["base", "ema"])
@@ -105,7 +104,6 @@ def test_sdft_with_lora(tmp_path, kind, head):
     changes = {"teacher_model_kind": kind, "distillation_mode": "full_logits", "learning_rate": 0.1}
     assert_same(
         *side_by_side(tmp_path, "SDFT", privileged_dataset(), trainer=trainer, **SDFT | changes),
-        strategies=FUSED,
         rtol=2e-3,
     )
 
@@ -130,7 +128,7 @@ def test_sdpo(tmp_path, changes):
     decided(tmp_path)
     trainer = {"reward_funcs": solved}
     runs = side_by_side(tmp_path, "SDPO", privileged_dataset(), trainer=trainer, **SDPO | changes)
-    assert_same(*runs, strategies=FUSED | {"recompute"}, rtol=1e-3)
+    assert_same(*runs, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["SDFT", "SDPO"])
@@ -161,7 +159,7 @@ def test_served_teacher(tmp_path, monkeypatch, kind, changes):
     trainer = {"reward_funcs": solved} if kind == "SDPO" else {}
     settings = (SDPO if kind == "SDPO" else SDFT) | served | changes
     runs = side_by_side(tmp_path, kind, privileged_dataset(), trainer=trainer, **settings)
-    assert_same(*runs, strategies=FUSED | {"recompute"}, rtol=1e-3)
+    assert_same(*runs, rtol=1e-3)
     assert runs[1].logs[0]["self_distillation/server_logprob_abs_diff"] > 0.1
 
 

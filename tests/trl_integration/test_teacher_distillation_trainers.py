@@ -10,17 +10,17 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless.trl_integration as ours
-from logitless.trl_integration.adapters import ADAPTERS
-from logitless.trl_integration.deferred import whole_models
-from logitless.trl_integration.teacher_distillation import one_vocabulary
+from logitless.trl_integration.deferred import one_vocabulary
+from logitless.trl_integration.pairs import ADAPTERS
 
 from .served import serve
 from .test_distillation_trainers import collate, teacher
 from .test_log_prob_trainers import assert_same, prompt_dataset, side_by_side, stock, words
-from .test_self_distillation_trainers import FUSED, decided
+from .test_self_distillation_trainers import decided
 from .test_sft import options
 from .tiny import SIZES, VOCAB, tiny_dataset
 
+FUSED = frozenset({"fused", "loss_only"})
 SGD = {"optim": "sgd", "learning_rate": 0.3, "per_device_train_batch_size": 4}
 OFF_POLICY = {"lmbda": 0.0, "max_length": 48, "max_completion_length": 8, **SGD}
 IW_OPD = OFF_POLICY | {"distillation_objective": "jsd"}
@@ -60,7 +60,9 @@ def test_iw_opd_divergences(tmp_path, changes):
     decided(tmp_path)
     trainer = {"teacher_model": teacher(tmp_path), "data_collator": batches}
     runs = side_by_side(tmp_path, "IWOPD", tiny_dataset(examples=16), trainer=trainer, **IW_OPD | changes)
-    assert_same(*runs, strategies=FUSED, rtol=1e-3)
+    # Of the best id alone TRL takes log-probabilities, of more a divergence.
+    strategies = {"recompute"} if changes["loss_top_k"] == 1 else FUSED
+    assert_same(*runs, strategies=strategies, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ def test_iw_opd(tmp_path, changes):
     decided(tmp_path)
     trainer = {"teacher_model": teacher(tmp_path), "data_collator": batches}
     runs = side_by_side(tmp_path, "IWOPD", tiny_dataset(examples=16), trainer=trainer, **ON_POLICY | changes)
-    assert_same(*runs, strategies={"recompute", "loss_only"}, rtol=1e-3)
+    assert_same(*runs, rtol=1e-3)
     assert "iw_opd/mean_weight" in runs[1].logs[0]
 
 
@@ -96,7 +98,7 @@ def test_iw_opd_from_a_server(tmp_path, monkeypatch, changes):
         trainer={"data_collator": batches},
         **IW_OPD | served | changes,
     )
-    assert_same(*runs, strategies=FUSED | {"recompute"}, rtol=1e-3)
+    assert_same(*runs, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,6 @@ def test_server_distillation(tmp_path, monkeypatch, changes):
     settings = SGD | {"teacher_model_server_url": "http://nowhere", "max_completion_length": 6} | changes
     assert_same(
         *side_by_side(tmp_path, "ServerDistillation", prompt_dataset(), **settings),
-        strategies=FUSED,
         rtol=1e-3,
     )
 
@@ -207,13 +208,6 @@ def test_what_needs_logits_is_refused(tmp_path):
     with pytest.raises(ValueError, match="use_uld_loss: expected False with use_chunked_loss=True"):
         one_vocabulary(trainer)
     assert one_vocabulary in ADAPTERS["GOLD"].checks
-    trainer = SimpleNamespace(is_fsdp_enabled=True, accelerator=SimpleNamespace(state=None))
-    with pytest.raises(
-        ValueError, match="use_chunked_loss: expected whole models in SimpleNamespace, got sha"
-    ):
-        whole_models(trainer)
-    deferred = {"SDFT", "SDPO", "GOLD", "IWOPD", "ServerDistillation"}
-    assert {name for name, x in ADAPTERS.items() if whole_models in x.checks} == deferred
 
 
 WATCHED = {

@@ -1,4 +1,4 @@
-"""The README's tables, written from the newest results between their markers."""
+"""Tables in Markdown pages, written from the newest results between their markers."""
 
 import re
 from pathlib import Path
@@ -8,18 +8,17 @@ from tabulate import tabulate
 from benchmarks.report import GIB, sizes
 
 
-def rewrite(readme: Path, name: str, body: str, *, kind: str = "benchmarks") -> None:
+def rewrite(page: Path, name: str, body: str, *, kind: str = "benchmarks") -> None:
     """Replaces what stands between `<!-- KIND:NAME -->` and `<!-- /KIND:NAME -->`."""
     first, last = f"<!-- {kind}:{name} -->", f"<!-- /{kind}:{name} -->"
-    text = readme.read_text() if readme.is_file() else ""
+    text = page.read_text() if page.is_file() else ""
     if not re.search(f"{re.escape(first)}.*{re.escape(last)}", text, re.DOTALL):
         raise ValueError(
-            f"--readme: expected {readme} to hold the lines {first} and {last}; add them where the table "
-            f"goes."
+            f"page: expected {page} to hold the lines {first} and {last}; add them where the table goes."
         )
     head, _, rest = text.partition(first)
     _, _, tail = rest.partition(last)
-    readme.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
+    page.write_text(f"{head}{first}\n{body.strip()}\n{last}{tail}")
 
 
 def table(document: dict, source: str) -> str:

@@ -1,0 +1,63 @@
+"""`LossOutput`: what a loss returns."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.plan import Plan
+
+
+class LossOutput(NamedTuple):
+    """What a loss returns.
+
+    Args:
+        loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
+        metrics: detached 0-d tensors by name.
+        plan: what ran; None inside a compiled graph, which is traced before anything runs.
+        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where
+            ignored: logps, lse, what else the loss looked at, and (unless reduction="none" or accumulate_into
+            is given) d_logps, the loss's gradient with respect to logps. With `return_predictions` also
+            predictions. Else empty.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    plan: Plan | None
+    tokens: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def logps(self) -> Tensor:
+        """Log-probabilities of the targets; AttributeError unless the loss has `return_logps=True`."""
+        return self._asked_for("logps", "return_logps")
+
+    @property
+    def predictions(self) -> Tensor:
+        """int64 ids of the largest logits, of equal ones the lowest; `ignore_index` where there is no target.
+
+        AttributeError unless the loss has `return_predictions=True`.
+        """
+        return self._asked_for("predictions", "return_predictions")
+
+    def _asked_for(self, name: str, option: str) -> Tensor:
+        if name not in self.tokens:
+            remedy = f"make the loss with {option}=True (a LogitsLoss has no such option)"
+            raise AttributeError(
+                f"{name}: expected a loss that hands them out, got {option}=False; {remedy}."
+            )
+        return self.tokens[name]
+
+
+def aligned(
+    tokens: Mapping[str, Tensor],  # (N,) each
+    targets: Tensor,  # (N,), as the call shifted and masked them
+    shape: torch.Size,
+    ignore_index: int,
+) -> dict[str, Tensor]:
+    """Per-token numbers in the shape of the call's targets."""
+    found = dict(tokens)
+    if "predictions" in found:
+        found["predictions"] = found["predictions"].masked_fill(targets == ignore_index, ignore_index)
+    return {name: x.view(shape) for name, x in found.items()}

@@ -1,0 +1,78 @@
+"""What losses that compare the policy with a reference model share: its head, and its log-probabilities."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from logitless.errors import expect
+from logitless.kernels.head import Head
+from logitless.losses.base import TokenLoss
+from logitless.losses.logprobs import linear_logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedLoss(TokenLoss):
+    """A loss that compares with a reference model: its log-probabilities, or its hidden states and head.
+
+    Args:
+        ref_softcap, ref_logit_scale: of the reference's head; "same" as the trained one's.
+    """
+
+    ref_softcap: float | Literal["same"] | None = "same"
+    ref_logit_scale: float | Literal["same"] = "same"
+
+    reference: ClassVar = True
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the reference at all."""
+        return True
+
+    @property
+    def ref_head(self) -> Head:
+        softcap = self.softcap if self.ref_softcap == "same" else self.ref_softcap
+        scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
+        return Head(softcap, scale, self.temperature)
+
+    def check_one_reference(
+        self, ref_logps: Tensor | None, ref_hidden: Tensor | None, ref_weight: Tensor | None
+    ) -> None:
+        """One reference where the loss needs one, else none."""
+        given = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight}
+        names = [name for name, x in given.items() if x is not None]
+        got, name = " and ".join(names) or "neither", type(self).__name__
+        if not self.needs_reference:
+            expected = f"no reference for this {name}"
+            expect(not names, "ref_logps", expected, got, "leave it out, or set the option that needs it")
+        elif names not in (["ref_logps"], ["ref_hidden", "ref_weight"], ["ref_hidden"]):
+            expected = "one of ref_logps and ref_hidden (with ref_weight)"
+            expect(False, "ref_logps", expected, got, "pass one of them")
+
+    def detached_logps(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
+    ) -> Tensor:
+        """Log-probabilities of the targets, in their shape, from another pass over the tokens, detached."""
+        names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
+        options = head._asdict() | {name: getattr(self, name) for name in names}
+        with torch.no_grad():
+            return linear_logprobs(hidden, weight, targets, bias=bias, **options).logps
+
+
+def check_reference(
+    ref_hidden: Tensor, ref_weight: Tensor | None, ref_bias: Tensor | None, weight: Tensor, targets: Tensor
+) -> None:
+    """Shapes of a reference model's hidden states and head beside the trained head and the targets."""
+    expect(
+        ref_weight is not None, "ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden"
+    )
+    V, H = weight.shape[0], ref_hidden.shape[-1]
+    remedy = "the reference scores the same token ids, from its own hidden states"
+    expect(ref_weight.shape == (V, H), "ref_weight", f"shape ({V}, {H})", tuple(ref_weight.shape), remedy)
+    aligned = ref_hidden.shape[:-1] == targets.shape
+    expected = f"shape {tuple(targets.shape)} + (H,)"
+    expect(aligned, "ref_hidden", expected, tuple(ref_hidden.shape), "give one row per target")
+    if ref_bias is not None:
+        expected, got = f"shape ({V},)", tuple(ref_bias.shape)
+        expect(got == (V,), "ref_bias", expected, got, "give one entry per token id")

@@ -1,0 +1,427 @@
+"""What losses take alike: a mask, single tokens, references, names of the clip range, predictions."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from logitless import (
+    CrossEntropyLoss,
+    DPOLoss,
+    GRPOLoss,
+    JSDLoss,
+    KTOLoss,
+    LogitsLoss,
+    MedusaLoss,
+    MultiTokenLoss,
+    ORPOLoss,
+    PPOLoss,
+    RLOOLoss,
+    SimPOLoss,
+    Term,
+    TokenLoss,
+    linear_cross_entropy,
+    linear_logprobs,
+    linear_topk,
+)
+from tests.losses import every_loss
+from tests.losses.every_loss import LOSSES, SEQUENCES, B, H, LossCase, V
+from tests.support import DEVICE, AllocationWatcher, uncompiled
+
+T = 7
+CASES = [name for name, case in LOSSES.items() if isinstance(case, LossCase)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    with uncompiled():
+        yield
+
+
+def starts() -> Tensor:
+    return torch.arange(0, B * T + 1, T, device=DEVICE)
+
+
+def outcome(name: str, x, *, targets: Tensor, options: dict, **given) -> list[Tensor]:
+    """Loss, metrics and gradients of a call."""
+    heads = every_loss.heads()
+    loss, (hidden, weight, _), inputs = LOSSES[name].prepare(x, heads, **options)
+    out = loss(hidden, weight, targets, **inputs | given)
+    found = every_loss.gradients(out.loss.sum(), x, heads)
+    return [out.loss.detach(), *out.metrics.values(), *found.values()]
+
+
+# -- mask
+
+
+@pytest.mark.parametrize("how", ["plain", "shifted", "packed", "unreduced"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_mask_is_ignore_index(name, how):
+    options, given = {}, {}
+    x = every_loss.given(T)
+    aligned = name in ("multi-token", "Medusa")
+    if how == "shifted" and not aligned:
+        given["shift"] = True
+    if how == "packed":
+        x, given = x.flat(), {"cu_seqlens": starts()} if name in SEQUENCES or aligned else {}
+        if name not in SEQUENCES and not aligned and not name.startswith(("cross", "own")):
+            pytest.skip("takes padded sequences here")
+    if how == "unreduced":
+        options = {"reduction": "none"}
+        if aligned or name in ("DPO, sorted", "ORPO", "CPO"):
+            pytest.skip("has several units")
+    mask = torch.rand(x.targets.shape, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE) < 0.6
+    by_hand = outcome(name, x, targets=x.targets.masked_fill(~mask, -100), options=options, **given)
+    ours = outcome(name, x, targets=x.targets, options=options, mask=mask.long(), **given)
+    unmasked = outcome(name, x, targets=x.targets, options=options, **given)
+    assert len(ours) == len(by_hand) > 3
+    for a, b in zip(ours, by_hand, strict=True):
+        torch.testing.assert_close(a, b)
+    assert any(not torch.equal(a, b) for a, b in zip(ours, unmasked, strict=True))
+
+
+def test_a_mask_of_another_shape():
+    x = every_loss.given(T)
+    for name in ("cross-entropy", "DPO", "KTO", "GRPO", "JSD", "Medusa"):
+        with pytest.raises(
+            ValueError, match=r"^mask: expected targets' shape \(4, 7\), got \(4,\); give one"
+        ):
+            outcome(name, x, targets=x.targets, options={}, mask=torch.ones(B, device=DEVICE))
+        with pytest.raises(TypeError, match="^mask: expected a tensor, got list"):
+            outcome(name, x, targets=x.targets, options={}, mask=[1] * B)
+    with pytest.raises(ValueError, match="^mask: expected None beside nll_targets"):
+        ORPOLoss()(x.hidden, x.weight, x.targets, nll_targets=x.targets, mask=x.targets > 0)
+
+
+def test_a_function_takes_a_mask():
+    x = every_loss.given(T)
+    mask = torch.arange(T, device=DEVICE) % 2 == 0
+    plain = torch.nn.functional.cross_entropy(
+        (x.hidden @ x.weight.T).flatten(0, 1), x.targets.where(mask, -100).flatten()
+    )
+    ours = linear_cross_entropy(x.hidden, x.weight, x.targets, mask=mask.expand(B, T))
+    torch.testing.assert_close(ours, plain)
+
+
+def test_an_input_of_the_name_of_a_keyword():
+    class Masked(TokenLoss):
+        token_inputs = ("mask",)
+
+        def terms(self, stats, batch):
+            return {"loss": Term(-stats.logps * batch.mask)}, {}
+
+    with pytest.raises(
+        TypeError, match="^inputs: expected names that no call of a loss has already, got mask"
+    ):
+        Masked()
+
+
+# -- single tokens
+
+
+def test_a_single_token():
+    x = every_loss.given(T)
+    hidden, target = x.hidden[0, 0], x.targets[0, 0]
+    full = torch.nn.functional.cross_entropy(hidden @ x.weight.T + x.bias, target)
+    (expected,) = torch.autograd.grad(full, x.hidden)
+    for reduction in ("mean", "sum", "none"):
+        ours = CrossEntropyLoss(reduction=reduction)(x.hidden[0, 0], x.weight, target, bias=x.bias).loss
+        assert ours.shape == ()
+        torch.testing.assert_close(ours, full)
+        torch.testing.assert_close(torch.autograd.grad(ours, x.hidden)[0], expected)
+    log_p = (hidden @ x.weight.T + x.bias).log_softmax(-1)
+    ids = torch.tensor([3, 1], device=DEVICE)
+    torch.testing.assert_close(linear_logprobs(hidden, x.weight, target, bias=x.bias).logps, log_p[target])
+    torch.testing.assert_close(linear_logprobs(hidden, x.weight, ids, bias=x.bias).logps, log_p[ids])
+    best = linear_topk(hidden, x.weight, 3, bias=x.bias)
+    torch.testing.assert_close(best.logps, log_p.topk(3).values)
+    assert best.ids.tolist() == log_p.topk(3).indices.tolist()
+    taught = JSDLoss()(
+        hidden, x.weight, teacher_hidden=x.teacher_hidden[0, 0], teacher_weight=x.teacher_weight
+    )
+    assert taught.loss > 0
+
+
+def test_a_single_token_has_no_next_one():
+    x = every_loss.given(T)
+    for call in (CrossEntropyLoss(), linear_logprobs):
+        for targets in (x.targets[0, 0], x.topk_ids[0, 0]) if call is linear_logprobs else (x.targets[0, 0],):
+            with pytest.raises(ValueError, match=r"^shift: expected False for hidden \(H,\), got True"):
+                call(x.hidden[0, 0], x.weight, targets, shift=True)
+    with pytest.raises(ValueError, match=r"^targets: expected shape \(B, T\), got \(\)"):
+        MultiTokenLoss()([x.hidden[0, 0]], x.weight, x.targets[0, 0])
+    with pytest.raises(ValueError, match="^hidden: expected shape"):
+        SimPOLoss()(x.hidden[0, 0], x.weight, x.targets[0, 0])
+
+
+# -- shift in linear_logprobs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_log_probabilities_of_the_next_tokens(several, packed):
+    x = every_loss.given(T)
+    targets = x.topk_ids if several else x.targets
+    last = torch.full_like(targets[:, :1], -100)
+    by_hand = linear_logprobs(x.hidden, x.weight, torch.cat((targets[:, 1:], last), 1), entropy=True)
+    given = {"shift": True}
+    if packed:
+        x, targets, given = x.flat(), targets.flatten(0, 1), given | {"cu_seqlens": starts()}
+    ours = linear_logprobs(x.hidden, x.weight, targets, entropy=True, **given)
+    for a, b in zip(ours, by_hand, strict=True):
+        assert torch.equal(a, b.view(a.shape))
+
+
+def test_boundaries_without_shift():
+    x = every_loss.given(T).flat()
+    with pytest.raises(
+        ValueError, match="^cu_seqlens: expected None without shift, got Tensor; leave it out"
+    ):
+        linear_logprobs(x.hidden, x.weight, x.targets, cu_seqlens=starts())
+    for targets in (x.targets, x.topk_ids):
+        with pytest.raises(TypeError, match="^cu_seqlens: expected a tensor, got list"):
+            linear_logprobs(x.hidden, x.weight, targets, shift=True, cu_seqlens=[0, B * T])
+
+
+# -- names of the clip range
+
+
+@pytest.mark.parametrize("kind", [GRPOLoss, PPOLoss, RLOOLoss])
+def test_two_names_of_the_lower_clip_range(kind):
+    x = every_loss.given(T)
+
+    def value(**options):
+        inputs = {"advantages": x.advantages, "old_logps": x.old_logps}
+        return kind(**options)(x.hidden, x.weight, x.targets, **inputs).loss
+
+    assert kind().epsilon == kind().upper == 0.2
+    assert value(epsilon_low=0.05) == value(epsilon=0.05) == value(epsilon=0.05, epsilon_low=0.05)
+    assert value(epsilon_low=0.05, epsilon_high=0.3) != value(epsilon_high=0.3)
+    assert kind(epsilon_low=0.1).upper == 0.1
+    with pytest.raises(
+        ValueError, match="^epsilon_low: expected epsilon itself, or None, got 0.1 beside eps"
+    ):
+        kind(epsilon=0.2, epsilon_low=0.1)
+    with pytest.raises(ValueError, match="^epsilon: expected a number >= 0, got -1"):
+        kind(epsilon_low=-1)
+
+
+# -- the reference of policy losses
+
+
+# Options, whether it is packed, shifted, with a frozen head.
+REFERENCED = {
+    "tokens": ({}, False, False, False),
+    "sequences": ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, True, False, False),
+    "whole batch, frozen": ({"top_entropy_quantile": 0.5}, False, True, True),
+    "frozen": ({"use_bias_correction_kl": True}, True, True, True),
+    "unreduced": ({"reduction": "none", "softcap": 5.0}, False, True, False),
+    "unreduced, in sequences": ({"reduction": "none", "loss_type": "luspo"}, True, False, False),
+    "its own head": ({"ref_softcap": 3.0, "ref_logit_scale": 0.5, "temperature": 1.2}, False, False, False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("budget", [None, 3_000])
+@pytest.mark.parametrize("case", REFERENCED)
+def test_reference_as_hidden_states(case, budget):
+    options, packed, shift, frozen = REFERENCED[case]
+    x = every_loss.given(T)
+    x.weight.requires_grad_(not frozen)
+    x.bias.requires_grad_(not frozen)
+    loss = GRPOLoss(beta=0.3, logits_budget=budget, **options)
+    ref_bias = x.bias.detach() / 2
+    z = x.teacher_hidden @ x.teacher_weight.T + ref_bias
+    scale, cap = options.get("ref_logit_scale", 1.0), options.get("ref_softcap", options.get("softcap"))
+    z = (z * scale if cap is None else cap * (z * scale / cap).tanh()) / options.get("temperature", 1.0)
+    labels = x.targets if not shift else x.targets.roll(-1, 1)
+    ref_logps = z.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    ref_logps = ref_logps.roll(1, 1) if shift else ref_logps  # beside the labels, as they come
+    given = {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight, "ref_bias": ref_bias}
+    common = {"bias": x.bias, "advantages": x.advantages, "old_logps": x.old_logps, "shift": shift}
+    common["mask"] = x.targets % 5 != 0
+    if packed:
+        x = x.flat()
+        given["ref_hidden"], ref_logps = x.teacher_hidden, ref_logps.flatten()
+        common |= {"cu_seqlens": starts(), "mask": common["mask"].flatten(), "old_logps": x.old_logps}
+    results = []
+    for reference in (given, {"ref_logps": ref_logps}):
+        out = loss(x.hidden, x.weight, x.targets, **common, **reference)
+        found = every_loss.gradients(out.loss.square().sum(), x, every_loss.heads())
+        results.append([out.loss, *out.metrics.values(), *found.values()])
+    assert len(results[0]) == len(results[1])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_reference_head_as_a_module():
+    x = every_loss.given(T)
+    head = nn.Linear(every_loss.TEACHER_H, V, device=DEVICE)
+    given = {"advantages": x.advantages, "ref_hidden": x.teacher_hidden}
+    apart = {"ref_weight": head.weight, "ref_bias": head.bias}
+    for kind in (GRPOLoss(beta=0.1), PPOLoss(beta=0.1)):
+        ours = kind(x.hidden, x.weight, x.targets, ref_weight=head, **given)
+        assert torch.equal(ours.loss, kind(x.hidden, x.weight, x.targets, **apart, **given).loss)
+
+
+BAD_REFERENCES = {
+    "none": (0.1, {}, "ref_logps: expected one of ref_logps and ref_hidden .*, got neither; pass one"),
+    "two": (
+        0.1,
+        ("ref_logps", "ref_hidden", "ref_weight"),
+        "ref_logps: expected one of .*, got ref_logps and",
+    ),
+    "a head alone": (
+        0.1,
+        ("ref_logps", "ref_weight"),
+        "ref_logps: expected one of .*, got ref_logps and ref_w",
+    ),
+    "no head": (0.1, ("ref_hidden",), "ref_weight: expected the reference's head"),
+    "no KL": (0.0, ("ref_hidden", "ref_weight"), "ref_logps: expected no reference for this GRPOLoss, got"),
+    "no KL, log-probs": (
+        0.0,
+        ("ref_logps",),
+        "ref_logps: expected no reference for this GRPOLoss, got ref_l",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_REFERENCES)
+def test_a_reference_that_does_not_fit(case):
+    beta, names, message = BAD_REFERENCES[case]
+    x = every_loss.given(T)
+    every = {"ref_logps": x.ref_logps, "ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        GRPOLoss(beta=beta)(
+            x.hidden, x.weight, x.targets, advantages=x.advantages, **{name: every[name] for name in names}
+        )
+
+
+def test_an_unused_reference_head_is_refused_by_pairs_too():
+    x = every_loss.given(T)
+    given = {"ref_logps": x.ref_logps, "ref_weight": x.teacher_weight}
+    for call in (DPOLoss(), functools.partial(KTOLoss(), labels=x.labels, kl=0.1)):
+        with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_weight"):
+            call(x.hidden, x.weight, x.targets, **given)
+    kl = {"kl_hidden": x.hidden, "kl_targets": x.targets, "ref_hidden": x.teacher_hidden}
+    assert KTOLoss()(x.hidden, x.weight, x.targets, labels=x.labels, kl=kl, **given).loss.isfinite()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="watches what the CPU allocates")
+def test_the_reference_stays_within_the_budget():
+    tokens, wide, budget = 512, 4096, 2**20
+    hidden, weight = torch.randn(2, tokens // 2, 8), torch.randn(wide, 8)
+    loss = GRPOLoss(beta=0.1, logits_budget=budget)
+    given = {"ref_hidden": hidden, "ref_weight": weight + 1, "advantages": torch.randn(2)}
+    with torch.no_grad(), AllocationWatcher() as watch:
+        loss(hidden, weight, torch.randint(wide, (2, tokens // 2)), **given)
+    assert watch.peak < 1.5 * budget < tokens * wide * 4 / 4
+
+
+# -- predictions
+
+
+def predicted(z: Tensor, targets: Tensor) -> Tensor:
+    """Of equal logits the lowest id."""
+    best = (z == z.amax(-1, keepdim=True)).int().cumsum(-1).cumsum(-1).eq(1).int().argmax(-1)
+    return best.masked_fill(targets == -100, -100)
+
+
+PREDICTED = ["cross-entropy", "cross-entropy, smoothed", "DPO", "KTO", "GRPO", "GRPO, top entropy", "RLOO"]
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("options", [{}, {"logits_budget": 4_000}, {"compact": False}, {"logit_scale": -1.0}])
+@pytest.mark.parametrize("name", [*PREDICTED, "own TokenLoss"])
+def test_predictions(name, options):
+    x = every_loss.given(T)
+    # Equal logits everywhere in some rows, and ties of two ids in the others.
+    weight = x.weight.detach()
+    weight[7], weight[V - 1] = weight[31], weight[30]
+    bias = x.bias.detach()
+    bias[7], bias[V - 1] = bias[31], bias[30]
+    hidden = x.hidden.detach()
+    expected = predicted((hidden @ weight.T + bias) * options.get("logit_scale", 1.0), x.targets)
+    loss, _, inputs = LOSSES[name].prepare(x, every_loss.heads(), return_predictions=True, **options)
+    inputs["bias"] = bias
+    plain = LOSSES[name].prepare(x, every_loss.heads(), **options)[0]
+    for frozen in (False, True):
+        operands = hidden.requires_grad_(), weight.requires_grad_(not frozen), x.targets
+        out = loss(*operands, **inputs)
+        assert out.predictions.dtype == torch.int64 and torch.equal(out.predictions, expected)
+        assert set(out.tokens) == {"predictions"}
+        torch.testing.assert_close(out.loss, plain(*operands, **inputs).loss)
+        out.loss.backward()
+
+
+def test_predictions_and_log_probabilities_of_every_kind_of_call():
+    x = every_loss.given(T)
+    shifted = x.targets.roll(-1, 1)
+    shifted[:, -1] = -100
+    expected = predicted(x.hidden @ x.weight.T, shifted)
+    main = torch.zeros(V, H, device=DEVICE)
+    for options, given in (
+        ({}, {}),
+        ({"reduction": "none"}, {}),
+        ({}, {"accumulate_into": main}),
+        ({}, {"accumulate_into": main, "accumulate_now": True}),
+    ):
+        for return_logps in (False, True):
+            loss = CrossEntropyLoss(return_predictions=True, return_logps=return_logps, **options)
+            out = loss(x.hidden, x.weight, x.targets, shift=True, **given)
+            assert torch.equal(out.predictions, expected)
+            assert ("logps" in out.tokens) == ("lse" in out.tokens) == return_logps
+            assert ("d_logps" in out.tokens) == (return_logps and not options and not given)
+            out.loss.sum().backward()
+
+
+def test_predictions_under_torch_compile():
+    x = every_loss.given(T)
+    loss = CrossEntropyLoss(return_predictions=True)
+    with torch.compiler.set_stance("default"):
+        graph = torch.compile(
+            lambda h, w, t: tuple(loss(h, w, t))[3]["predictions"], backend="aot_eager", fullgraph=True
+        )
+        found = graph(x.hidden, x.weight, x.targets)
+    assert torch.equal(found, predicted(x.hidden @ x.weight.T, x.targets))
+
+
+def test_nothing_is_handed_out_unasked():
+    x = every_loss.given(T)
+    out = CrossEntropyLoss()(x.hidden, x.weight, x.targets)
+    for name, option in (("logps", "return_logps"), ("predictions", "return_predictions")):
+        with pytest.raises(
+            AttributeError, match=f"^{name}: expected a loss that .* got {option}=False; make"
+        ):
+            getattr(out, name)
+    with pytest.raises(ValueError, match="^return_predictions: expected False for several heads"):
+        MedusaLoss(return_predictions=True)
+
+
+# -- heads as modules
+
+
+def test_a_head_as_a_module_for_several_ids():
+    x = every_loss.given(T)
+    head = nn.Linear(H, V, device=DEVICE)
+    apart = head.weight, x.topk_ids
+    ours = linear_logprobs(x.hidden, head, x.topk_ids)
+    assert torch.equal(ours.logps, linear_logprobs(x.hidden, *apart, bias=head.bias).logps)
+    best = linear_topk(x.hidden, head, 3)
+    assert torch.equal(best.ids, linear_topk(x.hidden, head.weight, 3, bias=head.bias).ids)
+
+
+def test_an_input_that_is_not_declared():
+    class Weighted(TokenLoss):
+        def terms(self, stats, batch):
+            return {"loss": Term(-stats.logps * batch.weights)}, {}
+
+    class WeightedLogits(LogitsLoss):
+        def terms(self, logits, batch):
+            return {"loss": Term(logits.sum(-1) * batch.weights)}, {}
+
+    x = every_loss.given(T)
+    for loss in (Weighted(), WeightedLogits()):
+        with pytest.raises(AttributeError, match="^weights: expected an input that the loss declares"):
+            loss(x.hidden, x.weight, x.targets)

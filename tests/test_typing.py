@@ -1,0 +1,140 @@
+"""What type checkers make of user code (`typing_cases/`): right code is clean, and mistakes are found."""
+
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+
+import logitless
+from logitless.losses import cross_entropy, distillation, dpo, dpo_types, grpo_types, kto, reference_free
+from logitless.losses.base import LinearLoss
+from logitless.losses.linear import REDUCTIONS
+
+ROOT = Path(__file__).parents[1]
+CASES = ROOT / "tests" / "typing_cases"
+
+
+def errors_of(command: list[str], folder: Path) -> dict[str, set[int]]:
+    """Lines with errors, by file, as a checker reports them in a folder with copies of the cases."""
+    for case in CASES.glob("*.py"):
+        shutil.copy(case, folder)
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    command = [sys.executable, "-m", *command, "right.py", "wrong.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    found: dict[str, set[int]] = {}
+    for name, line in re.findall(r"(\w+\.py):(\d+)(?::\d+)?(?: -)?:? error", done.stdout):
+        found.setdefault(name, set()).add(int(line))
+    assert done.returncode == 1 and found, done.stdout + done.stderr
+    return found
+
+
+def marked() -> set[int]:
+    lines = (CASES / "wrong.py").read_text().splitlines()
+    return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+
+
+# Parts of torch that tensors and modules do not need to be typed: without them mypy takes 5 s, else 16.
+SKIPPED = (
+    "_decomp _dynamo _export _functorch _guards _higher_order_ops _inductor _logging _prims _prims_common "
+    "_refs _subclasses ao cuda distributed distributions export func fx jit masked mps mtia nested onnx "
+    "optim package profiler quantization signal sparse testing utils xpu"
+).split()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mypy") is None, reason="mypy, of the dev extra, is not installed"
+)
+def test_mypy(tmp_path):
+    skipped = ",".join(f"torch.{name}.*" for name in SKIPPED)
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = True\nfollow_imports = silent\n"
+        f"[mypy-{skipped},numpy.*,sympy.*,triton.*]\nfollow_imports = skip\n"
+    )
+    assert errors_of(["mypy"], tmp_path) == {"wrong.py": marked()}
+
+
+PYRIGHT = next((name for name in ("pyright", "basedpyright") if importlib.util.find_spec(name)), None)
+
+
+@pytest.mark.skipif(
+    PYRIGHT is None, reason="neither pyright nor basedpyright is installed; both are optional"
+)
+def test_pyright(tmp_path):
+    options = f'{{"typeCheckingMode": "strict", "extraPaths": ["{ROOT}"]}}'
+    (tmp_path / "pyrightconfig.json").write_text(options)
+    assert errors_of([PYRIGHT, f"--pythonpath={sys.executable}"], tmp_path) == {"wrong.py": marked()}
+
+
+LOSSES = [
+    kind
+    for name in logitless.losses.__all__
+    if isinstance(kind := getattr(logitless, name), type)
+    and issubclass(kind, LinearLoss)
+    and kind not in (logitless.TokenLoss, logitless.LogitsLoss)
+]
+
+
+def keys(kind: type) -> set[str]:
+    """Of a TypedDict."""
+    return {*kind.__required_keys__, *kind.__optional_keys__}
+
+
+def typed_keywords(call) -> set[str]:
+    """Names of the keywords that a checker allows: of the signature, and of its `Unpack[TypedDict]`."""
+    names = set()
+    for parameter in inspect.signature(call).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names.add(parameter.name)
+        elif parameter.kind is parameter.VAR_KEYWORD and get_args(parameter.annotation):
+            names |= keys(get_args(parameter.annotation)[0])
+    return names
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_checkers_and_calls_know_the_same_keywords(loss):
+    assert typed_keywords(loss.__call__) == set(loss.keywords)
+
+
+@pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_logprobs", "linear_topk"])
+def test_checkers_know_options_of_functions(function):
+    options = keys(logitless.losses.inputs.HeadOptions)
+    assert options <= set(cross_entropy.OPTIONS) & {*logitless.losses.several_ids.OPTIONS, "cp_group"}
+    assert options <= typed_keywords(getattr(logitless, function))
+
+
+def choices(loss: type, field: str) -> set[str]:
+    """Texts that a field may have, for a checker."""
+
+    def texts(kind) -> set[str]:
+        if get_origin(kind) is Literal:
+            return {x for x in get_args(kind) if isinstance(x, str)}
+        return set().union(*map(texts, get_args(kind)))
+
+    return texts(inspect.get_annotations(loss)[field])
+
+
+DISPATCHED = {
+    "loss_type of DPO": (dpo.DPOLoss, "loss_type", dpo_types.DPO_TYPES),
+    "f_divergence_type": (dpo.DPOLoss, "f_divergence_type", dpo_types.DIVERGENCES),
+    "loss_type of KTO": (kto.KTOLoss, "loss_type", kto.KTO_LOSSES),
+    "loss_type of CPO": (reference_free.CPOLoss, "loss_type", reference_free.CPO_LOSSES),
+    "loss_type of GRPO": (logitless.GRPOLoss, "loss_type", grpo_types.SURROGATES),
+    "importance_sampling_level": (logitless.GRPOLoss, "importance_sampling_level", grpo_types.LEVELS),
+    "divergence": (distillation.DistillationLoss, "divergence", distillation.NAMES),
+    "topk_mode": (distillation.DistillationLoss, "topk_mode", distillation.TOPK_MODES),
+    "support": (distillation.DistillationLoss, "support", distillation.SUPPORTS),
+    "reduction": (LinearLoss, "reduction", REDUCTIONS),
+}
+
+
+@pytest.mark.parametrize("case", DISPATCHED)
+def test_checkers_know_what_is_dispatched(case):
+    loss, field, names = DISPATCHED[case]
+    assert choices(loss, field) == set(names)
