@@ -6,13 +6,18 @@ process's time went into that. `on_devices` takes NCCL where there are as many G
 
 import multiprocessing
 import os
+import runpy
+import subprocess
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TextIO
 from unittest import mock
 
 import torch
@@ -29,6 +34,12 @@ IMPORTED = [
     "torch.distributed.tensor.parallel",
     "logitless",
     "tests.support",
+]
+# Too, where this process has imported trl: then it runs tests of trainers.
+FOR_TRAINERS = [
+    "transformers.models.llama.modeling_llama",
+    "logitless.trl_integration",
+    "trl.trainer.sft_trainer",
 ]
 
 
@@ -51,14 +62,49 @@ def in_processes(world: int, function: Callable[..., Any], *args: Any, backend: 
 def forked(function: Callable[..., None], args: tuple, nprocs: int) -> None:
     """As `torch.multiprocessing.spawn`, on the CPU and from the server: without the imports' time."""
     with mock.patch.dict(os.environ, PYTHONPATH=_path(), CUDA_VISIBLE_DEVICES=""):
-        multiprocessing.set_forkserver_preload(IMPORTED)
+        _preload()
         forkserver.ensure_running()
         torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver")
+
+
+@contextmanager
+def script(
+    command: Sequence[str], *, env: dict[str, str], stdout: int, stderr: TextIO, text: bool
+) -> Iterator[SimpleNamespace]:
+    """In the place of `subprocess.Popen` of a Python script: it runs in a process from the server. Its lines
+    come when it has ended."""
+    assert command[0] == sys.executable and stdout == subprocess.PIPE and text
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_run_script, args=(command[1:], env, output.name, stderr.name)
+        )
+        with mock.patch.dict(os.environ, PYTHONPATH=_path(), CUDA_VISIBLE_DEVICES=""):
+            _preload()
+            process.start()
+        process.join()
+        yield SimpleNamespace(stdout=output, returncode=process.exitcode)
+
+
+def _run_script(command: Sequence[str], env: dict[str, str], stdout: str, stderr: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(env)
+    for number, path in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        sys.stdout.flush()
 
 
 def spawned(function: Callable[..., None], args: tuple, nprocs: int) -> None:
     with mock.patch.dict(os.environ, PYTHONPATH=_path()):
         torch.multiprocessing.spawn(function, args, nprocs)
+
+
+def _preload() -> None:
+    multiprocessing.set_forkserver_preload(IMPORTED + FOR_TRAINERS * ("trl" in sys.modules))
 
 
 def _path() -> str:

@@ -1,9 +1,10 @@
 """The demo: its verdict on made-up results, and one small comparison from the first line to the picture."""
 
-import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,11 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
+import typer  # noqa: E402
 from demo_report import FULL, OURS, RUNS, STOCK, Result, failures  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from tests.ranks import script  # noqa: E402
 
 
 def results(**ours) -> dict[str, Result]:
@@ -66,29 +71,26 @@ def test_default_on_a_cpu_is_large_enough_to_show_something():
     assert setup.logits_budget <= setup.logits_bytes / 8
 
 
-def run_demo(folder: Path, *options: str) -> subprocess.CompletedProcess:
-    # one thread: on a busy machine two wait for each other longer than they work
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = [
-        sys.executable,
-        str(EXAMPLES / "demo.py"),
-        "--device",
-        "cpu",
-        "--output",
-        str(folder),
-        *options,
-    ]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+def run_demo(monkeypatch, *options: str) -> object:
+    """Its runs are processes of their own, without the imports' time, and on less text."""
+    setup = demo.default_setup
+    monkeypatch.setattr(demo, "default_setup", lambda device: replace(setup(device), corpus_chars=2**19))
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(Popen=script, PIPE=subprocess.PIPE))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    app = typer.Typer()
+    app.command()(demo.main)
+    return CliRunner().invoke(app, ["--device", "cpu", *options], env={"COLUMNS": "120"})
 
 
-def test_small_comparison(tmp_path):
-    done = run_demo(tmp_path, "--steps", "4", "--rows", "2", "--vocab", "8000")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(name in done.stdout for name in RUNS) and "logitless: fused" in done.stdout
-    assert "stock TRL: all tokens x 8,000 columns of the head at a time" in done.stdout
+def test_small_comparison(monkeypatch, tmp_path):
+    options = ["--steps", "4", "--rows", "2", "--vocab", "8000", "--output", str(tmp_path)]
+    done = run_demo(monkeypatch, *options)
+    assert done.exit_code == 0, done.output
+    assert all(name in done.output for name in RUNS) and "logitless: fused" in done.output
+    assert "stock TRL: all tokens x 8,000 columns of the head at a time" in done.output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_too_few_steps(tmp_path):
-    done = run_demo(tmp_path, "--steps", "2")
-    assert done.returncode != 0 and "steps: expected more than" in done.stderr.replace("\n", " ")
+def test_too_few_steps(monkeypatch, tmp_path):
+    done = run_demo(monkeypatch, "--steps", "2", "--output", str(tmp_path))
+    assert done.exit_code != 0 and "steps: expected more than" in done.output.replace("\n", " ")

@@ -1,7 +1,7 @@
 """Limits that keep the library readable, and what importing it may load.
 
-The kernels are long by nature and excepted where a rule says so. `trl_integration/` is not held to the limits
-yet.
+The kernels are long by nature and excepted where a rule says so. `engine/test_call_path.py` counts the
+functions that a call passes; `make lint` holds the contracts between the folders.
 """
 
 import ast
@@ -10,6 +10,7 @@ import io
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,6 @@ MODULES = {
     ".".join(path.relative_to(LIBRARY.parent).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(LIBRARY.rglob("*.py"))
 }
-HELD = [path for path in MODULES.values() if "trl_integration" not in path.parts]
 
 FILE_LINES, TRITON_LINES, FUNCTION_LINES, PARAMETERS, COLUMNS = 300, 450, 60, 8, 110
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers")
@@ -72,7 +72,7 @@ def place(path: Path) -> str:
 
 def functions() -> Iterator[Function]:
     """Those outside `kernels/`, nested ones and methods among them."""
-    for path in HELD:
+    for path in MODULES.values():
         if path.is_relative_to(LIBRARY / "kernels"):
             continue
         tree = ast.parse(path.read_text())
@@ -86,8 +86,10 @@ def listed(found: list[str]) -> str:
 
 
 def test_files_are_short():
-    sizes = {path: len(path.read_text().splitlines()) for path in HELD}
-    limits = {path: TRITON_LINES if path.name.endswith("_triton.py") else FILE_LINES for path in HELD}
+    sizes = {path: len(path.read_text().splitlines()) for path in MODULES.values()}
+    limits = {
+        path: TRITON_LINES if path.name.endswith("_triton.py") else FILE_LINES for path in MODULES.values()
+    }
     found = [f"{place(path)}: {size} lines" for path, size in sizes.items() if size > limits[path]]
     assert not found, listed(found)
 
@@ -111,7 +113,7 @@ def test_functions_take_few_parameters():
 def test_lines_are_short():
     found = [
         f"{place(path)}:{number}: {len(line)} columns"
-        for path in HELD
+        for path in MODULES.values()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if len(line) > COLUMNS
     ]
@@ -121,7 +123,7 @@ def test_lines_are_short():
 def test_no_code_is_left_out_of_formatting():
     found = [
         f"{place(path)}:{token.start[0]}: {token.string}"
-        for path in HELD
+        for path in MODULES.values()
         for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
         if token.type == tokenize.COMMENT and token.string.removeprefix("#").strip().startswith("fmt:")
     ]
@@ -179,6 +181,22 @@ def test_the_import_is_light():
 def test_the_import_of_layers_is_light():
     layers = "from logitless.kernels import rope; from logitless.models import fuse_layers"
     assert not set(HEAVY) & newly_loaded(f"import logitless; {layers}")
+
+
+def test_lint_runs_what_holds_the_rest():
+    """Lines of at most COLUMNS everywhere, format, and imports that go downwards."""
+    root = LIBRARY.parent
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]
+    rules = settings["ruff"]["lint"]
+    assert settings["ruff"]["line-length"] == COLUMNS and "E" in rules["select"]
+    assert not {"E", "E5", "E501"} & {*rules["ignore"], *rules.get("per-file-ignores", {})}
+    assert settings["importlinter"]["exclude_type_checking_imports"] is False
+    layers = next(x for x in settings["importlinter"]["contracts"] if x["type"] == "layers")
+    folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}
+    assert layers["exhaustive"] and folders <= set(layers["layers"])
+    recipe = (root / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    for command in ("ruff check .", "ruff format --check .", "lint-imports"):
+        assert command in recipe, command
 
 
 def test_what_is_loaded_later_is_there():

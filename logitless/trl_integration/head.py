@@ -78,13 +78,13 @@ def _scored_forward(
     fused_lm_head: bool = False,
     labels: Tensor | None = None,
     shift_labels: Tensor | None = None,  # already aligned, as context and sequence parallelism pass them
-    num_items_in_batch: Tensor | int | None = None,
     **kwargs: Any,
 ) -> Any:
     if not fused_lm_head:
-        own = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        own = {"labels": labels, "shift_labels": shift_labels}
         return stock(*args, **kwargs, **{name: x for name, x in own.items() if x is not None})
     targets = labels if shift_labels is None else shift_labels
+    count = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
         out = stock(*args, labels=targets, **kwargs)
@@ -99,7 +99,7 @@ def _scored_forward(
     fields = dict(zip(names, out.logits.computed(values)))
     # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its
     # own count
-    count = fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    count = fields["label_mask"].sum().clamp(min=1) if count is None else count
     loss = -fields["log_probs"].sum() / count
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss

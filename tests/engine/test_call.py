@@ -158,7 +158,7 @@ def test_a_shifted_call_equals_one_on_shifted_tensors(form):
     torch.testing.assert_close(ours.loss, theirs.loss)
 
 
-def test_top_k_of_a_teacher_stays_with_its_position():
+def test_top_k_of_a_teacher_stays_with_its_position(uncompiled):
     """They are the teacher's prediction at the position, as its hidden states are."""
     hidden, weight, targets = head(2, 5)
     best, loss = torch.randn(2, 5, V).log_softmax(-1).topk(3), DistillationLoss(hard_loss_weight=0.3)

@@ -305,8 +305,8 @@ MEMORY = {
     "row_scaled": (per_token, "hidden", 1000, torch.bfloat16, 0),
     "logprobs": (logprobs, "all", 1000, torch.bfloat16, 0.5),
     "logprobs, frozen head": (logprobs, "hidden", 1000, torch.float32, 0),
-    "long, fused": (fused, "all", 131_072, torch.bfloat16, 0.2),
-    "long, logprobs": (logprobs, "hidden", 131_072, torch.float32, 0.8),
+    "long, fused": (fused, "all", 65_536, torch.bfloat16, 0.2),
+    "long, logprobs": (logprobs, "hidden", 65_536, torch.float32, 0.8),
 }
 
 

@@ -10,6 +10,7 @@ fail. A mutant that survives is a missing test. Mutants of Triton code run in it
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -21,7 +22,7 @@ import torch
 
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
-from tests.mutants.running import CAUGHT, CORE, SURVIVES, TRAINERS, Job, Result, run
+from tests.mutants.running import CAUGHT, CORE, ENVIRONMENT, SURVIVES, TRAINERS, Job, Result, run
 
 ROOT = Path(__file__).parents[2]
 WITH_TRAINERS = ("logitless/models/", "logitless/trl_integration/")
@@ -90,6 +91,7 @@ def write(path: Path, options: argparse.Namespace, results: list[Result], start:
 
 def main() -> None:
     options, start = arguments(), time.perf_counter()
+    os.environ.update(ENVIRONMENT)
     chosen = [
         m for m in MUTANTS if not options.parts or any(x in m.name or x in m.path for x in options.parts)
     ]

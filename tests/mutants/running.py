@@ -34,8 +34,8 @@ TRAINERS = (
     "trl.trainer.dpo_trainer",
     "trl.trainer.grpo_trainer",
 )
-# Transformers and accelerate may look for a GPU while they are imported, and a process that has asked CUDA
-# must not be forked: so torch asks NVML.
+# A process that has asked CUDA for GPUs must not be forked: torch asks NVML, for `Mutant.interpreted` and for
+# what is imported.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -94,7 +94,6 @@ def run(
 def _run_batch(
     jobs: Sequence[Job], root: Path, at_once: int, limit: float, warm: Sequence[str], sender: Connection
 ) -> None:
-    os.environ.update(ENVIRONMENT)
     os.environ.pop("TRITON_INTERPRET", None)
     if jobs[0].interpreted:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -144,7 +143,7 @@ class _Started:
         lines = [line for line in self.output.read_text(errors="replace").splitlines() if line.strip()] or [
             ""
         ]
-        line = next((line for line in reversed(lines) if line.startswith("FAILED")), lines[-1])
+        line = next((line for line in reversed(lines) if line.startswith(("FAILED", "ERROR"))), lines[-1])
         self.folder.cleanup()
         # 1: tests failed; CRASHES: of a kernel that writes out of bounds. Else (no tests found, a file that
         # does not import, no memory) it shows nothing about the tests.
