@@ -270,7 +270,8 @@ def _products(call: Call, plan: Plan) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per supervised token."""
     read = sum(step.stop - step.start for step in plan.steps if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
-    return plan.products - plan.later, read / max(1, plan.rows) * has_other
+    own = plan.products - plan.later if plan.products else 0.0  # the later walk has a plan of its own
+    return own, read / max(1, plan.rows) * has_other
 
 
 def _fixed_bytes(call: Call, purpose: Pass) -> int:

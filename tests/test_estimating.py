@@ -150,6 +150,12 @@ def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
     assert found.logits_bytes == B * T * (size or SIZES)["vocab_size"] * 4
 
 
+def test_gathered_columns_are_no_products_in_any_walk():
+    loss = DistillationLoss(support="teacher", topk_mode="renormalize", reduction="none")
+    found = logitless.estimate(loss, **SIZES | {"vocab_size": 400}, sequences=B, teacher_topk=1)
+    assert found.plan.columns == 1 and len(found.walks) == 2 and found.products == 0
+
+
 def test_no_memory_is_taken():
     """Of hidden states of 128 TiB and a head of 2 PiB, which nothing can allocate."""
     huge = {"tokens": 2**16, "hidden_size": 2**30, "vocab_size": 2**20, "device": DEVICE}

@@ -104,7 +104,7 @@ class Plan:
             f"{_counted(self.chunks, 'chunk')} of {'' if self.chunks == 1 else 'up to '}{self.token_chunk}"
         )
         size = self.fixed_bytes / MIB
-        fixed = f" (the budget less {size:.1f} that no row adds to)" if self.fixed_bytes else ""
+        fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         return (
             f"{head}{gathered}{self.strategy}{parts}: {_counted(self.rows, 'supervised token')} in {chunks}, "

@@ -388,7 +388,7 @@ BAD = {
         lambda: topk(IDS * 1.0, IDS, DistillationLoss(divergence="cosine")),
         "teacher_logprobs_topk: expected a teacher with logits",
     ),
-    "mask": (lambda: call(mask=torch.zeros(3)), "mask: expected shape"),
+    "mask": (lambda: call(mask=torch.zeros(3)), "mask: expected targets' shape"),
 }
 
 

@@ -304,6 +304,9 @@ def test_an_unused_reference_head_is_refused_by_pairs_too():
     for call in (DPOLoss(), functools.partial(KTOLoss(), labels=x.labels, kl=0.1)):
         with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_weight"):
             call(x.hidden, x.weight, x.targets, **given)
+    for call in (DPOLoss(), functools.partial(GRPOLoss(beta=0.1), advantages=x.advantages)):
+        with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_bias"):
+            call(x.hidden, x.weight, x.targets, ref_logps=x.ref_logps, ref_bias=x.bias.detach())
     kl = {"kl_hidden": x.hidden, "kl_targets": x.targets, "ref_hidden": x.teacher_hidden}
     assert KTOLoss()(x.hidden, x.weight, x.targets, labels=x.labels, kl=kl, **given).loss.isfinite()
 

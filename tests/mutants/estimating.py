@@ -30,7 +30,7 @@ MUTANTS = [
         "engine/passes.py",
         "tests/losses/test_plan.py -k told",
         ("a later walk costs nothing", "plan_for", "1 + backward if twice", "0 if twice"),
-        ("nothing is deducted", "plan_for", "        fixed,\n", "        0,\n"),
+        ("nothing is deducted", "plan_for", "fixed,\n        heads", "0,\n        heads"),
         prefix="plan: ",
     ),
     *of_file(
