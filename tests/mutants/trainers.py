@@ -86,6 +86,13 @@ MUTANTS = [
         prefix="trainers: ",
     ),
     *of_file(
+        "trl_integration/versions.py",
+        FOLDER + "test_versions.py",
+        ("any version", "require_supported", "expect(fits,", "expect(True,"),
+        ("no version", "require_supported", "expect(found != MISSING,", "expect(True,"),
+        prefix="trainers: ",
+    ),
+    *of_file(
         "engine/plan.py",
         f"{EVERY}::test_under_lora[SFT] {EVERY}::test_under_lora[DPO]",
         ("frozen heads cost as much", "Plan.products", "1 if frozen_head else 2", "2"),
@@ -125,6 +132,7 @@ MUTANTS = [
     *of_file(
         "trl_integration/apply.py",
         f"{EXISTING}::test_what_apply_to_does_not_take {EXISTING}::{BY_NAME}",
+        ("apply_to of a model", "apply_to", "isinstance(trainer, transformers.Trainer)", "True"),
         ("apply_to twice", "apply_to", "not (wanted and name in trainer.__dict__)", "True"),
         ("smoothing in a plain trainer", "no_smoothing", "not found", "True"),
         ("any TRL trainer is covered", "adapter_of", "name in ADAPTERS", "True"),
