@@ -101,12 +101,13 @@ MUTANTS = [
     *of_file(
         HEAD,
         FOLDER + "test_online_trainers.py -k precision",
-        (
-            "a reference without autocast",
-            "picking",
-            "chunked.trainer.accelerator.autocast()",
-            "nullcontext()",
-        ),
+        ("a reference without autocast", "scored", "if prepared else", "if False else"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        HEAD,
+        FOLDER + "test_teacher_distillation_trainers.py -k autocast",
+        ("picks without autocast", "picking", "chunked.trainer.accelerator.autocast()", "nullcontext()"),
         prefix="trainers: ",
     ),
     *of_file(
