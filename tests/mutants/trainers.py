@@ -89,7 +89,6 @@ MUTANTS = [
         "trl_integration/versions.py",
         FOLDER + "test_versions.py",
         ("any version", "require_supported", "expect(fits,", "expect(True,"),
-        ("no version", "require_supported", "expect(found != MISSING,", "expect(True,"),
         prefix="trainers: ",
     ),
     *of_file(
