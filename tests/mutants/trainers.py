@@ -162,8 +162,13 @@ MUTANTS = [
     ),
     *of_file(
         "trl_integration/deferred.py",
-        FOLDER + "test_distillation_trainers.py " + FOLDER + "test_teacher_distillation_trainers.py -k jsd",
+        FOLDER + "test_distillation_trainers.py -k gkd",
         ("items forgotten", "chunked_jsd", "given.num_items_in_batch", "None"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        "trl_integration/deferred.py",
+        FOLDER + "test_teacher_distillation_trainers.py -k gold",
         (
             "a student without temperature",
             "chunked_jsd",
