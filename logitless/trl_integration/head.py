@@ -218,7 +218,7 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
     # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
     # its outputs, where a leaf has nothing behind it.
     copied = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
-    weight, bias = (copied(x) if isinstance(x, Tensor) else x for x in own)
+    weight, bias = tree_map_only(Tensor, copied, own)
     head, deferral = HeadView(weight, bias, of_model=True), Deferral(logits_budget=chunked.budget)
     found = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
     # FSDP looks for tensors among the outputs, to begin the backward pass there.

@@ -17,14 +17,13 @@ def require_supported() -> None:
     not say so.
     """
     for package, wanted in SUPPORTED.items():
-        found, remedy = installed(package), f"pip install '{package}{wanted}'"
-        expect(found != MISSING, package, wanted, found, remedy, ImportError)
+        found, fits = installed(package), False
+        if found != MISSING:
+            # comes with transformers, so it is imported once that is known to be here
+            from packaging.specifiers import SpecifierSet
 
-        # comes with transformers, so it is imported once that is known to be here
-        from packaging.specifiers import SpecifierSet
-
-        fits = SpecifierSet(wanted).contains(found, prereleases=True)
-        expect(fits, package, wanted, found, remedy, ImportError)
+            fits = SpecifierSet(wanted).contains(found, prereleases=True)
+        expect(fits, package, wanted, found, f"pip install '{package}{wanted}'", ImportError)
 
 
 def installed(package: str) -> str:

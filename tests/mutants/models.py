@@ -109,6 +109,18 @@ MUTANTS = [
         prefix="heads: ",
     ),
     *of_file(
+        "models/heads.py",
+        f"{TEST_PATCH}::test_models_without_a_head",
+        ("no head", "find_head", "isinstance(found, nn.Module)", "True"),
+        prefix="heads: ",
+    ),
+    *of_file(
+        HEAD_VIEW,
+        f"{TEST_HEADS}::test_quantized_heads_of_models_are_refused_by_name",
+        ("quantized heads by another name", "view_of", "REMEDIES.get(package,", "str("),
+        prefix="heads: ",
+    ),
+    *of_file(
         "losses/several_ids.py",
         f"{TEST_HEADS}::test_several_ids_of_a_head_module",
         ("several ids need a tensor", "IdsNumbers.numbers", "if is_head(weight):", "if False:"),

@@ -94,12 +94,13 @@ MUTANTS = [
     *of_file(
         HEAD,
         FOLDER + "test_online_trainers.py -k precision",
-        (
-            "a reference without autocast",
-            "picking",
-            "chunked.trainer.accelerator.autocast()",
-            "nullcontext()",
-        ),
+        ("a reference without autocast", "scored", "if prepared else", "if False else"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        HEAD,
+        FOLDER + "test_teacher_distillation_trainers.py -k autocast",
+        ("picks without autocast", "picking", "chunked.trainer.accelerator.autocast()", "nullcontext()"),
         prefix="trainers: ",
     ),
     *of_file(
@@ -125,6 +126,7 @@ MUTANTS = [
     *of_file(
         "trl_integration/apply.py",
         f"{EXISTING}::test_what_apply_to_does_not_take {EXISTING}::{BY_NAME}",
+        ("apply_to of a model", "apply_to", "isinstance(trainer, transformers.Trainer)", "True"),
         ("apply_to twice", "apply_to", "not (wanted and name in trainer.__dict__)", "True"),
         ("smoothing in a plain trainer", "no_smoothing", "not found", "True"),
         ("any TRL trainer is covered", "adapter_of", "name in ADAPTERS", "True"),
@@ -154,8 +156,13 @@ MUTANTS = [
     ),
     *of_file(
         "trl_integration/deferred.py",
-        FOLDER + "test_distillation_trainers.py " + FOLDER + "test_teacher_distillation_trainers.py -k jsd",
+        FOLDER + "test_distillation_trainers.py -k gkd",
         ("items forgotten", "chunked_jsd", "given.num_items_in_batch", "None"),
+        prefix="trainers: ",
+    ),
+    *of_file(
+        "trl_integration/deferred.py",
+        FOLDER + "test_teacher_distillation_trainers.py -k gold",
         (
             "a student without temperature",
             "chunked_jsd",
