@@ -102,8 +102,8 @@ MUTANTS = [
     *of_file(
         "engine/token_objective.py",
         LOSSES,
-        ("evaluation in between", "reads_in_product", "not between and", ""),
-        ("weighted sums", "reads_in_product", "(weights is None or call.inputs[weights] is None)", "True"),
+        ("evaluation in between", "reads_in_product", "between or summed", "summed"),
+        ("weighted sums", "reads_in_product", "between or summed", "between"),
         ("gradient of the numbers stored", "TokenObjective.costs", "stored = call.trainable and", "stored ="),
         prefix="unrounded logits: ",
     ),
