@@ -227,7 +227,7 @@ class _Planner:
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         for call, rows in map(choose_rows, unpack(signature, tensors, sequences)):
-            self.plan = plan_for(call, rows, purpose)
+            self.plan = plan_for(call, rows, purpose, len(heads))
             self.walks.append((call, self.plan, purpose))
         if purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call):
             self.walks.append((call, plan_for(call, rows, Pass.GRADIENTS), Pass.GRADIENTS))
@@ -268,16 +268,9 @@ class _Planner:
 
 def _products(call: Call, plan: Plan) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per supervised token."""
-    backward = (call.needs.hidden or call.needs.layers) + call.needs.weight
-    own = others = 0
-    for step in plan.steps:
-        rows = step.stop - step.start
-        own += rows * (1 + step.write * backward)
-        others += rows * step.read
-    if plan.columns or not plan.rows:
-        own = 0  # only the gathered columns are multiplied with
+    read = sum(step.stop - step.start for step in plan.steps if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
-    return own / max(1, plan.rows), others / max(1, plan.rows) * has_other
+    return plan.products - plan.later, read / max(1, plan.rows) * has_other
 
 
 def _fixed_bytes(call: Call, purpose: Pass) -> int:

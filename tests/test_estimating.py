@@ -111,7 +111,6 @@ COUNTED = {
     "reference, frozen head": ("DPO", {}, {"reference_hidden_size": TEACHER_H, "frozen_head": True}),
     "reference, walked twice": ("DPO", {"logits_budget": 4000}, {"reference_hidden_size": TEACHER_H}),
     "reference of a policy": ("GRPO", {}, {"reference_hidden_size": TEACHER_H}),
-    "reference of a policy, unreduced": ("GRPO", {"reduction": "none"}, {"reference_hidden_size": TEACHER_H}),
     "predictions": ("cross-entropy", {"return_predictions": True, "logits_budget": 5_000}, {}),
     "teacher": ("JSD", {}, {}),
     "unreduced, teacher": ("JSD", {"reduction": "none"}, {}),

@@ -157,28 +157,28 @@ def test_imports_have_no_circle():
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-def newly_loaded(statement: str) -> set[str]:
-    """Modules that a fresh interpreter loads for `statement`, beyond those that torch loads."""
-    code = f"import sys, torch; alone = set(sys.modules); {statement}; print(*set(sys.modules) - alone)"
+def newly_loaded(*statements: str) -> list[set[str]]:
+    """Modules that a fresh interpreter has loaded after each statement, beyond those that torch loads."""
+    report = "print(*set(sys.modules) - alone)"
+    code = "; ".join(
+        ["import sys, torch", "alone = set(sys.modules)", *(f"{x}; {report}" for x in statements)]
+    )
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, cwd=LIBRARY.parent, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_the_import_is_light():
     """Seconds depend on the machine (0.1 to 0.2 for these modules, with their bytecode): they are counted."""
-    loaded = newly_loaded("import logitless")
+    layers = "from logitless.kernels import rope; from logitless.models import fuse_layers"
+    loaded, with_layers = newly_loaded("import logitless", layers)
     assert {name for name in loaded if not name.startswith("logitless")} == set()
     assert len(loaded) <= 90
     assert not {"logitless.checking", "logitless.estimating", "logitless.models"} & loaded
-
-
-def test_the_import_of_layers_is_light():
-    layers = "from logitless.kernels import rope; from logitless.models import fuse_layers"
-    assert not set(HEAVY) & newly_loaded(f"import logitless; {layers}")
+    assert not set(HEAVY) & with_layers
 
 
 def test_what_is_loaded_later_is_there():

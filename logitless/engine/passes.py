@@ -63,7 +63,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
     gradients = Gradients([call for call, _ in chosen], static=static or len(calls) > 1, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
     for call, rows in chosen:
-        plan = plan_for(call, rows, Pass.SOLVE)
+        plan = plan_for(call, rows, Pass.SOLVE, len(calls))
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
         head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
@@ -210,7 +210,7 @@ def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: s
     return seen, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
 
 
-def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
+def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default.
 
     What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
@@ -226,6 +226,8 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
             "for speed."
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
+    backward = (needs.hidden or needs.layers) + needs.weight
+    twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
     facts = Facts(
         rows.count,
         rows.group_sizes,
@@ -234,6 +236,10 @@ def plan_for(call: Call, rows: Rows, purpose: Pass) -> Plan:
         costs.linear_in_logps,
         costs.rereads,
         costs.columns,
+        backward,
+        1 + backward if twice else 0,
+        fixed,
+        heads,
     )
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:

@@ -59,11 +59,15 @@ class Plan:
         steps: the chunks, in order.
         rows: supervised tokens.
         row_bytes: memory of one row of logits and of every temporary beside it.
-        budget: bytes that a chunk may take.
+        budget: bytes that a chunk may take: `logits_budget` less `fixed_bytes`.
         chunks: how many chunks of logits are projected.
         token_chunk: rows of the largest of them.
         parts: the strategies of the groups, where they have several.
         columns: of the head, how many are multiplied with for each row; 0: all.
+        backward: products of a chunk whose gradient is written: d_hidden, d_weight.
+        later: products per token of the backward pass, where that projects the tokens again.
+        fixed_bytes: what of `logits_budget` does not grow with the rows.
+        heads: of the call; the plan is that of the last one.
     """
 
     strategy: str
@@ -75,25 +79,41 @@ class Plan:
     token_chunk: int
     parts: tuple[str, ...] = ()
     columns: int = 0
+    backward: int = 0
+    later: int = 0
+    fixed_bytes: int = 0
+    heads: int = 1
 
     @property
     def chunk_bytes(self) -> int:
         return self.token_chunk * self.row_bytes
 
+    @property
+    def products(self) -> float:
+        """With this head and its gradients, per supervised token; 0 where only some columns are gathered."""
+        if self.columns or not self.rows:
+            return 0.0
+        walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in self.steps)
+        return walked / self.rows + self.later
+
     def describe(self) -> str:
+        head = f"the last of {self.heads} heads: " if self.heads > 1 else ""
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""
         chunks = (
             f"{_counted(self.chunks, 'chunk')} of {'' if self.chunks == 1 else 'up to '}{self.token_chunk}"
         )
+        size = self.fixed_bytes / MIB
+        fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
+        products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         return (
-            f"{gathered}{self.strategy}{parts}: {_counted(self.rows, 'supervised token')} in {chunks}, "
-            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB"
+            f"{head}{gathered}{self.strategy}{parts}: {_counted(self.rows, 'supervised token')} in {chunks}, "
+            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB{fixed}{products}"
         )
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _counted(number: int | str, what: str) -> str:
+    return f"{number} {what}{'' if str(number) == '1' else 's'}"
 
 
 # Chunk sizes whose products run well on every shape of `python -m benchmarks gemm`: on an H200, d_weight
@@ -129,11 +149,16 @@ class Facts(NamedTuple):
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
     rereads: bool = False  # whether the gradient of a chunk comes from reading it again
     columns: int = 0  # gathered for each row, in the place of the whole head
+    # What a plan only tells of: see `Plan`.
+    backward: int = 0
+    later: int = 0
+    fixed_bytes: int = 0
+    heads: int = 1
 
 
 def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
     """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
-    rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns = facts
+    rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, *told = facts
     C = chunk_rows(rows, row_bytes, budget)
     if columns:
         # Without a product no chunk is too large to be good.
@@ -157,9 +182,8 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     else:
         strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
     sizes = [step.stop - step.start for step in steps if step.stop > step.start]
-    return Plan(
-        strategy, tuple(steps), rows, row_bytes, budget, len(sizes), max(sizes, default=0), parts, columns
-    )
+    chunks, longest = len(sizes), max(sizes, default=0)
+    return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *told)
 
 
 def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = False) -> list[Step]:

@@ -29,8 +29,8 @@ class TokenLoss(LinearLoss):
     Args:
         return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody
             needs another pass.
-        return_predictions: hand out the id of each position's largest logit, which reads every chunk of
-            logits once more (about 1% of a step where the hidden size is 4,096).
+        return_predictions: hand out the id of each position's largest logit, of equal ones the lowest. It
+            reads every chunk of logits once more.
     """
 
     return_logps: bool = False

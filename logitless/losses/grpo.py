@@ -239,7 +239,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             own = {"weight": weight, "ref_logps": ref_logps, **model, **arguments}
             return with_heads(GRPOLoss.__call__, self, targets, hidden=hidden, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
-        self.check_one_reference(ref_logps, ref_hidden, ref_weight)
+        self.check_one_reference(ref_logps, **model)
         if ref_hidden is not None:
             check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
         reference = {"ref_logps": ref_logps} if ref_hidden is None else model

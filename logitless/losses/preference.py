@@ -119,12 +119,13 @@ class ReferencedLoss(ComparedLoss):
         shift: bool = False,
         **arguments,
     ) -> LossOutput:
-        reference = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight}
+        model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+        reference = {"ref_logps": ref_logps, **model}
         if is_head(weight, ref_weight):
-            own = {"ref_bias": ref_bias, "cu_seqlens": cu_seqlens, "shift": shift, **reference, **arguments}
+            own = {"cu_seqlens": cu_seqlens, "shift": shift, **reference, **arguments}
             return with_heads(ReferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **reference)
-        self.check_one_reference(ref_logps, ref_hidden, ref_weight)
+        self.check_one_reference(**reference)
         inputs = {}
         if ref_hidden is not None:
             check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
@@ -135,7 +136,7 @@ class ReferencedLoss(ComparedLoss):
                 # Beside the unshifted labels, with which the call will shift them.
                 ref_logps = ref_logps.roll(1, -1) if shift else ref_logps
             else:
-                inputs = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+                inputs = dict(model)
         if ref_logps is not None:
             loss = self if self.cp_group is None else self.resolved(weight)
             if not (per_token := loss.is_per_token(ref_logps, targets)):

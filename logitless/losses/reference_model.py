@@ -36,17 +36,15 @@ class ComparedLoss(TokenLoss):
         scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
         return Head(softcap, scale, self.temperature)
 
-    def check_one_reference(
-        self, ref_logps: Tensor | None, ref_hidden: Tensor | None, ref_weight: Tensor | None
-    ) -> None:
-        """One reference where the loss needs one, else none."""
-        given = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight}
+    def check_one_reference(self, ref_logps: Tensor | None, **model: Tensor | None) -> None:
+        """One reference where the loss needs one, else none; `model` is ref_hidden, ref_weight, ref_bias."""
+        given = {"ref_logps": ref_logps, **model}
         names = [name for name, x in given.items() if x is not None]
         got, name = " and ".join(names) or "neither", type(self).__name__
         if not self.needs_reference:
             expected = f"no reference for this {name}"
             expect(not names, "ref_logps", expected, got, "leave it out, or set the option that needs it")
-        elif names not in (["ref_logps"], ["ref_hidden", "ref_weight"], ["ref_hidden"]):
+        elif names != ["ref_logps"] and names[:1] != ["ref_hidden"]:
             expected = "one of ref_logps and ref_hidden (with ref_weight)"
             expect(False, "ref_logps", expected, got, "pass one of them")
 

@@ -31,9 +31,6 @@ from .versions import SUPPORTED, found_in_trl, installed, moved
 
 logger = logging.getLogger("logitless.trl_integration")
 
-# Products of a plan whose head trains; those of a solved loss are one fewer for a frozen head.
-PRODUCTS = {"fused": 3, "resident": 3, "recompute": 4, "row_scaled": 2, "loss_only": 1}
-SOLVED = ("fused", "resident")
 LIGER_LOSS = "fused_linear_cross_entropy"
 
 
@@ -230,9 +227,7 @@ class ChunkedLoss:
         head, plan = base_of(self.trainer, self.trainer.model).get_output_embeddings(), self.plan
         what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
         if plan is not None:
-            frozen = not any(parameter.requires_grad for parameter in head.parameters())
-            products = PRODUCTS[plan.strategy] - (frozen and plan.strategy in SOLVED)
-            what = f"{plan.describe()}, {products} products"
+            what = plan.describe()
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
         elif (deferral := state_of(head, "logits")) is not None:

@@ -113,14 +113,11 @@ PROMPTED = {"nll_targets": torch.where(labels() == -100, 5, labels())}
 POSITIONS = {"position_ids": torch.arange(T, device="cpu").expand(B, T)}
 ROLLOUT = {"advantages": random(B, seed=9), "old_logps": -3 + random(B, T, seed=9)}
 PER_TOKEN = {"token_advantages": random(B, T, seed=10), "old_logps": ROLLOUT["old_logps"]}
-SAMPLED = ROLLOUT | {
-    "sampling_logps": -3 + random(B, T, seed=12),
-    "mask": random(B, T, seed=13) > -1,
-    "token_ref_logps": TOKENS["token_ref_logps"],
-}
+SAMPLED = ROLLOUT | {"sampling_logps": -3 + random(B, T, seed=12), "mask": random(B, T, seed=13) > -1}
 WEIGHED = {"importance_weights": random(B, seed=14).exp()}
 POLICIES = {
-    "grpo": (GRPOLoss(loss_type="grpo", beta=0.1), SAMPLED),
+    "grpo": (GRPOLoss(loss_type="grpo", beta=0.1), SAMPLED | TOKENS),
+    "grpo, reference": (GRPOLoss(loss_type="grpo", beta=0.1), ROLLOUT | REFERENCE),
     "dapo": (GRPOLoss(return_logps=True, entropy_coef=0.1), ROLLOUT),
     "dapo, packed": (GRPOLoss(), ROLLOUT | WEIGHED),
     "dr_grpo, packed, tokens": (GRPOLoss(loss_type="dr_grpo", max_completion_length=9), PER_TOKEN),

@@ -304,6 +304,9 @@ def test_an_unused_reference_head_is_refused_by_pairs_too():
     for call in (DPOLoss(), functools.partial(KTOLoss(), labels=x.labels, kl=0.1)):
         with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_weight"):
             call(x.hidden, x.weight, x.targets, **given)
+    for call in (DPOLoss(), functools.partial(GRPOLoss(beta=0.1), advantages=x.advantages)):
+        with pytest.raises(ValueError, match="^ref_logps: expected one of .* got ref_logps and ref_bias"):
+            call(x.hidden, x.weight, x.targets, ref_logps=x.ref_logps, ref_bias=x.bias.detach())
     kl = {"kl_hidden": x.hidden, "kl_targets": x.targets, "ref_hidden": x.teacher_hidden}
     assert KTOLoss()(x.hidden, x.weight, x.targets, labels=x.labels, kl=kl, **given).loss.isfinite()
 
@@ -423,7 +426,5 @@ def test_an_input_that_is_not_declared():
 
     x = every_loss.given(T)
     for loss in (Weighted(), WeightedLogits()):
-        with pytest.raises(
-            AttributeError, match="^weights: expected an input that the loss declares"
-        ):
+        with pytest.raises(AttributeError, match="^weights: expected an input that the loss declares"):
             loss(x.hidden, x.weight, x.targets)

@@ -4,9 +4,9 @@ the result."""
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, linear_logprobs
+from logitless import CrossEntropyLoss, MultiTokenLoss, linear_logprobs
 from tests.cases import TRAINABLE, one_row_warning, operands
-from tests.support import run
+from tests.support import DEVICE, run
 
 STRATEGIES = {
     "mean": ({}, "all", "fused"),
@@ -103,3 +103,34 @@ def test_compact_never_changes_the_result(engine, trainable):
         for compact in (True, False)
     ]
     same(*outcomes)
+
+
+# A loss, whether the head trains, and what its plan says of products.
+TOLD = {
+    "solved": ({}, True, ", 3 products"),
+    "solved, frozen head": ({}, False, ", 2 products"),
+    "unreduced": ({"reduction": "none"}, True, ", 4 products"),
+    "unreduced, frozen head": ({"reduction": "none"}, False, ", 2 products"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_what_is_told_of_products_and_memory(case):
+    options, trainable, products = TOLD[case]
+    h, w, targets, _ = operands((12,), 8, 50, torch.float32)
+    budget = 2**20
+    loss = CrossEntropyLoss(logits_budget=budget, **options)
+    plan = loss(h.requires_grad_(), w.requires_grad_(trainable), targets).plan
+    text = plan.describe()
+    assert text.endswith(products), text
+    assert plan.budget + plan.fixed_bytes == budget
+    assert ("the budget less" in text) == (plan.fixed_bytes > 0)
+    assert DEVICE.type == "cuda" or plan.fixed_bytes > 0  # the twins' temporaries
+
+
+def test_what_is_told_of_heads():
+    hidden, w, targets, _ = operands((2, 6), 8, 50, torch.float32)
+    plan = MultiTokenLoss()([hidden.requires_grad_(), hidden, hidden], w.requires_grad_(), targets).plan
+    assert plan.describe().startswith("the last of 3 heads: fused: ") and plan.heads == 3
+    with torch.no_grad():
+        assert CrossEntropyLoss()(hidden, w, targets).plan.describe().endswith(", 1 product")

@@ -120,6 +120,7 @@ CASES = {
         },
     ),
     "grpo": (GRPOLoss(return_logps=True), ROLLOUT),
+    "grpo reference": (GRPOLoss(beta=0.1, return_predictions=True), ROLLOUT | REFERENCE),
     "grpo entropy": (GRPOLoss(entropy_coef=0.3, top_entropy_quantile=0.5), ROLLOUT),
     "rloo": (RLOOLoss(), ROLLOUT),
     "jsd": (JSDLoss(temperature=1.5, hard_loss_weight=0.3), TEACHER),
@@ -150,7 +151,7 @@ def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ..
         out = loss(leaves["hidden"], leaves["weight"], ids, bias=leaves["bias"], **options)
     value = out.loss if out.loss.dim() == 0 else (out.loss * here(random(*out.loss.shape, seed=20))).sum()
     found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
-    found |= {f"token {name}": x for name, x in out.tokens.items()}
+    found |= {f"token {name}": x.double() for name, x in out.tokens.items()}
     if trained:
         gradients = torch.autograd.grad(1.7 * value, [leaves[name] for name in trained])
         found |= {f"d_{name}": x for name, x in zip(trained, gradients, strict=True)}

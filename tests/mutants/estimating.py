@@ -9,8 +9,7 @@ MUTANTS = [
         "estimating.py",
         TEST_ESTIMATING,
         ("another walk", "_Planner.__call__", "and not keeps_vectors(call)", "and keeps_vectors(call)"),
-        ("gradients cost no product", "_products", "+ call.needs.weight", "+ 0"),
-        ("a teacher is read once more", "_products", "others += rows * step.read", "others += rows"),
+        ("a teacher is read once more", "_products", " if step.read)", ")"),
         ("sums are never wide", "_Planner._sum_bytes", "plan.chunks > 1", "False"),
         (
             "a frozen head trains",
@@ -19,6 +18,20 @@ MUTANTS = [
             "made(vocab_size, hidden_size).requires_grad_()",
         ),
         prefix="estimate: ",
+    ),
+    *of_file(
+        "engine/passes.py",
+        TEST_ESTIMATING,
+        ("gradients cost no product", "plan_for", "+ needs.weight", "+ 0"),
+        ("the plan of one head", "solve", "Pass.SOLVE, len(calls))", "Pass.SOLVE)"),
+        prefix="estimate: ",
+    ),
+    *of_file(
+        "engine/passes.py",
+        "tests/losses/test_plan.py -k told",
+        ("a later walk costs nothing", "plan_for", "1 + backward if twice", "0 if twice"),
+        ("nothing is deducted", "plan_for", "fixed,\n        heads", "0,\n        heads"),
+        prefix="plan: ",
     ),
     *of_file(
         "doctor.py",

@@ -101,8 +101,8 @@ MUTANTS = [
         (
             "any reference",
             "ComparedLoss.check_one_reference",
-            "elif names not in",
-            "elif names in () and names not in",
+            'names[:1] != ["ref_hidden"]:',
+            "False:",
         ),
         prefix="surface: ",
     ),

@@ -56,12 +56,6 @@ MUTANTS = [
         ADAPTER,
         f"{EVERY}::test_flag_off_and_apply_to[ORPO] {EVERY}::test_under_lora[SFT]",
         ("no line in the log", "ChunkedLoss._end", "logger.info(self.describe())", "pass"),
-        (
-            "frozen heads cost as much",
-            "ChunkedLoss.describe",
-            "PRODUCTS[plan.strategy] -",
-            "PRODUCTS[plan.strategy] - 0 *",
-        ),
         ("methods stay exchanged", "enable", "undo.callback(trainer.__dict__.pop, name, None)", "pass"),
         ("heads stay", "enable", "undo.callback(detach)", "pass"),
         prefix="trainers: ",
