@@ -77,7 +77,7 @@ def flags(document: dict) -> str:
     caption = (
         f"Measured on one {document['device']}: Qwen3-0.6B's architecture (H "
         f"{architecture['hidden_size']:,}, V {architecture['vocab_size']:,}), bf16, optimizer included, the "
-        "largest size that ran; [all sizes](docs/benchmarks.md#trainers)."
+        "largest size that ran, GRPO without checkpointing; [all sizes](docs/benchmarks.md#trainers)."
     )
     return f"{_table(body, headers)}\n\n{caption}"
 

@@ -23,6 +23,12 @@ class InheritedOptions(griffe.Extension):
                     name: text for name, text in own.get(x.path, {}).items() if name not in found
                 }
             loss.docstring.value = with_options(loss.docstring.value, found)
+        if not all(
+            "    logits_budget: " in loss.docstring.value for loss in losses if loss.name.endswith("Loss")
+        ):
+            raise ValueError(
+                "losses: expected an option of all of them in each, got one without it; see mro()."
+            )
 
 
 def options(docstring: str) -> dict[str, str]:

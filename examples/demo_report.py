@@ -117,7 +117,7 @@ def picture(results: dict[str, Result], title: str, path: Path) -> None:
     drawn = bars.bar(names, sizes, color=[COLORS[name] for name in names], width=0.6)
     bars.bar_label(drawn, [f"{size:,.0f} MiB" for size in sizes], padding=3)
     bars.set(ylabel="MiB above start of step", title="Peak memory of a step", ylim=(0, 1.12 * max(sizes)))
-    bars.set_xlabel(results[STOCK].note, fontsize=8)
+    bars.set_xlabel(results[STOCK].note.replace("; ", ";\n"), fontsize=8)
     for axis in (curves, bars):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)

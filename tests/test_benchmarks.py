@@ -1387,6 +1387,17 @@ def test_plot_asks_for_the_markers(tmp_path):
         pages.rewrite(tmp_path / "README.md", "ce", "table")
 
 
+def test_numbers_in_the_readmes_sentences_are_those_of_the_results():
+    page = (Path(report.RESULTS).parents[1] / "README.md").read_text()
+    step, cpu = (
+        json.loads((report.RESULTS / name).read_text()) for name in ("step-h200.json", "ce-cpu.json")
+    )
+    ms = {row["name"]: row["ms"] for row in step["sections"][0]["rows"] if "ms" in row}
+    assert f"from {ms['stock']:.0f} to {ms['our layers']:.0f} ms" in page
+    ours, plain = (row["ms"] for row in cpu["sections"][0]["rows"])
+    assert f"{ours / plain:.2f} times plain PyTorch's time" in page
+
+
 def test_newest_result_is_the_latest_complete_one(tmp_path):
     for name, changes in {
         "z-old": {"date": "2026-01-01"},
