@@ -86,6 +86,12 @@ MUTANTS = [
         prefix="trainers: ",
     ),
     *of_file(
+        "trl_integration/versions.py",
+        FOLDER + "test_versions.py",
+        ("any version", "require_supported", "expect(fits,", "expect(True,"),
+        prefix="trainers: ",
+    ),
+    *of_file(
         "engine/passes.py",
         f"{EVERY}::test_under_lora[SFT] {EVERY}::test_under_lora[DPO]",
         ("frozen heads cost as much", "plan_for", "(needs.hidden or needs.layers) + needs.weight", "2"),
