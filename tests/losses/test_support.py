@@ -205,6 +205,34 @@ def test_products(options, expected):
     assert h.grad.any() and w.grad.any()
 
 
+def test_the_head_of_gathered_columns():
+    """Soft cap, scale and temperature, whose slope the gradient carries."""
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    h, w = (torch.randn(n, 16, generator=generator, dtype=torch.float64) for n in (10, 900))
+    values, ids = given(10, 4, 900)
+    teacher = values.double(), ids
+    options = {"softcap": 4.0, "logit_scale": 1.3, "temperature": 0.7}
+
+    def ours(hidden, weight, targets, *, bias):
+        loss = DistillationLoss(
+            support="teacher", divergence="forward_kl", topk_mode="renormalize", **options
+        )
+        return loss(hidden, weight, teacher_logprobs_topk=teacher)
+
+    def full_logits(hidden, weight, targets, *, bias):
+        z = 4.0 * torch.tanh(1.3 * hidden @ weight.t() / 4.0) / 0.7
+        values, ids = teacher
+        p = values.log_softmax(-1)  # they are those at the temperature
+        return (p.exp() * (p - z.gather(-1, ids).log_softmax(-1))).sum(-1).mean()
+
+    targets = torch.zeros(10, dtype=torch.int64)
+    truth, actual = run(full_logits, h, w, targets), run(ours, h, w, targets)
+    assert "gathered: 4 columns" in actual.output.plan.describe()
+    assert_close(actual.value, truth.value, 1e-11, name="value")
+    for name in truth.grads:
+        assert_close(actual.grads[name], truth.grads[name], 1e-11, name=f"d_{name}")
+
+
 def test_the_gathered_path_holds_neither_logits_nor_rows():
     tokens, k, V, width = 131_072, 2, 400, 4
     h, w = torch.randn(tokens, width, requires_grad=True), torch.randn(V, width, requires_grad=True)
