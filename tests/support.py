@@ -107,7 +107,11 @@ def run(
     )
     if trainable:
         ones = torch.ones_like(value)
-        value.backward(ones if upstream is None else ones * torch.as_tensor(upstream, dtype=value.dtype))
+        value.backward(
+            ones
+            if upstream is None
+            else ones * torch.as_tensor(upstream, dtype=value.dtype, device=value.device)
+        )
     return Outcome(value.detach(), {name: leaves[name].grad for name in trainable}, output)
 
 

@@ -41,7 +41,7 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
     return H * dtype.itemsize % 16 == 0 and all(
         _has_tensor_copies(head.device)
         and uses_triton(head.device, dtype)
-        and head.shape[1] * dtype.itemsize % 16 == 0
+        and head.shape[-1] * dtype.itemsize % 16 == 0
         and head.is_contiguous()
         and head.storage_offset() * head.itemsize % 16 == 0
         for head in heads

@@ -30,7 +30,7 @@ HEADS = {
 # Of a tile. Its size is time and nothing else in the interpreter, where it is smaller.
 BM, BN, BK = (16, 32, 16) if INTERPRETED else (128, 256, 64)
 # Ragged in all three, rows, vocabulary and width; one tile of rows, and several.
-SHAPES = ((5, BK - 4, BN + 12), (BM + 3, BK + 8, 2 * BN + 3))
+SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3))
 
 
 @pytest.fixture(autouse=True)

@@ -353,7 +353,7 @@ def test_fp32_logits_remove_the_rounding_of_low_precision_ones(reduction):
     compare(options, h, w, targets)
 
     truth = reference.cross_entropy(h.double(), w.double(), targets, reduction=reduction)
-    rounded = CrossEntropyLoss(reduction=reduction)(h, w, targets).loss
+    rounded = CrossEntropyLoss(reduction=reduction, logits_dtype=torch.bfloat16)(h, w, targets).loss
     unrounded = CrossEntropyLoss(**options)(h, w, targets).loss
     assert relative_error(unrounded, truth) < 2e-6
     assert relative_error(rounded, truth) > 20 * relative_error(unrounded, truth)
