@@ -999,7 +999,7 @@ def test_medusa_measures_the_library_and_its_peers(tmp_path):
                 *row["name"].split(),
                 *numbers,
             ]
-        assert section["rows"][0]["plan"].startswith("fused") and section["rows"][0]["budget_bytes"] > 0
+        assert "fused" in section["rows"][0]["plan"] and section["rows"][0]["budget_bytes"] > 0
     assert not table
 
 

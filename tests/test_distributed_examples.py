@@ -59,17 +59,16 @@ def on_the_page() -> list[float]:
     """The blocks of docs/howto/distributed.md, one after the other; the losses of the last two."""
     page = (EXAMPLES.parent / "docs" / "howto" / "distributed.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    rank, group, losses = dist.get_rank(), dist.group.WORLD, []
-    names = {"cp_group": group, "tp_group": group}
-    made = page_tensors()
-    names |= {name: x[:, rank::2] for name, x in made.items() if x.dim() > 1 and name != "weight"}
-    names |= {"advantages": made["advantages"], "weight": made["weight"].requires_grad_()}
-    names |= {
-        "tp_hidden": made["hidden"],
-        "tp_targets": made["targets"],
-        "tp_weight": made["weight"].chunk(2)[rank],
-    }
-    for number, block in enumerate(blocks, 1):
+    rank, losses, made = dist.get_rank(), [], page_tensors()
+    parts = {name: x[:, rank::2] for name, x in made.items() if x.dim() > 1 and name != "weight"}
+    rollouts = {"advantages": made["advantages"], "old_logps": parts.pop("old_logps")}
+    names = {"torch": torch, "dist": dist, "rollouts": rollouts}
+    sliced = parts | {"weight": made["weight"].requires_grad_()}
+    sharded = {name: made[name] for name in ("hidden", "targets")} | {"weight": made["weight"].chunk(2)[rank]}
+    # The first block makes tensors, and a group of one process; the third makes rollouts.
+    for number, (block, own) in enumerate(zip(blocks[1:], (sliced, sliced, sharded), strict=True), 2):
+        names |= own
+        block = re.sub(r"^rollouts = .*\n", "", block, flags=re.MULTILINE)
         exec(compile(block, f"distributed.md, block {number}", "exec"), names)
         losses.append(names["out"].loss.item() if "out" in names else names["loss"].item())
     return losses

@@ -217,14 +217,18 @@ def test_stock_trainer_refuses_the_flag(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"logits_budget": 0}, ValueError, "logits_budget: expected at least 1 byte, got 0"),
-        ({"logits_budget": -5}, ValueError, "logits_budget: expected at least 1 byte, got -5"),
+        ({"logits_budget": 0}, ValueError, "logits_budget: expected a positive number of bytes, got 0"),
+        ({"logits_budget": -5}, ValueError, "logits_budget: expected a positive number of bytes, got -5"),
         (
             {"logits_budget": 1e9},
             TypeError,
-            "logits_budget: expected a whole number of bytes, got 1000000000.0",
+            "logits_budget: expected a whole number of bytes or None, got 1000000000.0",
         ),
-        ({"logits_budget": True}, TypeError, "logits_budget: expected a whole number of bytes, got True"),
+        (
+            {"logits_budget": True},
+            TypeError,
+            "logits_budget: expected a whole number of bytes or None, got True",
+        ),
         (
             {"use_chunked_loss": False, "logits_budget": 5},
             ValueError,
