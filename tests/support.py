@@ -115,6 +115,10 @@ def run(
     return Outcome(value.detach(), {name: leaves[name].grad for name in trainable}, output)
 
 
+# Of torch itself: torch 2.11's compiler fails where 2.13's does not.
+NEW_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 def uncompiled() -> AbstractContextManager:
     """A LogitsLoss evaluates its function as it is: compiling takes seconds, and the numbers are the same.
 

@@ -9,7 +9,7 @@ import torch
 from logitless import LogitsLoss, Term
 from logitless.engine import compiled
 from logitless.engine.compiled import compiled_chunk_function
-from tests.support import DEVICE
+from tests.support import DEVICE, NEW_DYNAMO
 
 H, V = 8, 40
 
@@ -92,8 +92,9 @@ def test_a_failure_of_the_compiler(make, compiler):
     compiler.error = make()
     with pytest.warns(UserWarning, match="^Squares runs uncompiled") as caught:
         found = loss(hidden, weight, targets).loss
-    (warning,) = [one for one in caught if "uncompiled" in str(one.message)]
-    assert warning.filename == __file__
+    told = [one.filename for one in caught if "uncompiled" in str(one.message)]
+    # On a GPU also by the run that measures the memory of `terms`.
+    assert told == [__file__] or (hidden.is_cuda and set(told) == {__file__})
     torch.testing.assert_close(found, truth(hidden, weight))
     tries = len(compiler.calls)
     with warnings.catch_warnings():
@@ -176,6 +177,7 @@ def test_out_of_memory_in_terms():
     torch.testing.assert_close(loss(hidden, weight, targets).loss, truth(hidden, weight))
 
 
+@pytest.mark.skipif(not NEW_DYNAMO, reason="torch 2.11 tells of a failed trace and not of what was raised")
 def test_out_of_memory_in_terms_while_it_is_traced():
     """The real compiler: what `terms` raises while it is traced is no failure of the compiler."""
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, LogitsLoss, Term, TokenLoss
-from tests.support import DEVICE, EngineCalls, relative_error
+from tests.support import DEVICE, NEW_DYNAMO, EngineCalls, relative_error
 
 H, V = 8, 40
 
@@ -98,6 +98,7 @@ def test_the_function_of_a_logits_loss_that_differs_in_one_float():
         )
 
 
+@pytest.mark.skipif(not NEW_DYNAMO, reason="torch 2.11 traces the float as a symbol, and fails with an error")
 def test_a_loss_that_is_made_inside_a_graph():
     """From a float that changes from call to call."""
 
