@@ -67,7 +67,7 @@ MUTANTS = [
         ("checks are skipped", "enable", "check(trainer)", "pass"),
         ("encoder-decoders", "any_loss", "not trainer.model.config.is_encoder_decoder", "True"),
         ("DataParallel", "any_loss", "args.n_gpu <= 1", "True"),
-        ("a loss function of logits", "any_loss", "own is None", "True"),
+        ("a loss function of logits", "any_loss", "not callable(own)", "True"),
         ("own methods are dropped", "ChunkedLoss.methods", "expect(not own,", "expect(True,"),
         ("moved methods", "ChunkedLoss.methods", "if stock is None:", "if False:"),
         prefix="trainers: ",
