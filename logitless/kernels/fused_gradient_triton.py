@@ -21,30 +21,18 @@ from logitless.kernels.product_tiles_triton import (
 @triton.jit
 def gradient_half(
     acc,
-    grad,
-    bias_ptr,
-    class_weights_ptr,
-    y,
-    lse,
-    correction,
-    a,
-    g_y,
-    g_entropy,
-    offset,
-    g_sum,
-    m0,
     n0,
-    V,
-    ignored,
-    gain,
-    squash,
-    cap,
+    rows,  # numbers of each
+    given,
+    BN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
-    BN: tl.constexpr,
 ):
+    """Of the columns from n0 on."""
+    y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum = rows
+    grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap = given
     cols = (n0 + tl.arange(0, BN))[None, :]
     z, slope = head_logits(acc, bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     log_p = z - lse[:, None]
@@ -120,58 +108,10 @@ def gradient_kernel(
             offset = entropy - residual
         # p = exp(z - lse) exp(-residual)
         correction, a, ignored = 1.0 - complement(-residual), g_lse - g_logp, y == ignore_index
-        gradient_half(
-            left,
-            grad,
-            bias_ptr,
-            class_weights_ptr,
-            y,
-            lse,
-            correction,
-            a,
-            g_y,
-            g_entropy,
-            offset,
-            g_sum,
-            m0,
-            n0,
-            V,
-            ignored,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            HAS_WEIGHTS,
-            BN // 2,
-        )
-        gradient_half(
-            right,
-            grad,
-            bias_ptr,
-            class_weights_ptr,
-            y,
-            lse,
-            correction,
-            a,
-            g_y,
-            g_entropy,
-            offset,
-            g_sum,
-            m0,
-            n0 + BN // 2,
-            V,
-            ignored,
-            gain,
-            squash,
-            cap,
-            HAS_BIAS,
-            HAS_SOFTCAP,
-            EXTRA,
-            HAS_WEIGHTS,
-            BN // 2,
-        )
+        numbers = (y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum)
+        given = (grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap)
+        gradient_half(left, n0, numbers, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
+        gradient_half(right, n0 + BN // 2, numbers, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
 
 
 def write_gradient(

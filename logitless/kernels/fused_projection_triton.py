@@ -6,9 +6,10 @@ partial sums per row and tile, 5 to 12 KB a token, which `row_partials_triton.py
 
 Exponentials are powers of two, taken relative to a shift known beforehand, a whole number near log2(e) times
 the target's logit: the total of a row is then about 1 or more. A row that rises more than DRIFT above it is
-done again relative to its largest logit, which is among the partials; that launch is unconditional, and tiles
-without such a row are left out, so the host waits for nothing. The target is left out of every sum, as in
-`cross_entropy_triton.py`.
+done again relative to its largest logit, which is among the partials; so is one whose target ties with
+another logit of its tile, to learn which comes first. That launch is unconditional, returns at once where
+there is no such row and leaves out tiles without one, so the host waits for nothing. The target is left out
+of every sum, as in `cross_entropy_triton.py`.
 """
 
 import torch

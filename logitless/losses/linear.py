@@ -51,7 +51,8 @@ class LinearLoss(CheckedCall):
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
             rounding noise. On Hopper one kernel projects bf16 and reads the logits in fp32, and stores none:
-            with fp32, and by default unless there is label smoothing or a z-loss; never with `tp_group`.
+            with fp32, and by default unless a reduced loss needs the gradient of lse (label smoothing,
+            z-loss); never with `tp_group`. bf16 gives rounded logits there, too.
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False
             reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
             belong to groups are taken for one group.

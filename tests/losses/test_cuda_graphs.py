@@ -35,7 +35,8 @@ PACKED = [(name, True) for name in every_loss.SEQUENCES]
 
 
 @pytest.mark.skipif(
-    DEVICE.type != "cpu", reason="the twins' path; the kernels take no fake tensors, see test_no_host_sync"
+    DEVICE.type != "cpu",
+    reason="fake tensors take the twins on every device; what the kernels do is seen by test_no_host_sync",
 )
 @pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in LOSSES), *PACKED])
 @pytest.mark.usefixtures("uncompiled")
