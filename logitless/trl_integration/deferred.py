@@ -2,9 +2,10 @@
 OnlineDPO and A2PO those of sequences, GKD, GOLD, IW-OPD, SDFT, SDPO and ServerDistillation those of student
 and teacher.
 
-TRL's code makes its losses, ratios and metrics from log-probabilities that it picks out of `PickedLogits` (4
-products, 2 with a frozen head). A cross-entropy is `CrossEntropyLoss`, and what takes all of two
-distributions, or the best ids of one, is `DistillationLoss`.
+TRL's code makes its losses, ratios and metrics from log-probabilities that it picks out of `PickedLogits`.
+Every pick walks its tokens (4 products, 2 with a frozen head, 1 without gradients); a trainer that picks
+twice walks them twice. A cross-entropy is `CrossEntropyLoss`, and what takes all of two distributions, or the
+best ids of one, is `DistillationLoss`.
 """
 
 from collections.abc import Callable
