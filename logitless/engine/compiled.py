@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.local_autograd import grad_and_value
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors, evaluate_terms, metric_shares, reduced, unreduced
+from logitless.engine.terms import Sums, UnitFactors, evaluate_terms, metric_sums, reduced, unreduced
 from logitless.errors import warn
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
@@ -33,7 +33,7 @@ class Evaluation(NamedTuple):
     """What a chunk gave."""
 
     total: Tensor  # 0-d, what is differentiated
-    metrics: dict[str, tuple[Tensor, ...]]
+    metrics: Sums
     values: Tensor | None = None  # (n,) of an unreduced loss
 
 
@@ -44,11 +44,11 @@ ChunkFunction = Callable[[Tensor, ChunkInputs], tuple[Tensor | None, Evaluation]
 def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | None) -> Evaluation:
     """Terms and metrics of a chunk, reduced; the values themselves where the loss is not."""
     losses, metrics = terms
-    shares = metric_shares(metrics, factors.metrics)
+    sums = metric_sums(metrics)
     if factors.loss is not None:
-        return Evaluation(sum(reduced(losses, factors.loss).values()), shares)
+        return Evaluation(reduced(losses, factors.loss), sums)
     values = unreduced(losses)
-    return Evaluation((values if upstream is None else values * upstream).sum(), shares, values)
+    return Evaluation((values if upstream is None else values * upstream).sum(), sums, values)
 
 
 def chunk_function(

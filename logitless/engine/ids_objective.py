@@ -20,7 +20,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader, Slots, Upstream
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors, evaluate_terms, metric_shares, reduced
+from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
 from logitless.errors import expect
 from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import select as selection
@@ -139,8 +139,7 @@ class IdsObjective:
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
             terms, metrics = evaluate_terms(call.loss, stats | variables, batch)
-            losses = reduced(terms, self.factors.loss, call.sequences)
-            return sum(losses.values()), metric_shares(metrics, self.factors.metrics, call.sequences)
+            return reduced(terms, self.factors.loss), metric_sums(metrics)
 
         gradients, report = grad_and_value(total, {name: stats[name] for name in names})
         for name, gradient in gradients.items():

@@ -32,13 +32,16 @@ def grad_and_value(
 ) -> tuple[dict[str, Tensor], tuple[Tensor, object]]:
     """`torch.func.grad_and_value(has_aux=True)` by plain autograd: gradients, and both results.
 
-    The operations of a loss are so small that the host's time is what they cost, and torch.func takes three
-    times as much of it.
+    The operations of a loss are so small that the host's time is what they cost. torch.func takes three times
+    as much of it, and handing the graph to autograd's thread for the device takes longer than walking it here.
     """
     with torch.enable_grad(), identity_hooks():
         leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
         total, more = function(leaves)
     if not total.requires_grad:
         return {name: torch.zeros_like(x) for name, x in variables.items()}, (total, more)
-    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    with torch.autograd.set_multithreading_enabled(False):
+        gradients = torch.autograd.grad(
+            total, list(leaves.values()), allow_unused=True, materialize_grads=True
+        )
     return dict(zip(leaves, gradients, strict=True)), (total.detach(), more)

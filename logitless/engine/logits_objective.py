@@ -86,7 +86,7 @@ class LogitsObjective:
     def numbers(self) -> dict[str, Tensor]:
         loss = self.call.loss
         zeros = [self.values.new_zeros(())] * len(loss.metric_names)
-        metrics = settled(loss, self.reports, self.call.stat_dtype)[1] if self.reports else zeros
+        metrics = settled(self.call, self.reports, self.factors.metrics)[1] if self.reports else zeros
         return {"values": self.values, **dict(zip(loss.metric_names, metrics, strict=True))}
 
     def fill(self, chunk: Chunk, head: Projection) -> None:

@@ -3,7 +3,6 @@
 A loss names the kind that evaluates it: of per-token numbers, or of logits.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, Self
 
@@ -17,16 +16,15 @@ from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
-from logitless.engine.terms import UnitFactors
+from logitless.engine.terms import Factors, Sums, UnitFactors, means
 from logitless.kernels.matmul import piece_bytes
-from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
 class Report(NamedTuple):
     """A slice's share of the loss, up to the deferred factor, and of the metrics."""
 
-    total: Tensor
-    metrics: Mapping[str, tuple[Tensor, ...]]
+    total: Tensor  # 0-d
+    metrics: Sums
 
 
 class Costs(NamedTuple):
@@ -138,38 +136,13 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
 
 
-def settled(
-    loss: LossSpec,
-    reports: Sequence[Report],
-    dtype: torch.dtype,
-    sequences: WholeSequences = WHOLE_SEQUENCES,
-) -> tuple[Tensor, list[Tensor]]:
-    """The loss up to the deferred factor, and the metrics by `metric_names`: of all slices.
-
-    A metric is 0 where there was nothing to average.
-    """
-    metrics = {
-        name: tuple(map(sum, zip(*(report.metrics[name] for report in reports), strict=True)))
-        for name in loss.metric_names
-    }
-    whole = Report(sum(report.total for report in reports), metrics)
-    if sequences.sliced and loss.scope == "token":
-        whole = _over_ranks(whole, sequences)
-    found = []
-    for name in loss.metric_names:
-        total, *weights = whole.metrics[name]
-        total = total / torch.where(weights[0] == 0, 1.0, weights[0]) if weights else total
-        found.append(total.to(dtype))
-    return whole.total, found
-
-
-def _over_ranks(report: Report, sequences: WholeSequences) -> Report:
-    """Ranks with slices of sequences whose tokens stand alone meet here and nowhere else.
-
-    How many chunks a rank walks is its own affair.
-    """
-    numbers = [report.total, *itertools.chain(*report.metrics.values())]
-    numbers = iter(sequences.sum(torch.stack([x.to(report.total.dtype) for x in numbers])).unbind())
-    return Report(
-        next(numbers), {name: tuple(next(numbers) for _ in x) for name, x in report.metrics.items()}
-    )
+def settled(call: Call, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
+    """The loss up to the deferred factor, and the metrics by `metric_names`: of all slices."""
+    first, *others = [report.total for report in reports]
+    total = sum(others, first)  # without a first one `sum` would begin with 0, one kernel more
+    if call.loss.scope == "token" and call.sequences.sliced:
+        # Ranks with slices of sequences whose tokens stand alone meet here and nowhere else: how many chunks
+        # a rank walks is its own affair.
+        total = call.sequences.sum(total)
+    found = means([report.metrics for report in reports], factors, call.sequences)
+    return total, [found[name].to(call.stat_dtype) for name in call.loss.metric_names]

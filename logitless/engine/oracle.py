@@ -16,14 +16,14 @@ from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome
 from logitless.engine.ids_objective import IdsObjective
 from logitless.engine.logits_objective import LogitsObjective
-from logitless.engine.objective import Report, batch_of, settled
+from logitless.engine.objective import batch_of
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import Span
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.several_ids import distinct
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import Factors, Terms, evaluate_terms, metric_shares, reduced, unreduced
+from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
 
 # Numbers that the engine does not differentiate, whatever a loss does with them.
 CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
@@ -48,7 +48,7 @@ class Oracle:
         rows = rows_in_order(call)
         factors, _ = unit_factors(call, rows, 1.0)
         terms, metrics = self._terms(call, rows)
-        loss = sum(reduced(terms, factors.loss).values())
+        loss = reduced(terms, factors.loss)
         settled = _settled(call, metrics, factors.metrics)
         return loss, torch.stack([loss.detach() / call.coefficient, *settled])
 
@@ -131,8 +131,8 @@ def _whole_batch(call: Call, rows: Rows) -> Batch:
 
 
 def _settled(call: Call, metrics: Mapping, factors: Factors) -> list[Tensor]:
-    report = Report(torch.zeros(()), metric_shares(metrics, factors))
-    return settled(call.loss, [report], call.stat_dtype)[1]
+    found = means([metric_sums(metrics)], factors)
+    return [found[name].to(call.stat_dtype) for name in call.loss.metric_names]
 
 
 def logits(call: Call, rows: Rows) -> Tensor:

@@ -72,16 +72,17 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         if plan.strategy == "row_scaled":
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
-        total, found = settled(call.loss, objective.reports, call.stat_dtype, call.sequences)
-        losses.append(total * deferred)
+        total, found = settled(call, objective.reports, factors.metrics)
+        # A factor of 1 that the host knows costs no kernel.
+        losses.append(total if deferred == 1.0 and isinstance(deferred, float) else total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
         metrics.append(torch.stack([own, *found]))
     if not isinstance(deferred, Tensor):
         deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, objective, deferred) if asked else []
-    loss = losses[0] if len(losses) == 1 else sum(losses)
-    return Solved(loss, torch.stack(metrics), tokens, deferred, gradients, plan)
+    table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
+    return Solved(sum(losses[1:], losses[0]), table, tokens, deferred, gradients, plan)
 
 
 def solved_names(loss: LossSpec) -> tuple[str, ...]:

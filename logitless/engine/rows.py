@@ -124,7 +124,7 @@ def _padded(supervised: Tensor, grouping: Grouping, _: None, compact: bool) -> _
         order = (
             torch.arange(N, device=device).view(roles, grouping.groups, length).transpose(0, 1).reshape(-1)
         )
-    chosen = (supervised & (torch.arange(N, device=device) < N // 2)).sum()
+    chosen = supervised[: N // 2].sum()
     return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
 
 
@@ -133,12 +133,13 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
     N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
     ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
     counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
-    positions = torch.arange(N, device=device)
     order = None
     if grouping.interleaves:
+        positions = torch.arange(N, device=device)
         number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
         order = torch.argsort(number % grouping.groups * roles + number // grouping.groups, stable=True)
-    chosen = (supervised & (positions < cu_seqlens[sequences // 2])).sum()
+    half = cu_seqlens[sequences // 2 :][:1]  # of one element: a 0-d index would be read by the host
+    chosen = ends[half].view(())
     return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
 
 

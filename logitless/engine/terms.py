@@ -3,7 +3,7 @@
 The one place where a reduction is applied, and where an author's terms are checked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -40,6 +40,10 @@ ALWAYS_THERE = ("logps", "lse", "lse_residual")
 Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
 # What the sum over each unit (None: of no unit) is multiplied by.
 Factors = Mapping[str | None, float | Tensor]
+# Raw sums of a slice's metrics: (metrics,) by their unit followed by their names; (2, metrics) of values and
+# of weights where each is divided by a sum of its own.
+Sums = Mapping[tuple[str | None, ...], Tensor]
+OWN = "weights of its own"
 
 
 class UnitFactors(NamedTuple):
@@ -66,26 +70,50 @@ class UnitFactors(NamedTuple):
 
 def reduced(
     terms: Mapping[str, Term], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
+) -> Tensor:
+    """The one place where the loss is reduced: each term's sum, times the factor of its unit; 0-d."""
+    first, *others = [
+        sequences.sum_unless_whole(values.sum() * factors[over], over) for values, over in terms.values()
+    ]
+    return sum(others, first)
+
+
+def metric_sums(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], Tensor]:
+    """A slice's share of the metrics (`Sums`): a few launches for all, as these are what such sums cost."""
+    names: dict[str | None, list[str]] = {}
+    for name, (_, over) in metrics.items():
+        names.setdefault(OWN if isinstance(over, Tensor) else over, []).append(name)
+    found = {}
+    for unit, chosen in names.items():
+        values = [metrics[name].values.detach() for name in chosen]
+        values += [metrics[name].over for name in chosen] if unit == OWN else []
+        first = values[0]
+        if len(values) == 1:
+            sums = first.sum().view(1)
+        elif first.dim() and all(x.shape == first.shape for x in values):
+            sums = torch.stack(values).sum(1)
+        else:
+            sums = torch.stack([x.sum() for x in values])
+        found[unit, *chosen] = sums.view(2, -1) if unit == OWN else sums
+    return found
+
+
+def means(
+    sums: Sequence[Sums], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> dict[str, Tensor]:
-    """The one place where a reduction is applied: each term's sum, times the factor of its unit."""
-    return {
-        name: sequences.sum_unless_whole(values.sum() * factors[over], over)
-        for name, (values, over) in terms.items()
-    }
-
-
-def metric_shares(
-    metrics: Mapping[str, Term], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
-) -> dict[str, tuple[Tensor, ...]]:
-    """A slice's share of each metric: its reduced sum and, where it has weights of its own, their sum."""
-    weights = {name: over for name, (_, over) in metrics.items() if isinstance(over, Tensor)}
-    plain = {name: Term(x, None if name in weights else over) for name, (x, over) in metrics.items()}
-    # Values and weights of whole sequences, too, are summed over the ranks alike.
-    totals = {name: sequences.sum(weight.sum()) for name, weight in weights.items()}
-    return {
-        name: (total.detach(), totals[name]) if name in weights else (total.detach(),)
-        for name, total in reduced(plain, factors, sequences).items()
-    }
+    """The metrics of a call from the sums of its slices; 0 where there was nothing to average."""
+    found = {}
+    for unit, *names in sums[0] if sums else ():
+        # Values and weights of whole sequences, too, are summed over the ranks alike.
+        first, *others = [share[unit, *names] for share in sums]
+        total = sequences.sum_unless_whole(sum(others, first), unit)
+        if unit == OWN:
+            total, weights = total
+            total = total / torch.where(weights == 0, 1.0, weights)
+        elif isinstance(factors[unit], Tensor) or factors[unit] != 1.0:
+            total = total * factors[unit]
+        found |= zip(names, total.unbind(), strict=True)
+    return found
 
 
 def unreduced(terms: Mapping[str, Term]) -> Tensor:

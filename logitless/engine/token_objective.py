@@ -22,7 +22,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors, evaluate_terms, metric_shares, reduced
+from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
 from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import fused_projection as fused
 from logitless.kernels import select as selection
@@ -54,17 +54,13 @@ class TokenObjective:
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         loss, device, dtype = call.loss, call.weight.device, call.stat_dtype
-        grads = {name: torch.zeros(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
-        if "logps" in grads:
-            # What is kept as d logp / d hidden is the gradient of log p itself.
-            grads["logps"].fill_(1.0)
         stats = kernels.allocate_stats((*loss.differentiates, *loss.observes), rows.count, dtype, device)
         vectors = plan.strategy == "row_scaled"
         of_logps = vectors or tuple(loss.differentiates) == ("logps",)
         is_multiple = of_logps and kernels.single_pass(call.dtype)
         purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
         in_product = call.unrounded and reads_in_product(call, purpose)
-        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple, in_product)
+        self = cls(call, rows, stats, TokenBuffers(), factors, vectors, is_multiple, in_product)
         if loss.return_predictions:
             self.predictions = torch.empty(rows.count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
@@ -192,11 +188,15 @@ class TokenObjective:
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
             terms, metrics = evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
-            losses = reduced(terms, self.factors.loss, sequences)
-            return sum(losses.values()), metric_shares(metrics, self.factors.metrics, sequences)
+            return reduced(terms, self.factors.loss, sequences), metric_sums(metrics)
 
         gradients, report = grad_and_value(total, {name: getattr(stats, name) for name in names})
         for name, gradient in gradients.items():
+            if span.stop - span.start == self.rows.count:
+                setattr(self.grads, name, gradient.contiguous())
+                continue
+            if getattr(self.grads, name) is None:
+                setattr(self.grads, name, torch.empty_like(self.stats.lse))
             getattr(self.grads, name)[span.start : span.stop] = gradient
         self.reports.append(Report(*report))
 
@@ -204,7 +204,7 @@ class TokenObjective:
         step, loss = chunk.step, self.call.loss
         stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
         if self.vectors:
-            grads = TokenBuffers(logps=torch.ones_like(grads.logps))
+            grads = TokenBuffers(logps=torch.ones_like(stats.lse))
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
         options |= {"gradient": chunk.place, "class_weights": self._sum_weights()}
         if self.in_product:

@@ -6,12 +6,11 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import Given
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.objective import Report, settled
 from logitless.engine.plan import Plan
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Role
-from logitless.engine.terms import evaluate_terms, metric_shares, unreduced
+from logitless.engine.terms import evaluate_terms, means, metric_sums, unreduced
 from logitless.parallel.vocabulary import ShardedVocabulary
 
 
@@ -33,8 +32,8 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
         chosen = (batch.supervised & batch.is_chosen).sum()
     tokens = loss.sequences.counts(given.targets.device, supervised, chosen)
     factors = metric_factors(unit_counts(*tokens, given.sequence_count), dtype)
-    report = Report(values.detach(), metric_shares(metrics, factors, loss.sequences))
-    _, found = settled(loss, [report], dtype)
+    found = means([metric_sums(metrics)], factors, loss.sequences)
+    found = [found[name].to(dtype) for name in loss.metric_names]
     stacked = torch.stack(found) if found else values.new_zeros(0)
     per_token = values.shape == given.targets.shape and not batch.is_of_groups(values, units[0])
     values = values.view(shape) if per_token else values

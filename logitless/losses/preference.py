@@ -68,14 +68,18 @@ def preference_metrics(
     logits/* are means over the vocabulary as well: -inf where the bias masks a part of it with -inf, as in
     TRL.
     """
-    ours = torch.ones_like(chosen) if completion is None else completion
+    better, worse, entropy = chosen, ~chosen, Term(stats.entropy)
+    if completion is not None:
+        better, worse = completion & better, completion & worse
+        entropy = mean_over(stats.entropy, completion)
     mean_logits = stats.sum_logits / batch.V
-    sides = {"chosen": ours & chosen, "rejected": ours & ~chosen}
-    metrics = {f"logits/{side}": mean_over(mean_logits, tokens) for side, tokens in sides.items()}
-    return metrics | {
-        "entropy": mean_over(stats.entropy, ours),
-        "mean_token_accuracy": mean_over(stats.is_top1, sides["chosen"]),
-        "nll_loss": Term(torch.where(chosen, -stats.logps, 0.0), over="chosen_tokens"),
+    of_chosen = mean_over(mean_logits, better)
+    return {
+        "logits/chosen": of_chosen,
+        "logits/rejected": mean_over(mean_logits, worse),
+        "entropy": entropy,
+        "mean_token_accuracy": Term(torch.where(better, stats.is_top1, 0.0), of_chosen.over),
+        "nll_loss": Term(chosen_nll(stats, batch).detach(), over="chosen_tokens"),
     }
 
 

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from logitless import LogitsLoss, Term, TokenLoss
 from logitless.engine import terms as module
-from logitless.engine.terms import reduced, unreduced
+from logitless.engine.terms import means, metric_sums, reduced, unreduced
 from tests.support import DEVICE, EngineCalls
 
 H, V = 4, 11
@@ -542,12 +542,29 @@ def test_reduced():
         "c": Term(values, over=None),
         "d": Term(values.sum(), over=None),
     }
-    assert {name: float(x) for name, x in reduced(terms, factors).items()} == {
-        "a": 3.5,
-        "b": 14.0,
-        "c": 7.0,
-        "d": 7.0,
-    }
+    assert float(reduced(terms, factors)) == 3.5 + 14.0 + 7.0 + 7.0
+
+
+def test_means():
+    """Of metrics of every kind, from slices that differ in length."""
+    values, masks = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 0.0, 1.0])
+    slices = [
+        {
+            "token": Term(x),
+            "other token": Term(3 * x),
+            "pair": Term(pair, over="pairs"),
+            "sum": Term(x, over=None),
+            "whole": Term(x.sum(), over=None),
+            "masked": Term(x * mask, over=mask),
+            "nowhere": Term(0 * x, over=torch.zeros_like(mask)),
+        }
+        for x, mask, pair in ((values, masks, values[:1]), (values[1:], masks[1:], values[:2]))
+    ]
+    factors = {None: 1.0, "tokens": 0.2, "pairs": torch.tensor(1 / 3)}
+    found = means([metric_sums(metrics) for metrics in slices], factors)
+    expected = {"token": 2.6, "other token": 7.8, "pair": 4 / 3, "sum": 13.0, "whole": 13.0}
+    expected |= {"masked": 3.0, "nowhere": 0.0}
+    assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
 
 
 def test_unreduced():

@@ -196,8 +196,8 @@ MUTANTS = [
         (
             "power of two dropped from the gradients",
             "solve",
-            "torch.stack(metrics), tokens, deferred",
-            "torch.stack(metrics), tokens, torch.ones_like(deferred)",
+            "table, tokens, deferred",
+            "table, tokens, torch.ones_like(deferred)",
         ),
         (
             "normalizer applied twice",
@@ -367,7 +367,7 @@ MUTANTS = [
             "numbers[len(faults) :]",
             "numbers[max(0, len(faults) - 1) :]",
         ),
-        ("chosen tokens: of padded sequences, one too many", "_padded", "< N // 2", "<= N // 2"),
+        ("chosen tokens: of padded sequences, one too many", "_padded", "[: N // 2]", "[: N // 2 + 1]"),
     ),
     *of_file(
         "engine/segments.py",
@@ -415,6 +415,16 @@ MUTANTS = [
         ),
         ("metrics unchecked", "check_terms", "expect(set(metrics) == set(loss.metric_names)", "expect(True"),
         ("one row is proof enough", "evaluate_terms", "if batch.shows_shapes:", "if True:"),
+        ("weights of another metric", "metric_sums", "sums.view(2, -1)", "sums.view(-1, 2).t()"),
+        (
+            "metrics of several shapes in one sum",
+            "metric_sums",
+            "all(x.shape == first.shape for x in values)",
+            "True",
+        ),
+        ("metric not divided", "means", "total * factors[unit]", "total"),
+        ("metric divided by 0", "means", "torch.where(weights == 0, 1.0, weights)", "weights"),
+        ("last slice of a metric alone", "means", "sum(others, first)", "first"),
         prefix="terms: ",
     ),
     *of_file(

@@ -54,7 +54,12 @@ MUTANTS = [
     *of_file(
         "engine/terms.py",
         TEST_CONTEXT_PARALLEL,
-        ("weights of a metric not summed", "metric_shares", "sequences.sum(weight.sum())", "weight.sum()"),
+        (
+            "weights of a metric not summed",
+            "means",
+            "sequences.sum_unless_whole(sum(others, first), unit)",
+            "sum(others, first)",
+        ),
         prefix="parallel: ",
     ),
     *of_file(
@@ -184,7 +189,7 @@ MUTANTS = [
     *of_file(
         "engine/objective.py",
         TEST_CONTEXT_PARALLEL,
-        ("slices of tokens not summed", "settled", "if sequences.sliced", "if False"),
+        ("slices of tokens not summed", "settled", "and call.sequences.sliced", "and False"),
         prefix="parallel: ",
     ),
     *of_file(

@@ -123,8 +123,8 @@ MUTANTS = [
         (
             "sides of the metrics swapped",
             "preference_metrics",
-            '"chosen": ours & chosen, "rejected": ours & ~chosen',
-            '"chosen": ours & ~chosen, "rejected": ours & chosen',
+            "better, worse, entropy = chosen, ~chosen",
+            "worse, better, entropy = chosen, ~chosen",
         ),
         (
             "reference without its tail's weight",
