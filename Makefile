@@ -1,5 +1,5 @@
 # Two commands do all the set-up: `make demo` and `make test`. Both build .venv on first use from constraints.txt.
-# `make test-gpu PY=python3` and `make test-gpus PY=python3` take the environment that is there: torch, triton, pytest, pytest-xdist, pytest-timeout, allpairspy.
+# `make test-gpu PY=python3` and `make test-gpus PY=python3` take the environment that is there: torch, triton, pytest, pytest-xdist, pytest-timeout, allpairspy, and for trainers trl.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -31,7 +31,7 @@ test-gpu:
 # One process after the other: each takes all GPUs. A test that hangs ends after 5 minutes.
 test-gpus:
 	@$(PY) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else f'PY: expected a Python whose torch sees at least 2 GPUs, got {n}; run make test instead.')"
-	$(PY) -m pytest -m ranks --timeout 300 tests/losses tests/parallel tests/test_distributed_examples.py
+	$(PY) -m pytest -m ranks --timeout 300 tests/losses tests/parallel tests/test_distributed_examples.py tests/trl_integration
 
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants

@@ -292,6 +292,8 @@ def errors(rank: int) -> dict[str, str]:
     ):
         if name == "column" and len(slices) > 2:
             continue  # there a rank with one token of each sequence takes them for its tokens'
+        if name == "target, all rows" and device_type() == "cuda":
+            continue  # an assertion on the device, after which the process has no GPU any more
         loss, given = call_of(call, "some", slices, rank)
         given |= here(inputs)
         try:
@@ -398,7 +400,8 @@ def test_a_bad_target_on_one_rank(ranks):
         assert re.match(
             r"targets: expected ids in \[0, 23\).*, got \d+ outside on rank 1[;:] ", found["target"]
         )
-        assert found["target, all rows"].startswith("targets: expected ids in [0, 23)")
+        if "target, all rows" in found:  # not where it asserts on the device
+            assert found["target, all rows"].startswith("targets: expected ids in [0, 23)")
 
 
 def test_bad_positions(ranks):

@@ -1,6 +1,7 @@
 """Vocabulary-parallel heads: every rank of two or four has what one process with the whole head has."""
 
 import re
+import traceback
 import warnings
 from dataclasses import dataclass, field, replace
 
@@ -259,6 +260,8 @@ def apart(rank: int, group, sizes, head) -> dict:
             head["hidden"], cut(head["weight"], sizes, rank), targets() + V * (rank == 1)
         ),
     }.items():
+        if name == "one target, all rows" and device_type() == "cuda":
+            continue  # an assertion on the device, after which the process has no GPU any more
         try:
             attempt()
             errors[name] = "nothing"
@@ -279,22 +282,22 @@ def resized(group, rank: int, head) -> dict[str, dict]:
         with reads:
             out = CrossEntropyLoss(tp_group=group)(hidden, weight, targets() % (V - 5))
             (d_hidden,) = torch.autograd.grad(out.loss, hidden)
-        found[f"resized {name}"] = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads.number}
+        found[f"resized {name}"] = {"loss": out.loss.detach(), "d_hidden": d_hidden, "reads": reads.places}
         found[f"resized {name}"]["shard"] = weight.detach().clone()
         del out  # its graph holds the weight's shape
     return found
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often the host reads tensors."""
+    """Where the host reads tensors."""
 
     def __init__(self):
         super().__init__()
-        self.number, self._tolist = 0, torch.Tensor.tolist
+        self.places, self._tolist = [], torch.Tensor.tolist
 
     def __enter__(self):
         def counted(x):
-            self.number += 1
+            self._note()
             return self._tolist(x)
 
         torch.Tensor.tolist = counted
@@ -305,8 +308,12 @@ class Reads(TorchDispatchMode):
         return super().__exit__(*args)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func is torch.ops.aten._local_scalar_dense.default
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._note()
         return func(*args, **(kwargs or {}))
+
+    def _note(self) -> None:
+        self.places.append("".join(traceback.format_stack(limit=6)))
 
 
 def watched(ranks: int) -> bool:
@@ -491,7 +498,7 @@ def test_shards_that_change_between_calls(ranks):
             found = rank[f"resized {name}"]
             torch.testing.assert_close(found["loss"], loss.detach())
             torch.testing.assert_close(found["d_hidden"], d_hidden)
-            assert found["reads"] == 1
+            assert len(found["reads"]) == 1, "\n\n".join(found["reads"])
 
 
 def test_divergences_stay_within_the_budget(ranks):
@@ -515,6 +522,8 @@ def test_divergences_stay_within_the_budget(ranks):
     }.items(),
 )
 def test_bad_input(ranks, what, message):
+    if what not in ranks[0]["errors"]:
+        pytest.skip("asserts on the device")
     for rank in ranks:
         assert re.search(message, rank["errors"][what]), rank["errors"][what]
 
