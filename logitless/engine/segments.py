@@ -1,5 +1,6 @@
 """Sequences inside a slice of rows: sums over each, and the transpose, both deterministic."""
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -56,11 +57,11 @@ class Segments:
 
     def sum(self, x: Tensor) -> Tensor:
         """(rows,) -> (sequences,) in sequence order."""
-        return self.to_sequence_order(_Sum.apply(x, self.lengths, self.ids))
+        return self.to_sequence_order(_sum(x, self.lengths, self.ids))
 
     def spread(self, x: Tensor) -> Tensor:
         """(sequences,) in sequence order -> (rows,): the transpose of `sum`."""
-        return _Spread.apply(self.to_row_order(x), self.lengths, self.ids)
+        return _spread(self.to_row_order(x), self.lengths, self.ids)
 
 
 def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
@@ -76,6 +77,14 @@ def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
     return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, unsafe=True)
 
 
+def _sum(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+    return _Sum.apply(x, lengths, ids) if x.requires_grad else sum_runs(x, lengths)
+
+
+def _spread(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
+    return _Spread.apply(x, lengths, ids) if x.requires_grad else x[ids]
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, lengths: Tensor, ids: Tensor) -> Tensor:
@@ -87,7 +96,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _Spread.apply(grad, ctx.lengths, ctx.ids), None, None
+        return _spread(grad, ctx.lengths, ctx.ids), None, None
 
 
 class _Spread(torch.autograd.Function):
@@ -101,4 +110,9 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _Sum.apply(grad, ctx.lengths, ctx.ids), None, None
+        return _sum(grad, ctx.lengths, ctx.ids), None, None
+
+
+# PyTorch works these out in every call, which takes longer than the sums, unless they are known.
+for _function in (_Sum, _Spread):
+    _function.forward.__signature__ = inspect.signature(_function.forward)

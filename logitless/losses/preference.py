@@ -52,9 +52,9 @@ def chosen_nll(stats: TokenStats, batch: Batch) -> Tensor:
 
 def pair_metrics(logps: tuple[Tensor, Tensor], rewards: tuple[Tensor, Tensor]) -> dict[str, Term]:
     """TRL's metrics of the pairs, from (chosen, rejected) log-probabilities and rewards, (pairs,) each."""
-    (chosen, rejected), (better, worse) = logps, rewards
+    chosen, rejected, better, worse = (x.detach() for x in (*logps, *rewards))
     values = (better, worse, (better > worse).to(better.dtype), better - worse, chosen, rejected)
-    return {name: Term(x.detach(), over="pairs") for name, x in zip(PAIR_METRICS, values, strict=True)}
+    return {name: Term(x, over="pairs") for name, x in zip(PAIR_METRICS, values, strict=True)}
 
 
 def preference_metrics(
