@@ -253,6 +253,10 @@ def trl(
     skip: Annotated[
         list[str] | None, typer.Option(help="Leave out trainers whose name is or contains this; repeatable.")
     ] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", help="Only these sizes (tokens, or GRPO's batch).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of either trainer at a size, in turns.")] = 1,
 ) -> None:
     """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
     same loss."""
@@ -263,9 +267,8 @@ def trl(
     )
     path = out_path(out, document)
     try:
-        trainers.run(
-            document, target, only=tuple(only or ()), skip=tuple(skip or ()), out=path, say=speaker()
-        )
+        chosen = {"only": tuple(only or ()), "skip": tuple(skip or ()), "sizes": tuple(sizes or ())}
+        trainers.run(document, target, **chosen, rounds=rounds, out=path, say=speaker())
     except (ImportError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     finish(path)

@@ -10,6 +10,7 @@ import json
 import platform
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -360,13 +361,32 @@ def wide(x: object) -> object:
     return x.detach().float().requires_grad_(x.requires_grad) if floats else x
 
 
+# The kernels that are products: noted when they are launched, as what reads their numbers comes after them.
+KERNELS = (
+    ("logitless.kernels.fused_projection_triton", "read_kernel"),
+    ("logitless.kernels.fused_gradient_triton", "gradient_kernel"),
+)
+
+
+@dataclass
+class Launches:
+    """A Triton kernel whose launches are wrapped."""
+
+    kernel: object
+    wrap: Callable
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return self.wrap(self.kernel[grid])
+
+
 @contextmanager
 def products() -> Iterator[list[float]]:
     """Notes when each matrix product returns, wherever in the library it is called."""
     returned: list[float] = []
     originals = [(torch, name, getattr(torch, name)) for name in ("mm", "addmm")]
-    if fused := sys.modules.get("logitless.kernels.fused_projection"):  # a tree before it had that has none
-        originals += [(fused, name, getattr(fused, name)) for name in ("read", "write")]
+    for module, name in KERNELS:
+        if loaded := sys.modules.get(module):  # a tree before it had that has none
+            originals.append((loaded, name, getattr(loaded, name)))
 
     def noting(product: Callable) -> Callable:
         @functools.wraps(product)
@@ -379,7 +399,8 @@ def products() -> Iterator[list[float]]:
 
     try:
         for module, name, product in originals:
-            setattr(module, name, noting(product))
+            launched = isinstance(product, types.FunctionType | types.BuiltinFunctionType)
+            setattr(module, name, noting(product) if launched else Launches(product, noting))
         yield returned
     finally:
         for module, name, product in originals:

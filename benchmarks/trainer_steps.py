@@ -91,6 +91,7 @@ def train(
     row = {
         "verdict": "ok",
         **spread(watch.ms[-TIMED:]),
+        "times": watch.ms[-TIMED:],
         "peak_bytes": torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None,
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],

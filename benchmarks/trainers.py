@@ -18,6 +18,7 @@ from tabulate import tabulate
 from benchmarks import report
 from benchmarks.measure import GRADIENT_LIMIT
 from benchmarks.peers import Peer, Peers
+from benchmarks.timing import spread
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,13 @@ def run(
     *,
     only: tuple[str, ...] = (),
     skip: tuple[str, ...] = (),
+    sizes: tuple[int, ...] = (),
+    rounds: int = 1,
     out: Path | None,
     say: Callable[[str], None],
 ) -> dict:
-    """Trains in every case at every size with TRL's trainer and ours, and writes `document` to `out` after
-    each run.
+    """Trains in every case at every size (or those in `sizes`) with TRL's trainer and ours in turns, `rounds`
+    times each, and writes `document` to `out` after each run.
 
     Raises:
         ImportError: TRL is not installed, or not in a supported version.
@@ -113,7 +116,7 @@ def run(
 
     scale = QUICK if document["quick"] else FULL
     head = {"model": scale.model, "steps": trainer_steps.STEPS, "timed_steps": trainer_steps.TIMED}
-    document |= head | {"absent": absent, "sections": [], "complete": False}
+    document |= head | {"rounds": rounds, "absent": absent, "sections": [], "complete": False}
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
     with TemporaryDirectory() as folder:
@@ -121,25 +124,41 @@ def run(
         for name, case in cases.items():
             exhausted: set[str] = set()
             for size in scale.sizes(case):
+                if sizes and size not in sizes:
+                    continue
                 section = {"trainer": name, "unit": case.unit, "size": size, "rows": []}
                 document["sections"].append(section)
-                for trainer, ours in (("TRL", False), ("logitless", True)):
+                for trainer, ours in (("TRL", False), ("logitless", True)) * rounds:
                     row = {"name": trainer, "verdict": "out of memory"}
-                    # What ran out of memory at a smaller size is not tried at a larger one.
+                    # What ran out of memory at a smaller size, or a round before, is not tried again.
                     if trainer not in exhausted:
                         row |= trainer_steps.measure(
                             case, scale, size, Path(folder), device, document["seed"], ours=ours
                         )
                     if row["verdict"] == "out of memory":
                         exhausted.add(trainer)
-                    section["rows"].append(row)
+                    say(f"{name}, {case.unit} {size:,}: {describe(row)}")
+                    add(section["rows"], row)
                     judge(section)
                     report.write_json(out, document)
-                    say(f"{name}, {case.unit} {size:,}: {describe(section)}")
+                say(f"{name}, {case.unit} {size:,}: {difference(section)}")
             say(f"\n{name}\n{table(document, name, 'simple')}\n")
     document["complete"] = True
     report.write_json(out, document)
     return document
+
+
+def add(rows: list[dict], row: dict) -> None:
+    """One more run of a trainer: of several, the times of all count, and the first that went wrong."""
+    known = next((known for known in rows if known["name"] == row["name"]), None)
+    if known is None:
+        rows.append(row)
+    elif row["verdict"] != "ok":
+        known.update(row)
+    elif known["verdict"] in ("ok", "wrong"):
+        known["times"] += row["times"]
+        known["peak_bytes"] = max(known["peak_bytes"] or 0, row["peak_bytes"] or 0) or None
+        known.update(spread(known["times"]))
 
 
 def judge(section: dict) -> None:
@@ -188,10 +207,9 @@ def difference(section: dict) -> str:
     return f"{section['loss_difference']:.0e}, {section['grad_norm_difference']:.0e}"
 
 
-def describe(section: dict) -> str:
-    """The newest row of a section in one line."""
-    row = section["rows"][-1]
-    parts = [f"{row['name']} {cell(row)}", row.get("reason"), row.get("plan"), difference(section)]
+def describe(row: dict) -> str:
+    """A run in one line."""
+    parts = [f"{row['name']} {cell(row)}", row.get("reason"), row.get("plan")]
     return "; ".join(part for part in parts if part)
 
 
@@ -209,6 +227,10 @@ def table(document: dict, trainer: str, form: str) -> str:
     return tabulate(body, headers, tablefmt=form, colalign=align, disable_numparse=True)
 
 
+def _in_turns(rounds: int) -> str:
+    return "" if rounds == 1 else f" of {rounds} runs each, in turns,"
+
+
 def by_trainer(document: dict, source: str) -> str:
     """A table for each trainer, in Markdown."""
     names = dict.fromkeys(section["trainer"] for section in document["sections"])
@@ -221,7 +243,8 @@ def by_trainer(document: dict, source: str) -> str:
         f"({report.sizes(sizes)}, random "
         "weights): a whole training step, optimizer included, of TRL's trainer and of ours with "
         "`use_chunked_loss=True`. Median time of "
-        f"the last {document['timed_steps']} of {document['steps']} steps and the most memory allocated "
+        f"the last {document['timed_steps']} of {document['steps']} steps"
+        f"{_in_turns(document.get('rounds', 1))} and the most memory allocated "
         f"during them; differences "
         "are the largest of any step, relative. GRPO without generation and without gradient checkpointing, "
         "the rest with TRL's defaults. "

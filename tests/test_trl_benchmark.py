@@ -267,3 +267,26 @@ def test_the_page_has_a_table_for_each_trainer(tmp_path):
         "benchmarks/results/trl.json",
     ):
         assert part in text
+
+
+def test_runs_in_turns(monkeypatch, tmp_path):
+    """The times of all runs count; one that went wrong counts for all."""
+    ran = []
+
+    def measure(size, ours):
+        ran.append((size, ours))
+        if size == 256 and ours and len(ran) > 6:
+            return {"verdict": "failed", "reason": "the second time"}
+        times = [float(len(ran)), 10.0]
+        return (OURS if ours else OK) | {"times": times, "ms": 5.0, "rounds": 2}
+
+    faked(monkeypatch, measure)
+    out = tmp_path / "trl.json"
+    result = invoke(*("--only", "ORPO", "--size", "128", "--size", "256", "--rounds", "2", "--out", str(out)))
+    assert ran == [(128, False), (128, True)] * 2 + [(256, False), (256, True)] * 2
+    assert result.exit_code == 1 and "the second time" in result.output
+    first, second = json.loads(out.read_text())["sections"]
+    stock, ours = first["rows"]
+    assert stock["times"] == [1.0, 10.0, 3.0, 10.0] and stock["ms"] == 6.5 and stock["rounds"] == 4
+    assert ours["times"] == [2.0, 10.0, 4.0, 10.0] and ours["verdict"] == "ok"
+    assert [row["verdict"] for row in second["rows"]] == ["ok", "failed"]

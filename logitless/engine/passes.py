@@ -168,11 +168,15 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     supervised, sizes, known = targets != loss.ignore_index, None, f"{V}"
     if call.vocabulary.sharded:
         sizes, known = call.vocabulary.sizes_of(call.weight, loss.tp_group), "{V}"
-        V = sizes.sum()
-    outside = supervised & ((targets < 0) | (targets >= V))
+        inside = torch.minimum(targets.clamp(min=0), sizes.sum() - 1)
+    else:
+        inside = targets.clamp(0, V - 1)
+    outside = supervised & (targets != inside)
+    # Few launches, as the GPU waits for them: both counts at once.
+    counts = torch.stack((supervised, outside)).sum(1)
     expected, remedy = f"ids in [0, {known}) or ignore_index", "fix the labels or set ignore_index"
     seen = partial(_seen_outside, targets, outside, loss.ignore_index, remedy)
-    faults = [Fault(outside.sum(), "targets", expected, "{count} outside", remedy, seen)]
+    faults = [Fault(counts[1], "targets", expected, "{count} outside", remedy, seen)]
     if call.num_items is not None and loss.reduction == "mean":
         zero = ((call.num_items == 0) & supervised.any()).long()
         remedy = "count what is supervised"
@@ -189,10 +193,12 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shard_sizes": sizes}
-    rows = select_rows(supervised, faults, grouping, cu_seqlens, **options)
-    tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
+    if len(faults) > 1:
+        counts = torch.stack((*counts.unbind(), *(fault.count for fault in faults[1:])))
+    rows = select_rows(supervised, counts, faults, grouping, cu_seqlens, **options)
+    counts = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if sizes is None else call.with_shards(rows.shard_sizes)
-    return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
+    return call, rows._replace(tokens=counts[0], chosen_tokens=counts[1])
 
 
 def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:

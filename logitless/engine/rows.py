@@ -73,6 +73,7 @@ class _Layout(NamedTuple):
 
 def select_rows(
     supervised: Tensor,  # (N,) bool
+    counts: Tensor,  # (1 + faults,) int64, of the supervised tokens and of each fault
     faults: Sequence[Fault],
     grouping: Grouping,
     cu_seqlens: Tensor | None,
@@ -90,19 +91,20 @@ def select_rows(
     N, layout = supervised.shape[0], None
     if cu_seqlens is not None:
         faults = (*faults, _boundary_fault(cu_seqlens, N))
+        counts = torch.cat((counts, faults[-1].count[None]))
         cu_seqlens = cu_seqlens.clamp(0, N)  # nothing may read beyond the tokens before the fault is known
     if grouping.sequences or grouping.grouped:
         layout = (_padded if cu_seqlens is None else _packed)(supervised, grouping, cu_seqlens, compact)
     if not compact:
         if peers.groups:
-            counts = peers.table(torch.stack([fault.count for fault in faults])).sum(0)[1:]
-            faults = [fault._replace(count=count) for fault, count in zip(faults, counts.unbind())]
+            found = peers.table(counts[1:]).sum(0)[1:]
+            faults = [fault._replace(count=count) for fault, count in zip(faults, found.unbind())]
         sizes = None if shard_sizes is None else shard_sizes.tolist()
         for fault in faults:
             fault.of_shards(sizes).assert_async()
-        return _every_row(supervised, grouping, layout)._replace(shard_sizes=sizes)
+        return _every_row(N, counts[0], grouping, layout)._replace(shard_sizes=sizes)
     meeting = _Meeting(peers, shard_sizes) if peers.groups else None
-    return _supervised_rows(supervised, faults, grouping, layout, meeting)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
 
 
 def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
@@ -143,8 +145,7 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
     return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
 
 
-def _every_row(supervised: Tensor, grouping: Grouping, layout: _Layout | None) -> Rows:
-    N, tokens = supervised.shape[0], supervised.sum()
+def _every_row(N: int, tokens: Tensor, grouping: Grouping, layout: _Layout | None) -> Rows:
     if layout is None:
         return Rows(N, tokens, 0, None, None, None)
     groups = grouping.groups
@@ -180,13 +181,13 @@ class _Meeting(NamedTuple):
 
 def _supervised_rows(
     supervised: Tensor,
+    numbers: Tensor,  # (1 + faults,)
     faults: Sequence[Fault],
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
 ) -> Rows:
     N, shard_sizes = supervised.shape[0], None
-    numbers = torch.stack((supervised.sum(), *(fault.count for fault in faults)))
     if meeting is not None:
         numbers = meeting.told(numbers)
     if layout is not None:

@@ -343,6 +343,11 @@ MUTANTS = [
     ),
     *of_file(
         PASSES,
+        "tests/losses/test_bad_input.py",
+        ("ids below 0 taken for ids", "choose_rows", "targets.clamp(0, V - 1)", "targets.clamp(max=V - 1)"),
+    ),
+    *of_file(
+        PASSES,
         "tests/losses/test_bad_input.py -k num_items_of_0",
         (
             "num_items of 0 unnoticed",
