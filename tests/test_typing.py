@@ -16,6 +16,7 @@ import logitless
 from logitless.losses import cross_entropy, distillation, dpo, dpo_types, grpo_types, kto, reference_free
 from logitless.losses.base import LinearLoss
 from logitless.losses.linear import REDUCTIONS
+from tests.test_docs import FENCE, TEXTS
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "typing_cases"
@@ -58,6 +59,25 @@ def test_mypy(tmp_path):
         f"[mypy-{skipped},numpy.*,sympy.*,triton.*]\nfollow_imports = skip\n"
     )
     assert errors_of(["mypy"], tmp_path) == {"wrong.py": marked()}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("mypy") is None, reason="mypy, of the dev extra, is not installed"
+)
+def test_mypy_on_the_readme(tmp_path):
+    """Its blocks as pasted, by mypy's own standards: they annotate nothing, so not by its strict ones."""
+    blocks = [block for _, block in FENCE.findall(TEXTS["README.md"])]
+    assert len(blocks) > 2
+    (tmp_path / "readme.py").write_text("\n".join(blocks))
+    skipped = ",".join(f"torch.{name}.*" for name in SKIPPED if name not in ("distributed", "optim"))
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\ncheck_untyped_defs = True\nignore_missing_imports = True\nfollow_imports = silent\n"
+        f"[mypy-{skipped},numpy.*,sympy.*,triton.*,transformers.*,trl.*]\nfollow_imports = skip\n"
+    )
+    environment = os.environ | {"MYPYPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mypy", "readme.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 PYRIGHT = next((name for name in ("pyright", "basedpyright") if importlib.util.find_spec(name)), None)

@@ -96,7 +96,11 @@ class Plan:
         walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in self.steps)
         return walked / self.rows + self.later
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
+        """In one line, which `print(out.plan)` shows."""
         head = f"the last of {self.heads} heads: " if self.heads > 1 else ""
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""

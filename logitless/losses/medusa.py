@@ -155,7 +155,7 @@ class MedusaLoss(MultiHeadLoss):
         heads: MedusaHeads,
         targets: Tensor,
         *,
-        base_weight: Tensor | None = None,
+        base_weight: HeadWeight | None = None,
         base_bias: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_items: float | Tensor | None = None,
