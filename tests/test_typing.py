@@ -36,6 +36,14 @@ def errors_of(command: list[str], folder: Path) -> dict[str, set[int]]:
     return found
 
 
+def readme_in(folder: Path) -> str:
+    """Name of a file with the README's blocks."""
+    blocks = [block for _, block in FENCE.findall(TEXTS["README.md"])]
+    assert len(blocks) > 2
+    (folder / "readme.py").write_text("\n".join(blocks))
+    return "readme.py"
+
+
 def marked() -> set[int]:
     lines = (CASES / "wrong.py").read_text().splitlines()
     return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
@@ -66,16 +74,13 @@ def test_mypy(tmp_path):
 )
 def test_mypy_on_the_readme(tmp_path):
     """Its blocks as pasted, by mypy's own standards: they annotate nothing, so not by its strict ones."""
-    blocks = [block for _, block in FENCE.findall(TEXTS["README.md"])]
-    assert len(blocks) > 2
-    (tmp_path / "readme.py").write_text("\n".join(blocks))
     skipped = ",".join(f"torch.{name}.*" for name in SKIPPED if name not in ("distributed", "optim"))
     (tmp_path / "mypy.ini").write_text(
         "[mypy]\ncheck_untyped_defs = True\nignore_missing_imports = True\nfollow_imports = silent\n"
         f"[mypy-{skipped},numpy.*,sympy.*,triton.*,transformers.*,trl.*]\nfollow_imports = skip\n"
     )
     environment = os.environ | {"MYPYPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mypy", "readme.py"]
+    command = [sys.executable, "-m", "mypy", readme_in(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -90,6 +95,11 @@ def test_pyright(tmp_path):
     options = f'{{"typeCheckingMode": "strict", "extraPaths": ["{ROOT}"]}}'
     (tmp_path / "pyrightconfig.json").write_text(options)
     assert errors_of([PYRIGHT, f"--pythonpath={sys.executable}"], tmp_path) == {"wrong.py": marked()}
+    options = options.replace("strict", "standard")  # the README annotates nothing
+    (tmp_path / "pyrightconfig.json").write_text(options)
+    command = [sys.executable, "-m", PYRIGHT, f"--pythonpath={sys.executable}", readme_in(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 LOSSES = [
