@@ -1,6 +1,7 @@
 """What is shipped: a wheel holds the library alone; a source distribution also what is needed to test and
 measure it."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+
+from tests.test_docs import FENCE, TEXTS
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("logitless", "tests", "benchmarks", "examples", "docs", ".github")
@@ -90,6 +93,35 @@ def test_wheel_holds_the_library_and_nothing_else(built):
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {name for name in files_below(ROOT) if name.startswith("logitless/")}
+
+
+def test_the_wheel_runs_the_readme(built, tmp_path):
+    """Unpacked, with nothing of the repository in reach: the first block of the README."""
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        archive.extractall(tmp_path)
+    (_, block), *_ = FENCE.findall(TEXTS["README.md"])
+    block += "\nimport sys; print(sys.modules['logitless'].__file__)"
+    done = run(block, tmp_path)
+    assert Path(done.stdout.splitlines()[-1]).is_relative_to(tmp_path), done.stdout + done.stderr
+    assert "3 products" in done.stdout
+
+
+def test_the_sdist_tests_itself(built, tmp_path):
+    """A few tests of it, of the library that lies beside them."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    tests = ["tests/engine/test_plan.py", "tests/test_support.py"]
+    assert all((folder / test).exists() for test in tests)
+    done = run("import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", folder, *tests)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+
+
+def run(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Python code in a folder whose `logitless` comes before any that is installed."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_an_editable_install_is_a_path(built):
