@@ -103,7 +103,11 @@ def graph_key(signature: Signature) -> str:
     else:
         name = _register_values(type(loss), tuple([getattr(loss, field.name) for field in fields(loss)]))
     plain = tuple([(part.coefficient, tuple(part.slots), part.head, part.names) for part in parts])
-    return _registered(name, dtype, needs, plain, autocast, "" if module is None else module.name_in_graphs())
+    layers = ""
+    if module is not None:
+        id(module)  # Dynamo guards on which module this is: another of its class may compute otherwise
+        layers = module.name_in_graphs()
+    return _registered(name, dtype, needs, plain, autocast, layers)
 
 
 # -- The operators

@@ -268,15 +268,15 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
         lengths = layout.lengths.clamp(min=1)
-        inputs["entropy_weight"] = 1 / layout.lengths.sum().clamp(min=1)
         if self.loss_type in ("grpo", "sapo"):
             inputs["unit_weights"] = layout.spread(1 / lengths)
         elif self.loss_type == "dr_grpo":
             inputs["unit_weights"] = layout.spread(torch.full_like(lengths, 1 / self.max_completion_length))
         # A number that a whole sequence shares is counted once.
         once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
-        everyone = inputs["entropy_weight"].expand(layout.sequences)
-        inputs["flag_weights"] = layout.spread(1 / (lengths * layout.sequences) if once else everyone)
+        everyone = None if once and not self.entropy_coef else 1 / layout.lengths.sum().clamp(min=1)
+        share = 1 / (lengths * layout.sequences) if once else everyone.expand(layout.sequences)
+        inputs |= {"entropy_weight": everyone, "flag_weights": layout.spread(share)}
         if importance_weights is None:
             return inputs
         name = "importance_weights"

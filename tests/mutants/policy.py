@@ -104,7 +104,7 @@ MUTANTS = [
             "clip ratio by tokens at the sequence level",
             "GRPOLoss.laid_out",
             "1 / (lengths * layout.sequences) if once",
-            "inputs['entropy_weight'].expand(layout.sequences) if once",
+            "(1 / layout.lengths.sum()).expand(layout.sequences) if once",
         ),
         prefix="policy: ",
     ),
