@@ -171,6 +171,7 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
     )
     expect(pair, "terms", form, type(result).__name__, remedy, TypeError)
     terms, metrics = result
+    expect(len(terms) > 0, "terms", f"at least one part of the loss from {name}.terms", "none", remedy)
     expected = f"the metrics that {name}.terms returns, {sorted(metrics)}"
     declared, remedy = sorted(loss.metric_names), "declare them on the class"
     expect(set(metrics) == set(loss.metric_names), "metric_names", expected, declared, remedy)

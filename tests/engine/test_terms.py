@@ -93,6 +93,11 @@ BAD = {
         ValueError,
         r"terms: expected 'reg' of Own as values",
     ),
+    "no part": (
+        lambda x: {},
+        ValueError,
+        r"terms: expected at least one part of the loss from Own.terms, got none; ",
+    ),
     "no Term": (lambda x: {"nll": -x}, TypeError, r"terms: expected a Term as 'nll' of Own, got Tensor; "),
     "a pair for a Term": (
         lambda x: {"nll": (-x, "tokens")},
@@ -552,6 +557,7 @@ def test_means():
         {
             "token": Term(x),
             "other token": Term(3 * x),
+            "hit": Term(x > 1),
             "pair": Term(pair, over="pairs"),
             "sum": Term(x, over=None),
             "whole": Term(x.sum(), over=None),
@@ -563,7 +569,7 @@ def test_means():
     factors = {None: 1.0, "tokens": 0.2, "pairs": torch.tensor(1 / 3)}
     found = means([metric_sums(metrics) for metrics in slices], factors)
     expected = {"token": 2.6, "other token": 7.8, "pair": 4 / 3, "sum": 13.0, "whole": 13.0}
-    expected |= {"masked": 3.0, "nowhere": 0.0}
+    expected |= {"hit": 0.8, "masked": 3.0, "nowhere": 0.0}
     assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
 
 
