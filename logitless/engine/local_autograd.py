@@ -33,7 +33,7 @@ def grad_and_value(
     """`torch.func.grad_and_value(has_aux=True)` by plain autograd: gradients, and both results.
 
     The operations of a loss are so small that the host's time is what they cost. torch.func takes three
-    times as much of it, and handing the graph to autograd's thread for the device more than walking it.
+    times as much of it, and handing the graph to autograd's thread for the device takes more of it, too.
     """
     with torch.enable_grad(), identity_hooks():
         leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}

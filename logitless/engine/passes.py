@@ -73,8 +73,9 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
         total, found = settled(call, objective.reports, factors.metrics)
-        # A factor of 1 that the host knows costs no kernel.
-        losses.append(total if deferred == 1.0 and isinstance(deferred, float) else total * deferred)
+        # A factor of 1 that the host knows costs no kernel; one on the device is not asked for.
+        known = isinstance(deferred, float) and deferred == 1.0
+        losses.append(total if known else total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
         metrics.append(torch.stack([own, *found]))
     if not isinstance(deferred, Tensor):
@@ -178,7 +179,7 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     seen = partial(_seen_outside, targets, outside, loss.ignore_index, remedy)
     faults = [Fault(counts[1], "targets", expected, "{count} outside", remedy, seen)]
     if call.num_items is not None and loss.reduction == "mean":
-        zero = ((call.num_items == 0) & supervised.any()).long()
+        zero = ((call.num_items == 0) & (counts[0] > 0)).long()
         remedy = "count what is supervised"
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
     if loss.faults is not None:
@@ -196,9 +197,9 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     if len(faults) > 1:
         counts = torch.stack((*counts.unbind(), *(fault.count for fault in faults[1:])))
     rows = select_rows(supervised, counts, faults, grouping, cu_seqlens, **options)
-    counts = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
+    tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if sizes is None else call.with_shards(rows.shard_sizes)
-    return call, rows._replace(tokens=counts[0], chosen_tokens=counts[1])
+    return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 
 def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:

@@ -60,7 +60,9 @@ class TokenObjective:
         is_multiple = of_logps and kernels.single_pass(call.dtype)
         purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
         in_product = call.unrounded and reads_in_product(call, purpose)
-        self = cls(call, rows, stats, TokenBuffers(), factors, vectors, is_multiple, in_product)
+        # Made here and not where they are filled, which may be on a side stream.
+        grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
+        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple, in_product)
         if loss.return_predictions:
             self.predictions = torch.empty(rows.count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
@@ -192,11 +194,6 @@ class TokenObjective:
 
         gradients, report = grad_and_value(total, {name: getattr(stats, name) for name in names})
         for name, gradient in gradients.items():
-            if span.stop - span.start == self.rows.count:
-                setattr(self.grads, name, gradient.contiguous())
-                continue
-            if getattr(self.grads, name) is None:
-                setattr(self.grads, name, torch.empty_like(self.stats.lse))
             getattr(self.grads, name)[span.start : span.stop] = gradient
         self.reports.append(Report(*report))
 

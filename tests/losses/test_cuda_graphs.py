@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from logitless import CrossEntropyLoss
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
 from tests.support import DEVICE
@@ -48,6 +49,15 @@ def test_nothing_is_read_back(name, packed):
         options = {"cu_seqlens": torch.arange(0, 25, 6, device=DEVICE)} if packed else {}
         value, *_ = LOSSES[name](x.flat() if packed else x, heads, compact=False, **options)
         assert {"hidden", "weight"} <= every_loss.gradients(value, x, heads).keys()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="as above")
+def test_nothing_is_read_back_in_fp16():
+    """There a power of two waits for the backward pass, which the device alone knows."""
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, 8, dtype=torch.float16, requires_grad=True) for n in (6, 11))
+        CrossEntropyLoss(compact=False)(hidden, weight, torch.zeros(6, dtype=torch.int64)).loss.backward()
+        assert hidden.grad is not None and weight.grad is not None
 
 
 @needs_cuda

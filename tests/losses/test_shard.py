@@ -522,7 +522,7 @@ def test_divergences_stay_within_the_budget(ranks):
     }.items(),
 )
 def test_bad_input(ranks, what, message):
-    if what not in ranks[0]["errors"]:
+    if what == "one target, all rows" and torch.cuda.device_count() >= len(ranks):
         pytest.skip("asserts on the device")
     for rank in ranks:
         assert re.search(message, rank["errors"][what]), rank["errors"][what]

@@ -343,6 +343,16 @@ MUTANTS = [
     ),
     *of_file(
         PASSES,
+        "tests/losses/test_cuda_graphs.py -k fp16",
+        (
+            "a factor on the device is read",
+            "solve",
+            "isinstance(deferred, float) and deferred == 1.0",
+            "deferred == 1.0 and isinstance(deferred, float)",
+        ),
+    ),
+    *of_file(
+        PASSES,
         "tests/losses/test_bad_input.py",
         ("ids below 0 taken for ids", "choose_rows", "targets.clamp(0, V - 1)", "targets.clamp(max=V - 1)"),
     ),
@@ -355,7 +365,7 @@ MUTANTS = [
             'if call.num_items is not None and loss.reduction == "mean":',
             "if False:",
         ),
-        ("num_items of 0 refused without supervised tokens", "choose_rows", " & supervised.any()", ""),
+        ("num_items of 0 refused without supervised tokens", "choose_rows", " & (counts[0] > 0)", ""),
     ),
     *of_file(
         ROWS,
@@ -429,7 +439,7 @@ MUTANTS = [
         ),
         ("metric not divided", "means", "total * factors[unit]", "total"),
         ("metric divided by 0", "means", "torch.where(weights == 0, 1.0, weights)", "weights"),
-        ("last slice of a metric alone", "means", "sum(others, first)", "first"),
+        ("first slice of a metric alone", "means", "sum(others, first)", "first"),
         prefix="terms: ",
     ),
     *of_file(
