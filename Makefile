@@ -15,14 +15,15 @@ TRITONS := 3.6.0 3.9.0
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
 
+# A file's tests run in one process (loadfile), which starts the ranks that they share once.
 test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels
 
 # What `make test` leaves out as well: every kernel for every target, and what is marked slow,
 # such as every causal language model of transformers against docs/models.md, which `python -m tests.models.every` writes.
 test-all: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
-	$(PY) -m pytest --all -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+	$(PY) -m pytest --all -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-gpu:
 	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'PY: expected a Python whose torch sees a GPU, got none; run make test instead.')"

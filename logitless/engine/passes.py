@@ -173,13 +173,11 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     else:
         inside = targets.clamp(0, V - 1)
     outside = supervised & (targets != inside)
-    # Few launches, as the GPU waits for them: both counts at once.
-    counts = torch.stack((supervised, outside)).sum(1)
     expected, remedy = f"ids in [0, {known}) or ignore_index", "fix the labels or set ignore_index"
     seen = partial(_seen_outside, targets, outside, loss.ignore_index, remedy)
-    faults = [Fault(counts[1], "targets", expected, "{count} outside", remedy, seen)]
+    faults = [Fault(outside, "targets", expected, "{count} outside", remedy, seen)]
     if call.num_items is not None and loss.reduction == "mean":
-        zero = ((call.num_items == 0) & (counts[0] > 0)).long()
+        zero = ((call.num_items == 0) & supervised.any()).long()
         remedy = "count what is supervised"
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
     if loss.faults is not None:
@@ -194,9 +192,7 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shard_sizes": sizes}
-    if len(faults) > 1:
-        counts = torch.stack((*counts.unbind(), *(fault.count for fault in faults[1:])))
-    rows = select_rows(supervised, counts, faults, grouping, cu_seqlens, **options)
+    rows = select_rows(supervised, faults, grouping, cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if sizes is None else call.with_shards(rows.shard_sizes)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
@@ -238,7 +234,7 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
     facts = Facts(
         rows.count,
-        rows.group_sizes,
+        None if rows.group_sizes is None else tuple(rows.group_sizes),
         call.trainable,
         trainable_head,
         costs.linear_in_logps,

@@ -11,6 +11,7 @@ it out. Every strategy is such a list:
     loss_only         read ... read + evaluate                                    1 product
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -147,7 +148,7 @@ class Facts(NamedTuple):
 
     rows: int  # supervised tokens
     # Rows of each group that must be seen together; None where every token stands alone.
-    groups: Sequence[int] | None
+    groups: tuple[int, ...] | None
     differentiable: bool  # whether anything needs a gradient
     trainable_head: bool  # whether weight or bias do
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
@@ -160,6 +161,7 @@ class Facts(NamedTuple):
     heads: int = 1
 
 
+@functools.lru_cache(maxsize=64)
 def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Plan:
     """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
     rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, *told = facts

@@ -67,14 +67,14 @@ class _Layout(NamedTuple):
     """What the device knows of the sequences before anything is read."""
 
     order: Tensor | None  # (N,) call positions, group by group; None: the call's own order
-    sizes: Tensor  # (sequences,) rows of each, in row order
-    chosen: Tensor  # () supervised tokens of the first half of the sequences
+    counts: Tensor  # (sequences,) rows of each, in call order
+    sizes: Tensor  # (sequences,) the same in row order
+    chosen: Tensor | None  # () supervised tokens of the first half; None where the host adds them up
 
 
 def select_rows(
     supervised: Tensor,  # (N,) bool
-    counts: Tensor,  # (1 + faults,) int64, of the supervised tokens and of each fault
-    faults: Sequence[Fault],
+    faults: Sequence[Fault],  # those that mark tokens come first
     grouping: Grouping,
     cu_seqlens: Tensor | None,
     *,
@@ -88,23 +88,34 @@ def select_rows(
     sequences the host then knows only how many there are, so the caller makes one group of all of them. What
     is wrong on one of the peers is raised on all.
     """
-    N, layout = supervised.shape[0], None
-    if cu_seqlens is not None:
+    N, packed, layout = supervised.shape[0], cu_seqlens is not None, None
+    if packed:
         faults = (*faults, _boundary_fault(cu_seqlens, N))
-        counts = torch.cat((counts, faults[-1].count[None]))
         cu_seqlens = cu_seqlens.clamp(0, N)  # nothing may read beyond the tokens before the fault is known
+    # The GPU waits for these launches. Padded sequences are counted apart in one, and added up on the host.
+    apart = compact and grouping.sequences > 0 and not packed and not peers.groups
+    marks = torch.stack((supervised, *(fault.count for fault in faults if fault.count.dim())))
+    shape = (marks.shape[0], grouping.sequences)
+    counts = marks.view(*shape, N // grouping.sequences).sum(2) if apart else marks.sum(1)
+    numbers = [
+        counts.view(-1) if apart else counts,
+        *(fault.count[None] for fault in faults if not fault.count.dim()),
+    ]
+    numbers = torch.cat(numbers) if len(numbers) > 1 else numbers[0]
     if grouping.sequences or grouping.grouped:
-        layout = (_padded if cu_seqlens is None else _packed)(supervised, grouping, cu_seqlens, compact)
+        if packed:
+            layout = _packed(supervised, grouping, cu_seqlens, compact)
+        else:
+            layout = _padded(supervised, grouping, counts[0] if apart else None, compact)
     if not compact:
-        if peers.groups:
-            found = peers.table(counts[1:]).sum(0)[1:]
-            faults = [fault._replace(count=count) for fault, count in zip(faults, found.unbind())]
+        found = peers.table(numbers[1:]).sum(0)[1:] if peers.groups else numbers[1:]
         sizes = None if shard_sizes is None else shard_sizes.tolist()
-        for fault in faults:
-            fault.of_shards(sizes).assert_async()
-        return _every_row(N, counts[0], grouping, layout)._replace(shard_sizes=sizes)
+        for fault, count in zip(faults, found.unbind(), strict=True):
+            fault.of_shards(sizes)._replace(count=count).assert_async()
+        return _every_row(N, numbers[0], grouping, layout)._replace(shard_sizes=sizes)
     meeting = _Meeting(peers, shard_sizes) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
+    tables = shape if apart else None
+    return _supervised_rows(supervised, numbers, tables, faults, grouping, layout, meeting)
 
 
 def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
@@ -113,21 +124,21 @@ def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
     return Fault(wrong.long(), "cu_seqlens", f"rising boundaries from 0 to {N}", "others", remedy)
 
 
-def _padded(supervised: Tensor, grouping: Grouping, _: None, compact: bool) -> _Layout:
-    """Sequences of one length each."""
+def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compact: bool) -> _Layout:
+    """Sequences of one length each; `counts` are their supervised tokens, where they are known."""
     N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
     length = N // max(1, sequences)
-    if compact:
-        counts = supervised.view(sequences, length).sum(1)
-    else:
+    if not compact:
         counts = torch.full((sequences,), length, device=device)
+    elif counts is None:
+        counts = supervised.view(sequences, length).sum(1)
     order = None
     if grouping.interleaves:
         order = (
             torch.arange(N, device=device).view(roles, grouping.groups, length).transpose(0, 1).reshape(-1)
         )
-    chosen = supervised[: N // 2].sum()
-    return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
+    chosen = None if compact else supervised[: N // 2].sum()
+    return _Layout(order, counts, _in_row_order(counts, grouping), chosen)
 
 
 def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact: bool) -> _Layout:
@@ -141,8 +152,12 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
         number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
         order = torch.argsort(number % grouping.groups * roles + number // grouping.groups, stable=True)
     half = cu_seqlens[sequences // 2 :][:1]  # of one element: a 0-d index would be read by the host
-    chosen = ends[half].view(())
-    return _Layout(order, counts.view(roles, grouping.groups).t().reshape(-1), chosen)
+    chosen = None if compact else ends[half].view(())
+    return _Layout(order, counts, _in_row_order(counts, grouping), chosen)
+
+
+def _in_row_order(counts: Tensor, grouping: Grouping) -> Tensor:
+    return counts.view(grouping.roles, grouping.groups).t().reshape(-1)
 
 
 def _every_row(N: int, tokens: Tensor, grouping: Grouping, layout: _Layout | None) -> Rows:
@@ -181,7 +196,8 @@ class _Meeting(NamedTuple):
 
 def _supervised_rows(
     supervised: Tensor,
-    numbers: Tensor,  # (1 + faults,)
+    numbers: Tensor,  # counts of the supervised tokens and of each fault
+    tables: Sequence[int] | None,  # (n, sequences): the first n of them are counts for each sequence
     faults: Sequence[Fault],
     grouping: Grouping,
     layout: _Layout | None,
@@ -190,23 +206,26 @@ def _supervised_rows(
     N, shard_sizes = supervised.shape[0], None
     if meeting is not None:
         numbers = meeting.told(numbers)
-    if layout is not None:
-        numbers = torch.cat(
-            (numbers, layout.chosen[None], layout.sizes.view(grouping.groups, grouping.roles).sum(1))
-        )
-    count, *numbers = numbers.tolist()  # the sync
+    if layout is not None and tables is None:
+        numbers = torch.cat((numbers, layout.counts))
+    numbers = numbers.tolist()  # the sync
+    if tables is not None:
+        apart = [numbers[i * tables[1] : (i + 1) * tables[1]] for i in range(tables[0])]
+        numbers = [*map(sum, apart), *numbers[tables[0] * tables[1] :], *apart[0]]
+    count, *numbers = numbers
     if meeting is not None:
-        shard_sizes, numbers = meeting.settle(faults, numbers)
+        shard_sizes, lengths = meeting.settle(faults, numbers)
     else:
         for fault, wrong in zip(faults, numbers):
             if wrong:
                 fault.raise_(wrong)
-        numbers = numbers[len(faults) :]
-    chosen, *group_sizes = numbers or [0]
+        lengths = numbers[len(faults) :]
     order = index = None if layout is None else layout.order
     if count < N:
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
-    sizes = None if layout is None else layout.sizes
-    group_sizes = group_sizes if grouping.grouped else None
-    return Rows(count, count, chosen, index, group_sizes, sizes, grouping.roles, shard_sizes)
+    if layout is None:
+        return Rows(count, count, 0, index, None, None, grouping.roles, shard_sizes)
+    chosen, groups = sum(lengths[: grouping.sequences // 2]), grouping.groups
+    group_sizes = [sum(lengths[group::groups]) for group in range(groups)] if grouping.grouped else None
+    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shard_sizes)

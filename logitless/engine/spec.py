@@ -54,7 +54,7 @@ class Fault(NamedTuple):
     It is read in the call's one sync, or asserted on the device.
     """
 
-    count: Tensor  # 0-d integer, how often
+    count: Tensor  # 0-d integer, how often; or (N,) bool, at which tokens
     argument: str
     expected: str  # with a sharded head it may name {V}
     got: str  # may name the {count}

@@ -12,9 +12,8 @@ With z the logits after the head transform (`kernels/head.py`), p = softmax(z) a
     d lse = p                   d sum_logits = class_weights
 
 Each operator has one signature and two implementations: Triton (`cross_entropy_triton.py`), and the PyTorch
-twin below, which
-takes a few rows at a time so that its temporaries stay small beside the chunk. "In place" means into
-`gradient`, which is `logits` itself or a narrower tensor overlaid on it.
+twin below, which takes a few rows at a time so that its temporaries stay small beside the chunk. "In place"
+means into `gradient`, which is `logits` itself or a narrower tensor overlaid on it.
 
 Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 ones, which have
 the twin alone on every device. A bias or class weights of any other dtype are converted to that one, so that
@@ -38,8 +37,7 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass
 class TokenBuffers:
-    """Per-token numbers `[n]` of the logits, fp32 (fp64 for fp64 logits); those that nobody asked for are
-    None."""
+    """Per-token numbers `[n]`, fp32 (fp64 for fp64 logits); those that nobody asked for are None."""
 
     logps: Tensor | None = None
     lse: Tensor | None = None
@@ -51,17 +49,19 @@ class TokenBuffers:
     is_top1: Tensor | None = None
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        return ((f.name, x) for f in fields(self) if (x := getattr(self, f.name)) is not None)
+        return ((name, x) for name in _NAMES if (x := getattr(self, name)) is not None)
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
-        return TokenBuffers(**{name: x[rows] for name, x in self.items()})
+        found = dict(self.items())
+        # A view of each number costs the host more than a small chunk costs the GPU.
+        if isinstance(rows, slice) and all(rows.indices(len(x)) == (0, len(x), 1) for x in found.values()):
+            return self
+        return TokenBuffers(**{name: x[rows] for name, x in found.items()})
 
 
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Numbers that one pass over the logits finds together, each row on top of those before it.
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
-
-
 # The numbers of each level, in the order of `TokenBuffers`.
 _LEVELS = tuple(
     tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))

@@ -60,7 +60,8 @@ def row_bytes(V: int, *, stored: bool) -> int:
 def new_place(weight: Tensor, rows: int) -> Tensor:
     """Room for a gradient (rows, V) in the dtype of the products; rows start at multiples of 16 bytes."""
     V, step = weight.shape[0], 16 // weight.itemsize
-    return weight.new_empty((rows, -(-V // step) * step))[:, :V]
+    room = weight.new_empty((rows, -(-V // step) * step))
+    return room if room.shape[1] == V else room[:, :V]
 
 
 def read(

@@ -1,6 +1,8 @@
 """Tiles of a product with the head, for kernels with an epilogue: operands by tensor descriptors, and a
 program for each multiprocessor."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -24,9 +26,14 @@ def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: t
 
 def programs_of(x: Tensor) -> int:
     """One for each multiprocessor."""
-    if x.device.type == "cpu":  # Triton's interpreter
+    return _multiprocessors(x.device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":  # Triton's interpreter
         return 2
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -267,15 +267,15 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         else:
             inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
-        lengths = layout.lengths.clamp(min=1)
         if self.loss_type in ("grpo", "sapo"):
-            inputs["unit_weights"] = layout.spread(1 / lengths)
+            inputs["unit_weights"] = layout.spread(layout.shares)
         elif self.loss_type == "dr_grpo":
-            inputs["unit_weights"] = layout.spread(torch.full_like(lengths, 1 / self.max_completion_length))
+            share = 1 / self.max_completion_length
+            inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, share))
         # A number that a whole sequence shares is counted once.
         once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
-        everyone = None if once and not self.entropy_coef else 1 / layout.lengths.sum().clamp(min=1)
-        share = 1 / (lengths * layout.sequences) if once else everyone.expand(layout.sequences)
+        everyone = None if once and not self.entropy_coef else layout.share
+        share = layout.shares / layout.sequences if once else everyone.expand(layout.sequences)
         inputs |= {"entropy_weight": everyone, "flag_weights": layout.spread(share)}
         if importance_weights is None:
             return inputs
@@ -284,7 +284,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
         # One factor of a sequence, which its tokens share.
-        logs = logs.reshape(-1) / lengths if layout.is_per_sequence(logs) else logs
+        logs = logs.reshape(-1) * layout.shares if layout.is_per_sequence(logs) else logs
         return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
 
 

@@ -82,12 +82,22 @@ class Layout:
     @cached_property
     def lengths(self) -> Tensor:
         """(B,) counted tokens of each sequence."""
-        counted = self.counted.to(self.dtype)
         if self.packed:
+            counted = self.counted.to(self.dtype)
             lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
         else:
-            lengths = counted.sum(1)
+            lengths = self.counted.sum(1, dtype=self.dtype)
         return self._slices.sum(lengths)
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """(B,) what a token is of its sequence: 1 / length, and 1 where no token counts."""
+        return self.lengths.clamp(min=1).reciprocal()
+
+    @cached_property
+    def share(self) -> Tensor:
+        """() what a token is of all that count."""
+        return self.lengths.sum().clamp(min=1).reciprocal()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,15 +67,10 @@ def in_row_order(case: Case, roles: int) -> list[list[int]]:
     return [list(range(bounds[sequence], bounds[sequence + 1])) for sequence in order]
 
 
-def counted(supervised, faults=()) -> torch.Tensor:
-    """What is known of the tokens before they are chosen."""
-    return torch.stack([supervised.sum(), *(fault.count for fault in faults)])
-
-
 def select(case: Case, grouping: Grouping, form: str, compact: bool, faults: tuple = ()):
     supervised = torch.tensor(case.supervised, dtype=torch.bool)
     cu_seqlens = torch.tensor(case.boundaries) if form == "packed" else None
-    return select_rows(supervised, counted(supervised, faults), faults, grouping, cu_seqlens, compact=compact)
+    return select_rows(supervised, faults, grouping, cu_seqlens, compact=compact)
 
 
 def positions(rows, case: Case, start: int = 0, stop: int | None = None) -> list[int]:
@@ -220,9 +215,7 @@ def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
     with pytest.raises(
         ValueError, match=r"^cu_seqlens: expected rising boundaries from 0 to 7, got .*; .*\.$"
     ):
-        select_rows(
-            supervised, counted(supervised), (), Grouping(3, roles, True), torch.tensor(bounds), compact=True
-        )
+        select_rows(supervised, (), Grouping(3, roles, True), torch.tensor(bounds), compact=True)
 
 
 @pytest.mark.skipif(
@@ -231,7 +224,7 @@ def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
 def test_boundaries_are_asserted_on_the_device_where_nothing_is_read():
     with pytest.raises(RuntimeError, match="cu_seqlens: expected rising boundaries"):
         supervised, bounds = torch.ones(7, dtype=torch.bool), torch.tensor([0, 3, 6])
-        select_rows(supervised, counted(supervised), (), Grouping(2, 2, True), bounds, compact=False)
+        select_rows(supervised, (), Grouping(2, 2, True), bounds, compact=False)
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
@@ -246,7 +239,6 @@ def test_nothing_is_read_back_where_every_row_is_walked(form):
         roles = 4 if form == "packed" else 2
         rows = select_rows(
             supervised,
-            counted(supervised, faults),
             faults,
             Grouping(4, roles, True),
             cu_seqlens,
@@ -254,6 +246,4 @@ def test_nothing_is_read_back_where_every_row_is_walked(form):
         )
         assert rows.count == 12 and rows.sequence_sizes.shape == (4,)
         with pytest.raises(Exception, match="(?i)data.dependent|cannot be called|aten._local_scalar_dense"):
-            select_rows(
-                supervised, counted(supervised), (), Grouping(4, roles, True), cu_seqlens, compact=True
-            )
+            select_rows(supervised, (), Grouping(4, roles, True), cu_seqlens, compact=True)

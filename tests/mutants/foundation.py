@@ -365,7 +365,7 @@ MUTANTS = [
             'if call.num_items is not None and loss.reduction == "mean":',
             "if False:",
         ),
-        ("num_items of 0 refused without supervised tokens", "choose_rows", " & (counts[0] > 0)", ""),
+        ("num_items of 0 refused without supervised tokens", "choose_rows", " & supervised.any()", ""),
     ),
     *of_file(
         ROWS,

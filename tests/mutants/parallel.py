@@ -131,8 +131,8 @@ MUTANTS = [
         (
             "an asserted fault of this rank alone",
             "select_rows",
-            "fault._replace(count=count)",
-            "fault",
+            "peers.table(numbers[1:]).sum(0)[1:] if",
+            "numbers[1:] if",
         ),
         prefix="parallel: ",
     ),

@@ -38,7 +38,12 @@ MUTANTS = [
             "self.vespo_k_neg, self.vespo_k_pos",
         ),
         ("vespo: sampler dropped", "GRPOLoss.phi", "if batch.log_importance is not None:", "if False:"),
-        ("vespo: a sequence's factor once per token", "GRPOLoss.laid_out", "(-1) / lengths if", "(-1) if"),
+        (
+            "vespo: a sequence's factor once per token",
+            "GRPOLoss.laid_out",
+            "(-1) * layout.shares if",
+            "(-1) if",
+        ),
         ("ratio of a sum", "GRPOLoss.terms", "(log_ratio) / batch.lengths.clamp(min=1)", "(log_ratio)"),
         ("level ignored", "GRPOLoss.by_sequence", 'self.importance_sampling_level == "sequence"', "False"),
         ("entropy mask dropped", "GRPOLoss.terms", "values = values * kept", "pass"),
@@ -67,8 +72,8 @@ MUTANTS = [
         (
             "dr_grpo by lengths",
             "GRPOLoss.laid_out",
-            "torch.full_like(lengths, 1 / self.max_completion_length)",
-            "1 / lengths",
+            "torch.full_like(layout.lengths, share)",
+            "layout.shares",
         ),
         ("entropy bonus's sign", "GRPOLoss.with_bonus", "-self.entropy_coef", "self.entropy_coef"),
         (
@@ -103,8 +108,8 @@ MUTANTS = [
         (
             "clip ratio by tokens at the sequence level",
             "GRPOLoss.laid_out",
-            "1 / (lengths * layout.sequences) if once",
-            "(1 / layout.lengths.sum()).expand(layout.sequences) if once",
+            "layout.shares / layout.sequences if once",
+            "layout.share.expand(layout.sequences) if once",
         ),
         prefix="policy: ",
     ),
