@@ -32,7 +32,7 @@ test-gpu:
 # One process after the other: each takes all GPUs. A test that hangs ends after 5 minutes.
 test-gpus:
 	@$(PY) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else f'PY: expected a Python whose torch sees at least 2 GPUs, got {n}; run make test instead.')"
-	$(PY) -m pytest -m ranks --timeout 300 tests/losses tests/parallel tests/test_distributed_examples.py tests/trl_integration
+	$(PY) -m pytest -m ranks --timeout 300 tests/kernels tests/losses tests/parallel tests/test_distributed_examples.py tests/trl_integration
 
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants

@@ -48,10 +48,13 @@ def cases() -> list[tuple[dict, str]]:
     return found
 
 
-def failures(share: list[tuple[dict, str]]) -> list[str]:
+def failures(number: int, share: list[tuple[dict, str]]) -> list[str]:
+    """What fails of the share of a process, which takes the next GPU if there are several."""
     import torch
 
     torch.set_default_device(DEVICE)
+    if torch.cuda.device_count() > 1:
+        torch.cuda.set_device(number % torch.cuda.device_count())
     warnings.simplefilter("ignore", BudgetWarning)
     found = []
     for case, dtype in share:
@@ -69,7 +72,8 @@ def main(
     """Run the grid; list what fails and exit with 1 if anything does."""
     chosen = cases()[::every]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = sum(pool.map(failures, (chosen[start::jobs] for start in range(jobs))), [])
+        shares = (chosen[number::jobs] for number in range(jobs))
+        found = sum(pool.map(failures, range(jobs), shares), [])
     typer.echo("\n".join(found[:50]))
     typer.echo(f"{len(chosen)} cases, {len(found)} failed")
     raise typer.Exit(bool(found))

@@ -4,7 +4,7 @@ A public call becomes one `Given` per head, nearly always one. Packed and unpack
 a `Call`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.errors import expect
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WholeSequences
-from logitless.parallel.vocabulary import WholeVocabulary
+from logitless.parallel.vocabulary import Shards, WholeVocabulary
 
 
 class Needs(NamedTuple):
@@ -81,19 +81,25 @@ class Call(Given):
     stat_dtype: torch.dtype  # of per-token numbers
     logits_dtype: torch.dtype
     # Whether a kernel can read logits that are wanted in fp32 in the product. A matter of device, dtypes and
-    # head alone: all walks of the same rows see the same logits, in whatever call.
+    # head alone: all walks of the same rows see the same logits, in whatever call. Of all ranks' shards.
     unrounded: bool
 
-    def with_shards(self, sizes: Sequence[int] | None) -> "Call":
-        """The call, once the host knows how many rows of the head each rank has; None: all of them."""
-        if sizes is None:
+    def with_shards(self, shards: Shards | None) -> "Call":
+        """The call, once the host knows what each rank has of the head; None: all of it."""
+        if shards is None:
             return self
-        V = sum(sizes)
+        V = sum(shards.sizes)
         for name, x in self.inputs.items():
             if x is not None and self.loss.roles[name] is Role.VOCABULARY:
                 check_vocabulary_input(name, x, V)
-        vocabulary = replace(self.vocabulary, sizes=tuple(sizes))
-        return replace(self, vocabulary=vocabulary, V=V, width=max(sizes))
+        return replace(
+            self,
+            vocabulary=replace(self.vocabulary, sizes=shards.sizes),
+            V=V,
+            width=max(shards.sizes),
+            unrounded=shards.unrounded,
+            logits_dtype=self.loss.logits_dtype or (self.stat_dtype if shards.unrounded else self.dtype),
+        )
 
 
 class Options(NamedTuple):

@@ -84,7 +84,6 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
         unrounded = (
             dtype in fused_projection.PRODUCT_DTYPES
             and loss.objective.takes_unrounded(loss, stat)
-            and loss.tp_group is None
             and fused_projection.serves(dtype, tensors[hidden].shape[1], *projected)
         )
         trained = [needs[slot] for slot in (hidden, weight, *layers)]

@@ -126,7 +126,7 @@ def token_gradients(
     if rows is None:
         call, rows = choose_rows(call)
     else:
-        call = call.with_shards(rows.shard_sizes)
+        call = call.with_shards(rows.shards)
     everything = rows.at(0, rows.count)
     given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
     known = {name: x[everything] for name, x in numbers.items()}
@@ -166,10 +166,10 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     The call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
     """
     loss, targets, V = call.loss, call.targets, call.V
-    supervised, sizes, known = targets != loss.ignore_index, None, f"{V}"
+    supervised, shards, known = targets != loss.ignore_index, None, f"{V}"
     if call.vocabulary.sharded:
-        sizes, known = call.vocabulary.sizes_of(call.weight, loss.tp_group), "{V}"
-        inside = torch.minimum(targets.clamp(min=0), sizes.sum() - 1)
+        shards = call.vocabulary.codes_of(call.weight, loss.tp_group, unrounded=call.unrounded)
+        inside, known = torch.minimum(targets.clamp(min=0), (shards // 2).sum() - 1), "{V}"
     else:
         inside = targets.clamp(0, V - 1)
     outside = supervised & (targets != inside)
@@ -191,10 +191,10 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
-    options = {"compact": loss.compact, "peers": peers, "shard_sizes": sizes}
+    options = {"compact": loss.compact, "peers": peers, "shards": shards}
     rows = select_rows(supervised, faults, grouping, cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
-    call = call if sizes is None else call.with_shards(rows.shard_sizes)
+    call = call if shards is None else call.with_shards(rows.shards)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
 from logitless.parallel.peers import ALONE, Peers
+from logitless.parallel.vocabulary import Shards
 
 
 class Grouping(NamedTuple):
@@ -38,7 +39,7 @@ class Rows(NamedTuple):
     group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
     sequence_sizes: Tensor | None  # (sequences,) in row order
     roles: int = 1
-    shard_sizes: Sequence[int] | None = None  # rows of the head on each rank of `tp_group`
+    shards: Shards | None = None  # of the head, with `tp_group`
 
     def at(self, start: int, stop: int) -> slice | Tensor:
         """Where rows start:stop are in the flat call."""
@@ -80,7 +81,7 @@ def select_rows(
     *,
     compact: bool,
     peers: Peers = ALONE,
-    shard_sizes: Tensor | None = None,  # (ranks,)
+    shards: Tensor | None = None,  # (ranks,) codes of `Shards`
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
 
@@ -109,11 +110,11 @@ def select_rows(
             layout = _padded(supervised, grouping, counts[0] if apart else None, compact)
     if not compact:
         found = peers.table(numbers[1:]).sum(0)[1:] if peers.groups else numbers[1:]
-        sizes = None if shard_sizes is None else shard_sizes.tolist()
+        known = None if shards is None else Shards.read(shards.tolist())
         for fault, count in zip(faults, found.unbind(), strict=True):
-            fault.of_shards(sizes)._replace(count=count).assert_async()
-        return _every_row(N, numbers[0], grouping, layout)._replace(shard_sizes=sizes)
-    meeting = _Meeting(peers, shard_sizes) if peers.groups else None
+            fault.of_shards(known)._replace(count=count).assert_async()
+        return _every_row(N, numbers[0], grouping, layout)._replace(shards=known)
+    meeting = _Meeting(peers, shards) if peers.groups else None
     tables = shape if apart else None
     return _supervised_rows(supervised, numbers, tables, faults, grouping, layout, meeting)
 
@@ -172,26 +173,26 @@ class _Meeting(NamedTuple):
     """What ranks that share a call tell each other of it."""
 
     peers: Peers
-    shard_sizes: Tensor | None  # (ranks,)
+    shards: Tensor | None  # (ranks,) codes of `Shards`
 
     def told(self, numbers: Tensor) -> Tensor:
         """The number of rows and of each fault -> the same of all ranks, and the shards' sizes."""
         parts = [numbers[:1], self.peers.table(numbers[1:]).view(-1)]
-        return torch.cat(parts if self.shard_sizes is None else (*parts, self.shard_sizes))
+        return torch.cat(parts if self.shards is None else (*parts, self.shards))
 
-    def settle(
-        self, faults: Sequence[Fault], numbers: Sequence[int]
-    ) -> tuple[Sequence[int] | None, Sequence[int]]:
-        """Raise what is wrong anywhere; (the shards' sizes, the numbers that come after)."""
+    def settle(self, faults: Sequence[Fault], numbers: Sequence[int]) -> tuple[Shards | None, Sequence[int]]:
+        """Raise what is wrong anywhere; (the shards, the numbers that come after)."""
         width = 1 + len(faults)
         table, numbers = numbers[: self.peers.size * width], numbers[self.peers.size * width :]
-        shards = 0 if self.shard_sizes is None else self.shard_sizes.shape[0]
-        sizes, numbers = numbers[:shards] or None, numbers[shards:]
+        shards = None
+        if self.shards is not None:
+            ranks = self.shards.shape[0]
+            shards, numbers = Shards.read(numbers[:ranks]), numbers[ranks:]
         for i, fault in enumerate(faults, 1):
             wrong = {rank: count for rank, count in zip(table[::width], table[i::width]) if count}
             if wrong:
-                fault.of_shards(sizes).raise_(max(wrong.values()), sorted(wrong))
-        return sizes, numbers
+                fault.of_shards(shards).raise_(max(wrong.values()), sorted(wrong))
+        return shards, numbers
 
 
 def _supervised_rows(
@@ -203,7 +204,7 @@ def _supervised_rows(
     layout: _Layout | None,
     meeting: _Meeting | None,
 ) -> Rows:
-    N, shard_sizes = supervised.shape[0], None
+    N, shards = supervised.shape[0], None
     if meeting is not None:
         numbers = meeting.told(numbers)
     if layout is not None and tables is None:
@@ -214,7 +215,7 @@ def _supervised_rows(
         numbers = [*map(sum, apart), *numbers[tables[0] * tables[1] :], *apart[0]]
     count, *numbers = numbers
     if meeting is not None:
-        shard_sizes, lengths = meeting.settle(faults, numbers)
+        shards, lengths = meeting.settle(faults, numbers)
     else:
         for fault, wrong in zip(faults, numbers):
             if wrong:
@@ -225,7 +226,7 @@ def _supervised_rows(
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
     if layout is None:
-        return Rows(count, count, 0, index, None, None, grouping.roles, shard_sizes)
+        return Rows(count, count, 0, index, None, None, grouping.roles, shards)
     chosen, groups = sum(lengths[: grouping.sequences // 2]), grouping.groups
     group_sizes = [sum(lengths[group::groups]) for group in range(groups)] if grouping.grouped else None
-    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shard_sizes)
+    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shards)

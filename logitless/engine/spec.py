@@ -13,6 +13,7 @@ from torch import Tensor
 from logitless.errors import expect
 from logitless.kernels.head import Head
 from logitless.parallel.sequences import WholeSequences
+from logitless.parallel.vocabulary import Shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,9 +63,9 @@ class Fault(NamedTuple):
     # Looks at what is wrong, once something is: (what follows `got`, a remedy that fits).
     details: Callable[[], tuple[str, str]] | None = None
 
-    def of_shards(self, sizes: Sequence[int] | None) -> "Fault":
+    def of_shards(self, shards: Shards | None) -> "Fault":
         """With the vocabulary's size, {V}, once the shards' are known."""
-        return self if sizes is None else self._replace(expected=self.expected.format(V=sum(sizes)))
+        return self if shards is None else self._replace(expected=self.expected.format(V=sum(shards.sizes)))
 
     def raise_(self, count: int, ranks: Sequence[int] = ()) -> None:
         """Raise ValueError once the count has been read; `ranks` are those where something is wrong."""

@@ -153,12 +153,13 @@ class TokenObjective:
             chunk.factor = vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)
             if self.vectors and target_apart(loss):
                 _clear_target(chunk)
-        elif self.in_product:
+            return
+        if self.in_product:
             fused.read(chunk.features, head.weight, chunk.targets, stats, gradient=None, **options)
         else:
             weights = self._sum_weights()
             kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=weights, **options)
-            vocabulary.combine(stats, chunk.targets)
+        vocabulary.combine(stats, chunk.targets)
 
     def _read_reference(self, chunk: Chunk) -> None:
         """The reference model's log-probabilities of the same rows, through the same buffer."""
@@ -171,7 +172,7 @@ class TokenObjective:
         else:
             logits = project(hidden, self.ref_weight, chunk.logits)
             kernels.token_statistics(logits, chunk.targets, stats, **options)
-            call.vocabulary.combine(stats, chunk.targets)
+        call.vocabulary.combine(stats, chunk.targets)
         self.ref_logps[chunk.step.start : chunk.step.stop] = stats.logps
 
     def _sum_weights(self) -> Tensor | None:

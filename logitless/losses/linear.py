@@ -52,7 +52,7 @@ class LinearLoss(CheckedCall):
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
             rounding noise. On Hopper one kernel projects bf16 and reads the logits in fp32, and stores none:
             with fp32, and by default unless a reduced loss needs the gradient of lse (label smoothing,
-            z-loss); never with `tp_group`. bf16 gives rounded logits there, too.
+            z-loss); with `tp_group` where all ranks can. bf16 gives rounded logits there, too.
         compact: leave unsupervised rows out before the first product, at the price of one host sync. False
             reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
             belong to groups are taken for one group.

@@ -13,8 +13,9 @@ Every rank then has the same numbers of every token, computes the same loss, and
 own rows of d_weight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,18 @@ class WholeVocabulary:
 WHOLE_VOCABULARY = WholeVocabulary()
 
 
+class Shards(NamedTuple):
+    """What the ranks of a sharded head tell each other of it, in a call's one sync."""
+
+    sizes: tuple[int, ...]  # rows of each
+    unrounded: bool  # whether a kernel of every rank can read unrounded logits
+
+    @classmethod
+    def read(cls, codes: Sequence[int]) -> Self:
+        """From the codes of `ShardedVocabulary.codes_of`."""
+        return cls(tuple(code // 2 for code in codes), all(code % 2 for code in codes))
+
+
 @dataclass(frozen=True)
 class ShardedVocabulary(WholeVocabulary):
     """Rank r of the group has the next `sizes[r]` rows of the head.
@@ -115,7 +128,12 @@ class ShardedVocabulary(WholeVocabulary):
     @staticmethod
     def sizes_of(weight: Tensor, group: "ProcessGroup") -> Tensor:
         """(ranks,) from this rank's rows of the head (V_r, H), not yet read by the host."""
-        return gather(torch.full((1,), weight.shape[0], device=weight.device), group)[:, 0]
+        return ShardedVocabulary.codes_of(weight, group, unrounded=False) // 2
+
+    @staticmethod
+    def codes_of(weight: Tensor, group: "ProcessGroup", *, unrounded: bool) -> Tensor:
+        """(ranks,) `Shards` on their way: twice the rows, plus one where the rank reads unrounded logits."""
+        return gather(torch.full((1,), 2 * weight.shape[0] + unrounded, device=weight.device), group)[:, 0]
 
     @property
     def rank(self) -> int:

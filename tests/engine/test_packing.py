@@ -11,6 +11,7 @@ from logitless.engine.call import Given, Layers
 from logitless.engine.operands import SplitHead
 from logitless.engine.packing import pack, unpack
 from logitless.kernels import fused_projection
+from logitless.parallel.vocabulary import Shards
 from tests.engine.calls import call, given
 
 H, V = 4, 11
@@ -201,8 +202,9 @@ WIDE = CrossEntropyLoss(logits_dtype=FP32)
         (CrossEntropyLoss(logits_dtype=BF16), BF16, False),
         (WIDE, FP16, False),
         (WIDE, FP32, False),
-        (replace(WIDE, tp_group="tp"), BF16, False),
         (DistillationLoss(logits_dtype=FP32), BF16, False),
+        # This rank's own answer; all of them decide (`Call.with_shards`).
+        (replace(WIDE, tp_group="tp"), BF16, True),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, CrossEntropyLoss) else str(x),
 )
@@ -213,6 +215,15 @@ def test_which_logits_stay_unrounded(monkeypatch, loss, dtype, unrounded):
     made = call(loss, hidden, weight, targets, cu_seqlens=torch.tensor([0, 3, 8]), **options)
     assert made.unrounded == unrounded
     assert made.logits_dtype == (FP32 if unrounded else loss.logits_dtype or dtype)
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_ranks_decide_together_on_unrounded_logits(monkeypatch, agreed):
+    monkeypatch.setattr(fused_projection, "serves", lambda dtype, H, *heads: not agreed)
+    hidden, weight, targets = (x.to(BF16) if x.is_floating_point() else x for x in head(8))
+    made = call(CrossEntropyLoss(tp_group="tp"), hidden, weight, targets).with_shards(Shards((3, 5), agreed))
+    assert made.unrounded == agreed and made.logits_dtype == (FP32 if agreed else BF16)
+    assert (made.V, made.width, made.vocabulary.sizes) == (8, 5, (3, 5))
 
 
 @pytest.mark.parametrize("refused", [None, "weight", "ref_weight"])

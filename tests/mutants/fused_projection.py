@@ -4,6 +4,7 @@ from tests.mutants.mutant import of_file
 
 KERNELS = "tests/kernels/test_fused_projection.py -k 'not losses and not walked'"
 LOSSES = "tests/kernels/test_fused_projection.py -k 'losses or places or nothing'"
+SHARDS = "tests/kernels/test_shard_in_product.py"
 RULE = "tests/engine/test_packing.py"
 
 MUTANTS = [
@@ -79,7 +80,6 @@ MUTANTS = [
         RULE,
         ("any dtype", "unpack", "dtype in fused_projection.PRODUCT_DTYPES", "True"),
         ("any objective", "unpack", "loss.objective.takes_unrounded(loss, stat)", "True"),
-        ("shards", "unpack", "and loss.tp_group is None\n", "\n"),
         (
             "frozen columns go unasked",
             "unpack",
@@ -104,5 +104,51 @@ MUTANTS = [
         ("weighted sums", "reads_in_product", "between or summed", "between"),
         ("gradient of the numbers stored", "TokenObjective.costs", "stored = call.trainable and", "stored ="),
         prefix="unrounded logits: ",
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        SHARDS,
+        (
+            "a shard's numbers",
+            "TokenObjective.fill",
+            "        vocabulary.combine(stats, chunk.targets)\n",
+            "",
+        ),
+        (
+            "a shard's gradient",
+            "TokenObjective.fill",
+            "vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)",
+            "factor",
+        ),
+        (
+            "a reference's shard",
+            "TokenObjective._read_reference",
+            "call.vocabulary.combine(stats, chunk.targets)",
+            "pass",
+        ),
+        prefix="shard in the product: ",
+    ),
+    *of_file(
+        "engine/call.py",
+        SHARDS,
+        ("this rank decides", "Call.with_shards", "unrounded=shards.unrounded", "unrounded=self.unrounded"),
+        prefix="shard in the product: ",
+    ),
+    *of_file(
+        "parallel/vocabulary.py",
+        SHARDS,
+        ("one rank suffices", "Shards.read", "all(code", "any(code"),
+        prefix="shard in the product: ",
+    ),
+    *of_file(
+        "engine/call.py",
+        RULE,
+        (
+            "rounded all the same",
+            "Call.with_shards",
+            "self.stat_dtype if shards.unrounded else self.dtype",
+            "self.dtype",
+        ),
+        prefix="shard in the product: ",
     ),
 ]

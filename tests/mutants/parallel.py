@@ -291,7 +291,12 @@ MUTANTS = [
     *of_file(
         "engine/call.py",
         TEST_SHARD,
-        ("chunks of another size", "Call.with_shards", "max(sizes)", "vocabulary.width"),
+        (
+            "chunks of another size",
+            "Call.with_shards",
+            "max(shards.sizes)",
+            "shards.sizes[self.vocabulary.rank]",
+        ),
         prefix="shard: ",
     ),
 ]
