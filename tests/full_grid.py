@@ -52,6 +52,7 @@ def failures(number: int, share: list[tuple[dict, str]]) -> list[str]:
     """What fails of the share of a process, which takes the next GPU if there are several."""
     import torch
 
+    torch.set_num_threads(1)  # there is a process for each core
     torch.set_default_device(DEVICE)
     if torch.cuda.device_count() > 1:
         torch.cuda.set_device(number % torch.cuda.device_count())

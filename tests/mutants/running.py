@@ -100,6 +100,9 @@ def _run_batch(
     for name in warm:
         if find_spec(name.partition(".")[0]) is not None:
             import_module(name)
+    import torch
+
+    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late: whoever calls this has imported torch
     waiting, running = list(reversed(jobs)), {}
     while waiting or running:
         while waiting and len(running) < at_once:
