@@ -7,10 +7,14 @@ a CPU.
 """
 
 import itertools
+import json
 import random
+import sys
+import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +22,7 @@ import typer
 from logitless import BudgetWarning
 from tests.cases import DTYPES
 from tests.losses.test_cross_entropy import FACTORS, check_case, has_effect
+from tests.mutants.running import environment
 from tests.support import DEVICE
 
 GRID = (
@@ -69,12 +74,19 @@ def failures(number: int, share: list[tuple[dict, str]]) -> list[str]:
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     every: Annotated[int, typer.Option(help="Run one case of so many.")] = 1,
+    shard: Annotated[str, typer.Option(metavar="K/N", help="The K-th of N equal shares.")] = "1/1",
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the record.")] = None,
 ) -> None:
     """Run the grid; list what fails and exit with 1 if anything does."""
-    chosen = cases()[::every]
+    number, count = map(int, shard.split("/"))
+    chosen, start = cases()[::every][number - 1 :: count], time.perf_counter()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        shares = (chosen[number::jobs] for number in range(jobs))
+        shares = (chosen[job::jobs] for job in range(jobs))
         found = sum(pool.map(failures, range(jobs), shares), [])
+    if json_file is not None:
+        record = {"command": sys.argv[1:], "environment": environment(), "cases": len(chosen)}
+        record |= {"seconds": round(time.perf_counter() - start), "failed": found}
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
     typer.echo("\n".join(found[:50]))
     typer.echo(f"{len(chosen)} cases, {len(found)} failed")
     raise typer.Exit(bool(found))

@@ -11,18 +11,14 @@ fail. A mutant that survives is a missing test. Mutants of Triton code run in it
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
 
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
-from tests.mutants.running import CAUGHT, CORE, ENVIRONMENT, SURVIVES, TRAINERS, Job, Result, run
+from tests.mutants.running import CAUGHT, CORE, ENVIRONMENT, SURVIVES, TRAINERS, Job, Result, environment, run
 
 ROOT = Path(__file__).parents[2]
 WITH_TRAINERS = ("logitless/models/", "logitless/trl_integration/")
@@ -60,16 +56,6 @@ def jobs_for(mutants: list[Mutant]) -> list[Job]:
     """The clean runs first: a test that fails anyway catches nothing."""
     clean = dict.fromkeys(Job(mutant.tests, mutant.interpreted) for mutant in mutants)
     return [*clean, *(Job(mutant.tests, mutant.interpreted, mutant) for mutant in mutants)]
-
-
-def environment() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "transformers", "trl", "peft", "pytest"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found | {"device": "GPU" if torch.cuda.is_available() else "CPU"}
 
 
 def write(path: Path, options: argparse.Namespace, results: list[Result], start: float) -> None:

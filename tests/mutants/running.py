@@ -6,6 +6,7 @@ copy, and fails if it finds that it did not.
 """
 
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -45,6 +47,19 @@ ENVIRONMENT = {
 OPTIONS = ("-x", "-q", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider")
 CRASHES = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL)
 CAUGHT, SURVIVES, TOO_LONG, ERROR = "caught", "SURVIVES", "OUT OF TIME", "ERROR"
+
+
+def environment() -> dict[str, str]:
+    """What a record was made with."""
+    import torch
+
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "transformers", "trl", "peft", "pytest"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found | {"device": "GPU" if torch.cuda.is_available() else "CPU"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ def _run_batch(
             import_module(name)
     import torch
 
-    torch.set_num_threads(1)  # OMP_NUM_THREADS comes too late: whoever calls this has imported torch
+    torch.set_num_threads(1)  # OMP_NUM_THREADS is too late: mutant.py has imported torch
     waiting, running = list(reversed(jobs)), {}
     while waiting or running:
         while waiting and len(running) < at_once:
