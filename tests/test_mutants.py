@@ -127,7 +127,10 @@ def test_runs(tmp_path, monkeypatch):
         "return (": "ERROR",
     }
     mutants = [Mutant(change, "it.py", "f", "return 1", change, "tests/test_it.py") for change in changes]
-    jobs = [Job("tests/test_it.py", False), *(Job(mutant.tests, False, mutant) for mutant in mutants)]
+    jobs = [
+        Job("tests/test_it.py", False, False),
+        *(Job(mutant.tests, False, False, mutant) for mutant in mutants),
+    ]
     found = {result.name: result.state for result in run(jobs, tmp_path, at_once=2, limit=4, warm=())}
     assert found == changes | {"tests/test_it.py": "SURVIVES"}
     assert (tmp_path / "logitless/it.py").read_text() == files["logitless/it.py"]
@@ -143,5 +146,5 @@ def test_a_library_from_elsewhere_is_refused(tmp_path):
     for name in ("logitless", "tests"):
         (tmp_path / name).mkdir()
     (tmp_path / "pyproject.toml").touch()
-    (result,) = run([Job("tests", False)], tmp_path, at_once=1, limit=4, warm=("logitless",))
+    (result,) = run([Job("tests", False, False)], tmp_path, at_once=1, limit=4, warm=("logitless",))
     assert result.state == "ERROR" and "expected logitless" in result.line

@@ -145,8 +145,10 @@ def check_case(case: dict, dtype: torch.dtype) -> None:
 
     if case["ignored"] < 1:
         assert output.plan.strategy == expected_strategy(case), output.plan.describe()
-    if case["budget"] == "third" and targets.numel() > 1 and not case["ignored"] and not case["shift"]:
-        assert output.plan.chunks >= 3, output.plan.describe()
+    # Rows that are read in the product take less than their logits, for which the budget was chosen.
+    stored = output.plan.row_bytes >= vocab * dtype.itemsize
+    if case["budget"] == "third" and targets.numel() > 1 and not (case["ignored"] or case["shift"]):
+        assert output.plan.chunks >= 3 or not stored, output.plan.describe()
 
 
 @one_row_warning

@@ -14,7 +14,10 @@ import os
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
@@ -54,14 +57,15 @@ def share(mutants: list[Mutant], k: int, n: int) -> list[Mutant]:
 
 def jobs_for(mutants: list[Mutant]) -> list[Job]:
     """The clean runs first: a test that fails anyway catches nothing."""
-    clean = dict.fromkeys(Job(mutant.tests, mutant.interpreted) for mutant in mutants)
-    return [*clean, *(Job(mutant.tests, mutant.interpreted, mutant) for mutant in mutants)]
+    found = [Job(mutant.tests, mutant.interpreted, mutant.on_cpu, mutant) for mutant in mutants]
+    return [*dict.fromkeys(replace(job, mutant=None) for job in found), *found]
 
 
 def write(path: Path, options: argparse.Namespace, results: list[Result], start: float) -> None:
     def row(result: Result) -> dict:
         mutant = result.job.mutant
         where = {"file": mutant.path, "function": mutant.function} if mutant else {}
+        where |= {"without the GPU": True} if result.job.on_cpu and torch.cuda.is_available() else {}
         found = {"state": result.state, "seconds": round(result.seconds, 1), "line": result.line}
         return {"name": result.name, **where, "tests": result.job.tests, **found}
 
@@ -100,11 +104,11 @@ def main() -> None:
 def summary(results: list[Result], seconds: float) -> bool:
     """Prints what became of the mutants, by folder, and which no test caught; whether there are none."""
     # What fails without a mutant catches none.
-    dirty = {(r.job.tests, r.job.interpreted) for r in results if not r.job.mutant and r.state != SURVIVES}
+    dirty = {r.job for r in results if not r.job.mutant and r.state != SURVIVES}
     rows, bad = {}, [result for result in results if not result.job.mutant and result.state != SURVIVES]
     for result in results:
         if (mutant := result.job.mutant) is not None:
-            caught = result.state == CAUGHT and (mutant.tests, mutant.interpreted) not in dirty
+            caught = result.state == CAUGHT and replace(result.job, mutant=None) not in dirty
             state = "caught" if caught else "not caught"
             rows.setdefault(mutant.file.rpartition("/")[0] or ".", Counter())[state] += 1
             bad += [] if caught else [result]

@@ -7,6 +7,19 @@ from dataclasses import dataclass
 import torch
 
 WITHOUT_TWIN = ("tests/kernels/test_fused_projection.py", "tests/kernels/test_shard_in_product.py")
+# What a GPU has no use for: the kernels' twins, and products in pieces.
+ON_CPU_ALONE = (
+    "_logits_gradient_twin",
+    "_token_statistics_twin",
+    "_select_twin",
+    "compared",
+    "gathered_logits",
+    "add_rows",
+    "Head.logits",
+    "_vocabulary_pieces",
+    "accumulate",
+    "sum_runs",
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,13 @@ class Mutant:
     @property
     def interpreted(self) -> bool:
         needs_triton = "triton" in self.file or any(name in self.tests for name in WITHOUT_TWIN)
-        return needs_triton and not torch.cuda.is_available()
+        return needs_triton and (self.on_cpu or not torch.cuda.is_available())
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the tests run without the GPU that is there: it is no use, or several would be needed."""
+        ranks = "test_shard" in self.tests and torch.cuda.device_count() < 2
+        return self.function in ON_CPU_ALONE or ranks
 
     def applied(self, text: str) -> str:
         """The file's text with the change; ValueError unless it applies exactly once."""

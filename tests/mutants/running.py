@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 
-COPIED = ("logitless", "tests", "pyproject.toml")
+COPIED = ("logitless", "tests", "docs", "examples", "pyproject.toml", "README.md")
 CORE = ("pytest", "torch", "torch.distributed.fsdp", "torch._inductor.compile_fx", "triton")
 TRAINERS = (
     "transformers.models.llama.modeling_llama",
@@ -68,6 +68,7 @@ class Job:
 
     tests: str
     interpreted: bool
+    on_cpu: bool
     mutant: Mutant | None = None
 
 
@@ -189,6 +190,8 @@ def _pytest(job: Job, root: Path, copy: Path, output: Path) -> int:
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     os.chdir(copy)
+    if job.on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     others = [path for path in sys.path if path and Path(path).resolve() != root.resolve()]
     sys.path[:] = [str(copy), *others]
     sys.dont_write_bytecode = True
