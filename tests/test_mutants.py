@@ -12,7 +12,7 @@ import pytest
 from tests.mutants import MUTANTS, table
 from tests.mutants.__main__ import share
 from tests.mutants.mutant import Mutant
-from tests.mutants.running import Job, run
+from tests.mutants.running import COPIED, Job, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,12 +103,17 @@ def test_what_does_not_apply_is_refused(function, old, message):
         Mutant("it", "file.py", function, old, "BROKEN", "").applied(SOURCE)
 
 
+def empty_project() -> dict[str, str]:
+    """A file in every place that is copied."""
+    return {name if "." in name else f"{name}/empty": "" for name in COPIED}
+
+
 def test_runs(tmp_path, monkeypatch):
     """Each mutant in a copy of its own, which is what is imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "logitless"]:
         monkeypatch.delitem(sys.modules, name)
     files = {
-        "pyproject.toml": "",
+        **empty_project(),
         "logitless/__init__.py": "",
         "logitless/it.py": "def f():\n    return 1\n",
         "tests/__init__.py": "",
@@ -143,8 +148,8 @@ def test_shares_of_a_run():
 
 
 def test_a_library_from_elsewhere_is_refused(tmp_path):
-    for name in ("logitless", "tests"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "pyproject.toml").touch()
+    for name in map(tmp_path.joinpath, empty_project()):
+        name.parent.mkdir(exist_ok=True)
+        name.touch()
     (result,) = run([Job("tests", False, False)], tmp_path, at_once=1, limit=4, warm=("logitless",))
     assert result.state == "ERROR" and "expected logitless" in result.line
