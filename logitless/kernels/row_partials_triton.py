@@ -110,7 +110,7 @@ def again_kernel(
         tops = tl.load(at + partial_stride, mask=mask, other=-float("inf"))
         top = tl.maximum(top, tops)
         if EXTRA:
-            tie |= ((tops == own[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(tl.int32)
+            tie |= (mask & (tops == own[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(tl.int32)
     highest = tl.maximum(tl.max(top, 0), own)
     sum_e = tl.sum(total, 0) + tl.exp2(own)
     # Also a row without a target here whose logits all lie far below 0, the shift it was given.

@@ -177,6 +177,23 @@ def test_a_row_without_a_target_here():
     assert (out.entropy - entropy).abs().max() < 1e-4
 
 
+def test_a_target_elsewhere_is_no_tie(monkeypatch):
+    """Right behind the last tile: a row that ties is read again, and here would be for nothing."""
+    from logitless.kernels import fused_projection_triton
+
+    finish, again = fused_projection_triton.finish_kernel, []
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: again.append(args[4].clone()) or finish[grid](*args, **options)
+
+    monkeypatch.setattr(fused_projection_triton, "finish_kernel", Watched())
+    hidden, weight, targets, _ = problem((5, BK, 2 * BN), "plain")
+    for elsewhere in (False, True):
+        read((hidden, weight, targets.fill_(2 * BN) if elsewhere else targets, None), Head(), entropy=True)
+    assert len(again) == 2 and not torch.stack(again).any()
+
+
 def test_certain_tokens_keep_their_digits():
     hidden, weight, targets, _ = given = problem(SHAPES[0], "plain")
     targets.fill_(3)

@@ -27,6 +27,7 @@ MUTANTS = [
         KERNELS,
         ("shift stays where it was", "again_kernel", "shift + rise", "shift"),
         ("target stays where it was", "again_kernel", "own - rise", "own"),
+        ("ties behind the last tile", "again_kernel", "(mask & (tops", "((tops"),
         ("ties are not looked at", "again_kernel", "tl.where(tied, TIE, 0)", "0"),
         ("ignored rows count", "shift_kernel", 'tl.where(y == ignore_index, float("inf"), shift)', "shift"),
         ("rows far below their shift", "again_kernel", "| (sum_e < tl.exp2(-DRIFT))", "| False"),
