@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.kernels import shards as kernels
 from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.head import Head
 from logitless.parallel.collectives import GroupShared, GroupSum, gather
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 # How an ignored target is written among a shard's columns; a loss's own `ignore_index` may be any id.
 IGNORED = -100
-# Logits of several shards count as equal within so many rounding errors of their log-sum-exp.
-TIE = 4
 
 
 @dataclass(frozen=True)
@@ -180,54 +179,19 @@ class ShardedVocabulary(WholeVocabulary):
         """(...) -> (ranks, ...)."""
         return gather(x, self.group)
 
-    def combine(self, stats: TokenBuffers, columns: Tensor) -> Tensor:
-        """As above; returns the log of this shard's probability."""
-        names, own = zip(*stats.items(), strict=True)
-        shards = dict(zip(names, self.gathered(torch.stack(own)).unbind(1), strict=True))
-        lse_r, logps_r = shards["lse"], shards["logps"]
-        residual_r = torch.where(lse_r.isfinite(), shards["lse_residual"], 0.0)
-        top = lse_r.amax(0)
-        shares = (lse_r - top + residual_r).exp()
-        whole = shares.sum(0)
-        shares = shares / whole
-        log_whole = whole.log()
-        lse = top + log_whole
-        combined = {"lse": lse, "lse_residual": torch.where(lse.isfinite(), (top - lse) + log_whole, 0.0)}
-
-        z_y = (logps_r + lse_r + residual_r).amax(0)
-        owner = logps_r > -torch.inf
-        # A confident token's 1 - p keeps its digits if every sum leaves the target out.
-        others = torch.where(owner, torch.expm1(-logps_r), (lse_r - z_y + residual_r).exp()).sum(0)
-        combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
-        if "entropy" in shards:
-            combined["entropy"] = (shares * shards["entropy"] - torch.xlogy(shares, shares)).sum(0)
-            # A shard without the target reports its largest logit in place of `is_top1`. The first of equal
-            # logits wins.
-            slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
-            ranks = torch.arange(len(self.sizes), device=lse.device)[:, None]
-            earlier = ranks < owner.long().argmax(0)
-            beaten = torch.where(earlier, shards["is_top1"] >= z_y - slack, shards["is_top1"] > z_y + slack)
-            combined["is_top1"] = torch.where(owner, shards["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
-        if "sum_logits" in shards:
-            combined["sum_logits"] = shards["sum_logits"].sum(0)
-            # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
-            combined["log_sum_sq_probs"] = (2 * shares.log() + shards["log_sum_sq_probs"]).logsumexp(0)
-        for name, x in combined.items():
-            getattr(stats, name).copy_(torch.where(columns == IGNORED, 0.0, x))
-        return shares[self.rank].log()
+    def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
+        kernels.combine(self._shards(stats), columns, stats, rank=self.rank, ignore_index=IGNORED)
 
     def combine_gradient(
         self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
     ) -> Tensor:
-        # A shard with less than exp(-40) of the probability has no gradient to give; without the bound the
-        # target's entry, which is divided by the share, would overflow.
-        factor = factor * self.combine(stats, columns).clamp(min=-40).exp()
-        here = (columns >= 0) & (columns < self.width)
-        at = torch.where(here, columns, 0)[:, None]
-        slope = head.derivative_at(stats.logps + stats.lse)
-        entry = (-torch.expm1(stats.logps) / factor * slope)[:, None].to(gradient.dtype)
-        gradient.scatter_(1, at, torch.where(here[:, None], entry, gradient.gather(1, at)))
-        return factor
+        options = {"rank": self.rank, "ignore_index": IGNORED, "head": head}
+        options |= {"gradient": gradient, "factor": factor}
+        return kernels.combine_gradient(self._shards(stats), columns, stats, **options)
+
+    def _shards(self, stats: TokenBuffers) -> Tensor:
+        """(ranks, numbers, C): those of each shard."""
+        return self.gathered(torch.stack([x for _, x in stats.items()]))
 
     # Every rank computes the same loss, so a sum over the group passes its gradient on as it is, and the
     # gradient of what every rank uses on its own logits is the sum of all ranks'.

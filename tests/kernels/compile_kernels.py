@@ -14,14 +14,28 @@ from typing import NamedTuple
 from tests.kernels.offline import Source, compile_sources, wanted
 
 BLOCK, LONG_BLOCK = 1024, 2048
-SCALE_BLOCK = 2048
+SCALE_BLOCK, COMBINE_BLOCK = 2048, 128
 TYPES = ("fp32", "bf16", "fp16")
 # Dtype of the logits and of the products (weight, hidden states, gradient): the latter may be narrower.
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
 
 
-INTEGERS = ("V", "common", "ignore_index", "columns", "write", "rows", "k", "H", "count", "piece")
-INT64 = ("targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr", "ends_ptr")
+INTEGERS = (
+    "V",
+    "common",
+    "ignore_index",
+    "columns",
+    "write",
+    "rows",
+    "k",
+    "H",
+    "count",
+    "piece",
+    "C",
+    "rank",
+    "ranks",
+)
+INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr", "ends_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 128, 2048, 8
 GATHERED_BLOCK, SLOTS = 256, 16
 
@@ -125,6 +139,16 @@ def gathered_combinations() -> Iterator[Combination]:
         yield combination("merge_kernel", {"total": x}, block)
 
 
+def combine_combinations() -> Iterator[Combination]:
+    levels = ((False, False, 3), (True, False, 5), (True, True, 7))  # EXTRA, SUM, NUMBERS
+    # As for row_kernel, fp16 holds no unnormalized exponentials.
+    writes = ((None, False), *itertools.product(("fp32", "bf16"), (False, True)))
+    for (extra, total, numbers), (grad, softcap) in itertools.product(levels, writes):
+        flags = {"EXTRA": extra, "SUM": total, "NUMBERS": numbers, "BLOCK": COMBINE_BLOCK}
+        flags |= {"WRITE": grad is not None, "HAS_SOFTCAP": softcap}
+        yield combination("combine_kernel", {"grad": grad or "fp32"}, flags)
+
+
 def combinations() -> list[Combination]:
     """What the launchers can ask for."""
     return [
@@ -132,6 +156,7 @@ def combinations() -> list[Combination]:
         *gradient_combinations(),
         *divergence_combinations(),
         *shard_combinations(),
+        *combine_combinations(),
         *scale_combinations(),
         *select_combinations(),
         *gathered_combinations(),
@@ -163,13 +188,18 @@ def source(number: int, c: Combination) -> Source:
         gathered_triton,
         scale_triton,
         select_triton,
+        shards_triton,
     )
 
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
-    assert SCALE_BLOCK == scale_triton.BLOCK and BLOCK == divergence_triton.BLOCK
+    assert (
+        SCALE_BLOCK == scale_triton.BLOCK
+        and COMBINE_BLOCK == shards_triton.BLOCK
+        and BLOCK == divergence_triton.BLOCK
+    )
     modules = (
         cross_entropy_triton,
         divergence_triton,
@@ -177,6 +207,7 @@ def source(number: int, c: Combination) -> Source:
         gathered_triton,
         scale_triton,
         select_triton,
+        shards_triton,
     )
     kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
     types, attributes = signature(kernel.arg_names, c), {}

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import torch
 
 WITHOUT_TWIN = ("tests/kernels/test_fused_projection.py", "tests/kernels/test_shard_in_product.py")
+# Tests of several ranks.
+RANKS = ("tests/losses/test_shard.py", "tests/kernels/test_shard_in_product.py")
 # What a GPU has no use for: the kernels' twins, and products in pieces.
 ON_CPU_ALONE = (
     "_logits_gradient_twin",
     "_token_statistics_twin",
     "_select_twin",
+    "_combine_twin",
+    "combine_gradient",
     "compared",
     "gathered_logits",
     "add_rows",
@@ -45,7 +49,7 @@ class Mutant:
     @property
     def on_cpu(self) -> bool:
         """Whether the tests run without the GPU that is there: it is no use, or several would be needed."""
-        ranks = "test_shard" in self.tests and torch.cuda.device_count() < 2
+        ranks = self.tests in RANKS and torch.cuda.device_count() < 2
         return self.function in ON_CPU_ALONE or ranks
 
     def applied(self, text: str) -> str:

@@ -6,6 +6,7 @@ TEST_CONTEXT_PARALLEL = "tests/losses/test_context_parallel.py"
 TEST_AGREEMENT = "tests/parallel/test_agreement.py"
 TEST_FSDP = "tests/losses/test_fsdp.py"
 TEST_SHARD = "tests/losses/test_shard.py"
+TEST_SHARDS = "tests/kernels/test_shards.py"
 SEQUENCES = "parallel/sequences.py"
 VOCABULARY = "parallel/vocabulary.py"
 
@@ -227,24 +228,6 @@ MUTANTS = [
         prefix="shard: ",
     ),
     *of_file(
-        VOCABULARY,
-        TEST_SHARD,
-        (
-            "row_scale of one rank",
-            "ShardedVocabulary.combine_gradient",
-            "factor * self.combine",
-            "factor + 0 * self.combine",
-        ),
-        ("share of none", "ShardedVocabulary.combine_gradient", ".clamp(min=-40).exp()", ".exp()"),
-        (
-            "target's entry of one rank",
-            "ShardedVocabulary.combine_gradient",
-            "gradient.scatter_(1",
-            "gradient.scatter(1",
-        ),
-        prefix="shard: ",
-    ),
-    *of_file(
         "engine/token_objective.py",
         TEST_SHARD,
         (
@@ -265,21 +248,6 @@ MUTANTS = [
             "self.start : self.start + self",
             ": self",
         ),
-        ("shares of the entropy", "ShardedVocabulary.combine", " - torch.xlogy(shares, shares)", ""),
-        (
-            "squares of one rank",
-            "ShardedVocabulary.combine",
-            "(2 * shares.log() + shards",
-            "(shares.log() + shards",
-        ),
-        ("tie goes to the last", "ShardedVocabulary.combine", "earlier, shards", "~earlier, shards"),
-        ("confident tokens", "ShardedVocabulary.combine", "torch.expm1(-logps_r)", "-torch.expm1(logps_r)"),
-        (
-            "softcap of the target",
-            "ShardedVocabulary.combine_gradient",
-            "(stats.logps + stats.lse)",
-            "(0 * stats.lse)",
-        ),
         (
             "gradient of a log-sum-exp of one rank",
             "ShardedVocabulary.shared",
@@ -298,5 +266,45 @@ MUTANTS = [
             "shards.sizes[self.vocabulary.rank]",
         ),
         prefix="shard: ",
+    ),
+    *of_file(
+        "kernels/shards.py",
+        TEST_SHARDS,
+        (
+            "row_scale of one rank",
+            "combine_gradient",
+            "factor = factor * share",
+            "factor = factor + 0 * share",
+        ),
+        ("share of none", "combine_gradient", ".clamp(min=-40).exp()", ".exp()"),
+        ("target's entry of one rank", "combine_gradient", "gradient.scatter_(1", "gradient.scatter(1"),
+        ("softcap of the target", "combine_gradient", "(out.logps + out.lse)", "(0 * out.lse)"),
+        ("shares of the entropy", "_combine_twin", " - torch.xlogy(shares, shares)", ""),
+        ("squares of one rank", "_combine_twin", "(2 * shares.log() + found", "(shares.log() + found"),
+        ("tie goes to the last", "_combine_twin", "earlier, found", "~earlier, found"),
+        ("confident tokens", "_combine_twin", "torch.expm1(-logps_r)", "-torch.expm1(logps_r)"),
+        prefix="shard: ",
+    ),
+    *of_file(
+        "kernels/shards_triton.py",
+        TEST_SHARDS,
+        ("row_scale of one rank", "combine_kernel", "other=1.0) * share", "other=1.0)"),
+        ("share of none", "combine_kernel", "tl.maximum(own / whole, 4.248354255291589e-18)", "own / whole"),
+        ("target's entry of one rank", "combine_kernel", "mask=mine)", "mask=mine & (rank == 0))"),
+        ("softcap of the target", "combine_kernel", "(logp + lse) * uncap", "lse * uncap"),
+        ("shares of the entropy", "combine_kernel", "(inner - log_share)", "inner"),
+        ("squares of one rank", "combine_kernel", "2.0 * log_share", "log_share"),
+        ("squares lost where a larger one comes", "combine_kernel", "squares * above_most", "squares"),
+        ("tie goes to the last", "combine_kernel", "r < owner", "r > owner"),
+        ("confident tokens", "combine_kernel", "-complement(-logp)", "1.0 / tl.exp(logp) - 1.0"),
+        (
+            "another rank's share",
+            "combine_kernel",
+            "tl.where(r == rank, share, own)",
+            "tl.where(r == 0, share, own)",
+        ),
+        ("ignored rows", "combine_kernel", "logp = tl.where(supervised, logp, 0.0)", "pass"),
+        ("rounding of lse", "combine_kernel", "(top - lse) + log_whole", "0.0"),
+        prefix="shard kernel: ",
     ),
 ]

@@ -1,0 +1,105 @@
+"""From the numbers of tokens within each shard of a vocabulary to those of the whole, on every rank alike.
+
+    combine            the numbers; `parallel/vocabulary.py` has the formulas
+    combine_gradient   the same after `logprob_gradient`, whose result becomes the whole vocabulary's
+
+A few numbers per token, of which each takes some PyTorch operations: on a GPU one kernel does what would be
+fifty launches between two products.
+"""
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenBuffers, stat_names, uses_triton
+from logitless.kernels.head import Head
+
+# Logits of several shards count as equal within so many rounding errors of their log-sum-exp.
+TIE = 4
+
+
+def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ignore_index: int) -> None:
+    """Fill `out`; ignored rows get zeros.
+
+    Args:
+        shards: (ranks, numbers, C), every rank's numbers in the order of `out`. A shard without the target
+            has -inf for logps and its largest logit for is_top1.
+        columns: (C,) targets as columns of this rank's shard.
+        out: (C,) each, written.
+        rank: this one's.
+        ignore_index: what stands in `columns` for an ignored target.
+    """
+    if _has_kernel(shards, out):
+        from logitless.kernels import shards_triton
+
+        shards_triton.combine(shards, columns, out, rank, ignore_index)
+    else:
+        _combine_twin(shards, columns, out, rank, ignore_index)
+
+
+def combine_gradient(
+    shards: Tensor,
+    columns: Tensor,
+    out: TokenBuffers,
+    *,
+    rank: int,
+    ignore_index: int,
+    gradient: Tensor,  # (C, columns) d log p(target) / d logits within the shard, up to a factor per row
+    factor: Tensor,  # (C,) that factor
+    head: Head,
+) -> Tensor:
+    """Fill `out`, set the target's entry in `gradient`, and return the factor (C,) with which it is that of
+    the whole vocabulary."""
+    if _has_kernel(shards, out):
+        from logitless.kernels import shards_triton
+
+        return shards_triton.combine(shards, columns, out, rank, ignore_index, gradient, factor, head)
+    # A shard with less than exp(-40) of the probability has no gradient to give; without the bound the
+    # target's entry, which is divided by the share, would overflow.
+    share = _combine_twin(shards, columns, out, rank, ignore_index)
+    factor = factor * share.clamp(min=-40).exp()
+    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != ignore_index)
+    at = torch.where(here, columns, 0)[:, None]
+    slope = head.derivative_at(out.logps + out.lse)
+    entry = (-torch.expm1(out.logps) / factor * slope)[:, None].to(gradient.dtype)
+    gradient.scatter_(1, at, torch.where(here[:, None], entry, gradient.gather(1, at)))
+    return factor
+
+
+def _has_kernel(shards: Tensor, out: TokenBuffers) -> bool:
+    names = tuple(name for name, _ in out.items())
+    return uses_triton(shards.device, shards.dtype) and names == stat_names(names)
+
+
+def _combine_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
+    """Fills `out`; the log of this shard's probability."""
+    found = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
+    lse_r, logps_r = found["lse"], found["logps"]
+    residual_r = torch.where(lse_r.isfinite(), found["lse_residual"], 0.0)
+    top = lse_r.amax(0)
+    shares = (lse_r - top + residual_r).exp()
+    whole = shares.sum(0)
+    shares = shares / whole
+    log_whole = whole.log()
+    lse = top + log_whole
+    combined = {"lse": lse, "lse_residual": torch.where(lse.isfinite(), (top - lse) + log_whole, 0.0)}
+
+    z_y = (logps_r + lse_r + residual_r).amax(0)
+    owner = logps_r > -torch.inf
+    # A confident token's 1 - p keeps its digits if every sum leaves the target out.
+    others = torch.where(owner, torch.expm1(-logps_r), (lse_r - z_y + residual_r).exp()).sum(0)
+    combined["logps"] = torch.where(z_y - lse > -0.5, -torch.log1p(others), (z_y - top) - log_whole)
+    if "entropy" in found:
+        combined["entropy"] = (shares * found["entropy"] - torch.xlogy(shares, shares)).sum(0)
+        # The first of equal logits wins.
+        slack = TIE * torch.finfo(lse.dtype).eps * (1 + lse.abs())
+        ranks = torch.arange(len(shards), device=lse.device)[:, None]
+        earlier = ranks < owner.long().argmax(0)
+        beaten = torch.where(earlier, found["is_top1"] >= z_y - slack, found["is_top1"] > z_y + slack)
+        combined["is_top1"] = torch.where(owner, found["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
+    if "sum_logits" in found:
+        combined["sum_logits"] = found["sum_logits"].sum(0)
+        # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
+        combined["log_sum_sq_probs"] = (2 * shares.log() + found["log_sum_sq_probs"]).logsumexp(0)
+    for name, x in combined.items():
+        getattr(out, name).copy_(torch.where(columns == ignore_index, 0.0, x))
+    return shares[rank].log()

@@ -1,0 +1,169 @@
+"""Triton kernel of `shards.py`: a few numbers of each rank per token, read up to three times from L1."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.kernels.cross_entropy_triton import complement, left_out_of_log, log1p
+from logitless.kernels.layout import check_written, dense
+
+BLOCK, WARPS = 128, 4
+# Of fp32; `shards.TIE` of them.
+SLACK = tl.constexpr(4 * 2.0**-23)
+
+
+@triton.jit
+def of_softmax(at, C, here):
+    """log p(target), log-sum-exp and its residual within a shard."""
+    logp = tl.load(at, mask=here, other=-float("inf"))
+    lse = tl.load(at + C, mask=here, other=0.0)
+    residual = tl.load(at + 2 * C, mask=here, other=0.0)
+    return logp, lse, tl.where(tl.abs(lse) < float("inf"), residual, 0.0)
+
+
+@triton.jit
+def combine_kernel(
+    shards_ptr,
+    columns_ptr,
+    logps_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    entropy_ptr,
+    sum_logits_ptr,
+    log_sum_sq_ptr,
+    is_top1_ptr,
+    factor_ptr,
+    result_ptr,
+    grad_ptr,
+    grad_stride,
+    C,
+    V,
+    rank,
+    ranks,
+    ignore_index,
+    gain,
+    uncap,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    SUM: tl.constexpr,
+    WRITE: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = rows < C
+    column = tl.load(columns_ptr + rows, mask=here, other=ignore_index)
+    supervised = column != ignore_index
+
+    top, z_y = tl.full([BLOCK], -float("inf"), tl.float32), tl.full([BLOCK], -float("inf"), tl.float32)
+    owner = tl.full([BLOCK], 0, tl.int32)
+    for r in range(ranks):
+        logp, lse_r, residual_r = of_softmax(shards_ptr + r * NUMBERS * C + rows, C, here)
+        top = tl.maximum(top, lse_r)
+        owner = tl.where((logp > -float("inf")) & (z_y == -float("inf")), r, owner)
+        z_y = tl.maximum(z_y, logp + lse_r + residual_r)
+
+    whole, others = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    own = whole
+    for r in range(ranks):
+        logp, lse_r, residual_r = of_softmax(shards_ptr + r * NUMBERS * C + rows, C, here)
+        share = tl.exp(lse_r - top + residual_r)
+        whole += share
+        own = tl.where(r == rank, share, own)
+        # A confident token's 1 - p keeps its digits if every sum leaves the target out.
+        others += tl.where(logp > -float("inf"), -complement(-logp), tl.exp(lse_r - z_y + residual_r))
+
+    log_whole = tl.log(whole)
+    log_whole += left_out_of_log(whole, log_whole)
+    lse = top + log_whole
+    residual = tl.where(tl.abs(lse) < float("inf"), (top - lse) + log_whole, 0.0)
+    logp = tl.where(z_y - lse > -0.5, -log1p(others), (z_y - top) - log_whole)
+    logp = tl.where(supervised, logp, 0.0)
+    lse = tl.where(supervised, lse, 0.0)
+    tl.store(logps_ptr + rows, logp, mask=here)
+    tl.store(lse_ptr + rows, lse, mask=here)
+    tl.store(lse_residual_ptr + rows, tl.where(supervised, residual, 0.0), mask=here)
+
+    if EXTRA:
+        entropy, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        beaten, most = here & False, tl.full([BLOCK], -float("inf"), tl.float32)
+        squares = total
+        slack = SLACK * (1.0 + tl.abs(lse))
+        for r in range(ranks):
+            at = shards_ptr + r * NUMBERS * C + rows
+            logp_r, lse_r, residual_r = of_softmax(at, C, here)
+            log_share = lse_r - top + residual_r - log_whole
+            share = tl.exp(log_share)
+            inner = tl.load(at + 3 * C, mask=here, other=0.0)
+            entropy += tl.where(share > 0.0, share * (inner - log_share), 0.0)
+            # Of a shard without the target, its largest logit. The first of equal logits wins.
+            hit = tl.load(at + (NUMBERS - 1) * C, mask=here, other=0.0)
+            above = tl.where(r < owner, hit >= z_y - slack, hit > z_y + slack)
+            beaten = beaten | tl.where(logp_r > -float("inf"), hit <= 0.0, above)
+            if SUM:
+                total += tl.load(at + 4 * C, mask=here, other=0.0)
+                # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
+                square = 2.0 * log_share + tl.load(at + 5 * C, mask=here, other=-float("inf"))
+                higher = tl.maximum(most, square)
+                above_most = tl.where(most > -float("inf"), tl.exp(most - higher), 0.0)
+                squares = squares * above_most + tl.where(
+                    square > -float("inf"), tl.exp(square - higher), 0.0
+                )
+                most = higher
+        tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
+        tl.store(is_top1_ptr + rows, tl.where(supervised & (beaten == 0), 1.0, 0.0), mask=here)
+        if SUM:
+            tl.store(sum_logits_ptr + rows, tl.where(supervised, total, 0.0), mask=here)
+            tl.store(log_sum_sq_ptr + rows, tl.where(supervised, most + tl.log(squares), 0.0), mask=here)
+
+    if WRITE:
+        # A shard with less than exp(-40) of the probability has no gradient to give.
+        share = tl.maximum(own / whole, 4.248354255291589e-18)
+        factor = tl.load(factor_ptr + rows, mask=here, other=1.0) * share
+        tl.store(result_ptr + rows, factor, mask=here)
+        slope = gain
+        if HAS_SOFTCAP:
+            squashed = (logp + lse) * uncap
+            slope = gain * (1.0 - squashed * squashed)
+        entry = complement(logp) / factor * slope
+        mine = here & supervised & (column >= 0) & (column < V)
+        target = grad_ptr + rows.to(tl.int64) * grad_stride + column
+        tl.store(target, entry.to(grad_ptr.dtype.element_ty), mask=mine)
+
+
+def combine(
+    shards: Tensor, columns: Tensor, out, rank: int, ignore_index: int, gradient=None, factor=None, head=None
+) -> Tensor | None:
+    check_written(**dict(out.items()))
+    (ranks, numbers, C), write = shards.shape, gradient is not None
+    softcap = head.softcap if write else None
+    result = torch.empty_like(out.lse) if write else out.lse
+    optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
+    combine_kernel[(triton.cdiv(C, BLOCK),)](
+        dense(shards),
+        dense(columns),
+        out.logps,
+        out.lse,
+        out.lse_residual,
+        *(out.lse if x is None else x for x in optional),
+        dense(factor) if write else out.lse,
+        result,
+        gradient if write else out.lse,
+        gradient.stride(0) if write else 0,
+        C,
+        gradient.shape[1] if write else 0,
+        rank,
+        ranks,
+        ignore_index,
+        head.logit_scale / head.temperature if write else 1.0,
+        head.temperature / softcap if softcap is not None else 1.0,
+        HAS_SOFTCAP=softcap is not None,
+        EXTRA=out.entropy is not None,
+        SUM=out.sum_logits is not None,
+        WRITE=write,
+        NUMBERS=numbers,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
+    )
+    return result if write else None

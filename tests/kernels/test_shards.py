@@ -1,0 +1,145 @@
+"""Numbers of the whole vocabulary from those of its shards, against plain PyTorch on all logits in fp64.
+
+Each case runs as this device has it: the kernel on a GPU and in Triton's interpreter, else the twin.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats, logprob_gradient, token_statistics
+from logitless.kernels.head import Head
+from logitless.kernels.shards import combine, combine_gradient
+from tests.kernels.support import DEVICE, TWINS
+
+LEVELS = {"logps": (), "entropy": ("entropy",), "squares": ("log_sum_sq_probs",)}
+SIZES = {"one": (40,), "two": (30, 17), "five": (3, 20, 1, 9, 14)}
+HEADS = {"plain": Head(), "scaled": Head(None, -0.6, 1.3), "softcap": Head(4.0, 1.5, 0.7)}
+IGNORED = -100
+
+
+def columns_of(targets: Tensor, start: int, width: int) -> Tensor:
+    here = (targets >= start) & (targets < start + width)
+    return torch.where(targets == IGNORED, IGNORED, torch.where(here, targets - start, width))
+
+
+def problem(sizes: tuple[int, ...], C: int = 9) -> tuple[Tensor, Tensor]:
+    """Products (C, V) and targets."""
+    generator = torch.Generator().manual_seed(len(sizes))
+    products = torch.randn(C, sum(sizes), generator=generator) * 3
+    targets = torch.randint(0, sum(sizes), (C,), generator=generator)
+    targets[::7] = IGNORED
+    products[3, targets[3]] = 30.0  # a confident token
+    products[5] = -40.0
+    products[5, targets[5]] = 60.0
+    return products.to(DEVICE), targets.to(DEVICE)
+
+
+def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, write=False):
+    """(numbers, gradient of log p by the product) as every rank finds them."""
+    C, bounds = len(targets), [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
+    numbers, gradients, factors, columns = [], [], [], []
+    for start, width in zip(bounds, sizes):
+        logits = products[:, start : start + width].float().contiguous()
+        columns.append(columns_of(targets, start, width))
+        out = allocate_stats(LEVELS[level], C, torch.float32, DEVICE)
+        options = {"head": head, "ignore_index": IGNORED}
+        if write:
+            factors.append(logprob_gradient(logits, columns[-1], out, gradient=logits, **options))
+            gradients.append(logits)
+        else:
+            token_statistics(logits, columns[-1], out, **options)
+        numbers.append(torch.stack([x for _, x in out.items()]))
+    shards, found = torch.stack(numbers), []
+    for rank in range(len(sizes)):
+        out = allocate_stats(LEVELS[level], C, torch.float32, DEVICE)
+        options = {"rank": rank, "ignore_index": IGNORED}
+        if write:
+            options |= {"gradient": gradients[rank], "factor": factors[rank], "head": head}
+            gradients[rank] *= combine_gradient(shards, columns[rank], out, **options)[:, None]
+        else:
+            combine(shards, columns[rank], out, **options)
+        found.append(out)
+    for out in found[1:]:
+        assert all(torch.equal(x, getattr(found[0], name)) for name, x in out.items())
+    return found[0], torch.cat(gradients, 1) if write else None
+
+
+def truth(products: Tensor, targets: Tensor, head: Head) -> tuple[TokenBuffers, Tensor]:
+    x = products.double().requires_grad_()
+    z, rows = head.logits(x)[0], targets != IGNORED
+    log_p, index = z.log_softmax(1), targets.clamp(min=0)[:, None]
+    logps = log_p.gather(1, index)[:, 0]
+    (gradient,) = torch.autograd.grad((logps * rows).sum(), x)
+    p, z, log_p, logps = log_p.exp().detach(), z.detach(), log_p.detach(), logps.detach()
+    found = TokenBuffers(
+        logps=logps,
+        lse=z.logsumexp(1),
+        entropy=-(p * log_p).sum(1),
+        sum_logits=z.sum(1),
+        log_sum_sq_probs=(2 * log_p).logsumexp(1),
+        is_top1=(z.argmax(1) == targets).double(),
+    )
+    return TokenBuffers(**{name: x * rows for name, x in found.items()}), gradient
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_equals_the_whole(level, sizes, head):
+    products, targets = problem(sizes)
+    wanted, d_products = truth(products, targets, head)
+    found, _ = combined(products, targets, sizes, level, head)
+    found.lse = found.lse.double() + found.lse_residual
+    assert (found.lse - wanted.lse).abs().max() < 6e-7
+    for name, x in found.items():
+        if name != "lse_residual":
+            error, size = x.double() - getattr(wanted, name), 1 + getattr(wanted, name).abs()
+            assert (error.abs() / size).max() < (1e-5 if name == "sum_logits" else 3e-6), name
+    if level != "squares":
+        _, gradient = combined(products, targets, sizes, level, head, write=True)
+        assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
+
+
+def test_rows_of_two_programs():
+    products, targets = problem(SIZES["two"], C=131)
+    wanted, d_products = truth(products, targets, Head())
+    found, gradient = combined(products, targets, SIZES["two"], "logps", write=True)
+    assert (found.logps.double() - wanted.logps).abs().max() < 1e-4
+    assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
+
+
+@pytest.mark.skipif(TWINS, reason="the row kernels' twins lose these digits in fp32")
+@pytest.mark.parametrize("level", ["logps", "entropy"])
+def test_confident_tokens_keep_their_digits(level):
+    """One logit far above all others, which are 0."""
+    _, targets = problem(SIZES["five"])
+    C, targets = len(targets), targets.clamp(min=0)
+    above = torch.linspace(5, 45, C, device=DEVICE)
+    products = torch.zeros(C, 47, device=DEVICE).scatter_(1, targets[:, None], above[:, None])
+    found, gradient = combined(products, targets, SIZES["five"], level, write=True)
+    wanted = -torch.log1p(46 * torch.exp(-above.double()))
+    own = gradient.gather(1, targets[:, None])[:, 0].double()
+    assert ((found.logps.double() - wanted) / wanted).abs().max() < 1e-5
+    assert ((own + torch.expm1(wanted)) / torch.expm1(wanted)).abs().max() < 1e-5
+
+
+def test_the_first_of_equal_logits_wins():
+    sizes = (3, 3, 3)
+    products = torch.zeros(3, 9, device=DEVICE)
+    products[:, [1, 4, 5, 8]] = 2.0
+    found, _ = combined(products, torch.tensor([1, 4, 8], device=DEVICE), sizes)
+    assert found.is_top1.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_a_shard_without_a_share():
+    """Its logits are so far below that its probability is 0, be the target among them or not."""
+    sizes, products = (3, 4), torch.randn(5, 7).to(DEVICE)
+    products[0, :3], products[1, 3:], products[4, :3] = -1e4, -200.0, -1e3
+    targets = torch.tensor([4, 1, 2, 6, 1], device=DEVICE)
+    wanted, d_products = truth(products, targets, Head())
+    found, gradient = combined(products, targets, sizes, write=True)
+    for name in ("logps", "lse", "entropy"):
+        error = (getattr(found, name).double() - getattr(wanted, name)).abs()
+        assert (error / (1 + getattr(wanted, name).abs())).max() < 1e-6, name
+    assert (gradient.double() - d_products).abs().max() < 1e-6
