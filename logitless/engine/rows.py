@@ -93,30 +93,52 @@ def select_rows(
     if packed:
         faults = (*faults, _boundary_fault(cu_seqlens, N))
         cu_seqlens = cu_seqlens.clamp(0, N)  # nothing may read beyond the tokens before the fault is known
-    # The GPU waits for these launches. Padded sequences are counted apart in one, and added up on the host.
-    apart = compact and grouping.sequences > 0 and not packed and not peers.groups
-    marks = torch.stack((supervised, *(fault.count for fault in faults if fault.count.dim())))
-    shape = (marks.shape[0], grouping.sequences)
-    counts = marks.view(*shape, N // grouping.sequences).sum(2) if apart else marks.sum(1)
-    numbers = [
-        counts.view(-1) if apart else counts,
-        *(fault.count[None] for fault in faults if not fault.count.dim()),
-    ]
-    numbers = torch.cat(numbers) if len(numbers) > 1 else numbers[0]
+    apart = compact and not packed and not peers.groups
+    counts = _counted(supervised, faults, grouping.sequences if apart else 0)
     if grouping.sequences or grouping.grouped:
         if packed:
             layout = _packed(supervised, grouping, cu_seqlens, compact)
         else:
-            layout = _padded(supervised, grouping, counts[0] if apart else None, compact)
+            layout = _padded(supervised, grouping, counts.of_sequences, compact)
     if not compact:
+        numbers = counts.numbers
         found = peers.table(numbers[1:]).sum(0)[1:] if peers.groups else numbers[1:]
         known = None if shards is None else Shards.read(shards.tolist())
         for fault, count in zip(faults, found.unbind(), strict=True):
             fault.of_shards(known)._replace(count=count).assert_async()
         return _every_row(N, numbers[0], grouping, layout)._replace(shards=known)
     meeting = _Meeting(peers, shards) if peers.groups else None
-    tables = shape if apart else None
-    return _supervised_rows(supervised, numbers, tables, faults, grouping, layout, meeting)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
+
+
+class _Counts(NamedTuple):
+    """Of the supervised tokens and of each fault, on the device."""
+
+    numbers: Tensor  # (n,) one count each; of marked tokens there may be one for each sequence
+    marks: int = 0  # how many of the counts come for each sequence
+    sequences: int = 0
+
+    @property
+    def of_sequences(self) -> Tensor | None:
+        """(sequences,) supervised tokens, where they are known."""
+        return self.numbers[: self.sequences] if self.marks else None
+
+    def added_up(self, numbers: list[int]) -> list[int]:
+        """The numbers as the host has read them -> one count each, then those of the sequences."""
+        end = self.marks * self.sequences
+        tables = [numbers[start : start + self.sequences] for start in range(0, end, self.sequences or 1)]
+        return [*map(sum, tables), *numbers[end:], *(tables[0] if tables else ())]
+
+
+def _counted(supervised: Tensor, faults: Sequence[Fault], sequences: int) -> _Counts:
+    """Counts for each of so many padded sequences, or with 0 for the call: in few launches, as the GPU waits
+    for them."""
+    marks = torch.stack((supervised, *(fault.count for fault in faults if fault.count.dim())))
+    N = supervised.shape[0]
+    found = marks.view(len(marks), sequences, N // sequences).sum(2).view(-1) if sequences else marks.sum(1)
+    others = [fault.count for fault in faults if not fault.count.dim()]
+    numbers = torch.cat((found, torch.stack(others))) if others else found
+    return _Counts(numbers, len(marks), sequences) if sequences else _Counts(numbers)
 
 
 def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
@@ -197,23 +219,18 @@ class _Meeting(NamedTuple):
 
 def _supervised_rows(
     supervised: Tensor,
-    numbers: Tensor,  # counts of the supervised tokens and of each fault
-    tables: Sequence[int] | None,  # (n, sequences): the first n of them are counts for each sequence
+    counts: _Counts,
     faults: Sequence[Fault],
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
 ) -> Rows:
-    N, shards = supervised.shape[0], None
+    N, shards, numbers = supervised.shape[0], None, counts.numbers
     if meeting is not None:
         numbers = meeting.told(numbers)
-    if layout is not None and tables is None:
+    if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
-    numbers = numbers.tolist()  # the sync
-    if tables is not None:
-        apart = [numbers[i * tables[1] : (i + 1) * tables[1]] for i in range(tables[0])]
-        numbers = [*map(sum, apart), *numbers[tables[0] * tables[1] :], *apart[0]]
-    count, *numbers = numbers
+    count, *numbers = counts.added_up(numbers.tolist())  # the sync
     if meeting is not None:
         shards, lengths = meeting.settle(faults, numbers)
     else:

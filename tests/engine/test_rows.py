@@ -198,6 +198,22 @@ def test_a_fault_is_raised_with_its_text(grouping):
     assert select(case, grouping, "packed", True, (fault(0), fault(0))).count == 3
 
 
+@pytest.mark.parametrize("form", ["padded", "packed"])
+@pytest.mark.parametrize("grouping", [Grouping(), Grouping(4, 1, True), Grouping(4, 2, True)], ids=str)
+def test_a_fault_that_marks_tokens(grouping, form):
+    """Counted for each sequence or for the call, beside one that is a number."""
+    case, marked = Case([2] * 4, [1, 6]), torch.tensor([0, 0, 0, 1, 1, 0, 0, 1]).bool()
+    marks, plain = fault(0)._replace(count=marked), fault(0, "weights")
+    with pytest.raises(ValueError, match=r"^targets: expected ids below 7, got 3 others; mask them\.$"):
+        select(case, grouping, form, True, (marks, plain))
+    with pytest.raises(ValueError, match=r"^weights: expected ids below 7, got 2 others; mask them\.$"):
+        select(case, grouping, form, True, (marks._replace(count=marked & False), fault(2, "weights")))
+    rows = select(case, grouping, form, True, (marks._replace(count=marked & False), plain))
+    wanted = select(case, grouping, form, True)
+    assert rows.count == wanted.count == 6 and rows.group_sizes == wanted.group_sizes
+    assert (rows.tokens, rows.chosen_tokens) == (wanted.tokens, wanted.chosen_tokens)
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="a device-side assertion ends the process's use of the GPU"
 )

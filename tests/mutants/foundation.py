@@ -370,6 +370,9 @@ MUTANTS = [
     *of_file(
         ROWS,
         TEST_ENGINE_ROWS,
+        ("counts of another sequence", "_Counts.added_up", "start : start + self", "0 : self"),
+        ("sequences of a fault", "_Counts.added_up", "tables[0] if tables", "tables[-1] if tables"),
+        ("numbers behind the sequences dropped", "_Counts.added_up", "*numbers[end:], ", ""),
         (
             "faults raised with another's text",
             "_supervised_rows",
