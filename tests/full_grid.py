@@ -22,7 +22,7 @@ import typer
 from logitless import BudgetWarning
 from tests.cases import DTYPES
 from tests.losses.test_cross_entropy import FACTORS, check_case, has_effect
-from tests.mutants.running import environment
+from tests.mutants.running import environment, shard
 from tests.support import DEVICE
 
 GRID = (
@@ -74,12 +74,14 @@ def failures(number: int, share: list[tuple[dict, str]]) -> list[str]:
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     every: Annotated[int, typer.Option(help="Run one case of so many.")] = 1,
-    shard: Annotated[str, typer.Option(metavar="K/N", help="The K-th of N equal shares.")] = "1/1",
+    share: Annotated[
+        tuple, typer.Option("--shard", parser=shard, metavar="K/N", help="The K-th of N equal shares.")
+    ] = "1/1",
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the record.")] = None,
 ) -> None:
     """Run the grid; list what fails and exit with 1 if anything does."""
-    number, count = map(int, shard.split("/"))
-    chosen, start = cases()[::every][number - 1 :: count], time.perf_counter()
+    k, n = share
+    chosen, start = cases()[::every][k - 1 :: n], time.perf_counter()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         shares = (chosen[job::jobs] for job in range(jobs))
         found = sum(pool.map(failures, range(jobs), shares), [])

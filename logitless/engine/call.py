@@ -81,7 +81,8 @@ class Call(Given):
     stat_dtype: torch.dtype  # of per-token numbers
     logits_dtype: torch.dtype
     # Whether a kernel can read logits that are wanted in fp32 in the product. A matter of device, dtypes and
-    # head alone: all walks of the same rows see the same logits, in whatever call. Of all ranks' shards.
+    # head alone: all walks of the same rows see the same logits, in whatever call. Of a shard, whether this
+    # rank's can, until `with_shards` knows of all.
     unrounded: bool
 
     def with_shards(self, shards: Shards | None) -> "Call":

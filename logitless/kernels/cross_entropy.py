@@ -53,7 +53,7 @@ class TokenBuffers:
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
         found = dict(self.items())
-        # A view of each number costs the host more than a small chunk costs the GPU.
+        # Views of all of them would only cost the host time, before the first product.
         if isinstance(rows, slice) and all(rows.indices(len(x)) == (0, len(x), 1) for x in found.values()):
             return self
         return TokenBuffers(**{name: x[rows] for name, x in found.items()})

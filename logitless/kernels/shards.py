@@ -7,6 +7,8 @@ A few numbers per token, of which each takes some PyTorch operations: on a GPU o
 fifty launches between two products.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,11 @@ from logitless.kernels.head import Head
 
 # Logits of several shards count as equal within so many rounding errors of their log-sum-exp.
 TIE = 4
+# A shard with less than exp(-40) of the probability has no gradient to give; without the bound the target's
+# entry, which is divided by the share, would overflow.
+LEAST_LOG_SHARE = -40.0
+# The same for the kernel, which computes in fp32.
+LIMITS = {"tie": TIE * torch.finfo(torch.float32).eps, "least_share": math.exp(LEAST_LOG_SHARE)}
 
 
 def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ignore_index: int) -> None:
@@ -31,7 +38,7 @@ def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ig
     if _has_kernel(shards, out):
         from logitless.kernels import shards_triton
 
-        shards_triton.combine(shards, columns, out, rank, ignore_index)
+        shards_triton.combine(shards, columns, out, rank, ignore_index, **LIMITS)
     else:
         _combine_twin(shards, columns, out, rank, ignore_index)
 
@@ -52,11 +59,10 @@ def combine_gradient(
     if _has_kernel(shards, out):
         from logitless.kernels import shards_triton
 
-        return shards_triton.combine(shards, columns, out, rank, ignore_index, gradient, factor, head)
-    # A shard with less than exp(-40) of the probability has no gradient to give; without the bound the
-    # target's entry, which is divided by the share, would overflow.
+        options = {"gradient": gradient, "factor": factor, "head": head}
+        return shards_triton.combine(shards, columns, out, rank, ignore_index, **LIMITS, **options)
     share = _combine_twin(shards, columns, out, rank, ignore_index)
-    factor = factor * share.clamp(min=-40).exp()
+    factor = factor * share.clamp(min=LEAST_LOG_SHARE).exp()
     here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != ignore_index)
     at = torch.where(here, columns, 0)[:, None]
     slope = head.derivative_at(out.logps + out.lse)

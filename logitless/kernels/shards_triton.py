@@ -9,8 +9,6 @@ from logitless.kernels.cross_entropy_triton import complement, left_out_of_log, 
 from logitless.kernels.layout import check_written, dense
 
 BLOCK, WARPS = 128, 4
-# Of fp32; `shards.TIE` of them.
-SLACK = tl.constexpr(4 * 2.0**-23)
 
 
 @triton.jit
@@ -44,6 +42,8 @@ def combine_kernel(
     ignore_index,
     gain,
     uncap,
+    tie,
+    least_share,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
@@ -89,7 +89,7 @@ def combine_kernel(
         entropy, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         beaten, most = here & False, tl.full([BLOCK], -float("inf"), tl.float32)
         squares = total
-        slack = SLACK * (1.0 + tl.abs(lse))
+        slack = tie * (1.0 + tl.abs(lse))
         for r in range(ranks):
             at = shards_ptr + r * NUMBERS * C + rows
             logp_r, lse_r, residual_r = of_softmax(at, C, here)
@@ -118,8 +118,7 @@ def combine_kernel(
             tl.store(log_sum_sq_ptr + rows, tl.where(supervised, most + tl.log(squares), 0.0), mask=here)
 
     if WRITE:
-        # A shard with less than exp(-40) of the probability has no gradient to give.
-        share = tl.maximum(own / whole, 4.248354255291589e-18)
+        share = tl.maximum(own / whole, least_share)
         factor = tl.load(factor_ptr + rows, mask=here, other=1.0) * share
         tl.store(result_ptr + rows, factor, mask=here)
         slope = gain
@@ -133,7 +132,17 @@ def combine_kernel(
 
 
 def combine(
-    shards: Tensor, columns: Tensor, out, rank: int, ignore_index: int, gradient=None, factor=None, head=None
+    shards: Tensor,
+    columns: Tensor,
+    out,
+    rank: int,
+    ignore_index: int,
+    *,
+    tie: float,
+    least_share: float,
+    gradient=None,
+    factor=None,
+    head=None,
 ) -> Tensor | None:
     check_written(**dict(out.items()))
     (ranks, numbers, C), write = shards.shape, gradient is not None
@@ -158,6 +167,8 @@ def combine(
         ignore_index,
         head.logit_scale / head.temperature if write else 1.0,
         head.temperature / softcap if softcap is not None else 1.0,
+        tie,
+        least_share,
         HAS_SOFTCAP=softcap is not None,
         EXTRA=out.entropy is not None,
         SUM=out.sum_logits is not None,

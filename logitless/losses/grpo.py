@@ -270,8 +270,8 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if self.loss_type in ("grpo", "sapo"):
             inputs["unit_weights"] = layout.spread(layout.shares)
         elif self.loss_type == "dr_grpo":
-            share = 1 / self.max_completion_length
-            inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, share))
+            weight = 1 / self.max_completion_length
+            inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
         # A number that a whole sequence shares is counted once.
         once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
         everyone = None if once and not self.entropy_coef else layout.share

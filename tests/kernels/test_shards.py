@@ -16,6 +16,8 @@ LEVELS = {"logps": (), "entropy": ("entropy",), "squares": ("log_sum_sq_probs",)
 SIZES = {"one": (40,), "two": (30, 17), "five": (3, 20, 1, 9, 14)}
 HEADS = {"plain": Head(), "scaled": Head(None, -0.6, 1.3), "softcap": Head(4.0, 1.5, 0.7)}
 IGNORED = -100
+# What is done within a shard; the row kernels' twins lose the digits of confident tokens, in fp32 soon.
+WITHIN = torch.float64 if TWINS else torch.float32
 
 
 def columns_of(targets: Tensor, start: int, width: int) -> Tensor:
@@ -40,16 +42,17 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
     C, bounds = len(targets), [sum(sizes[:rank]) for rank in range(len(sizes) + 1)]
     numbers, gradients, factors, columns = [], [], [], []
     for start, width in zip(bounds, sizes):
-        logits = products[:, start : start + width].float().contiguous()
+        logits = products[:, start : start + width].to(WITHIN, copy=True).contiguous()
         columns.append(columns_of(targets, start, width))
-        out = allocate_stats(LEVELS[level], C, torch.float32, DEVICE)
+        out = allocate_stats(LEVELS[level], C, WITHIN, DEVICE)
         options = {"head": head, "ignore_index": IGNORED}
         if write:
-            factors.append(logprob_gradient(logits, columns[-1], out, gradient=logits, **options))
-            gradients.append(logits)
+            factors.append(logprob_gradient(logits, columns[-1], out, gradient=logits, **options).float())
+            gradients.append(logits.float())
         else:
             token_statistics(logits, columns[-1], out, **options)
-        numbers.append(torch.stack([x for _, x in out.items()]))
+        out.lse_residual += out.lse - out.lse.float()  # what the next line rounds away
+        numbers.append(torch.stack([x.float() for _, x in out.items()]))
     shards, found = torch.stack(numbers), []
     for rank in range(len(sizes)):
         out = allocate_stats(LEVELS[level], C, torch.float32, DEVICE)
@@ -96,9 +99,8 @@ def test_equals_the_whole(level, sizes, head):
         if name != "lse_residual":
             error, size = x.double() - getattr(wanted, name), 1 + getattr(wanted, name).abs()
             assert (error.abs() / size).max() < (1e-5 if name == "sum_logits" else 3e-6), name
-    if level != "squares":
-        _, gradient = combined(products, targets, sizes, level, head, write=True)
-        assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
+    _, gradient = combined(products, targets, sizes, level, head, write=True)
+    assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
 
 
 def test_rows_of_two_programs():
@@ -109,13 +111,12 @@ def test_rows_of_two_programs():
     assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
 
 
-@pytest.mark.skipif(TWINS, reason="the row kernels' twins lose these digits in fp32")
 @pytest.mark.parametrize("level", ["logps", "entropy"])
 def test_confident_tokens_keep_their_digits(level):
     """One logit far above all others, which are 0."""
     _, targets = problem(SIZES["five"])
     C, targets = len(targets), targets.clamp(min=0)
-    above = torch.linspace(5, 45, C, device=DEVICE)
+    above = torch.linspace(5, 20 if TWINS else 45, C, device=DEVICE)
     products = torch.zeros(C, 47, device=DEVICE).scatter_(1, targets[:, None], above[:, None])
     found, gradient = combined(products, targets, SIZES["five"], level, write=True)
     wanted = -torch.log1p(46 * torch.exp(-above.double()))

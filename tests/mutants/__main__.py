@@ -21,7 +21,18 @@ import torch
 
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
-from tests.mutants.running import CAUGHT, CORE, ENVIRONMENT, SURVIVES, TRAINERS, Job, Result, environment, run
+from tests.mutants.running import (
+    CAUGHT,
+    CORE,
+    ENVIRONMENT,
+    SURVIVES,
+    TRAINERS,
+    Job,
+    Result,
+    environment,
+    run,
+    shard,
+)
 
 ROOT = Path(__file__).parents[2]
 WITH_TRAINERS = ("logitless/models/", "logitless/trl_integration/")
@@ -40,13 +51,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="file for the record, written after each mutant")
     return parser.parse_args()
-
-
-def shard(text: str) -> tuple[int, int]:
-    k, n = map(int, text.split("/"))
-    if not 1 <= k <= n:
-        raise ValueError
-    return k, n
 
 
 def share(mutants: list[Mutant], k: int, n: int) -> list[Mutant]:

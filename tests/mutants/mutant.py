@@ -10,20 +10,15 @@ WITHOUT_TWIN = ("tests/kernels/test_fused_projection.py", "tests/kernels/test_sh
 # Tests of several ranks.
 RANKS = ("tests/losses/test_shard.py", "tests/kernels/test_shard_in_product.py")
 # What a GPU has no use for: the kernels' twins, and products in pieces.
-ON_CPU_ALONE = (
-    "_logits_gradient_twin",
-    "_token_statistics_twin",
-    "_select_twin",
-    "_combine_twin",
-    "combine_gradient",
-    "compared",
-    "gathered_logits",
-    "add_rows",
-    "Head.logits",
-    "_vocabulary_pieces",
-    "accumulate",
-    "sum_runs",
-)
+ON_CPU_ALONE = {
+    "kernels/cross_entropy.py": ("_logits_gradient_twin", "_token_statistics_twin"),
+    "kernels/gathered.py": ("gathered_logits", "add_rows"),
+    "kernels/head.py": ("Head.logits",),
+    "kernels/matmul.py": ("_vocabulary_pieces", "accumulate"),
+    "kernels/select.py": ("_select_twin", "compared"),
+    "kernels/shards.py": ("_combine_twin", "combine_gradient"),
+    "engine/segments.py": ("sum_runs",),
+}
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Mutant:
     def on_cpu(self) -> bool:
         """Whether the tests run without the GPU that is there: it is no use, or several would be needed."""
         ranks = self.tests in RANKS and torch.cuda.device_count() < 2
-        return self.function in ON_CPU_ALONE or ranks
+        return self.function in ON_CPU_ALONE.get(self.file, ()) or ranks
 
     def applied(self, text: str) -> str:
         """The file's text with the change; ValueError unless it applies exactly once."""

@@ -72,7 +72,7 @@ MUTANTS = [
         (
             "dr_grpo by lengths",
             "GRPOLoss.laid_out",
-            "torch.full_like(layout.lengths, share)",
+            "torch.full_like(layout.lengths, weight)",
             "layout.shares",
         ),
         ("entropy bonus's sign", "GRPOLoss.with_bonus", "-self.entropy_coef", "self.entropy_coef"),

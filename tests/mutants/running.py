@@ -62,6 +62,14 @@ def environment() -> dict[str, str]:
     return found | {"device": "GPU" if torch.cuda.is_available() else "CPU"}
 
 
+def shard(text: str) -> tuple[int, int]:
+    """ "2/3" -> (2, 3)."""
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError
+    return k, n
+
+
 @dataclass(frozen=True)
 class Job:
     """One run of pytest: on the repository as it is, or with a mutant."""
