@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside
@@ -111,6 +112,7 @@ def numbers_of_row(others, others_z, drop_y, shift):
     return total, log_total, logp, lse, residual, entropy
 
 
+@held
 @triton.jit
 def row_kernel(
     logits_ptr,
@@ -255,6 +257,7 @@ def row_kernel(
         tl.store(grad_ptr + y, (-others * slope_y).to(grad_ptr.dtype.element_ty), mask=known)
 
 
+@held
 @triton.jit
 def logits_gradient_kernel(
     logits_ptr,

@@ -18,9 +18,11 @@ from logitless.kernels.divergence_triton import (
     mode_of,
     scored,
 )
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 
+@held
 @triton.jit
 def shard_kernel(
     student_ptr,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import DRIFT
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, dense
 
 BLOCK, WARPS = 1024, 4
@@ -73,6 +74,7 @@ def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
     return s, terms, -d, terms
 
 
+@held
 @triton.jit
 def divergence_kernel(
     student_ptr,

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, dense
 from logitless.kernels.product_tiles_triton import (
     LAUNCH,
@@ -50,6 +51,7 @@ def gradient_half(
     grad.store([m0, n0], tl.where(ignored[:, None], 0.0, g * slope).to(grad.dtype))
 
 
+@held
 @triton.jit
 def gradient_kernel(
     x,

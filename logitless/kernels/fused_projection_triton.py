@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import vocabulary_arguments
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_written, dense
 from logitless.kernels.product_tiles_triton import (
     BLOCK_N,
@@ -97,6 +98,7 @@ def any_again(again_ptr, C, BLOCK: tl.constexpr):
     return tl.max(found, 0) > 0
 
 
+@held
 @triton.jit
 def read_kernel(
     x,

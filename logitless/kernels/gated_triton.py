@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
 from logitless.kernels.operands import as_rows, widest
 
 BLOCK, WARPS = 1024, 4
@@ -36,6 +37,7 @@ def activate(a, KIND: tl.constexpr):
     return act, slope
 
 
+@held
 @triton.jit
 def gated_kernel(
     a_ptr,
@@ -58,6 +60,7 @@ def gated_kernel(
     tl.store(out_ptr + row * columns + col, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@held
 @triton.jit
 def gated_backward_kernel(
     d_out_ptr,

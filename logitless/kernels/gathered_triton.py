@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 SLOTS, BLOCK, WARPS = 16, 256, 4
@@ -19,6 +20,7 @@ SLOTS, BLOCK, WARPS = 16, 256, 4
 PIECE, MOST_PIECES = 256, 4096
 
 
+@held
 @triton.jit
 def gathered_logits_kernel(
     hidden_ptr,
@@ -45,6 +47,7 @@ def gathered_logits_kernel(
     tl.store(out_ptr + row * k + slot, tl.sum(total, 1), mask=slot < k)
 
 
+@held
 @triton.jit
 def weighted_rows_kernel(
     weight_ptr,
@@ -74,6 +77,7 @@ def weighted_rows_kernel(
     tl.store(out_ptr + row * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
+@held
 @triton.jit
 def piece_kernel(
     hidden_ptr,
@@ -121,6 +125,7 @@ def piece_kernel(
             total = tl.zeros([BLOCK], tl.float32)
 
 
+@held
 @triton.jit
 def merge_kernel(
     total_ptr,

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
 from logitless.kernels.operands import as_rows, multiprocessors, widest
 
 
+@held
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr,
@@ -71,6 +73,7 @@ def norm_kernel(
     tl.store(y_ptr + row * columns + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@held
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     d_y_ptr,
@@ -142,6 +145,7 @@ def norm_backward_kernel(
         tl.store(shares_ptr + share + D_WEIGHT * columns, tl.sum(d_bias, 0), mask=cols < columns)
 
 
+@held
 @triton.jit(do_not_specialize=["rows"])
 def column_sum_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

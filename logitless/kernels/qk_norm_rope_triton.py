@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from logitless.kernels.launch import held
 from logitless.kernels.norm_triton import column_sum
 from logitless.kernels.operands import multiprocessors
 from logitless.kernels.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
@@ -77,6 +78,7 @@ def heads_backward(
     return share_a, share_b
 
 
+@held
 @triton.jit(do_not_specialize=["tokens", "length"])
 def norm_rope_backward_kernel(
     d_q_out_ptr,  # or None

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
+
 
 @triton.jit
 def pair_columns(D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr):
@@ -144,6 +146,7 @@ def rotate_heads(
         store_pairs(out_ptr, out_row + head * out_stride, mask, a, b, D, R, HALF, INTERLEAVED)
 
 
+@held
 @triton.jit(do_not_specialize=["length"])
 def rope_kernel(
     q_ptr,  # or None

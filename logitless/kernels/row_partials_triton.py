@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from logitless.kernels.cross_entropy_triton import head_logits, numbers_of_row
+from logitless.kernels.launch import held
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -37,6 +38,7 @@ def above_shift(
     return d, slope
 
 
+@held
 @triton.jit
 def shift_kernel(
     x_ptr,
@@ -79,6 +81,7 @@ def shift_kernel(
     tl.store(own_ptr + row, tl.where(known, own, -float("inf")))
 
 
+@held
 @triton.jit
 def again_kernel(
     targets_ptr,
@@ -125,6 +128,7 @@ def again_kernel(
     tl.store(own_ptr + rows, own - rise, mask=here)
 
 
+@held
 @triton.jit
 def finish_kernel(
     grad_ptr,

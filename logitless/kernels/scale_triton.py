@@ -4,9 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
+
 BLOCK = 2048
 
 
+@held
 @triton.jit
 def scale_kernel(
     x_ptr,

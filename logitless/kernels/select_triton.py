@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, dense
 
 # A row of tiles, and the candidates of k tiles, are in registers: up to 2,048 and 8,192 numbers for 64 ids
@@ -54,6 +55,7 @@ def first_largest(key, k):
     return (above + equal * (tl.cumsum(equal, 0) <= missing).to(tl.int32)) > 0
 
 
+@held
 @triton.jit
 def tile_max_kernel(
     logits_ptr,
@@ -82,6 +84,7 @@ def tile_max_kernel(
         tl.store(maxima_ptr + number, top, mask=number * TILE < V)
 
 
+@held
 @triton.jit
 def select_kernel(
     logits_ptr,

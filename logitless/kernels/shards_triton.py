@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import complement, left_out_of_log, log1p
+from logitless.kernels.launch import held
 from logitless.kernels.layout import check_written, dense
 
 BLOCK, WARPS = 128, 4
@@ -20,6 +21,7 @@ def of_softmax(at, C, here):
     return logp, lse, tl.where(tl.abs(lse) < float("inf"), residual, 0.0)
 
 
+@held
 @triton.jit
 def combine_kernel(
     shards_ptr,

@@ -297,8 +297,11 @@ class Reads(TorchDispatchMode):
 
     def __enter__(self):
         def counted(x):
+            torch.Tensor.tolist = self._tolist  # under a default device, a read calls itself again
             self._note()
-            return self._tolist(x)
+            found = self._tolist(x)
+            torch.Tensor.tolist = counted
+            return found
 
         torch.Tensor.tolist = counted
         return super().__enter__()

@@ -6,6 +6,7 @@ KERNELS = "tests/kernels/test_fused_projection.py -k 'not losses and not walked'
 LOSSES = "tests/kernels/test_fused_projection.py -k 'losses or places or nothing'"
 SHARDS = "tests/kernels/test_shard_in_product.py"
 RULE = "tests/engine/test_packing.py"
+LAUNCHES = "tests/kernels/test_launch.py"
 
 MUTANTS = [
     *of_file(
@@ -151,5 +152,21 @@ MUTANTS = [
             "self.dtype",
         ),
         prefix="shard in the product: ",
+    ),
+    *of_file(
+        "kernels/launch.py",
+        LAUNCHES,
+        ("alignment", "kind", "x.data_ptr() % 16 == 0", "True"),
+        ("dtype", "kind", "return x.dtype, x", "return 0, x"),
+        ("ones", "kind", "x == 1, x", "x == 7, x"),
+        ("multiples of 16", "kind", "x % 16 == 0, -", "x % 2 == 0, -"),
+        ("wide integers", "kind", "-(2**31) <= x < 2**31", "x < 2**31"),
+        ("tiles", "kind", "tuple(x.block_shape)", "0"),
+        ("constants left out of the key", "Held._launch", ", *constants.items())", ")"),
+        ("device left out of the key", "Held._launch", "torch.cuda.current_device(), ", ""),
+        ("the first grid stays", "Held._launch", "(*grid, 1, 1)[:3]", "(3, 1, 1)"),
+        ("constants left out of the launch", "Held._launch", "(*operands, *rest)", "(*operands)"),
+        ("nothing is held", "Held._launch", "if key in self._compiled:", "if False:"),
+        prefix="launch: ",
     ),
 ]

@@ -9,9 +9,10 @@ import torch
 WITHOUT_TWIN = ("tests/kernels/test_fused_projection.py", "tests/kernels/test_shard_in_product.py")
 # Tests of several ranks.
 RANKS = ("tests/losses/test_shard.py", "tests/kernels/test_shard_in_product.py")
-# What a GPU has no use for: the kernels' twins, and products in pieces.
+# What a GPU has no use for: the kernels' twins, and products in pieces. And what only fp32 products show.
 ON_CPU_ALONE = {
-    "kernels/cross_entropy.py": ("_logits_gradient_twin", "_token_statistics_twin"),
+    "kernels/cross_entropy.py": ("_logits_gradient_twin", "_token_statistics_twin", "_store"),
+    "kernels/fused_gradient_triton.py": ("gradient_kernel",),
     "kernels/gathered.py": ("gathered_logits", "add_rows"),
     "kernels/head.py": ("Head.logits",),
     "kernels/matmul.py": ("_vocabulary_pieces", "accumulate"),

@@ -1,0 +1,118 @@
+"""What `held` launches: the kernel that Triton compiled for operands of the same kind, and no other."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from logitless.kernels import scale_triton
+from logitless.kernels.launch import Held
+from tests.support import DEVICE
+
+MEMORY = torch.zeros(64)
+WIDE = torch.zeros(4, 16)
+OPERANDS = (MEMORY, 24, 1.5, None)
+CONSTANTS = {"BLOCK": 64, "FLAG": True, "num_warps": 4}
+
+
+class Kernel:
+    """In the place of Triton's: compiles anew whenever it is launched."""
+
+    def __init__(self):
+        self.fn, self.compiled, self.launched = Kernel, 0, []
+        names = {"x": False, "n": False, "factor": False, "y": False, "BLOCK": True, "FLAG": True}
+        self.params = [SimpleNamespace(name=name, is_constexpr=value) for name, value in names.items()]
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*operands, **constants):
+            number = self.compiled = self.compiled + 1
+            self.launched.append((number, grid))
+
+            class Compiled:
+                def __getitem__(_, grid):
+                    return lambda *operands: self.launched.append((number, grid, *operands))
+
+            return Compiled()
+
+        return compile_and_launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def test_a_second_launch_takes_what_the_first_compiled(kernel):
+    held, others = Held(kernel), (torch.ones(32), 40, -2.0, None)
+    held[(3,)](*OPERANDS, **CONSTANTS)
+    held[(5, 2)](*others, **CONSTANTS)
+    assert kernel.launched[0] == (1, (3,))
+    number, grid, *operands = kernel.launched[1]
+    assert (number, grid, kernel.compiled) == (1, (5, 2, 1), 1)
+    assert operands[0] is others[0] and operands[1:] == [*others[1:], 64, True]
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param((MEMORY[1:], *OPERANDS[1:]), id="not aligned"),
+        pytest.param((MEMORY.half(), *OPERANDS[1:]), id="another dtype"),
+        pytest.param((None, *OPERANDS[1:]), id="no tensor"),
+        pytest.param((MEMORY, 1, *OPERANDS[2:]), id="1"),
+        pytest.param((MEMORY, 32, *OPERANDS[2:]), id="a multiple of 16"),
+        pytest.param((MEMORY, 2**31 + 8, *OPERANDS[2:]), id="64 bits"),
+        pytest.param((MEMORY, -(2**31) - 8, *OPERANDS[2:]), id="-64 bits"),
+        pytest.param((*OPERANDS[:2], 2, None), id="an integer"),
+        pytest.param((*OPERANDS[:2], True, None), id="a bool"),
+        pytest.param((TensorDescriptor(WIDE, [4, 16], [16, 1], [4, 16]), *OPERANDS[1:]), id="a descriptor"),
+    ],
+)
+def test_operands_of_another_kind(kernel, others):
+    held = Held(kernel)
+    for operands in (OPERANDS, others, OPERANDS, others):
+        held[(1,)](*operands, **CONSTANTS)
+    assert kernel.compiled == 2 and [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
+
+
+def test_descriptors_of_other_tiles_and_dtypes(kernel):
+    held = Held(kernel)
+    for x, tile in ((WIDE, [4, 16]), (WIDE, [2, 16]), (WIDE.bfloat16(), [4, 16]), (WIDE[:2], [4, 16])):
+        described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
+        held[(1,)](described, *OPERANDS[1:], **CONSTANTS)
+    assert kernel.compiled == 3
+
+
+@pytest.mark.parametrize("changed", [{"BLOCK": 32}, {"FLAG": False}, {"num_warps": 8}])
+def test_other_constants(kernel, changed):
+    held = Held(kernel)
+    held[(1,)](*OPERANDS, **CONSTANTS)
+    held[(1,)](*OPERANDS, **CONSTANTS | changed)
+    assert kernel.compiled == 2
+
+
+def test_another_device(kernel, monkeypatch):
+    held = Held(kernel)
+    held[(1,)](*OPERANDS, **CONSTANTS)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    held[(1,)](*OPERANDS, **CONSTANTS)
+    assert kernel.compiled == 2
+
+
+def test_a_constant_among_the_operands(kernel):
+    with pytest.raises(TypeError, match="expected 4 operands, got 5; pass constants by name"):
+        Held(kernel)[(1,)](*OPERANDS, 64, FLAG=True)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_on_a_gpu():
+    """Alignments and sizes in turns, for each of which Triton compiles a kernel of its own."""
+    assert isinstance(scale_triton.scale_kernel, Held)
+    memory = torch.randn(1 << 16, device=DEVICE)
+    for _ in range(2):
+        for start, columns in ((0, 1024), (1, 1024), (0, 1), (0, 48), (3, 5)):
+            x = memory[start:][: 8 * columns].view(8, columns)
+            factor, out = torch.randn(8, device=DEVICE), torch.empty(8, columns, device=DEVICE)
+            scale_triton.scale(x, factor, out)
+            assert torch.equal(out, x * factor[:, None]), (start, columns)
