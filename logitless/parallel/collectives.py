@@ -39,7 +39,6 @@ class GroupShared(torch.autograd.Function):
 
 def gather(x: Tensor, group) -> Tensor:
     """(...) on each rank -> (ranks, ...)."""
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
-    return torch.stack(parts)
+    found = x.new_empty(group.size() * x.numel())
+    dist.all_gather_into_tensor(found, x.reshape(-1), group=group)
+    return found.view(group.size(), *x.shape)
