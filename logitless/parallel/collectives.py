@@ -39,6 +39,9 @@ class GroupShared(torch.autograd.Function):
 
 def gather(x: Tensor, group) -> Tensor:
     """(...) on each rank -> (ranks, ...)."""
-    found = x.new_empty(group.size() * x.numel())
-    dist.all_gather_into_tensor(found, x.reshape(-1), group=group)
-    return found.view(group.size(), *x.shape)
+    found = x.new_empty(group.size(), *x.shape)
+    if x.device.type == "cuda":
+        dist.all_gather_into_tensor(found.view(-1), x.reshape(-1), group=group)
+    else:  # gloo: under torch 2.11 the above fails beside a dispatch mode
+        dist.all_gather(list(found.unbind()), x.contiguous(), group=group)
+    return found

@@ -8,7 +8,7 @@ import sys
 from typing import NamedTuple
 
 from tests.kernels.compile_kernels import heads
-from tests.kernels.offline import Source, compile_sources, wanted
+from tests.kernels.offline import Source, compile_sources, jitted
 
 PROGRAMS = 132  # multiprocessors of an H200
 
@@ -42,7 +42,8 @@ def source(variant: Variant) -> Source:
     from logitless.kernels.product_tiles_triton import BLOCK_K, BLOCK_M, BLOCK_N, TILE, WARPS
 
     modules = fused_projection_triton, fused_gradient_triton, row_partials_triton
-    kernel = next(getattr(module, variant.kernel) for module in modules if hasattr(module, variant.kernel))
+    found = [getattr(module, variant.kernel, None) for module in modules]
+    kernel = jitted(next(kernel for kernel in found if kernel is not None))
     product = "x" in kernel.arg_names
     constants = dict(variant.flags)
     if product:
@@ -70,6 +71,4 @@ def source(variant: Variant) -> Source:
 
 
 if __name__ == "__main__":
-    backend, architecture, *numbers = sys.argv[1:]
-    chosen = wanted(variants(), numbers)
-    compile_sources([source(variant) for variant in chosen], backend, architecture)
+    compile_sources(variants(), source, sys.argv[1:])

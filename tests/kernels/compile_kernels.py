@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.kernels.offline import Source, compile_sources, wanted
+from tests.kernels.offline import Source, compile_sources, jitted
 
 BLOCK, LONG_BLOCK = 1024, 2048
 SCALE_BLOCK, COMBINE_BLOCK = 2048, 128
@@ -209,7 +209,7 @@ def source(number: int, c: Combination) -> Source:
         select_triton,
         shards_triton,
     )
-    kernel = next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel))
+    kernel = jitted(next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel)))
     types, attributes = signature(kernel.arg_names, c), {}
     for i, name in enumerate(types):
         if number % 2 and (name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")):
@@ -219,6 +219,4 @@ def source(number: int, c: Combination) -> Source:
 
 
 if __name__ == "__main__":
-    backend, architecture, *numbers = sys.argv[1:]
-    chosen = wanted(list(enumerate(combinations())), numbers)
-    compile_sources([source(number, c) for number, c in chosen], backend, architecture)
+    compile_sources(list(enumerate(combinations())), lambda variant: source(*variant), sys.argv[1:])

@@ -15,7 +15,7 @@ import torch
 from allpairspy import AllPairs
 from torch import Tensor
 
-from tests.kernels.offline import Source, compile_sources, wanted
+from tests.kernels.offline import Source, compile_sources, jitted
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
@@ -160,7 +160,7 @@ def variants(rows: int = 6) -> dict[Variant, object]:
     operands.uses_triton = lambda device, dtype: dtype in TYPES
     for module, name in ((module, name) for module, names in kernels.items() for name in names):
         kept.append((module, name, getattr(module, name)))
-        setattr(module, name, Recorder(kept[-1][2], name, found))
+        setattr(module, name, Recorder(jitted(kept[-1][2]), name, found))
     try:
         for run in (run_norms, run_ropes, run_gated):
             run(rows)
@@ -180,6 +180,4 @@ def source(variant: Variant, kernel: object) -> Source:
 
 
 if __name__ == "__main__":
-    backend, architecture, *numbers = sys.argv[1:]
-    chosen = wanted(list(variants().items()), numbers)
-    compile_sources([source(*variant) for variant in chosen], backend, architecture)
+    compile_sources(list(variants().items()), lambda variant: source(*variant), sys.argv[1:])

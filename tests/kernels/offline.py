@@ -1,25 +1,32 @@
 """Compiles kernels for GPUs that are not here, under the Triton that PYTHONPATH names.
 
 `compile_kernels.py` and `compile_layer_kernels.py` list what is compiled. With `pytest --all` everything is
-compiled for every target under the oldest and the newest supported Triton. Otherwise each of these eight runs
-takes an eighth, so that what is compiled is compiled once, for one of the targets under one of the two.
+compiled for every target under the oldest and the newest supported Triton. Otherwise each of these
+targets takes an eighth under each, so that what is compiled is compiled once.
 """
 
 import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from logitless.kernels.launch import Held
+
 ROOT = Path(__file__).parents[2]
 TRITONS = ("3.6.0", "3.9.0")
 TARGETS = (("cuda", "80"), ("cuda", "90"), ("cuda", "100"), ("hip", "gfx942"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def jitted(kernel: object) -> object:
+    """As Triton made it: where torch is built for CUDA, it is held (`launch.py`)."""
+    return kernel.kernel if isinstance(kernel, Held) else kernel
 
 
 class Source(NamedTuple):
@@ -32,24 +39,24 @@ class Source(NamedTuple):
     warps: int
 
 
-def wanted(variants: Sequence, numbers: Sequence[str]) -> Sequence:
-    """Those of the numbers on a command line; all without any."""
-    return [variants[int(number)] for number in numbers] or variants
-
-
-def compile_sources(sources: Sequence[Source], backend: str, architecture: str) -> None:
-    """Compile for one target, and say how many."""
+def compile_sources(variants: Sequence, source: Callable[[object], Source], arguments: Sequence[str]) -> None:
+    """Compile what a command line says, and tell how many: a target and numbers of variants (all without
+    any), and after `--` another target."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    cuda = backend == "cuda"
-    target = GPUTarget("cuda", int(architecture), 32) if cuda else GPUTarget(backend, architecture, 64)
-    for source in sources:
-        made = ASTSource(source.kernel, source.signature, source.constants, source.attributes)
-        result = triton.compile(made, target=target, options={"num_warps": source.warps})
-        assert result.asm["cubin" if cuda else "hsaco"], source
-    print(f"triton {triton.__version__}: compiled {len(sources)} kernels for {backend} {architecture}")
+    ends = [index for index, x in enumerate(arguments) if x == "--"]
+    for start, stop in itertools.pairwise([-1, *ends, len(arguments)]):
+        backend, architecture, *numbers = arguments[start + 1 : stop]
+        cuda = backend == "cuda"
+        target = GPUTarget("cuda", int(architecture), 32) if cuda else GPUTarget(backend, architecture, 64)
+        chosen = [variants[int(number)] for number in numbers] or variants
+        for kernel, signature, constants, attributes, warps in map(source, chosen):
+            made = ASTSource(kernel, signature, constants, attributes)
+            result = triton.compile(made, target=target, options={"num_warps": warps})
+            assert result.asm["cubin" if cuda else "hsaco"], made
+        print(f"triton {triton.__version__}: compiled {len(chosen)} kernels for {backend} {architecture}")
 
 
 def triton_folder(version: str) -> Path | None:
@@ -63,10 +70,12 @@ def triton_folder(version: str) -> Path | None:
     pytest.fail(f"Triton {version} is not in {folder}: `make test` installs it.")
 
 
-def an_eighth(numbers: Sequence[int], version: str, target: tuple[str, str]) -> Sequence[int]:
-    """What one of the eight runs compiles without --all."""
-    turn = TARGETS.index(target) * len(TRITONS) + TRITONS.index(version)
-    return numbers[turn :: len(TARGETS) * len(TRITONS)]
+def by_target(numbers: Sequence[int], version: str, *, everything: bool) -> dict[tuple, Sequence[int]]:
+    """What is compiled for each target under one Triton: an eighth, or everything."""
+    first, step = TRITONS.index(version), len(TRITONS)
+    turns = {target: step * turn + first for turn, target in enumerate(TARGETS)}
+    eighths = {target: numbers[turn :: step * len(TARGETS)] for target, turn in turns.items()}
+    return dict.fromkeys(TARGETS, numbers) if everything else eighths
 
 
 def pairwise(variants: Sequence[tuple]) -> list[int]:
@@ -87,18 +96,21 @@ def pairwise(variants: Sequence[tuple]) -> list[int]:
 
 
 def check_compilation(
-    module: str, numbers: Sequence[int], version: str, target: tuple[str, str], cache: Path
+    module: str, numbers: Mapping[tuple[str, str], Sequence[int]], version: str, cache: Path
 ) -> None:
-    """Run `module` for one target under one Triton, in a process of its own, on variants by number."""
-    assert numbers
+    """Run `module` under one Triton, in a process of its own, on the numbers of variants for each target."""
+    assert all(numbers.values())
     folder = triton_folder(version)
     if folder is None and version != TRITONS[0]:
         pytest.skip("only the installed Triton is at hand")
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", module, *target, *map(str, numbers)]
+    runs = [["--", *target, *map(str, chosen)] for target, chosen in numbers.items()]
+    command = [sys.executable, "-m", module, *itertools.chain(*runs)]
+    command.remove("--")  # the first one
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert f"compiled {len(numbers)} kernels for {' '.join(target)}" in done.stdout
+    for target, chosen in numbers.items():
+        assert f"compiled {len(chosen)} kernels for {' '.join(target)}" in done.stdout
     assert folder is None or f"triton {version}:" in done.stdout

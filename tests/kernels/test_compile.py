@@ -12,25 +12,25 @@ from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linea
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_fused_projection import variants as fused_variants
 from tests.kernels.compile_kernels import INT64, combination, combinations
-from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, an_eighth, check_compilation, pairwise
+from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation, jitted, pairwise
 
 
 @pytest.mark.offline
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(
     INTERPRETED,
     reason="compiled in the run without TRITON_INTERPRET; the interpreter changes nothing about it",
 )
-@pytest.mark.parametrize("target", TARGETS, ids="-".join)
 @pytest.mark.parametrize("version", TRITONS)
-def test_compiles(version, target, tmp_path, everything):
+def test_compiles(version, tmp_path, everything):
     variants = combinations()
-    numbers = range(len(variants)) if everything else an_eighth(pairwise(variants), version, target)
-    check_compilation("tests.kernels.compile_kernels", numbers, version, target, tmp_path)
+    chosen = range(len(variants)) if everything else pairwise(variants)
+    numbers = by_target(chosen, version, everything=everything)
+    check_compilation("tests.kernels.compile_kernels", numbers, version, tmp_path)
 
 
 @pytest.mark.offline
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
 @pytest.mark.parametrize("version", TRITONS)
 def test_products_with_an_epilogue_compile(version, tmp_path, everything):
@@ -41,11 +41,12 @@ def test_products_with_an_epilogue_compile(version, tmp_path, everything):
     first, last = ([order.index(kernel) for kernel in each] for order in (kernels, kernels[::-1]))
     usual = {TRITONS[0]: first, TRITONS[1]: [len(kernels) - 1 - i for i in last]}[version]
     numbers = range(len(kernels)) if everything else usual
-    check_compilation("tests.kernels.compile_fused_projection", numbers, version, ("cuda", "90"), tmp_path)
+    runs = {("cuda", "90"): numbers}
+    check_compilation("tests.kernels.compile_fused_projection", runs, version, tmp_path)
 
 
 def test_any_two_choices_of_a_kernel_are_compiled_together():
-    """Without --all, in one of the eight runs or another."""
+    """Without --all, for one of the targets under one of the two."""
     variants = combinations()
     compiled = [variants[number] for number in pairwise(variants)]
     assert len(compiled) < len(variants) / 2
@@ -129,7 +130,7 @@ def launches(monkeypatch):
         (gathered_triton, "piece_kernel"),
         (gathered_triton, "merge_kernel"),
     ):
-        monkeypatch.setattr(module, name, Recorder(getattr(module, name), name, found))
+        monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))
     return found
 
 

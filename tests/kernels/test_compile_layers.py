@@ -3,19 +3,17 @@
 import pytest
 
 from tests.kernels.compile_layer_kernels import variants
-from tests.kernels.offline import INTERPRETED, TARGETS, TRITONS, an_eighth, check_compilation
+from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
 
 
 @pytest.mark.offline
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", TARGETS, ids="-".join)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", TRITONS)
-def test_compiles(version, target, tmp_path, everything):
-    numbers = range(len(variants()))
-    numbers = numbers if everything else an_eighth(numbers, version, target)
-    check_compilation("tests.kernels.compile_layer_kernels", numbers, version, target, tmp_path)
+def test_compiles(version, tmp_path, everything):
+    numbers = by_target(range(len(variants())), version, everything=everything)
+    check_compilation("tests.kernels.compile_layer_kernels", numbers, version, tmp_path)
 
 
 def test_nothing_depends_on_the_batch():
