@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside
@@ -113,7 +113,7 @@ def numbers_of_row(others, others_z, drop_y, shift):
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def row_kernel(
     logits_ptr,
     grad_ptr,
@@ -258,7 +258,7 @@ def row_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def logits_gradient_kernel(
     logits_ptr,
     grad_ptr,

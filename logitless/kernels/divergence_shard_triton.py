@@ -18,12 +18,12 @@ from logitless.kernels.divergence_triton import (
     mode_of,
     scored,
 )
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def shard_kernel(
     student_ptr,
     teacher_ptr,

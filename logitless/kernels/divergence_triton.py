@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import DRIFT
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, dense
 
 BLOCK, WARPS = 1024, 4
@@ -75,7 +75,7 @@ def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def divergence_kernel(
     student_ptr,
     teacher_ptr,

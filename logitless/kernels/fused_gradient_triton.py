@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, dense
 from logitless.kernels.product_tiles_triton import (
     LAUNCH,
@@ -52,7 +52,7 @@ def gradient_half(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def gradient_kernel(
     x,
     w,

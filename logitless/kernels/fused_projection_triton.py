@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import vocabulary_arguments
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 from logitless.kernels.product_tiles_triton import (
     BLOCK_N,
@@ -99,7 +99,7 @@ def any_again(again_ptr, C, BLOCK: tl.constexpr):
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def read_kernel(
     x,
     w,
@@ -179,7 +179,7 @@ def read(
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
     transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
-    shift, own = out.lse.new_empty(2, C).unbind(0)
+    shift, own = torch.empty_like(out.lse), torch.empty_like(out.lse)
     strides, sizes = (features.stride(0), weight.stride(0)), (V, H, *scalars)
     shift_kernel[(C,)](
         features,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 SLOTS, BLOCK, WARPS = 16, 256, 4
@@ -78,7 +78,7 @@ def weighted_rows_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def piece_kernel(
     hidden_ptr,
     total_ptr,
@@ -126,7 +126,7 @@ def piece_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def merge_kernel(
     total_ptr,
     ids_ptr,

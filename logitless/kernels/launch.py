@@ -12,6 +12,20 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+# For `triton.jit`: what changes from chunk to chunk, or from call to call, and compiles no kernel of its own.
+# It is how many rows there are, and where in memory their numbers start.
+OF_CHUNKS = {
+    "do_not_specialize": ["C", "rows", "partial_stride", "count", "piece"],
+    "do_not_specialize_on_alignment": [
+        f"{name}_ptr"
+        for name in (
+            *("targets", "labels", "columns", "factor", "factors", "result", "row_scale"),
+            *("logps", "lse", "lse_residual", "entropy", "sum_logits", "log_sum_sq", "is_top1"),
+            *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
+        )
+    ],
+}
+
 
 def held(kernel: triton.JITFunction) -> "triton.JITFunction | Held":
     """The kernel, launched as before; on NVIDIA's GPUs through what was compiled for operands of the same

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from logitless.kernels.cross_entropy_triton import head_logits, numbers_of_row
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -39,7 +39,7 @@ def above_shift(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def shift_kernel(
     x_ptr,
     w_ptr,
@@ -82,7 +82,7 @@ def shift_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def again_kernel(
     targets_ptr,
     shift_ptr,
@@ -129,7 +129,7 @@ def again_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def finish_kernel(
     grad_ptr,
     targets_ptr,

@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 
 BLOCK = 2048
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def scale_kernel(
     x_ptr,
     factor_ptr,

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import complement, left_out_of_log, log1p
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 
 BLOCK, WARPS = 128, 4
@@ -22,7 +22,7 @@ def of_softmax(at, C, here):
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def combine_kernel(
     shards_ptr,
     columns_ptr,

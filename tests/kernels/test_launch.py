@@ -1,13 +1,16 @@
 """What `held` launches: the kernel that Triton compiled for operands of the same kind, and no other."""
 
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.kernels import scale_triton
-from logitless.kernels.launch import Held
+from logitless.kernels import launch, scale_triton
+from logitless.kernels.launch import OF_CHUNKS, Held
+from tests.kernels.offline import INTERPRETED, jitted
 from tests.support import DEVICE
 
 MEMORY = torch.zeros(64)
@@ -98,6 +101,22 @@ def test_another_device(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     held[(1,)](*OPERANDS, **CONSTANTS)
     assert kernel.compiled == 2
+
+
+def kernels() -> dict[str, object]:
+    """All that are launched, by name."""
+    names = sorted(path.stem for path in Path(launch.__file__).parent.glob("*_triton.py"))
+    modules = [vars(importlib.import_module(f"logitless.kernels.{name}")) for name in names]
+    return {name: x for module in modules for name, x in module.items() if name.endswith("_kernel")}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name, kernel", [pytest.param(*x, id=x[0]) for x in kernels().items()])
+def test_what_changes_from_chunk_to_chunk_compiles_nothing(name, kernel):
+    sizes, vectors = OF_CHUNKS.values()
+    for param in jitted(kernel).params:
+        assert param.do_not_specialize or param.name not in sizes, param.name
+        assert param.do_not_specialize_on_alignment or param.name not in vectors, param.name
 
 
 def test_a_constant_among_the_operands(kernel):

@@ -169,4 +169,10 @@ MUTANTS = [
         ("nothing is held", "Held._launch", "if key in self._compiled:", "if False:"),
         prefix="launch: ",
     ),
+    *of_file(
+        "kernels/row_partials_triton.py",
+        LAUNCHES,
+        ("kernels for each number of rows", "finish_kernel", "@triton.jit(**OF_CHUNKS)", "@triton.jit"),
+        prefix="launch: ",
+    ),
 ]
