@@ -114,6 +114,7 @@ def kernels() -> dict[str, object]:
 @pytest.mark.parametrize("name, kernel", [pytest.param(*x, id=x[0]) for x in kernels().items()])
 def test_what_changes_from_chunk_to_chunk_compiles_nothing(name, kernel):
     sizes, vectors = OF_CHUNKS.values()
+    assert {"C", "partial_stride"} <= {*sizes} and {"targets_ptr", "logps_ptr", "soft_ptr"} <= {*vectors}
     for param in jitted(kernel).params:
         assert param.do_not_specialize or param.name not in sizes, param.name
         assert param.do_not_specialize_on_alignment or param.name not in vectors, param.name

@@ -166,13 +166,9 @@ MUTANTS = [
         ("device left out of the key", "Held._launch", "torch.cuda.current_device(), ", ""),
         ("the first grid stays", "Held._launch", "(*grid, 1, 1)[:3]", "(3, 1, 1)"),
         ("constants left out of the launch", "Held._launch", "(*operands, *rest)", "(*operands)"),
+        ("kernels for each number of rows", "OF_CHUNKS", '"C", "rows"', '"rows"'),
+        ("kernels for each start of a chunk", "OF_CHUNKS", '("targets", "labels"', '("labels"'),
         ("nothing is held", "Held._launch", "if key in self._compiled:", "if False:"),
-        prefix="launch: ",
-    ),
-    *of_file(
-        "kernels/row_partials_triton.py",
-        LAUNCHES,
-        ("kernels for each number of rows", "finish_kernel", "@triton.jit(**OF_CHUNKS)", "@triton.jit"),
         prefix="launch: ",
     ),
 ]
