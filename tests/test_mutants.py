@@ -11,7 +11,7 @@ import pytest
 
 from tests.mutants import MUTANTS, table
 from tests.mutants.__main__ import share
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import CPU_TESTS, ON_CPU_ALONE, RANKS, WITHOUT_TWIN, Mutant
 from tests.mutants.running import COPIED, Job, run
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +27,15 @@ def test_applies(mutant):
 
 def test_names_are_unique():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_what_is_said_of_mutants_is_said_of_some():
+    """An entry that has gone stale would do nothing."""
+    functions = {(mutant.file, mutant.function) for mutant in MUTANTS}
+    assert {(file, name) for file, names in ON_CPU_ALONE.items() for name in names} <= functions
+    tests = {mutant.tests for mutant in MUTANTS}
+    assert {*RANKS, *CPU_TESTS} <= tests
+    assert all(any(name in command for command in tests) for name in WITHOUT_TWIN)
 
 
 def test_the_table_of_former_mutants_is_true():

@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.kernels import launch, scale_triton
-from logitless.kernels.launch import OF_CHUNKS, Held
-from tests.kernels.offline import INTERPRETED, jitted
-from tests.support import DEVICE
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from logitless.kernels import launch, scale_triton  # noqa: E402
+from logitless.kernels.launch import OF_CHUNKS, Held  # noqa: E402
+from tests.kernels.offline import INTERPRETED, jitted  # noqa: E402
+from tests.support import DEVICE  # noqa: E402
 
 MEMORY = torch.zeros(64)
 WIDE = torch.zeros(4, 16)

@@ -150,6 +150,7 @@ def run(loss, options: dict, operands: dict[str, Tensor], trained: tuple[str, ..
         warnings.simplefilter("ignore", BudgetWarning)
         ids = torch.where(targets() == -100, loss.ignore_index, targets())
         out = loss(leaves["hidden"], leaves["weight"], ids, bias=leaves["bias"], **options)
+    assert loss.logits_budget not in (SMALL, SMALL_BESIDE_TWINS) or out.plan.chunks > 2, out.plan
     value = out.loss if out.loss.dim() == 0 else (out.loss * here(random(*out.loss.shape, seed=20))).sum()
     found = {"loss": out.loss.detach()} | {f"metric {name}": x for name, x in out.metrics.items()}
     found |= {f"token {name}": x.double() for name, x in out.tokens.items()}
