@@ -1,15 +1,18 @@
 """`held`: launches of a Triton kernel without a search for what has been compiled.
 
-Triton's own path derives the compiled kernel from the operands in every launch, which costs the host as much
-as the launch itself, and a small call is little else than launches. Here it is found by a key of all that
-Triton compiles another kernel for.
+Triton's own path derives the compiled kernel from the operands in every launch and calls its hooks, which
+costs the host several times as much as the launch itself; a small call, or a step of a small model, is little
+else than launches. Here the kernel is found by a key of all that Triton compiles another one for.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 # For `triton.jit`: what changes from chunk to chunk, or from call to call, and compiles no kernel of its own.
@@ -47,24 +50,46 @@ class Held:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *operands, **constants) -> None:
-        key = (torch.cuda.current_device(), *map(kind, operands), *constants.items())
-        if key in self._compiled:
-            compiled, rest = self._compiled[key]
+        device = torch.cuda.current_device()
+        key = (device, *kinds(operands), *constants, *constants.values())
+        found = self._compiled.get(key)
+        if found is None:
+            self._compiled[key] = self._compile(grid, operands, constants)
+            return
+        compiled, rest = found
+        hooks = knobs.runtime
+        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):
             compiled[(*grid, 1, 1)[:3]](*operands, *rest)
             return
+        # What `compiled[grid]` does where nobody listens: no metadata and no hooks.
+        stream, unheard = driver.active.get_current_stream(device), (None, None, None)
+        launch, loaded = compiled.run, (compiled.function, compiled.packed_metadata)
+        launch(*(*grid, 1, 1)[:3], stream, *loaded, *unheard, *operands, *rest)
+
+    def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:
+        """Launch by Triton's own path, and what the next launches take."""
         if len(operands) != self._operands:
             got = f"expected {self._operands} operands, got {len(operands)}"
             raise TypeError(f"{self.kernel.fn.__name__}: {got}; pass constants by name.")
         compiled = self.kernel[grid](*operands, **constants)
-        self._compiled[key] = compiled, [constants[name] for name in self._constants]
+        return compiled, [constants[name] for name in self._constants]
 
 
-def kind(x: object) -> object:
-    """What Triton tells operands apart by: of integers if they are 1 or multiples of 16, and their width."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is int:
-        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, tuple(x.block_shape)
-    return type(x)
+def heard(hook: object) -> object:
+    """Whether a profiler listens: Triton's own hooks are lists that may be empty."""
+    return getattr(hook, "calls", hook)
+
+
+def kinds(operands: Sequence) -> list:
+    """What Triton tells operands apart by: of integers if they are 1 or multiples of 16, and their width. In
+    one expression, as a launch has up to thirty."""
+    return [
+        ((1 if x == 1 else 0 if x & 15 else 16) if -(2**31) <= x < 2**31 else 3 if x & 15 else 4)
+        if type(x) is int
+        else (x.dtype, x.data_ptr() & 15 == 0)
+        if isinstance(x, Tensor)
+        else (x.base.dtype, *x.block_shape)
+        if isinstance(x, TensorDescriptor)
+        else type(x)
+        for x in operands
+    ]

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.knobs import HookChain  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from logitless.kernels import launch, scale_triton  # noqa: E402
@@ -32,21 +33,35 @@ class Kernel:
 
     def __getitem__(self, grid):
         def compile_and_launch(*operands, **constants):
-            number = self.compiled = self.compiled + 1
-            self.launched.append((number, grid))
-
-            class Compiled:
-                def __getitem__(_, grid):
-                    return lambda *operands: self.launched.append((number, grid, *operands))
-
-            return Compiled()
+            self.compiled += 1
+            self.launched.append((self.compiled, grid))
+            return Compiled(self.compiled, self.launched)
 
         return compile_and_launch
+
+
+class Compiled:
+    """In the place of Triton's CompiledKernel; notes its number with every launch."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, number, launched):
+        self.number, self.launched = number, launched
+
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *operands):
+        assert (stream, function, packed) == (100 + torch.cuda.current_device(), "function", "metadata")
+        assert metadata is enter is leave is None
+        self.launched.append((self.number, (x, y, z), *operands))
+
+    def __getitem__(self, grid):
+        return lambda *operands: self.launched.append((self.number, grid, *operands, "with hooks"))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda device: 100 + device)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     return Kernel()
 
 
@@ -60,6 +75,19 @@ def test_a_second_launch_takes_what_the_first_compiled(kernel):
     assert operands[0] is others[0] and operands[1:] == [*others[1:], 64, True]
 
 
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("kind", ["added", "set", "none"])
+def test_a_profiler_is_told(kernel, monkeypatch, hook, kind):
+    hooks = {"added": HookChain(), "set": lambda metadata: None, "none": None}
+    hooks["added"].add(hooks["set"])
+    monkeypatch.setattr(launch.knobs.runtime, hook, hooks[kind])
+    held = Held(kernel)
+    for _ in range(2):
+        held[(3,)](*OPERANDS, **CONSTANTS)
+    told = ["with hooks"] if kind != "none" else []
+    assert kernel.launched[1][1:] == ((3, 1, 1), *OPERANDS, 64, True, *told)
+
+
 @pytest.mark.parametrize(
     "others",
     [
@@ -69,6 +97,7 @@ def test_a_second_launch_takes_what_the_first_compiled(kernel):
         pytest.param((MEMORY, 1, *OPERANDS[2:]), id="1"),
         pytest.param((MEMORY, 32, *OPERANDS[2:]), id="a multiple of 16"),
         pytest.param((MEMORY, 2**31 + 8, *OPERANDS[2:]), id="64 bits"),
+        pytest.param((MEMORY, 2**31, *OPERANDS[2:]), id="64 bits, a multiple of 16"),
         pytest.param((MEMORY, -(2**31) - 8, *OPERANDS[2:]), id="-64 bits"),
         pytest.param((*OPERANDS[:2], 2, None), id="an integer"),
         pytest.param((*OPERANDS[:2], True, None), id="a bool"),
@@ -80,6 +109,13 @@ def test_operands_of_another_kind(kernel, others):
     for operands in (OPERANDS, others, OPERANDS, others):
         held[(1,)](*operands, **CONSTANTS)
     assert kernel.compiled == 2 and [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
+
+
+def test_multiples_of_16_in_64_bits(kernel):
+    held = Held(kernel)
+    for n in (2**31 + 8, 2**31, 2**31 + 24, 2**31 + 16):
+        held[(1,)](MEMORY, n, *OPERANDS[2:], **CONSTANTS)
+    assert [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
 
 
 def test_descriptors_of_other_tiles_and_dtypes(kernel):
