@@ -49,6 +49,7 @@ class TokenObjective:
     ref_weight: Tensor | None = None  # (V, H') of the reference model, in the dtype of the products
     ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
     predictions: Tensor | None = None  # (rows,) int64 ids of the largest logits, filled by reading
+    head_sums: Tensor | None = None  # see `fused_projection.head_sums`
     reports: list[Report] = field(default_factory=list)
 
     @classmethod
@@ -144,6 +145,8 @@ class TokenObjective:
             ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
             self.predictions[chunk.step.start : chunk.step.stop] = ids[:, 0]
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        if self.in_product:
+            options["sums"] = self._head_sums(head)
         if chunk.step.write and self.is_multiple:
             chunk.gradient = options["gradient"] = chunk.place
             if self.in_product:
@@ -160,6 +163,12 @@ class TokenObjective:
             weights = self._sum_weights()
             kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=weights, **options)
         vocabulary.combine(stats, chunk.targets)
+
+    def _head_sums(self, head: Projection) -> Tensor | None:
+        """Computed with the first chunk, where sums of logits are asked for."""
+        if self.head_sums is None and self.stats.sum_logits is not None:
+            self.head_sums = fused.head_sums(head.weight, self.call.bias, self.call.loss.head)
+        return self.head_sums
 
     def _read_reference(self, chunk: Chunk) -> None:
         """The reference model's log-probabilities of the same rows, through the same buffer."""

@@ -61,7 +61,7 @@ class TokenBuffers:
 
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Numbers that one pass over the logits finds together, each row on top of those before it.
-_TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("log_sum_sq_probs", "sum_logits"))
+_TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",))
 # The numbers of each level, in the order of `TokenBuffers`.
 _LEVELS = tuple(
     tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))
@@ -72,11 +72,10 @@ _LEVELS = tuple(
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named numbers and those that come with them; logps and lse always do."""
     level = 0
-    for name in names:
-        if name in _TOGETHER[2]:
-            level = 2
-        elif name in _TOGETHER[1]:
-            level = max(level, 1)
+    for number, found in enumerate(_TOGETHER):
+        for name in names:
+            if name in found:
+                level = number
     return _LEVELS[level]
 
 

@@ -139,6 +139,7 @@ def row_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
+    SQUARES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     WRITE: tl.constexpr,
     ALIAS: tl.constexpr,
@@ -157,8 +158,9 @@ def row_kernel(
             tl.store(entropy_ptr + row, 0.0)
             tl.store(is_top1_ptr + row, 0.0)
         if SUM:
-            tl.store(log_sum_sq_ptr + row, 0.0)
             tl.store(sum_logits_ptr + row, 0.0)
+        if SQUARES:
+            tl.store(log_sum_sq_ptr + row, 0.0)
         if WRITE:
             tl.store(row_scale_ptr + row, 0.0)
             for start in range(0, V, BLOCK):
@@ -189,8 +191,9 @@ def row_kernel(
     if EXTRA:
         rest_z = tl.zeros([BLOCK], tl.float32)
     if SUM:
-        rest_sq = tl.zeros([BLOCK], tl.float32)
         weighted = tl.zeros([BLOCK], tl.float32)
+    if SQUARES:
+        rest_sq = tl.zeros([BLOCK], tl.float32)
     upcoming = tl.load(logits_ptr + lane, mask=lane < V, other=0.0)
     for start in range(0, V, BLOCK):
         cols = start + lane
@@ -212,7 +215,7 @@ def row_kernel(
             shrink = tl.exp(shift - top)
             if EXTRA:
                 rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)
-            if SUM:
+            if SQUARES:
                 rest_sq *= shrink * shrink
             rest *= shrink
             if WRITE:
@@ -227,8 +230,9 @@ def row_kernel(
         rest += e
         if EXTRA:
             rest_z += e * drop
-        if SUM:
+        if SQUARES:
             rest_sq += e * e
+        if SUM:
             if HAS_WEIGHTS:
                 z *= tl.load(class_weights_ptr + cols, mask=mask, other=0.0)
             weighted += tl.where(mask, z, 0.0)
@@ -249,8 +253,9 @@ def row_kernel(
         tl.store(entropy_ptr + row, entropy)
         tl.store(is_top1_ptr + row, tl.where(known, tl.where(beaten | (best > z_y), 0.0, 1.0), best))
     if SUM:
-        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total)
         tl.store(sum_logits_ptr + row, tl.sum(weighted, 0))
+    if SQUARES:
+        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total)
     if WRITE:
         tl.store(row_scale_ptr + row, -1.0 / total)
         tl.debug_barrier()
@@ -378,6 +383,7 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
         **flags,
         EXTRA=out.entropy is not None,
         SUM=total,
+        SQUARES=out.log_sum_sq_probs is not None,
         WRITE=write,
         ALIAS=grad.dtype != logits.dtype,
         BLOCK=BLOCK if out.entropy is not None else LONG_BLOCK,

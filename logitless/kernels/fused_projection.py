@@ -54,7 +54,7 @@ def row_bytes(V: int, *, stored: bool) -> int:
     from logitless.kernels.fused_projection_triton import PARTIALS
     from logitless.kernels.product_tiles_triton import BLOCK_N
 
-    return 4 * PARTIALS[-1] * -(-V // BLOCK_N) + (2 * V if stored else 0)
+    return 4 * PARTIALS * -(-V // BLOCK_N) + (2 * V if stored else 0)
 
 
 def new_place(weight: Tensor, rows: int) -> Tensor:
@@ -62,6 +62,15 @@ def new_place(weight: Tensor, rows: int) -> Tensor:
     V, step = weight.shape[0], 16 // weight.itemsize
     room = weight.new_empty((rows, -(-V // step) * step))
     return room if room.shape[1] == V else room[:, :V]
+
+
+def head_sums(weight: Tensor, bias: Tensor | None, head: Head) -> Tensor | None:
+    """(H + 1,) fp32: the sum of the head's rows, and that of its bias. A row's sum of logits is hidden times
+    it, so no kernel need add up the logits themselves; not with a soft cap: None."""
+    if head.softcap is not None:
+        return None
+    biases = weight.new_zeros(1, dtype=torch.float32) if bias is None else bias.float().sum()[None]
+    return torch.cat((weight.sum(0, dtype=torch.float32), biases))
 
 
 def read(
@@ -74,13 +83,14 @@ def read(
     head: Head,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
+    sums: Tensor | None = None,  # from `head_sums`; None: the kernel adds up every logit
 ) -> Tensor | None:
     """Fill `out` and `gradient`, and return `row_scale` (C,): d logp / d logits = row_scale[:, None] *
     gradient."""
     from logitless.kernels import fused_projection_triton as kernels
 
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
-    return kernels.read(hidden, weight, targets, out, **options)
+    return kernels.read(hidden, weight, targets, out, **options, sums=sums)
 
 
 def write(

@@ -40,7 +40,7 @@ from logitless.kernels.row_partials_triton import (
 
 ROWS, TILES = 16, 64  # of a program that puts partial sums together
 BLOCK_H = 1024
-PARTIALS = (2, 3, 5)  # numbers per row and tile, by the level of statistics
+PARTIALS = 5  # numbers per row and tile, at most
 
 
 @triton.jit
@@ -53,18 +53,19 @@ def read_half(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
+    SQUARES: tl.constexpr,
     WRITE: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
     """Of the columns from n0 on without the target, with d = log2(e) z - shift: the sum of e = 2^d, the
-    largest d, the sums of e d, of e^2 and of all d; with AGAIN whether one of them comes before the target
+    largest d, the sums of e d, of all d and of e^2; with AGAIN whether one of them comes before the target
     and equals it."""
     grad, bias_ptr, shift, own, y, m0, V, gain, squash, cap = given
     cols = (n0 + tl.arange(0, BN))[None, :]
     d, slope = above_shift(
         acc, shift[:, None], bias_ptr, cols, cols < V, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP
     )
-    sum_d, sum_sq, plain = tl.zeros_like(shift), tl.zeros_like(shift), tl.zeros_like(shift)
+    sum_d, plain, sum_sq = tl.zeros_like(shift), tl.zeros_like(shift), tl.zeros_like(shift)
     tied = tl.zeros_like(y)
     if SUM:
         plain = tl.sum(tl.where(cols < V, d, 0.0), 1)
@@ -81,12 +82,12 @@ def read_half(
     e = tl.exp2(d)
     if EXTRA:
         sum_d = tl.sum(e * d, 1)
-    if SUM:
+    if SQUARES:
         sum_sq = tl.sum(e * e, 1)
     if WRITE:
         # Without a soft cap the slope is the same everywhere, and left to the factor of the row.
         grad.store([m0, n0], (e * slope if HAS_SOFTCAP else e).to(grad.dtype))
-    return tl.sum(e, 1), top, sum_d, sum_sq, plain, tied
+    return tl.sum(e, 1), top, sum_d, plain, sum_sq, tied
 
 
 @triton.jit
@@ -121,6 +122,7 @@ def read_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
+    SQUARES: tl.constexpr,
     WRITE: tl.constexpr,
     AGAIN: tl.constexpr,
     BM: tl.constexpr,
@@ -151,11 +153,11 @@ def read_kernel(
             shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
             own = tl.load(own_ptr + rows, mask=here & AGAIN, other=0.0)
             given = (grad, bias_ptr, shift, own, target.to(tl.int32), m0, V, gain, squash, cap)
-            total, top, sum_d, sum_sq, plain, tied = read_half(
-                left, n0, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, AGAIN
+            total, top, sum_d, plain, sum_sq, tied = read_half(
+                left, n0, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
             )
-            total_r, top_r, sum_d_r, sum_sq_r, plain_r, tied_r = read_half(
-                right, n0 + BN // 2, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, WRITE, AGAIN
+            total_r, top_r, sum_d_r, plain_r, sum_sq_r, tied_r = read_half(
+                right, n0 + BN // 2, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
             )
             at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
             tl.store(at, total + total_r, mask=here)
@@ -165,16 +167,19 @@ def read_kernel(
                 if AGAIN:
                     tl.store(again_ptr + rows, TIED, mask=here & ((tied > 0) | (tied_r > 0)))
             if SUM:
-                tl.store(at + 3 * partial_stride, sum_sq + sum_sq_r, mask=here)
-                tl.store(at + 4 * partial_stride, plain + plain_r, mask=here)
+                tl.store(at + 3 * partial_stride, plain + plain_r, mask=here)
+            if SQUARES:
+                tl.store(at + (3 + SUM) * partial_stride, sum_sq + sum_sq_r, mask=here)
 
 
 def read(
-    features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, head, bias, ignore_index
+    features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, head, bias, ignore_index, sums
 ) -> Tensor | None:
     (C, H), V = features.shape, weight.shape[0]
     check_written(**dict(out.items()))
-    write, extra, total = gradient is not None, out.entropy is not None, out.sum_logits is not None
+    write, extra, squares = gradient is not None, out.entropy is not None, out.log_sum_sq_probs is not None
+    summed = out.sum_logits is not None and sums is not None  # not in the epilogue
+    total = out.sum_logits is not None and not summed
     features, targets, tiles = aligned(features), dense(targets), triton.cdiv(V, BLOCK_N)
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
@@ -188,19 +193,22 @@ def read(
         targets,
         shift,
         own,
+        sums if summed else shift,
+        out.sum_logits if summed else shift,
         *strides,
         *sizes,
         ignore_index,
         **transform,
+        SUMS=summed,
         BLOCK=BLOCK_H,
         num_warps=4,
     )
-    partials = out.lse.new_empty(PARTIALS[extra + total], tiles, C)
+    partials = out.lse.new_empty(2 + extra + total + squares, tiles, C)
     again = torch.empty(C, dtype=torch.int32, device=features.device)
     programs, rows = programs_of(features), (triton.cdiv(C, ROWS),)
     found = (targets, shift, own, again, partials, partials.stride(0))
     operands = (*described(features, weight, gradient), bias, *found, C, V, H, *scalars)
-    levels = {"EXTRA": extra, "SUM": total, "WRITE": write}
+    levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
     options = transform | levels | TILE | LAUNCH | {"PROGRAMS": programs}
     few = {"BN": BLOCK_N, "ROWS": ROWS, "TILES": TILES, "num_warps": 4}
     read_kernel[(programs,)](*operands, **options, AGAIN=False)

@@ -47,6 +47,8 @@ def shift_kernel(
     targets_ptr,
     shift_ptr,
     own_ptr,
+    sums_ptr,
+    sum_logits_ptr,
     x_stride,
     w_stride,
     V,
@@ -57,27 +59,35 @@ def shift_kernel(
     ignore_index,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """log2(e) times the target's logit: a whole number near it, and how far it is above that.
 
     The whole number is 0 where a row has no target, which is then at -inf, or one too far from 0. That of an
-    ignored row is infinite, so that all its exponentials are 0."""
+    ignored row is infinite, so that all its exponentials are 0. With SUMS also the sum of the row's logits,
+    from the sum of the head's rows."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
-    known = (y >= 0) & (y < V) & (y != ignore_index)
-    total = tl.zeros([BLOCK], tl.float32)
+    supervised = y != ignore_index
+    known = (y >= 0) & (y < V) & supervised
+    wanted = supervised if SUMS else known
+    total, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        mask = (at < H) & known
-        x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
-        total += x * tl.load(w_ptr + y * w_stride + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + at, mask=(at < H) & wanted, other=0.0).to(tl.float32)
+        total += x * tl.load(w_ptr + y * w_stride + at, mask=(at < H) & known, other=0.0).to(tl.float32)
+        if SUMS:
+            plain += x * tl.load(sums_ptr + at, mask=at < H, other=0.0)
+    if SUMS:
+        sum_z = gain * (tl.sum(plain, 0) + tl.load(sums_ptr + H))
+        tl.store(sum_logits_ptr + row, tl.where(supervised, sum_z, 0.0))
     x = tl.sum(total, 0)
     z, _ = above_shift(x, 0.0, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     # Of this size multiples of ln 2 have an exact part and a small one.
     shift = tl.where(known & (tl.abs(z) < 3000.0), tl.floor(z + 0.5), 0.0)
     own, _ = above_shift(x, shift, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-    tl.store(shift_ptr + row, tl.where(y == ignore_index, float("inf"), shift))
+    tl.store(shift_ptr + row, tl.where(supervised, shift, float("inf")))
     tl.store(own_ptr + row, tl.where(known, own, -float("inf")))
 
 
@@ -156,6 +166,7 @@ def finish_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
+    SQUARES: tl.constexpr,
     WRITE: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,8 +196,9 @@ def finish_kernel(
             top = tl.maximum(top, tops)
             rest_d += tl.load(at + 2 * partial_stride, mask=mask, other=0.0)
         if SUM:
-            rest_sq += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
-            plain += tl.load(at + 4 * partial_stride, mask=mask, other=0.0)
+            plain += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
+        if SQUARES:
+            rest_sq += tl.load(at + (3 + SUM) * partial_stride, mask=mask, other=0.0)
     others, supervised = tl.sum(rest, 0), y != ignore_index
     total, log_total, logp, lse, residual, entropy = numbers_of_row(
         others, tl.sum(rest_d, 0) * LN2, own * LN2, shift * LN2_HIGH
@@ -204,12 +216,12 @@ def finish_kernel(
         tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
         tl.store(is_top1_ptr + rows, tl.where(supervised, hit, 0.0), mask=here)
     if SUM:
+        sum_z = (tl.sum(plain, 0) + V * shift) * LN2
+        tl.store(sum_logits_ptr + rows, tl.where(supervised, sum_z, 0.0), mask=here)
+    if SQUARES:
         e_y = tl.exp2(own)
         log_sum_sq = tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total
         tl.store(log_sum_sq_ptr + rows, tl.where(supervised, log_sum_sq, 0.0), mask=here)
-        tl.store(
-            sum_logits_ptr + rows, tl.where(supervised, (tl.sum(plain, 0) + V * shift) * LN2, 0.0), mask=here
-        )
     if WRITE:
         slope = 1.0
         if HAS_SOFTCAP:

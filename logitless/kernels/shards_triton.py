@@ -49,6 +49,7 @@ def combine_kernel(
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
     SUM: tl.constexpr,
+    SQUARES: tl.constexpr,
     WRITE: tl.constexpr,
     NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,6 +106,7 @@ def combine_kernel(
             beaten = beaten | tl.where(logp_r > -float("inf"), hit <= 0.0, above)
             if SUM:
                 total += tl.load(at + 4 * C, mask=here, other=0.0)
+            if SQUARES:
                 # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
                 square = 2.0 * log_share + tl.load(at + 5 * C, mask=here, other=-float("inf"))
                 higher = tl.maximum(most, square)
@@ -117,6 +119,7 @@ def combine_kernel(
         tl.store(is_top1_ptr + rows, tl.where(supervised & (beaten == 0), 1.0, 0.0), mask=here)
         if SUM:
             tl.store(sum_logits_ptr + rows, tl.where(supervised, total, 0.0), mask=here)
+        if SQUARES:
             tl.store(log_sum_sq_ptr + rows, tl.where(supervised, most + tl.log(squares), 0.0), mask=here)
 
     if WRITE:
@@ -174,6 +177,7 @@ def combine(
         HAS_SOFTCAP=softcap is not None,
         EXTRA=out.entropy is not None,
         SUM=out.sum_logits is not None,
+        SQUARES=out.log_sum_sq_probs is not None,
         WRITE=write,
         NUMBERS=numbers,
         BLOCK=BLOCK,

@@ -22,10 +22,11 @@ def variants() -> list[Variant]:
     """What the launchers can ask for."""
     found = []
     for head in heads():
-        for (extra, total), write in itertools.product(
-            ((False, False), (True, False), (True, True)), (False, True)
-        ):
-            flags = head | {"EXTRA": extra, "SUM": total, "WRITE": write}
+        softcap = head["HAS_SOFTCAP"]
+        # Only a soft cap's logits are added up one by one.
+        levels = ((False, False, False), (True, False, False), (True, softcap, False), (True, softcap, True))
+        for (extra, total, squares), write in itertools.product(dict.fromkeys(levels), (False, True)):
+            flags = head | {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
             found += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
             if not head["HAS_BIAS"]:
                 del flags["HAS_BIAS"]
@@ -33,7 +34,8 @@ def variants() -> list[Variant]:
         for extra, weights in ((False, False), (True, False), (True, True)):
             flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
             found.append(Variant("gradient_kernel", tuple(flags.items())))
-        found.append(Variant("shift_kernel", tuple(head.items())))
+        sums = (False,) if softcap else (False, True)
+        found += [Variant("shift_kernel", (*head.items(), ("SUMS", each))) for each in sums]
     return [*found, *(Variant("again_kernel", (("EXTRA", extra),)) for extra in (False, True))]
 
 

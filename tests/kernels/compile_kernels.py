@@ -57,12 +57,13 @@ def heads() -> Iterator[dict]:
 
 def row_combinations() -> Iterator[Combination]:
     statistics = (
-        (False, False, False),
-        (True, False, False),
-        (True, True, False),
-        (True, True, True),
-    )  # EXTRA, SUM, HAS_WEIGHTS
-    for (logits, product), (extra, total, weights), write in itertools.product(
+        (False, False, False, False),
+        (True, False, False, False),
+        (True, True, False, False),
+        (True, True, False, True),
+        (True, True, True, False),
+    )  # EXTRA, SUM, SQUARES, HAS_WEIGHTS
+    for (logits, product), (extra, total, squares, weights), write in itertools.product(
         PAIRS, statistics, (False, True)
     ):
         # fp16 holds no unnormalized exponentials; a loss of the weighted sum of logits has a gradient of
@@ -73,6 +74,7 @@ def row_combinations() -> Iterator[Combination]:
         flags = {
             "EXTRA": extra,
             "SUM": total,
+            "SQUARES": squares,
             "HAS_WEIGHTS": weights,
             "WRITE": write,
             "ALIAS": gradient != logits,
@@ -140,11 +142,17 @@ def gathered_combinations() -> Iterator[Combination]:
 
 
 def combine_combinations() -> Iterator[Combination]:
-    levels = ((False, False, 3), (True, False, 5), (True, True, 7))  # EXTRA, SUM, NUMBERS
+    # EXTRA, SUM, SQUARES, NUMBERS
+    levels = (
+        (False, False, False, 3),
+        (True, False, False, 5),
+        (True, True, False, 6),
+        (True, True, True, 7),
+    )
     # As for row_kernel, fp16 holds no unnormalized exponentials.
     writes = ((None, False), *itertools.product(("fp32", "bf16"), (False, True)))
-    for (extra, total, numbers), (grad, softcap) in itertools.product(levels, writes):
-        flags = {"EXTRA": extra, "SUM": total, "NUMBERS": numbers, "BLOCK": COMBINE_BLOCK}
+    for (extra, total, squares, numbers), (grad, softcap) in itertools.product(levels, writes):
+        flags = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "NUMBERS": numbers, "BLOCK": COMBINE_BLOCK}
         flags |= {"WRITE": grad is not None, "HAS_SOFTCAP": softcap}
         yield combination("combine_kernel", {"grad": grad or "fp32"}, flags)
 

@@ -65,12 +65,11 @@ def truth(hidden, weight, targets, bias, head):
     return x, z, z.log_softmax(1), targets != -100
 
 
-def read(problem, head, *, entropy=False, write=False, total=False):
+def read(problem, head, *names, write=False, sums=None):
     hidden, weight, targets, bias = problem
-    names = ("sum_logits",) if total else ("entropy",) if entropy else ()
     out = allocate_stats(names, len(targets), torch.float32, DEVICE)
     place = fused.new_place(weight, len(targets)) if write else None
-    factor = fused.read(hidden, weight, targets, out, gradient=place, head=head, bias=bias)
+    factor = fused.read(hidden, weight, targets, out, gradient=place, head=head, bias=bias, sums=sums)
     return out, None if place is None else factor[:, None].double() * place.double()
 
 
@@ -101,13 +100,26 @@ def test_reads_and_writes(shape, name):
     targets = given[2]
     index = targets.clamp(min=0)[:, None]
     (wanted,) = torch.autograd.grad((log_p.gather(1, index)[:, 0] * rows).sum(), x, retain_graph=True)
-    for entropy, write in itertools.product((False, True), repeat=2):
-        out, gradient = read(given, head, entropy=entropy, write=write)
+    for names, write in itertools.product(((), ("entropy",)), (False, True)):
+        out, gradient = read(given, head, *names, write=write)
         check_numbers(out, z.detach(), log_p.detach(), targets, rows)
         if write:
             assert relative_error(gradient, wanted) < 4e-3
-    out, _ = read(given, head, total=True)
-    check_numbers(out, z.detach(), log_p.detach(), targets, rows)
+    sums = fused.head_sums(given[1], given[3], head)
+    assert (sums is None) == (head.softcap is not None)
+    for name, each in itertools.product(("sum_logits", "log_sum_sq_probs"), {None, sums}):
+        out, _ = read(given, head, name, sums=each)
+        assert (out.log_sum_sq_probs is None) == (name == "sum_logits")
+        check_numbers(out, z.detach(), log_p.detach(), targets, rows)
+
+
+def test_sums_of_logits_where_other_ranks_have_the_targets():
+    """A shard's rows count, whose targets are beyond its vocabulary; ignored ones do not."""
+    hidden, weight, targets, _ = given = problem(SHAPES[1], "plain")
+    targets[2:] = weight.shape[0] + 7
+    out, _ = read(given, Head(), "sum_logits", sums=fused.head_sums(weight, None, Head()))
+    wanted = (hidden.double() @ weight.double().t()).sum(1) * (targets != -100)
+    assert relative_error(out.sum_logits.double(), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -116,7 +128,7 @@ def test_gradient_of_known_numbers(name, weights):
     head, given = HEADS[name], problem(SHAPES[1], name)
     hidden, weight, targets, bias = given
     x, z, log_p, rows = truth(*given, head)
-    out, _ = read(given, head, entropy=True)
+    out, _ = read(given, head, "entropy")
     generator = torch.Generator().manual_seed(1)
     logps, lse, entropy, total = torch.randn(4, len(targets), generator=generator).to(DEVICE)
     class_weights = torch.rand(weight.shape[0], generator=generator).to(DEVICE) if weights else None
@@ -159,7 +171,7 @@ def test_rows_far_above_their_target_are_read_again():
     targets = given[2]
     logps = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     assert logps[rows].min() < -150
-    out, gradient = read(given, Head(), entropy=True, write=True)
+    out, gradient = read(given, Head(), "entropy", write=True)
     check_numbers(out, z.detach(), log_p.detach(), targets, rows, allowed=1e-5)
     (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
     assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
@@ -171,7 +183,7 @@ def test_a_row_without_a_target_here():
     targets.fill_(len(weight))
     bias = torch.full((len(weight),), -300.0, device=DEVICE)
     _, z, log_p, rows = truth(hidden, weight, targets.clamp(max=0), bias, Head())
-    out, _ = read((hidden, weight, targets, bias), Head(), entropy=True)
+    out, _ = read((hidden, weight, targets, bias), Head(), "entropy")
     assert (out.lse - z.logsumexp(1)).abs().max() < 1e-4
     entropy = -(log_p.exp() * log_p).sum(1)
     assert (out.entropy - entropy).abs().max() < 1e-4
@@ -190,7 +202,7 @@ def test_a_target_elsewhere_is_no_tie(monkeypatch):
     monkeypatch.setattr(fused_projection_triton, "finish_kernel", Watched())
     hidden, weight, targets, _ = problem((5, BK, 2 * BN), "plain")
     for elsewhere in (False, True):
-        read((hidden, weight, targets.fill_(2 * BN) if elsewhere else targets, None), Head(), entropy=True)
+        read((hidden, weight, targets.fill_(2 * BN) if elsewhere else targets, None), Head(), "entropy")
     assert len(again) == 2 and not torch.stack(again).any()
 
 
@@ -214,21 +226,21 @@ def test_a_bias_of_minus_infinity_takes_an_id_out():
     bias[taken_out] = -torch.inf
     targets.fill_(5)
     x, z, log_p, rows = truth(hidden, weight, targets, bias, Head())
-    out, gradient = read((hidden, weight, targets, bias), Head(), entropy=True, write=True)
+    out, gradient = read((hidden, weight, targets, bias), Head(), "entropy", write=True)
     check_numbers(out, z.detach(), log_p.detach(), targets, rows)
     assert gradient.isfinite().all() and not gradient[:, taken_out].any()
 
 
 def test_strided_and_offset_operands():
     hidden, weight, targets, bias = problem(SHAPES[1], "scale, bias")
-    wanted, _ = read((hidden, weight, targets, bias), HEADS["scale, bias"], entropy=True)
+    wanted, _ = read((hidden, weight, targets, bias), HEADS["scale, bias"], "entropy")
     H = hidden.shape[1]
     strided = [torch.stack((x, x), 1)[:, 0] for x in (targets, bias)]
     # The first row starts at 16 bytes and the second does not, and the other way round.
     by_row = torch.cat((hidden, hidden[:, :3]), 1)[:, :H]
     by_start = torch.cat((hidden[:, :3], hidden, hidden[:, :5]), 1)[:, 3 : 3 + H]
     for other in (by_row, by_start, hidden.t().contiguous().t()):
-        found, _ = read((other, weight, *strided), HEADS["scale, bias"], entropy=True)
+        found, _ = read((other, weight, *strided), HEADS["scale, bias"], "entropy")
         for name, x in found.items():
             assert torch.equal(x, getattr(wanted, name)), name
 
@@ -241,13 +253,13 @@ def test_the_first_of_equal_logits_is_the_top():
         hidden, weight = torch.ones(len(targets), H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
         weight[equal] = 1.0
         given = [x.to(DEVICE) for x in (hidden, weight, targets)]
-        out, _ = read((*given, None), Head(), entropy=True)
+        out, _ = read((*given, None), Head(), "entropy")
         assert out.is_top1.tolist() == [1, *[0] * len(equal)]
 
 
 def test_same_bits_again():
     given = problem(SHAPES[1], "plain", spread=20.0)
-    (first, d_first), (second, d_second) = (read(given, Head(), entropy=True, write=True) for _ in range(2))
+    (first, d_first), (second, d_second) = (read(given, Head(), "entropy", write=True) for _ in range(2))
     assert torch.equal(d_first, d_second)
     assert all(torch.equal(x, getattr(second, name)) for name, x in first.items())
 
@@ -372,6 +384,29 @@ def test_a_pair_beyond_the_budget_is_walked_twice(served):
     assert (cut.loss - whole.loss).abs() < 1e-6
     for found, one in zip(torch.autograd.grad(cut.loss, (hidden, weight)), expected, strict=True):
         assert relative_error(found, one.double()) < 8e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*logits_budget:UserWarning")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_sums_of_logits_come_from_the_sum_of_the_head(served, monkeypatch, softcap):
+    """Made once a call, and not where nobody asks; a soft cap's logits are added up in the epilogue."""
+    made, counted, given = [], fused.read, []
+    add_up = fused.head_sums
+    monkeypatch.setattr(fused, "head_sums", lambda *args: made.append(add_up(*args)) or made[-1])
+    monkeypatch.setattr(fused, "read", lambda *args, **how: given.append(how) or counted(*args, **how))
+    hidden, weight, targets, _ = pairs()
+    weight.requires_grad_()
+    chunks = {"logits_budget": 4 * fused.row_bytes(IDS, stored=True), "logits_dtype": FP32}
+    loss = ORPOLoss(softcap=softcap, **chunks)(hidden, weight, targets)
+    z = hidden.double() @ weight.double().t()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    mean = loss.metrics["logits/chosen"]
+    assert abs(mean - z[: PAIRS // 2, 1:].mean()) < 1e-6 * z.abs().mean()
+    assert len(given) > 2 and all((how["sums"] is None) == (softcap is not None) for how in given)
+    assert softcap is not None or len(made) == 1
+    made.clear()
+    CrossEntropyLoss(**chunks)(hidden, weight, targets)
+    assert not made
 
 
 @pytest.mark.parametrize("entropy", [False, True, "metric"])

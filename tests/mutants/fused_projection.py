@@ -3,7 +3,7 @@
 from tests.mutants.mutant import of_file
 
 KERNELS = "tests/kernels/test_fused_projection.py -k 'not losses and not walked'"
-LOSSES = "tests/kernels/test_fused_projection.py -k 'losses or places or nothing'"
+LOSSES = "tests/kernels/test_fused_projection.py -k 'losses or places or nothing or sums_of_logits'"
 SHARDS = "tests/kernels/test_shard_in_product.py"
 RULE = "tests/engine/test_packing.py"
 LAUNCHES = "tests/kernels/test_launch.py"
@@ -30,13 +30,31 @@ MUTANTS = [
         ("target stays where it was", "again_kernel", "own - rise", "own"),
         ("ties behind the last tile", "again_kernel", "(mask & (tops", "((tops"),
         ("ties are not looked at", "again_kernel", "tl.where(tied, TIE, 0)", "0"),
-        ("ignored rows count", "shift_kernel", 'tl.where(y == ignore_index, float("inf"), shift)', "shift"),
+        ("ignored rows count", "shift_kernel", 'tl.where(supervised, shift, float("inf"))', "shift"),
+        ("ignored rows' sums", "shift_kernel", "tl.where(supervised, sum_z, 0.0)", "sum_z"),
+        ("sums without the bias", "shift_kernel", " + tl.load(sums_ptr + H)", ""),
+        ("sums without the scale", "shift_kernel", "gain * (tl.sum(plain", "(tl.sum(plain"),
+        ("sums where the target is", "shift_kernel", "supervised if SUMS else known", "known"),
+        ("squares in another's place", "finish_kernel", "(3 + SUM) * partial_stride", "3 * partial_stride"),
         ("rows far below their shift", "again_kernel", "| (sum_e < tl.exp2(-DRIFT))", "| False"),
         ("rest of ln 2", "finish_kernel", "shift * LN2_LOW + residual", "residual"),
         ("sum of logits without the shift", "finish_kernel", " + V * shift", ""),
         ("equal logits in a later tile", "finish_kernel", "earlier & (tops", "(tops"),
         ("sign of the target's entry", "finish_kernel", "(-others * slope)", "(others * slope)"),
         ("scale left out of the factor", "finish_kernel", "-gain / total", "-1.0 / total"),
+        prefix="fused projection: ",
+    ),
+    *of_file(
+        "kernels/fused_projection.py",
+        LOSSES,
+        ("sums with a soft cap", "head_sums", "if head.softcap is not None:", "if False:"),
+        prefix="fused projection: ",
+    ),
+    *of_file(
+        "engine/token_objective.py",
+        LOSSES,
+        ("sums for nobody", "TokenObjective._head_sums", " and self.stats.sum_logits is not None", ""),
+        ("sums for every chunk", "TokenObjective._head_sums", "self.head_sums is None and ", ""),
         prefix="fused projection: ",
     ),
     *of_file(
