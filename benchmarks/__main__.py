@@ -1,8 +1,5 @@
 """`python -m benchmarks`: the commands. Each measures one thing, prints it, and writes it down as JSON."""
 
-import re
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +7,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, pages, steps, summary, trainers
+from benchmarks import compare_trees, model_commands, pages, summary, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -23,13 +20,26 @@ from benchmarks.distillation import DISTILLATION
 from benchmarks.measure import DeviceLost
 from benchmarks.medusa import MEDUSA
 from benchmarks.objective import Objective, Shape
+from benchmarks.options import (
+    Device,
+    Only,
+    Out,
+    Quick,
+    Seconds,
+    Skip,
+    chosen_device,
+    finish,
+    out_path,
+    picked,
+    speaker,
+)
 from benchmarks.own_rows import HOST_CALLS, ROWS
-from benchmarks.peers import package_version
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import RESULTS, new_document, newest, write_json
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
+app.add_typer(model_commands.app)
 
 # The benchmarks with a table in docs/benchmarks.md, and what writes it.
 TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.table) | {
@@ -41,23 +51,6 @@ TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.tab
 Shapes = Annotated[
     list[str] | None, typer.Option(help="NxHxV or NxHxV@IGNORED, several with commas. Default: the design's.")
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option(help="The JSON file. Default: a new one in benchmarks/results/ (none with --quick)."),
-]
-Quick = Annotated[
-    bool, typer.Option(help="Tiny shapes, any device, seconds: shows that everything runs, measures nothing.")
-]
-Device = Annotated[str, typer.Option(help="cuda or cpu. Default: cuda where there is one.")]
-Only = Annotated[
-    list[str] | None,
-    typer.Option(help="Measure only implementations whose name is or contains this; repeatable."),
-]
-Skip = Annotated[
-    list[str] | None,
-    typer.Option(help="Leave out implementations whose name is or contains this; repeatable."),
-]
-Seconds = Annotated[float, typer.Option(help="Time to spend on the timed rounds of each shape.")]
 
 
 @app.command()
@@ -239,108 +232,6 @@ def medusa(
     if grown := multi_head.grown(document):
         typer.echo("memory grows with the heads: " + "; ".join(grown), err=True)
         raise typer.Exit(1)
-
-
-@app.command()
-def trl(
-    out: Out = None,
-    quick: Quick = False,
-    device: Device = "",
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Measure only trainers whose name is or contains this; repeatable."),
-    ] = None,
-    skip: Annotated[
-        list[str] | None, typer.Option(help="Leave out trainers whose name is or contains this; repeatable.")
-    ] = None,
-    sizes: Annotated[
-        list[int] | None, typer.Option("--size", help="Only these sizes (tokens, or GRPO's batch).")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of either trainer at a size, in turns.")] = 1,
-) -> None:
-    """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
-    same loss."""
-    target = chosen_device(device, quick)
-    packages = ("trl", "peft", "accelerate")
-    document = new_document(
-        "trl", target, quick=quick, versions={name: package_version(name) for name in packages}
-    )
-    path = out_path(out, document)
-    try:
-        chosen = {"only": tuple(only or ()), "skip": tuple(skip or ()), "sizes": tuple(sizes or ())}
-        trainers.run(document, target, **chosen, rounds=rounds, out=path, say=speaker())
-    except (ImportError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
-    finish(path)
-    if failed := trainers.failed(document):
-        typer.echo("not right: " + "; ".join(failed), err=True)
-        raise typer.Exit(1)
-
-
-@app.command("step")
-def whole_steps(
-    models: Annotated[
-        list[str] | None, typer.Option("--model", help="Only models whose name contains this.")
-    ] = None,
-    checkpointing: Annotated[str, typer.Option(help="on, off or both.")] = "both",
-    rounds: Annotated[int, typer.Option(min=1, help="Processes for each configuration, in turns.")] = 1,
-    timed: Annotated[int, typer.Option(min=1, help="Timed steps in a process.")] = 12,
-    limit: Annotated[float, typer.Option(help="Seconds after which a process is ended.")] = 240.0,
-    minutes: Annotated[float, typer.Option(help="Start no process that might not end within these.")] = 60.0,
-    out: Out = None,
-    quick: Quick = False,
-    device: Device = "",
-    only: Only = None,
-    skip: Skip = None,
-) -> None:
-    """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
-    our loss, our layers, both."""
-    target = chosen_device(device, quick)
-    switches = {"on": (True,), "off": (False,), "both": (True, False)}
-    if checkpointing not in switches:
-        valid = ", ".join(switches)
-        raise typer.BadParameter(
-            f"--checkpointing: expected one of {valid}, got {checkpointing}; pick one of these."
-        )
-    available = steps.QUICK if quick else steps.MODELS
-    chosen = {name: available[name] for name in picked(available, models)}
-    skipped = picked(steps.CONFIGURATIONS, skip) if skip else []
-    names = [name for name in picked(steps.CONFIGURATIONS, only) if name not in skipped]
-    if not chosen or not names:
-        raise typer.BadParameter(
-            "--model, --only, --skip: expected names that leave something of "
-            f"{', '.join([*available, *steps.CONFIGURATIONS])}, got none; pick some of these."
-        )
-    configurations = {name: steps.CONFIGURATIONS[name] for name in names}
-    packages = ("trl", "accelerate", "liger-kernel")
-    versions = {name: package_version(name) for name in packages}
-    document = new_document("step", target, quick=quick, versions=versions)
-    settings = [
-        steps.Settings(
-            target.type, document["seed"], 2 if quick else 4, 1 if quick else timed, checkpointing=switch
-        )
-        for switch in switches[checkpointing]
-    ]
-    path = out_path(out, document)
-    limits = steps.Limits(limit, minutes)
-    steps.run(
-        document, chosen, configurations, settings, rounds=rounds, limits=limits, out=path, say=speaker()
-    )
-    finish(path)
-    for section in document["sections"]:
-        typer.echo(f"\n{steps.table(section)}")
-    if failed := steps.failed(document):
-        typer.echo("not right: " + "; ".join(failed), err=True)
-        raise typer.Exit(1)
-
-
-def picked(names: Iterable[str], words: list[str] | None) -> list[str]:
-    """Names that a word is, or is part of where it is none; all without words."""
-    found: list[str] = []
-    for word in words or [""]:
-        same = [name for name in names if name.lower() == word.lower()]
-        found += same or [name for name in names if word.lower() in name.lower()]
-    return [name for name in names if name in found]
 
 
 @app.command()
@@ -599,43 +490,11 @@ def compare(
     return document
 
 
-def chosen_device(name: str, quick: bool) -> torch.device:
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter(
-            "--device: expected a device of this machine, got cuda, which it lacks; pass --device cpu "
-            "--quick."
-        )
-    if device.type != "cuda" and not quick:
-        raise typer.BadParameter(
-            f"--device: expected cuda for the full shapes, got {device.type}; pass --quick."
-        )
-    return device
-
-
 def parsed(objective: Objective, shapes: list[str] | None) -> tuple[Shape, ...]:
     try:
         return tuple(objective.parse(text) for word in shapes or () for text in word.split(","))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def out_path(out: Path | None, document: dict) -> Path | None:
-    if out is not None or document["quick"]:
-        return out
-    device = re.sub(r"[^a-z0-9]+", "-", document["device"].lower()).strip("-")
-    return RESULTS / f"{document['benchmark']}-{device}-{document['date'][:10]}.json"
-
-
-def speaker() -> Callable[[str], None]:
-    """Prints with the seconds since the start, at once, so that a run cut short has said how far it came."""
-    start = time.perf_counter()
-    return lambda text: print(f"[{time.perf_counter() - start:6.1f} s] {text}", flush=True)
-
-
-def finish(path: Path | None) -> None:
-    if path is not None:
-        typer.echo(f"written: {path}")
 
 
 if __name__ == "__main__":

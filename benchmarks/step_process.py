@@ -102,7 +102,8 @@ def construct(
         "disable_tqdm": True,
     }
     flags = {"use_chunked_loss": configuration.loss, "use_fused_layers": configuration.layers == "ours"}
-    options |= {name: True for name, on in flags.items() if on}
+    given = flags | {"use_liger_kernel": configuration.liger}
+    options |= {name: True for name, on in given.items() if on}
     ours = our_trainers.SFTConfig, our_trainers.SFTTrainer
     pair = ours if any(flags.values()) else (trl.SFTConfig, trl.SFTTrainer)
     random = torch.Generator().manual_seed(settings.seed)

@@ -74,10 +74,11 @@ QUICK = {"tiny Qwen3": Model("Qwen3Config", SMALL, 2, 32)}
 class Configuration:
     loss: bool = False  # use_chunked_loss
     layers: str | None = None  # "liger", "compiled" or "ours", which is use_fused_layers
+    liger: bool = False  # TRL's use_liger_kernel, which is Liger's layers and its loss
 
     @property
     def package(self) -> str | None:
-        return "liger-kernel" if self.layers == "liger" else None
+        return "liger-kernel" if self.liger or self.layers == "liger" else None
 
 
 CONFIGURATIONS = {
@@ -111,7 +112,7 @@ class Limits:
 
 def run(
     document: dict,
-    models: dict[str, Model],
+    models: list[tuple[str, Model]],
     configurations: dict[str, Configuration],
     settings: list[Settings],
     *,
@@ -138,13 +139,13 @@ def run(
             "rows": [{"name": made, "runs": []} for made in present],
         }
         | {"sequences": model.sequences, "tokens": model.tokens}
-        for name, model in models.items()
+        for name, model in models
         for each in settings
     ]
     document |= {"absent": absent, "rounds": rounds, "settings": asdict(settings[0]), "sections": sections}
     document["complete"] = False
     for turn in range(rounds):
-        for section, (model, each) in zip(sections, ((m, s) for m in models.values() for s in settings)):
+        for section, (model, each) in zip(sections, ((m, s) for _, m in models for s in settings)):
             for row in section["rows"]:
                 if time.perf_counter() - start + limits.seconds > 60 * limits.minutes:
                     say(f"stopped: another process might not end within {limits.minutes:g} minutes")

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 pytest.importorskip("trl")
 
-from benchmarks import step_process, steps  # noqa: E402
-from benchmarks.__main__ import app, picked  # noqa: E402
+from benchmarks import step_process, steps, usecase  # noqa: E402
+from benchmarks.__main__ import app  # noqa: E402
+from benchmarks.options import picked  # noqa: E402
 
 MODEL = steps.QUICK["tiny Qwen3"]
 SETTINGS = steps.Settings("cpu", 0, logged=2, timed=1)
@@ -19,8 +21,9 @@ LIMITS = steps.Limits(120, 10)
 OK = {"verdict": "ok", "ms": 20.0, "peak_bytes": 2**30, "losses": [2.0, 1.0], "grad_norms": [4.0, 3.0]}
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, ["step", "--device", "cpu", "--quick", *arguments], catch_exceptions=False)
+def invoke(*arguments: str, command: str = "step"):
+    given = [command, "--device", "cpu", "--quick", *arguments]
+    return CliRunner().invoke(app, given, catch_exceptions=False)
 
 
 def faked(monkeypatch, run) -> None:
@@ -141,3 +144,42 @@ def test_names():
     assert picked(names, ["our layers"]) == ["our layers"] and picked(names, None) == names
     assert picked(names, ["Liger"]) == ["Liger's layers", "our loss + Liger's layers"]
     assert invoke("--only", "nobody").exit_code == 2 and invoke("--checkpointing", "maybe").exit_code == 2
+
+
+def test_the_use_case_of_five_models(monkeypatch, tmp_path):
+    """Every model at every batch size in every configuration; a table of tokens per second for each model."""
+    ran = []
+
+    def one_run(model, made, settings, seconds):
+        ran.append((model.config, model.sequences, made.liger, made.loss, made.layers))
+        if made.liger and model.sequences == 128:
+            return {"verdict": "out of memory"}
+        return OK | {"ms": 1e3}
+
+    monkeypatch.setattr(steps, "package_version", lambda name: "1.0")
+    monkeypatch.setattr(steps, "one_run", one_run)
+    monkeypatch.setattr(usecase, "QUICK_SHAPES", usecase.SHAPES)
+    out = tmp_path / "usecase.json"
+    result = invoke("--batch", "16", "--batch", "128", "--out", str(out), command="usecase")
+    assert result.exit_code == 0, result.output
+    each = [(False, False, None), (True, False, None), (False, True, "ours")]
+    names = ["LlamaConfig", "Qwen2Config", "GemmaConfig", "MistralConfig", "Phi3Config"]
+    assert ran == [(name, batch, *how) for name in names for batch in (16, 128) for how in each]
+    document = json.loads(out.read_text())
+    assert document["benchmark"] == "usecase" and document["complete"]
+    assert "512 tokens/s, 1.0 GiB" in result.output and "4,096 tokens/s" in result.output
+    assert result.output.count("out of memory") >= len(names)
+    assert result.output.count("both our flags") >= len(names)
+
+
+def test_a_model_that_is_not_there():
+    result = invoke("--model", "no such", command="usecase")
+    assert result.exit_code == 2 and "expected a name" in result.output
+
+
+@pytest.mark.parametrize("name", usecase.SHAPES)
+def test_the_models_of_the_use_case_are_built(name):
+    """Their configs take these sizes."""
+    config, sizes = usecase.SHAPES[name]
+    made = getattr(transformers, config)(**sizes)
+    assert {key: getattr(made, key) for key in sizes} == sizes

@@ -104,6 +104,7 @@ def _combine_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int,
         combined["is_top1"] = torch.where(owner, found["is_top1"] > 0, ~beaten).all(0).to(lse.dtype)
     if "sum_logits" in found:
         combined["sum_logits"] = found["sum_logits"].sum(0)
+    if "log_sum_sq_probs" in found:
         # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
         combined["log_sum_sq_probs"] = (2 * shares.log() + found["log_sum_sq_probs"]).logsumexp(0)
     for name, x in combined.items():

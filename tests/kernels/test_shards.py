@@ -12,7 +12,12 @@ from logitless.kernels.head import Head
 from logitless.kernels.shards import combine, combine_gradient
 from tests.kernels.support import DEVICE, TWINS
 
-LEVELS = {"logps": (), "entropy": ("entropy",), "squares": ("log_sum_sq_probs",)}
+LEVELS = {
+    "logps": (),
+    "entropy": ("entropy",),
+    "sums": ("sum_logits",),
+    "squares": ("log_sum_sq_probs",),
+}
 SIZES = {"one": (40,), "two": (30, 17), "five": (3, 20, 1, 9, 14)}
 HEADS = {"plain": Head(), "scaled": Head(None, -0.6, 1.3), "softcap": Head(4.0, 1.5, 0.7)}
 IGNORED = -100

@@ -1,0 +1,200 @@
+"""The commands that measure models while they are trained: TRL's trainers, whole steps, five models."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from benchmarks import steps, trainers, usecase
+from benchmarks.options import (
+    Device,
+    Only,
+    Out,
+    Quick,
+    Skip,
+    chosen_device,
+    finish,
+    out_path,
+    picked,
+    speaker,
+)
+from benchmarks.peers import package_version
+from benchmarks.report import new_document
+
+app = typer.Typer()
+
+
+@app.command()
+def trl(
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure only trainers whose name is or contains this; repeatable."),
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Leave out trainers whose name is or contains this; repeatable.")
+    ] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option("--size", help="Only these sizes (tokens, or GRPO's batch).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of either trainer at a size, in turns.")] = 1,
+) -> None:
+    """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
+    same loss."""
+    target = chosen_device(device, quick)
+    packages = ("trl", "peft", "accelerate")
+    document = new_document(
+        "trl", target, quick=quick, versions={name: package_version(name) for name in packages}
+    )
+    path = out_path(out, document)
+    try:
+        chosen = {"only": tuple(only or ()), "skip": tuple(skip or ()), "sizes": tuple(sizes or ())}
+        trainers.run(document, target, **chosen, rounds=rounds, out=path, say=speaker())
+    except (ImportError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    finish(path)
+    if failed := trainers.failed(document):
+        typer.echo("not right: " + "; ".join(failed), err=True)
+        raise typer.Exit(1)
+
+
+Timed = Annotated[int, typer.Option(min=1, help="Timed steps in a process.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Processes for each configuration, in turns.")]
+Limit = Annotated[float, typer.Option(help="Seconds after which a process is ended.")]
+Minutes = Annotated[float, typer.Option(help="Start no process that might not end within these.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="Only models whose name contains this.")]
+
+
+@app.command("step")
+def whole_steps(
+    models: Models = None,
+    checkpointing: Annotated[str, typer.Option(help="on, off or both.")] = "both",
+    rounds: Rounds = 1,
+    timed: Timed = 12,
+    limit: Limit = 240.0,
+    minutes: Minutes = 60.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """Whole SFT steps of TRL, each configuration in its own process: stock, Liger's layers, compiled layers,
+    our loss, our layers, both."""
+    switches = {"on": (True,), "off": (False,), "both": (True, False)}
+    if checkpointing not in switches:
+        valid = ", ".join(switches)
+        raise typer.BadParameter(
+            f"--checkpointing: expected one of {valid}, got {checkpointing}; pick one of these."
+        )
+    available = steps.QUICK if quick else steps.MODELS
+    document = measure(
+        "step",
+        [(name, available[name]) for name in named(available, models)],
+        configurations(steps.CONFIGURATIONS, only, skip),
+        Where(out, quick, device),
+        checkpointing=switches[checkpointing],
+        timed=timed,
+        rounds=rounds,
+        limits=steps.Limits(limit, minutes),
+    )
+    for section in document["sections"]:
+        typer.echo(f"\n{steps.table(section)}")
+    check(document)
+
+
+@app.command("usecase")
+def whole_use_case(
+    models: Models = None,
+    batches: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="Only these batch sizes; repeatable.")
+    ] = None,
+    rounds: Rounds = 1,
+    timed: Timed = 5,
+    limit: Limit = 240.0,
+    minutes: Minutes = 120.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """SFT steps of five models against the batch size, as in the use case of Liger's paper: tokens per second
+    and memory of stock, Liger, and both our flags."""
+    names = named(usecase.QUICK_SHAPES if quick else usecase.SHAPES, models)
+    sizes = batches or (usecase.QUICK_BATCHES if quick else usecase.BATCHES)
+    document = measure(
+        "usecase",
+        usecase.models(names, sizes, quick=quick),
+        configurations(usecase.CONFIGURATIONS, only, skip),
+        Where(out, quick, device),
+        checkpointing=(True,),
+        timed=timed,
+        rounds=rounds,
+        limits=steps.Limits(limit, minutes),
+    )
+    typer.echo(f"\n{usecase.table(document)}")
+    check(document)
+
+
+class Where(NamedTuple):
+    """Where a command measures, and where it writes."""
+
+    out: Path | None
+    quick: bool
+    device: str
+
+
+def named(available: Iterable[str], words: list[str] | None) -> list[str]:
+    if found := picked(available, words):
+        return found
+    known, given = ", ".join(available), ", ".join(words or [])
+    raise typer.BadParameter(f"--model: expected a name, or part of one, among {known}; got {given}.")
+
+
+def configurations(
+    available: dict[str, steps.Configuration], only: list[str] | None, skip: list[str] | None
+) -> dict[str, steps.Configuration]:
+    left_out = picked(available, skip) if skip else []
+    if found := [name for name in picked(available, only) if name not in left_out]:
+        return {name: available[name] for name in found}
+    raise typer.BadParameter(
+        f"--only, --skip: expected names that leave something of {', '.join(available)}, got none; pick some "
+        "of these."
+    )
+
+
+def measure(
+    benchmark: str,
+    models: list[tuple[str, steps.Model]],
+    made: dict[str, steps.Configuration],
+    where: Where,
+    *,
+    checkpointing: tuple[bool, ...],
+    timed: int,
+    rounds: int,
+    limits: steps.Limits,
+) -> dict:
+    """The document of a run, which is written where it should be."""
+    target, quick = chosen_device(where.device, where.quick), where.quick
+    versions = {name: package_version(name) for name in ("trl", "accelerate", "liger-kernel")}
+    document = new_document(benchmark, target, quick=quick, versions=versions)
+    logged, timed = (2, 1) if quick else (4, timed)
+    settings = [
+        steps.Settings(target.type, document["seed"], logged, timed, checkpointing=switch)
+        for switch in checkpointing
+    ]
+    path = out_path(where.out, document)
+    steps.run(document, models, made, settings, rounds=rounds, limits=limits, out=path, say=speaker())
+    finish(path)
+    return document
+
+
+def check(document: dict) -> None:
+    """Ends with 1 unless everything of ours, and the stock run, went right."""
+    if failed := steps.failed(document):
+        typer.echo("not right: " + "; ".join(failed), err=True)
+        raise typer.Exit(1)
