@@ -123,7 +123,10 @@ def test_a_lone_shard_is_the_whole():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("names", [(), ("entropy",), ("sum_logits",), ("log_sum_sq_probs",)], ids=str)
+ALONE = [(), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",)]
+
+
+@pytest.mark.parametrize("names", ALONE, ids=str)
 def test_the_numbers_of_a_lone_shard_are_those_of_the_whole(names):
     z = torch.randn(6, V, dtype=torch.float64) * 3
     targets = torch.tensor([0, 4, -100, 10, 2, 7])
