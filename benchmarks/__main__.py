@@ -7,7 +7,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, model_commands, pages, summary, trainers
+from benchmarks import compare_trees, layers, model_commands, pages, summary, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -424,11 +424,12 @@ def plot(
         Path, typer.Option(help="The folder of README.md and docs/, which hold the markers.")
     ] = RESULTS.parents[1],
 ) -> None:
-    """Rewrite the tables of README.md and docs/benchmarks.md from the newest results, draw docs/ce.png."""
+    """Rewrite the tables of README.md, docs/benchmarks.md and docs/layers.md from the newest results, draw
+    docs/ce.png and docs/layers.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
-    from benchmarks import picture
+    from benchmarks import layer_picture, picture
 
-    found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}
+    found = {name: pair for name in (*TABLES, "sweep", "layers") if (pair := newest(name, results))}
     if not found:
         names = ", ".join((*TABLES, "sweep"))
         raise typer.BadParameter(
@@ -444,6 +445,9 @@ def plot(
         tables[root / "README.md", "summary"] = summary.losses(documents)
     if "trl" in documents:
         tables[root / "README.md", "help"] = summary.flags(documents["trl"])
+    if "layers" in documents:
+        source = f"benchmarks/results/{found['layers'][0].name}"
+        tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(documents["layers"], source)
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)
@@ -454,6 +458,10 @@ def plot(
         drawn = root / "docs" / "ce.png"
         picture.draw(documents["sweep"], drawn, documents.get("ce"))
         typer.echo(f"{drawn}: drawn from {found['sweep'][0]}")
+    if "layers" in documents:
+        drawn = root / "docs" / "layers.png"
+        layer_picture.draw(documents["layers"], drawn)
+        typer.echo(f"{drawn}: drawn from {found['layers'][0]}")
 
 
 def compare(

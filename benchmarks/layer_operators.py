@@ -1,10 +1,11 @@
 """The layer operators to be measured: shapes, what stock models compute, and the bytes that must be moved.
 
-Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096.
+Shapes are those of Qwen3-0.6B at 4 x 4,096 tokens, Llama-3.1-8B and Gemma at 2 x 4,096; and 8,192 tokens at
+several widths, which the picture shows.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,18 +14,24 @@ from torch.nn import functional as F
 from logitless import kernels
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+# Of the picture: numbers in a token's vector.
+WIDTHS, ROWS = (1024, 2048, 4096, 8192, 16384), 8192
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Operator:
     """One operator at one shape."""
 
+    kind: str  # its peers go by that
     name: str
     inputs: Callable[[int], dict[str, Tensor]]  # seed -> leaves
     ours: Callable[..., tuple[Tensor, ...]]
     stock: Callable[..., tuple[Tensor, ...]]
     forward_bytes: int
     backward_bytes: int
+    width: int | None = None  # of those in the picture
+    constants: dict = field(default_factory=dict)  # cos and sin
 
 
 class Maker:
@@ -48,12 +55,14 @@ class Maker:
 def rms(h: Tensor, weight: Tensor, gemma: bool = False) -> Tensor:
     """LlamaRMSNorm's or GemmaRMSNorm's forward; in fp64 throughout where h is."""
     wide = h.double() if h.dtype == FP64 else h.float()
-    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return (y * (1.0 + weight.to(wide.dtype))).type_as(h) if gemma else weight * y.to(h.dtype)
 
 
 def norms(make: Maker) -> Iterator[Operator]:
-    def operator(name, rows, H, ours, stock, forward, backward, *, residual=None, bias=False, weight=BF16):
+    def operator(
+        kind, rows, H, ours, stock, forward, backward, *, residual=None, bias=False, weight=BF16, width=None
+    ):
         rows = make.rows(rows)
 
         def inputs(seed: int) -> dict[str, Tensor]:
@@ -66,7 +75,8 @@ def norms(make: Maker) -> Iterator[Operator]:
                 leaves["bias"] = make.randn(g, H, dtype=weight)
             return leaves
 
-        return Operator(f"{name} {rows}x{H}", inputs, ours, stock, forward * rows * H, backward * rows * H)
+        moved = forward * rows * H, backward * rows * H
+        return Operator(kind, f"{kind} {rows}x{H}", inputs, ours, stock, *moved, width)
 
     def add(x, residual, weight):
         h = residual + x
@@ -92,6 +102,8 @@ def norms(make: Maker) -> Iterator[Operator]:
 
     for rows, H in ((16384, 1024), (8192, 4096), (8192, 2560)):
         yield operator("add_rms_norm", rows, H, kernels.add_rms_norm, add, 8, 8, residual=BF16)
+    for H in WIDTHS:
+        yield operator("add_rms_norm", ROWS, H, kernels.add_rms_norm, add, 8, 8, residual=BF16, width=H)
     yield operator(
         "add_rms_norm fp32 residual", 16384, 1024, ours_fp32, add_fp32, 12, 16, residual=FP32, weight=FP32
     )
@@ -110,7 +122,10 @@ def ropes(make: Maker) -> Iterator[Operator]:
     def half(x: Tensor) -> Tensor:
         return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
 
-    def operator(name: str, B: int, T: int, heads: int, key_heads: int, D: int, normalized: bool) -> Operator:
+    def operator(
+        B: int, T: int, heads: int, key_heads: int, D: int, *, normalized: bool, width: int | None = None
+    ) -> Operator:
+        kind = "qk_norm_rope" if normalized else "rope"
         B, T = (2, 3) if make.tiny else (B, T)
         angle = torch.rand(1, T, D // 2, device=make.device) * 6
         angle = torch.cat((angle, angle), -1)
@@ -139,19 +154,26 @@ def ropes(make: Maker) -> Iterator[Operator]:
             return q * c + half(q) * s, k * c + half(k) * s
 
         elements = B * T * (heads + key_heads) * D
-        label = f"{name} {B}x{T}x({heads}+{key_heads})x{D}"
-        return Operator(label, inputs, ours, stock, 4 * elements, (6 if normalized else 4) * elements)
+        label = f"{kind} {B}x{T}x({heads}+{key_heads})x{D}"
+        moved = 4 * elements, (6 if normalized else 4) * elements
+        return Operator(kind, label, inputs, ours, stock, *moved, width, {"cos": cos, "sin": sin})
 
-    yield operator("rope", 4, 4096, 16, 8, 128, False)
-    yield operator("rope", 2, 4096, 32, 8, 128, False)
-    yield operator("qk_norm_rope", 4, 4096, 16, 8, 128, True)
-    yield operator("qk_norm_rope", 2, 4096, 8, 4, 256, True)
+    yield operator(4, 4096, 16, 8, 128, normalized=False)
+    yield operator(2, 4096, 32, 8, 128, normalized=False)
+    yield operator(4, 4096, 16, 8, 128, normalized=True)
+    yield operator(2, 4096, 8, 4, 256, normalized=True)
+    for normalized in (False, True):
+        for width in WIDTHS:
+            heads = width // 128
+            yield operator(2, ROWS // 2, heads, heads // 4, 128, normalized=normalized, width=width)
 
 
 def gates(make: Maker) -> Iterator[Operator]:
     functions = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu_erf": F.gelu}
 
-    def operator(rows: int, columns: int, activation: str, packed: bool = False) -> Operator:
+    def operator(
+        rows: int, columns: int, activation: str, packed: bool = False, width: int | None = None
+    ) -> Operator:
         rows, act = make.rows(rows), functions[activation]
 
         def inputs(seed: int) -> dict[str, Tensor]:
@@ -167,14 +189,17 @@ def gates(make: Maker) -> Iterator[Operator]:
         def ours(**leaves):
             return (kernels.gated(**leaves, activation=activation),)
 
-        label = f"gated {activation}{' packed' if packed else ''} {rows}x{columns}"
-        return Operator(label, inputs, ours, stock, 6 * rows * columns, 10 * rows * columns)
+        kind = f"gated {activation}{' packed' if packed else ''}"
+        moved = 6 * rows * columns, 10 * rows * columns
+        return Operator(kind, f"{kind} {rows}x{columns}", inputs, ours, stock, *moved, width)
 
     yield operator(16384, 3072, "silu")
     yield operator(16384, 3072, "silu", packed=True)
     yield operator(8192, 14336, "silu")
     yield operator(8192, 9216, "gelu_tanh")
     yield operator(8192, 9216, "gelu_erf")
+    for width in WIDTHS:
+        yield operator(ROWS, width, "silu", width=width)
 
 
 def operators(make: Maker) -> Iterator[Operator]:

@@ -1,10 +1,37 @@
-"""Other tile sizes for the launchers of the layer operators: what `layer_kernels --sweep` tries."""
+"""Other tile sizes for the launchers of the layer operators, to choose those of the library by."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import product
 from unittest import mock
 
+import torch
+
 from benchmarks.layer_operators import Operator
+from benchmarks.layers import backward_us, copy_us, forward_us
+from benchmarks.peers import one_line
+
+
+def sweep(operator: Operator, device: torch.device, deadline: float, say: Callable[[str], None]) -> None:
+    """Times our operator with every tile and prints the best."""
+    for direction, time_us in (("forward", forward_us), ("backward", backward_us)):
+        copy = copy_us(getattr(operator, f"{direction}_bytes"), device)
+        found = {"as it is": time_us(operator, operator.ours, device)}
+        for label, patches in variants(operator, direction):
+            if time.perf_counter() > deadline:
+                break
+            with ExitStack() as stack:
+                for each in patches:
+                    stack.enter_context(each)
+                try:
+                    found[label] = time_us(operator, operator.ours, device)
+                except Exception as error:  # a tile that does not fit the device is no reason to stop
+                    say(f"  {label}: {one_line(error)[:90]}")
+        now = found["as it is"]
+        say(f"{operator.name} {direction}, {len(found)} tiles: copy {copy:.1f} us, as it is {now:.1f} us")
+        for label in sorted(found, key=found.get)[:6]:
+            say(f"    {found[label]:7.1f} us {copy / found[label]:4.0%}  {label}")
 
 
 def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:

@@ -1,12 +1,16 @@
-"""The commands that measure models while they are trained: TRL's trainers, whole steps, five models."""
+"""The commands that measure models: TRL's trainers, whole steps, five models, and the operators of layers."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks import steps, trainers, usecase
+from benchmarks import layer_tiles, layers, steps, trainers, usecase
+from benchmarks.layer_operators import Maker
+from benchmarks.layer_operators import operators as all_operators
+from benchmarks.layer_peers import LAYERS
 from benchmarks.options import (
     Device,
     Only,
@@ -56,9 +60,7 @@ def trl(
     except (ImportError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     finish(path)
-    if failed := trainers.failed(document):
-        typer.echo("not right: " + "; ".join(failed), err=True)
-        raise typer.Exit(1)
+    check(trainers.failed(document))
 
 
 Timed = Annotated[int, typer.Option(min=1, help="Timed steps in a process.")]
@@ -103,7 +105,7 @@ def whole_steps(
     )
     for section in document["sections"]:
         typer.echo(f"\n{steps.table(section)}")
-    check(document)
+    check(steps.failed(document))
 
 
 @app.command("usecase")
@@ -137,7 +139,49 @@ def whole_use_case(
         limits=steps.Limits(limit, minutes),
     )
     typer.echo(f"\n{usecase.table(document)}")
-    check(document)
+    check(steps.failed(document))
+
+
+Operators = Annotated[
+    list[str] | None, typer.Option("--operator", help="Only operators whose name contains this; repeatable.")
+]
+
+
+@app.command("layers")
+def layer_operators(
+    operators: Operators = None,
+    minutes: Annotated[float, typer.Option(help="Begin no operator after these.")] = 10.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """Norms, rotations and gates, forward and backward: us and every installed peer beside a copy of as many
+    bytes."""
+    target = chosen_device(device, quick)
+    try:
+        computes, absent = LAYERS.load(target, tuple(only or ()), tuple(skip or ()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    document = new_document("layers", target, quick=quick, versions=LAYERS.versions()) | {"absent": absent}
+    path, kinds = out_path(out, document), tuple(operators or ())
+    layers.run(document, target, computes, kinds=kinds, minutes=minutes, out=path, say=speaker())
+    finish(path)
+    check(layers.failed(document))
+
+
+@app.command("layer-tiles")
+def tiles_of_layers(
+    operators: Operators = None,
+    minutes: Annotated[float, typer.Option(help="Try no tile after these.")] = 10.0,
+    device: Device = "",
+) -> None:
+    """Tile sizes of our layer operators beside those that the library takes."""
+    target, deadline = chosen_device(device, quick=False), time.perf_counter() + 60 * minutes
+    for operator in all_operators(Maker(target, tiny=False)):
+        if not operators or any(word in operator.name for word in operators):
+            layer_tiles.sweep(operator, target, deadline, speaker())
 
 
 class Where(NamedTuple):
@@ -193,8 +237,8 @@ def measure(
     return document
 
 
-def check(document: dict) -> None:
-    """Ends with 1 unless everything of ours, and the stock run, went right."""
-    if failed := steps.failed(document):
+def check(failed: list[str]) -> None:
+    """Ends with 1 if anything failed."""
+    if failed:
         typer.echo("not right: " + "; ".join(failed), err=True)
         raise typer.Exit(1)
