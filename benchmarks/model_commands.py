@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks import layer_tiles, layers, steps, trainers, usecase
+from benchmarks import layer_tiles, layers, recipes, steps, trainers, usecase
 from benchmarks.layer_operators import Maker
 from benchmarks.layer_operators import operators as all_operators
 from benchmarks.layer_peers import LAYERS
@@ -142,6 +142,36 @@ def whole_use_case(
     check(steps.failed(document))
 
 
+@app.command("recipes")
+def recipes_of_steps(
+    rounds: Rounds = 1,
+    timed: Timed = 12,
+    limit: Limit = 240.0,
+    minutes: Minutes = 60.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """SFT steps with both flags and what goes well with them: fused AdamW, LoRA+, packing, FP8, compiled
+    layers."""
+    name, model = next(iter((steps.QUICK if quick else steps.MODELS).items()))
+    document = measure(
+        "recipes",
+        [(name, model)],
+        configurations(recipes.RECIPES, only, skip),
+        Where(out, quick, device),
+        checkpointing=(True,),
+        timed=timed,
+        rounds=rounds,
+        limits=steps.Limits(limit, minutes),
+    )
+    typer.echo(f"\n{recipes.table(document)}")
+    rows = document["sections"][0]["rows"]
+    check([f"{row['name']}: {row['reason']}" for row in rows if row.get("verdict") == "failed"])
+
+
 Operators = Annotated[
     list[str] | None, typer.Option("--operator", help="Only operators whose name contains this; repeatable.")
 ]
@@ -224,7 +254,9 @@ def measure(
 ) -> dict:
     """The document of a run, which is written where it should be."""
     target, quick = chosen_device(where.device, where.quick), where.quick
-    versions = {name: package_version(name) for name in ("trl", "accelerate", "liger-kernel")}
+    versions = {
+        name: package_version(name) for name in ("trl", "accelerate", "liger-kernel", "peft", "torchao")
+    }
     document = new_document(benchmark, target, quick=quick, versions=versions)
     logged, timed = (2, 1) if quick else (4, timed)
     settings = [

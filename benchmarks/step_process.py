@@ -51,6 +51,7 @@ def train(model: Model, configuration: Configuration, settings: Settings) -> dic
         "verdict": "ok",
         "ms": watch.ms,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "tokens_per_step": logs[-1]["num_tokens"] / (settings.logged + settings.timed),
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],
     }
@@ -103,25 +104,37 @@ def construct(
     }
     flags = {"use_chunked_loss": configuration.loss, "use_fused_layers": configuration.layers == "ours"}
     given = flags | {"use_liger_kernel": configuration.liger}
-    options |= {name: True for name, on in given.items() if on}
+    options |= {name: True for name, on in given.items() if on} | configuration.options
     ours = our_trainers.SFTConfig, our_trainers.SFTTrainer
     pair = ours if any(flags.values()) else (trl.SFTConfig, trl.SFTTrainer)
     random = torch.Generator().manual_seed(settings.seed)
     count = model.sequences * (settings.logged + settings.timed)
-    ids = torch.randint(2, model.sizes["vocab_size"], (count, model.tokens), generator=random)
-    made = causal_lm(model, settings, device)
+    if configuration.options.get("packing"):
+        count *= 4  # several make one row
+    ids = torch.randint(2, model.sizes["vocab_size"], (count, model.tokens), generator=random).tolist()
+    if configuration.uneven:
+        lengths = torch.randint(model.tokens // 8, model.tokens + 1, (count,), generator=random).tolist()
+        ids = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    made, own = causal_lm(model, settings, device), {}
     if configuration.layers == "liger":
         give_ligers_layers(made)
+    if configuration.fp8:
+        to_fp8(made)
+    if configuration.adapter:
+        made = with_lora(made)
+    if configuration.adapter == "LoRA+":
+        own = {"optimizers": (lora_plus(made, options["learning_rate"], fused=on_gpu), None)}
     trainer = pair[1](
         model=made,
         args=pair[0](**options),
-        train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
+        train_dataset=Dataset.from_dict({"input_ids": ids}),
         processing_class=tokenizer(),
+        **own,
     )
     if configuration.layers == "ours":
         print(trainer.fused_layers.reports["model"])
     if configuration.layers == "compiled":
-        for layer in trainer.model.model.layers:
+        for layer in made.model.layers:
             layer.compile()
     return trainer
 
@@ -136,6 +149,26 @@ def causal_lm(model: Model, settings: Settings, device: torch.device) -> nn.Modu
         return transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype_on(device), attn_implementation="sdpa"
         )
+
+
+def to_fp8(model: nn.Module) -> None:
+    """All products but the head's."""
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(model, module_filter_fn=lambda module, name: "lm_head" not in name)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+
+
+def lora_plus(model: nn.Module, learning_rate: float, *, fused: bool) -> torch.optim.Optimizer:
+    from peft.optimizers import create_loraplus_optimizer
+
+    rates = {"lr": learning_rate, "loraplus_lr_ratio": 16}
+    return create_loraplus_optimizer(model, torch.optim.AdamW, **rates, fused=fused)
 
 
 def give_ligers_layers(model: nn.Module) -> None:

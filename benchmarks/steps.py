@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tabulate import tabulate
@@ -75,10 +75,19 @@ class Configuration:
     loss: bool = False  # use_chunked_loss
     layers: str | None = None  # "liger", "compiled" or "ours", which is use_fused_layers
     liger: bool = False  # TRL's use_liger_kernel, which is Liger's layers and its loss
+    options: dict = field(default_factory=dict)  # of SFTConfig
+    adapter: str | None = None  # "LoRA" or "LoRA+", which has an optimizer of its own
+    fp8: bool = False  # products by torchao
+    uneven: bool = False  # sequences from an eighth to all of the tokens
 
     @property
-    def package(self) -> str | None:
-        return "liger-kernel" if self.liger or self.layers == "liger" else None
+    def packages(self) -> list[str]:
+        needed = {
+            "liger-kernel": self.liger or self.layers == "liger",
+            "peft": self.adapter,
+            "torchao": self.fp8,
+        }
+        return [name for name, wanted in needed.items() if wanted]
 
 
 CONFIGURATIONS = {
@@ -125,9 +134,10 @@ def run(
     process."""
     start = time.perf_counter()
     absent = {
-        name: f"{made.package} is not installed"
+        name: f"{package} is not installed"
         for name, made in configurations.items()
-        if made.package and package_version(made.package) is None
+        for package in made.packages
+        if package_version(package) is None
     }
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")

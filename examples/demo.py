@@ -1,9 +1,10 @@
-"""Trains one small language model three times on Python's own source code, and shows what the full logits
+"""Trains one small language model four times on Python's own source code, and shows what the full logits
 cost.
 
-    full logits   transformers' Trainer: the model builds logits for every token, then their loss
-    stock TRL     trl.SFTTrainer
-    logitless     our SFTTrainer with use_chunked_loss=True
+    full logits      transformers' Trainer: the model builds logits for every token, then their loss
+    stock TRL        trl.SFTTrainer
+    logitless        our SFTTrainer with use_chunked_loss=True
+    + fused layers   the same with use_fused_layers=True
 
 Same text, same first weights, same batches, each run in a process of its own; then the loss of text that
 none has seen. Prints a table, saves a picture, and fails unless the curves agree, the loss fell, the memory
@@ -28,6 +29,7 @@ import psutil
 import torch
 import typer
 from demo_report import (
+    BOTH,
     FULL,
     MIB,
     OURS,
@@ -202,6 +204,7 @@ def build_trainer(name: str, setup: Setup, folder: Path) -> Any:
     if name == STOCK:
         return trl.SFTTrainer(args=trl.SFTConfig(**settings), **given)
     settings |= {"use_chunked_loss": True, "logits_budget": setup.logits_budget}
+    settings |= {"use_fused_layers": name == BOTH}
     return SFTTrainer(args=SFTConfig(**settings), **given)
 
 
@@ -248,6 +251,8 @@ def run_one(name: str, folder: Path) -> None:
     result.losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     if plan := getattr(trainer, "last_plan", None):
         result.strategy, result.chunks, result.plan = plan.strategy, plan.chunks, plan.describe()
+    if layers := getattr(trainer, "fused_layers", None):
+        result.fused = str(layers.reports["model"])
     (folder / f"{name}.json").write_text(json.dumps(asdict(result)))
 
 

@@ -14,21 +14,22 @@ sys.path.insert(0, str(EXAMPLES))
 
 import demo  # noqa: E402
 import typer  # noqa: E402
-from demo_report import FULL, OURS, RUNS, STOCK, Result, failures  # noqa: E402
+from demo_report import BOTH, FULL, OURS, RUNS, STOCK, Result, failures  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from tests.ranks import script  # noqa: E402
 
 
-def results(**ours) -> dict[str, Result]:
-    """Three runs that keep every promise, but for what `ours` changes."""
+def results(whose: str, **ours) -> dict[str, Result]:
+    """Four runs that keep every promise, but for what `ours` changes in one of them."""
     losses, seconds = [9.0, 8.0, 7.0, 6.0], [1.0] * 4
     good = {"losses": losses, "step_seconds": seconds, "step_bytes": [10] * 4, "held_out": [9.1, 6.2]}
-    engine = {"strategy": "fused", "chunks": 16, "plan": "fused: …"}
+    good |= {"strategy": "fused", "chunks": 16, "plan": "fused: …"}
     return {
         FULL: Result(losses, seconds, [100] * 4),
         STOCK: Result(losses, seconds, [400] * 4),
-        OURS: Result(**good | engine | ours),
+        OURS: Result(**good | (ours if whose == OURS else {})),
+        BOTH: Result(**good | {"fused": "2 x norm"} | (ours if whose == BOTH else {})),
     }
 
 
@@ -61,8 +62,15 @@ def results(**ours) -> dict[str, Result]:
         "strategy",
     ],
 )
-def test_verdict(ours, names):
-    assert [text.split(":")[0] for text in failures(results(**ours), tolerance=1e-3)] == names
+@pytest.mark.parametrize("whose", [OURS, BOTH])
+def test_verdict(whose, ours, names):
+    said = failures(results(whose, **ours), tolerance=1e-3)
+    assert [text.split(": ")[:2] for text in said] == [[whose, name] for name in names]
+
+
+def test_layers_that_were_not_fused():
+    said = failures(results(BOTH, fused=None), tolerance=1e-3)
+    assert [text.split(": ")[:2] for text in said] == [[BOTH, "layers"]]
 
 
 def test_default_on_a_cpu_is_large_enough_to_show_something():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("trl")
 
-from benchmarks import step_process, steps, usecase  # noqa: E402
+from benchmarks import recipes, step_process, steps, usecase  # noqa: E402
 from benchmarks.__main__ import app  # noqa: E402
 from benchmarks.options import picked  # noqa: E402
 
@@ -19,6 +19,7 @@ MODEL = steps.QUICK["tiny Qwen3"]
 SETTINGS = steps.Settings("cpu", 0, logged=2, timed=1)
 LIMITS = steps.Limits(120, 10)
 OK = {"verdict": "ok", "ms": 20.0, "peak_bytes": 2**30, "losses": [2.0, 1.0], "grad_norms": [4.0, 3.0]}
+OK |= {"tokens_per_step": 64.0}
 
 
 def invoke(*arguments: str, command: str = "step"):
@@ -183,3 +184,33 @@ def test_the_models_of_the_use_case_are_built(name):
     config, sizes = usecase.SHAPES[name]
     made = getattr(transformers, config)(**sizes)
     assert {key: getattr(made, key) for key in sizes} == sizes
+
+
+@pytest.mark.parametrize("name", [name for name, made in recipes.RECIPES.items() if made.layers == "ours"])
+def test_recipes_train(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    found = step_process.train(MODEL, recipes.RECIPES[name], SETTINGS)
+    most = MODEL.sequences * MODEL.tokens
+    assert found["verdict"] == "ok" and min(found["grad_norms"]) > 1e-3
+    assert most / 8 <= found["tokens_per_step"] <= most
+    assert (found["tokens_per_step"] == most) == (not recipes.RECIPES[name].uneven)
+
+
+def test_lora_plus_has_a_rate_of_its_own():
+    model = step_process.with_lora(step_process.causal_lm(MODEL, SETTINGS, torch.device("cpu")))
+    optimizer = step_process.lora_plus(model, 1e-4, fused=False)
+    rates = {group["lr"] for group in optimizer.param_groups if group["params"]}
+    assert sorted(rates) == pytest.approx([1e-4, 16e-4])
+
+
+def test_the_table_of_recipes(monkeypatch, tmp_path):
+    def run(made, settings):
+        return {"verdict": "failed", "reason": "no such product"} if made.fp8 else OK
+
+    faked(monkeypatch, run)
+    result = invoke("--out", str(tmp_path / "recipes.json"), command="recipes")
+    assert result.exit_code == 1 and "FP8, compiled layers, our loss: no such product" in result.output
+    assert result.output.count("3,200") == len(recipes.RECIPES) - 1 and "2.000 to 1.000" in result.output
+    monkeypatch.setattr(steps, "package_version", lambda name: None if name == "torchao" else "1.0")
+    result = invoke(command="recipes")
+    assert result.exit_code == 0 and "torchao is not installed" in result.output

@@ -74,6 +74,10 @@ class SumObserver(TokenLoss):
         return {"nll": Term(-stats.logps)}, {"sum_logits": Term(stats.sum_logits)}
 
 
+class SquareObserver(SumObserver):
+    observes: ClassVar = ("sum_logits", "log_sum_sq_probs")
+
+
 class Recorder:
     """Stands in for a kernel and notes what it would have been compiled for."""
 
@@ -150,7 +154,10 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                 for reduction in ("mean", "none"):
                     loss = CrossEntropyLoss(label_smoothing=smoothing, reduction=reduction, **head)
                     losses.append(loss(h, w, targets, bias=b if bias else None, class_weights=weights).loss)
-            losses.append(SumObserver(**head)(h, w, targets, bias=b if bias else None).loss)
+            for observer in (SumObserver(**head), SquareObserver(**head)):
+                losses.append(observer(h, w, targets, bias=b if bias else None).loss)
+                with torch.no_grad():
+                    observer(h, w, targets, bias=b if bias else None)
             out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
             linear_topk(h, w, 5, bias=b if bias else None, **head)
