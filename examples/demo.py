@@ -109,7 +109,7 @@ class Setup:
 def default_setup(device: str) -> Setup:
     if device == "cpu":
         return Setup(
-            device, 8, 32_000, 4, 512, 128, 2, corpus_chars=4 * MIB, tolerance=1e-3, learning_rate=1e-2
+            device, 6, 32_000, 4, 512, 128, 2, corpus_chars=4 * MIB, tolerance=1e-3, learning_rate=1e-2
         )
     # 8 GiB for the model and its optimizer, then 3 for the full logits of each row and their copies
     gibibytes = torch.cuda.get_device_properties(0).total_memory / (1024 * MIB)
@@ -284,7 +284,7 @@ def run_all(setup: Setup, folder: Path, console: Console) -> dict[str, Result]:
 
 def main(
     steps: Annotated[
-        int, typer.Option(help="Optimizer steps of each run; by default 8 on a CPU, 60 on a GPU.")
+        int, typer.Option(help="Optimizer steps of each run; by default 6 on a CPU, 60 on a GPU.")
     ] = 0,
     vocab: Annotated[int, typer.Option(help="Vocabulary; by default 32,000 on a CPU, 128,256 on a GPU.")] = 0,
     rows: Annotated[
