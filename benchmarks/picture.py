@@ -56,7 +56,7 @@ def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
     memory.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     if total := sweep["device_bytes"]:
         memory.axhline(total / GIB, **LIMIT)
-        memory.annotate("the whole card", (sizes[0], total / GIB), (0, 4), **NOTE)
+        memory.annotate(f"the whole card, {total / GIB:.0f} GiB", (sizes[0], total / GIB), (0, 4), **NOTE)
         memory.set_ylim(top=2 * total / GIB)
     dress(time, "Forward and backward", "times the three bare matrix products", sizes)
     time.set_yscale("log")
@@ -99,10 +99,11 @@ def label(name: str, sections: list[dict]) -> str:
     """The name in the legend, which also says where the line ends or leaves the picture."""
     rows = found(sections, name)
     ends = [N for N, row in rows if row["verdict"] == "out of memory"]
-    above = max((row["ratio"] for _, row in rows if row.get("ratio")), default=0)
+    above, where = max(((row["ratio"], N) for N, row in rows if row.get("ratio")), default=(0, 0))
     notes = [f"out of memory at {short(ends[0])}"] if ends else []
-    notes += [f"up to {above:.0f}x"] if above > MOST else []
-    return f"{name} ({', '.join(notes)})" if notes else name
+    notes += [f"{above:.0f}x at {short(where)}, off the axis"] if above > MOST else []
+    notes += [f"at {short(rows[0][0])} alone"] if len(rows) == 1 < len(sections) else []
+    return f"{name} ({'; '.join(notes)})" if notes else name
 
 
 def found(sections: list[dict], name: str) -> list[tuple[int, dict]]:

@@ -1339,15 +1339,16 @@ def test_plot_writes_a_table_for_each_objective_with_a_result(tmp_path):
 
 
 def test_the_readme_has_a_row_for_each_kind_of_loss():
-    """Of two shapes it takes the second of cross-entropy, and the first of an implementation's rows."""
+    """Of two shapes it takes the second of cross-entropy, our defaults, and the fastest of a peer's ways."""
     run = document()
     first, second = ({**run["sections"][0]} for _ in range(2))
     second["rows"] = [{**row, "ms": 99.4} for row in run["sections"][0]["rows"]]
-    second["rows"].append({"name": "Liger, accum_dtype fp32", "verdict": "ok", "ms": 1.0, "peak_bytes": 1})
+    for name, ms in (("Liger, accum_dtype fp32", 31.0), ("Liger, other", 12.0), ("logitless, bf16", 1.0)):
+        second["rows"].append({"name": name, "verdict": "ok", "ms": ms, "peak_bytes": 2**30})
     header, _, row, *_ = summary.losses({"ce": run | {"sections": [first, second]}}).splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[0] == f"cross-entropy, {report.sizes(asdict(SHAPE))}"
-    assert cells[1:] == ["out of memory", "", "wrong", "", "**99 ms, 3.0 GiB**"] and "TRL" in header
+    assert cells[1:] == ["out of memory", "", "12 ms, 1.0 GiB", "", "**99 ms, 3.0 GiB**"] and "TRL" in header
 
 
 def test_the_readme_says_what_the_flags_measured():
@@ -1431,7 +1432,9 @@ def test_the_picture_takes_from_the_comparison_what_the_sweep_lacks():
     assert [row["name"] for row in section["rows"]] == ["logitless", "eager, fp32 upcast", "Liger", "QuACK"]
     assert picture.label("eager, fp32 upcast", [section]) == "eager, fp32 upcast (out of memory at 48)"
     section["rows"][0]["ratio"] = 19.6
-    assert picture.label("logitless", [section]) == "logitless (up to 20x)"
+    assert picture.label("logitless", [section]) == "logitless (20x at 48, off the axis)"
+    others = [section, elsewhere | {"rows": []}]
+    assert picture.label("QuACK", others) == "QuACK (at 48 alone)"
 
 
 # -- Two trees side by side

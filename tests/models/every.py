@@ -264,7 +264,7 @@ def table() -> Iterator[str]:
         **{verdict.replace(" ", "_"): n for verdict, n in count.items()},
     )
     for verdict, title in VERDICTS.items():
-        yield f"\n## {title}\n\n| class | model types | |\n|---|---|---|"
+        yield f"\n## {title}\n\n| class | model types | how it went |\n|---|---|---|"
         for name, result in found.items():
             if result.verdict == verdict:
                 yield f"| {name} | {', '.join(kinds[name])} | {result.detail} |"
@@ -277,7 +277,9 @@ HEADER = """# Models
 {version} knows, as a tiny model with random weights, with `patch_model` and without. Compared are the loss
 (softcaps, scales, router and z losses made strong), the gradient of each parameter (relative error below
 1e-3, fp32 on a CPU) and the fields of the output. Of {total} model types {equal} are equal, {refused}
-refused, and {not_run} could not be run tiny."""
+refused, and {not_run} could not be run tiny.
+
+*checked at attach*: `patch_model` itself compared head and loss with the model's own when it was put on."""
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
