@@ -1,7 +1,7 @@
 """Which trainers and options the parity tests of this folder cover, read from the tests themselves:
 
     python -m tests.trl_integration.coverage            # prints the table
-    python -m tests.trl_integration.coverage --write    # into docs/trl.md
+    python -m tests.trl_integration.coverage --write    # into docs/trl_tests.md
 
 A parity test is one that calls a function named `assert_same…`, itself or through another. Which trainer it
 is about says a parameter with the trainer's name (`kind`), or else its own name or its file's
@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> None:
         return
     from benchmarks.pages import rewrite
 
-    rewrite(ROOT / "docs" / "trl.md", "trl", body, kind="tests")
+    rewrite(ROOT / "docs" / "trl_tests.md", "trl", body, kind="tests")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of trainers and options: what the tests say, and what docs/trl.md shows."""
+"""The table of trainers and options: what the tests say, and what docs/trl_tests.md shows."""
 
 import pytest
 
@@ -53,9 +53,9 @@ def test_the_docs_have_the_table(capsys):
         "vision language model",
     ):
         assert part in printed
-    page = (coverage.ROOT / "docs" / "trl.md").read_text()
+    page = (coverage.ROOT / "docs" / "trl_tests.md").read_text()
     shown = page.partition("<!-- tests:trl -->\n")[2].partition("\n<!-- /tests:trl -->")[0]
     assert shown == printed, (
-        "the table of docs/trl.md is not the tests' any more: python -m tests.trl_integration.coverage "
+        "the table of docs/trl_tests.md is not the tests' any more: python -m tests.trl_integration.coverage "
         "--write"
     )
