@@ -16,5 +16,5 @@ The rules, which every subcommand keeps by going through `measure.py`:
 
 A new objective adds one module like `ce.py` (shapes, inputs, truth, yardstick, goals: an `Objective`), one
 like `ce_peers.py`, and one command in `__main__.py`; with its name in `TABLES` there, and markers in
-docs/benchmarks.md, it has a table too.
+docs/benchmarks.md, it has a table too. The commands that measure whole models are in `model_commands.py`.
 """

@@ -27,7 +27,7 @@ from benchmarks.timing import peak_bytes, release
 # More than the largest L2 cache, 126 MB of a B200, several times over.
 ROTATED_BYTES = 600 * 2**20
 REPLAYS = 7
-OURS, STOCK = "logitless", "eager"
+OURS = "logitless"
 DIRECTIONS = ("forward", "backward")
 
 

@@ -21,9 +21,7 @@ RECIPES = {
     "LoRA": replace(FLAGS, adapter="LoRA"),
     "LoRA+": replace(FLAGS, adapter="LoRA+"),
     "sequences of many lengths": replace(FLAGS, uneven=True),
-    "the same, packed": replace(
-        FLAGS, uneven=True, options={"packing": True, "packing_strategy": "bfd", "eval_packing": False}
-    ),
+    "the same, packed": replace(FLAGS, uneven=True, options={"packing": True, "packing_strategy": "bfd"}),
 }
 
 

@@ -51,7 +51,8 @@ def train(model: Model, configuration: Configuration, settings: Settings) -> dic
         "verdict": "ok",
         "ms": watch.ms,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "tokens_per_step": logs[-1]["num_tokens"] / (settings.logged + settings.timed),
+        # Of the timed steps: the log before the last is that of the step before them.
+        "tokens_per_step": (logs[-1]["num_tokens"] - logs[-2]["num_tokens"]) / settings.timed,
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],
     }

@@ -1,7 +1,7 @@
 """`held`: launches of a Triton kernel without a search for what has been compiled.
 
 Triton's own path derives the compiled kernel from the operands in every launch and calls its hooks, which
-costs the host several times as much as the launch itself; a small call, or a step of a small model, is little
+costs the host nearly as much again as the launch itself; a small call, or a step of a small model, is little
 else than launches. Here the kernel is found by a key of all that Triton compiles another one for.
 """
 
@@ -75,9 +75,9 @@ class Held:
         return compiled, [constants[name] for name in self._constants]
 
 
-def heard(hook: object) -> object:
+def heard(hook: object) -> bool:
     """Whether a profiler listens: Triton's own hooks are lists that may be empty."""
-    return getattr(hook, "calls", hook)
+    return bool(getattr(hook, "calls", hook))
 
 
 def kinds(operands: Sequence) -> list:
