@@ -28,6 +28,8 @@ def eager() -> Computes:
 
 @LAYERS.add("Inductor", needs_cuda=True)
 def inductor() -> Computes:
+    # Each backward pass is replayed, so its saved tensors may not be given away.
+    torch._functorch.config.donated_buffer = False
     return lambda operator: torch.compile(operator.stock, fullgraph=True, dynamic=False)
 
 
@@ -63,7 +65,7 @@ def liger() -> Computes:
         return run
 
     def norm_add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor]:
-        return (residual + F.liger_rms_norm(x, weight, EPS, 1.0, "gemma"),)
+        return (residual + F.liger_rms_norm(x, weight, EPS, 1.0, "gemma", in_place=False),)
 
     def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         h = residual + x

@@ -290,6 +290,7 @@ def measure_shards(session: Session, rank: int, ranks: int, store: str) -> None:
             return timed(session, row, arguments, dist.barrier)
 
         session.measure(Row(f"tp {name}", SHARDED[name], partial(loss, dist.group.WORLD)), shard)
+    dist.barrier()  # a rank that leaves earlier breaks the others' connections
     dist.destroy_process_group()
 
 

@@ -39,9 +39,13 @@ class GroupShared(torch.autograd.Function):
 
 def gather(x: Tensor, group) -> Tensor:
     """(...) on each rank -> (ranks, ...)."""
-    found = x.new_empty(group.size(), *x.shape)
     if x.device.type == "cuda":
+        found = x.new_empty(group.size(), *x.shape)
         dist.all_gather_into_tensor(found.view(-1), x.reshape(-1), group=group)
-    else:  # gloo: under torch 2.11 the above fails beside a dispatch mode
-        dist.all_gather(list(found.unbind()), x.contiguous(), group=group)
+        return found
+    # A sum of rows that are zero elsewhere: gloo copies tensors in all_gather, and in torch 2.11 that fails
+    # under a dispatch mode, as its own thread has none.
+    found = x.new_zeros(group.size(), *x.shape)
+    found[group.rank()] = x
+    dist.all_reduce(found, group=group)
     return found
