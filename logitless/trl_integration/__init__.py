@@ -5,10 +5,8 @@
     SFTTrainer(model, args=SFTConfig(use_chunked_loss=True), train_dataset=dataset).train()
 
 Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off
-it *is* TRL's pair. They cover TRL's trainers for language models and, from `trl.experimental`, A2PO,
-AsyncDistillation, AsyncGRPO, CPO, GKD, GMPO, GOLD, IW-OPD, OnlineDPO, ORPO, SDFT, SDPO, ServerDistillation
-and TPO. For trainers and models that exist already there are `apply_to` and `patch_model`. This is the only
-folder of the library that imports trl.
+it *is* TRL's pair. `PAIRS` names them, those of `trl.experimental` too. For trainers and models that exist
+already there are `apply_to` and `patch_model`. This is the only folder of the library that imports trl.
 
 A name is imported when it is first used: SFT loads no experimental trainer, and `patch_model` no TRL.
 """

@@ -32,8 +32,6 @@ from .versions import SUPPORTED, found_in_trl, installed, moved
 logger = logging.getLogger("logitless.trl_integration")
 
 LIGER_LOSS = "fused_linear_cross_entropy"
-
-
 # (the trainer's chunked loss, one of its models) -> the undoing
 Attach = Callable[["ChunkedLoss", PreTrainedModel], Callable[[], None]]
 

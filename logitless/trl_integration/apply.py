@@ -66,9 +66,6 @@ def adapter_of(trainer: type) -> Adapter:
     return PLAIN
 
 
-# --- transformers.Trainer
-
-
 def patched(chunked: ChunkedLoss, model: transformers.PreTrainedModel) -> Callable[[], None]:
     chunked.patch = patch_model(model, logits_budget=chunked.budget)
     return chunked.patch

@@ -10,7 +10,7 @@ losses, and any other use raises.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -61,13 +61,10 @@ def picked(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
 
 def _exchanged(model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
     withdraw(model, KEY)  # a model may come to a second trainer
-    undo = exchange(model, KEY, forward, state)
-
-    def undo_all() -> None:
-        undo()
-        undeferred(model)
-
-    return undo_all
+    undo = ExitStack()
+    undo.callback(undeferred, model)
+    undo.callback(exchange(model, KEY, forward, state))
+    return undo.close
 
 
 def _scored_forward(
