@@ -45,6 +45,7 @@ def trl(
         list[int] | None, typer.Option("--size", help="Only these sizes (tokens, or GRPO's batch).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of either trainer at a size, in turns.")] = 1,
+    timed: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = trainers.Scale.timed,
 ) -> None:
     """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
     same loss."""
@@ -56,7 +57,7 @@ def trl(
     path = out_path(out, document)
     try:
         chosen = {"only": tuple(only or ()), "skip": tuple(skip or ()), "sizes": tuple(sizes or ())}
-        trainers.run(document, target, **chosen, rounds=rounds, out=path, say=speaker())
+        trainers.run(document, target, **chosen, rounds=rounds, timed=timed, out=path, say=speaker())
     except (ImportError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     finish(path)

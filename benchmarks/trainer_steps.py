@@ -25,9 +25,8 @@ import logitless.trl_integration as our_trainers
 from benchmarks.measure import synchronize
 from benchmarks.peers import one_line
 from benchmarks.timing import release, spread
-from benchmarks.trainers import Case, Scale
+from benchmarks.trainers import WARM, Case, Scale
 
-STEPS, TIMED = 8, 5
 # Completions of one prompt in GRPO, TRL's default.
 GENERATIONS = 8
 # The tokenizer's words; a whole vocabulary of them would only make the trainers slow to construct.
@@ -38,15 +37,19 @@ PAD, EOS = 0, 1
 def save_model(sizes: dict, folder: Path, device: torch.device, seed: int) -> None:
     """A model with random weights, in bf16 on a GPU, and its tokenizer: every run loads it, and DPO's
     reference too."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    quiet()
     config = Qwen3Config(**sizes, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
     torch.manual_seed(seed)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype_on(device), attn_implementation="sdpa")
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -90,8 +93,8 @@ def train(
     logs = [log for log in trainer.state.log_history if "loss" in log]
     row = {
         "verdict": "ok",
-        **spread(watch.ms[-TIMED:]),
-        "times": watch.ms[-TIMED:],
+        **spread(watch.ms[WARM:]),
+        "times": watch.ms[WARM:],
         "peak_bytes": torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None,
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],
@@ -109,7 +112,7 @@ class Watch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         synchronize(self.device)
-        if self.device.type == "cuda" and state.global_step == STEPS - TIMED:
+        if self.device.type == "cuda" and state.global_step == WARM:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.start = time.perf_counter()
 
@@ -126,7 +129,7 @@ def construct(
     settings = {
         "output_dir": str(folder / "out"),
         "per_device_train_batch_size": batch,
-        "max_steps": STEPS,
+        "max_steps": WARM + scale.timed,
         "logging_steps": 1,
         "seed": seed,
         "bf16": on_gpu,

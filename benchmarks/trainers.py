@@ -6,11 +6,14 @@ until memory runs out, without gradient checkpointing and without generation. Th
 gradient checkpointing among them.
 """
 
+import multiprocessing
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -41,6 +44,7 @@ class Scale:
     tokens: tuple[int, ...]
     rollout: tuple[int, int]  # tokens of a prompt and of its completion
     batches: tuple[int, ...]
+    timed: int = 5  # steps, behind the first `WARM`
 
     def sizes(self, case: Case) -> tuple[int, ...]:
         return self.batches if case.kind == "GRPO" else self.tokens
@@ -84,6 +88,8 @@ TINY = QWEN3 | {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
+WARM = 3
+COMPARED = 8  # steps whose losses are compared: later the weights differ by bf16's rounding of every step
 FULL = Scale(QWEN3, 2048, (4096, 8192, 16384, 32768), (128, 512), (8, 16, 32, 64, 128, 256))
 QUICK = Scale(TINY, 32, (64,), (4, 12), (8,))
 
@@ -96,11 +102,12 @@ def run(
     skip: tuple[str, ...] = (),
     sizes: tuple[int, ...] = (),
     rounds: int = 1,
+    timed: int = Scale.timed,
     out: Path | None,
     say: Callable[[str], None],
 ) -> dict:
     """Trains in every case at every size (or those in `sizes`) with TRL's trainer and ours in turns, `rounds`
-    times each, and writes `document` to `out` after each run.
+    times each, and writes `document` to `out` after each run. On a GPU each run has a process of its own.
 
     Raises:
         ImportError: TRL is not installed, or not in a supported version.
@@ -114,8 +121,9 @@ def run(
     require_supported()
     from benchmarks import trainer_steps
 
-    scale = QUICK if document["quick"] else FULL
-    head = {"model": scale.model, "steps": trainer_steps.STEPS, "timed_steps": trainer_steps.TIMED}
+    scale = replace(QUICK if document["quick"] else FULL, timed=timed)
+    head = {"model": scale.model, "steps": WARM + timed, "timed_steps": timed}
+    measure = apart if device.type == "cuda" else trainer_steps.measure
     document |= head | {"rounds": rounds, "absent": absent, "sections": [], "complete": False}
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
@@ -132,9 +140,7 @@ def run(
                     row = {"name": trainer, "verdict": "out of memory"}
                     # What ran out of memory at a smaller size, or a round before, is not tried again.
                     if trainer not in exhausted:
-                        row |= trainer_steps.measure(
-                            case, scale, size, Path(folder), device, document["seed"], ours=ours
-                        )
+                        row |= measure(case, scale, size, Path(folder), device, document["seed"], ours=ours)
                     if row["verdict"] == "out of memory":
                         exhausted.add(trainer)
                     say(f"{name}, {case.unit} {size:,}: {describe(row)}")
@@ -146,6 +152,23 @@ def run(
     document["complete"] = True
     report.write_json(out, document)
     return document
+
+
+def apart(*args: Any, **kwargs: Any) -> dict:
+    """`trainer_steps.measure` in a process of its own, forked from one that has imported TRL."""
+    # Or the server of the processes would ask CUDA whether there is a GPU, after which no fork can use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.trainer_steps", "logitless.trl_integration.pairs"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(measured, *args, **kwargs).result()
+
+
+def measured(*args: Any, **kwargs: Any) -> dict:
+    from benchmarks import trainer_steps
+
+    trainer_steps.quiet()
+    return trainer_steps.measure(*args, **kwargs)
 
 
 def add(rows: list[dict], row: dict) -> None:
@@ -166,8 +189,8 @@ def judge(section: dict) -> None:
     if [row["verdict"] for row in section["rows"]] != ["ok", "ok"]:
         return
     stock, ours = section["rows"]
-    section["loss_difference"] = furthest(stock["losses"], ours["losses"])
-    section["grad_norm_difference"] = furthest(stock["grad_norms"], ours["grad_norms"])
+    for each, name in (("loss_difference", "losses"), ("grad_norm_difference", "grad_norms")):
+        section[each] = furthest(stock[name][:COMPARED], ours[name][:COMPARED])
     # From the second step on the weights differ by bf16's rounding too, which DPO's loss shows most. NaN is
     # in no limit.
     if not (
@@ -228,7 +251,7 @@ def table(document: dict, trainer: str, form: str) -> str:
 
 
 def _in_turns(rounds: int) -> str:
-    return "" if rounds == 1 else f" of {rounds} runs each, in turns,"
+    return "" if rounds == 1 else f" of {rounds} processes each, in turns,"
 
 
 def by_trainer(document: dict, source: str) -> str:
@@ -246,8 +269,8 @@ def by_trainer(document: dict, source: str) -> str:
         f"the last {document['timed_steps']} of {document['steps']} steps"
         f"{_in_turns(document.get('rounds', 1))} and the most memory allocated "
         f"during them; differences "
-        "are the largest of any step, relative. GRPO without generation and without gradient checkpointing, "
-        "the rest with TRL's defaults. "
+        f"are the largest of the first {COMPARED} steps, relative. GRPO without generation and without "
+        "gradient checkpointing, the rest with TRL's defaults. "
         f"{versions}.{f' Absent: {absent}.' if absent else ''} "
         f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
     )
