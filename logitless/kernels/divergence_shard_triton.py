@@ -11,12 +11,14 @@ from torch import Tensor
 from logitless.kernels.divergence_triton import (
     BLOCK,
     FORWARD,
+    LOG2E,
     NOTHING,
     WARPS,
     biases,
     head_at_one,
     mode_of,
     scored,
+    unit_of,
 )
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
@@ -68,6 +70,7 @@ def shard_kernel(
     lane = tl.arange(0, BLOCK)
     lse_s, rest_s = tl.load(known_ptr + row), tl.load(known_ptr + rows + row)
     lse_t, rest_t = tl.load(known_ptr + 2 * rows + row), tl.load(known_ptr + 3 * rows + row)
+    unit = unit_of(beta, MODE)
     loss = tl.zeros([BLOCK], tl.float32)
     mean = tl.zeros([BLOCK], tl.float32)
     if WRITE:
@@ -91,13 +94,14 @@ def shard_kernel(
             teacher_softcap,
             PLAIN,
         )
-        log_s = tl.maximum((z * cold - lse_s) - rest_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        log_t = tl.maximum((t * cold - lse_t) - rest_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
+        # Normalizers that others have found: their last digits would go with a multiplication of each part.
+        log_s, log_t = ((z * cold - lse_s) - rest_s) * LOG2E, ((t * cold - lse_t) - rest_t) * LOG2E
+        log_s = tl.maximum(log_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
+        log_t = tl.maximum(log_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
         log_s, log_t = tl.where(mask, log_s, NOTHING), tl.where(mask, log_t, NOTHING)
-        p_t = tl.exp(log_t)
-        s, terms, score, means = scored(log_s, log_t, p_t, beta, MODE)
+        s, p_t, terms, score, means = scored(log_s, log_t, beta, MODE)
         if WRITE:
-            g = soft_factor * (s - p_t) if MODE == FORWARD else soft_factor * s * (score - average)
+            g = soft_factor * (s - p_t) if MODE == FORWARD else soft_factor * s * (unit * score - average)
             if HARD:
                 p = tl.exp((z - lse_1) - rest_1)
                 g += tl.where(y >= 0, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
@@ -110,8 +114,8 @@ def shard_kernel(
             loss += terms
             mean += means
     if not WRITE:
-        tl.store(sums_ptr + row, tl.sum(loss, 0))
-        tl.store(sums_ptr + rows + row, tl.sum(mean, 0))
+        tl.store(sums_ptr + row, unit * tl.sum(loss, 0))
+        tl.store(sums_ptr + rows + row, unit * tl.sum(mean, 0))
 
 
 def shard_pass(

@@ -1,12 +1,14 @@
 """Triton kernel of `divergence.py`. One program walks one row of both chunks, three times:
 
-1. Exponentials of both rows are summed, each relative to a provisional shift as in `cross_entropy_triton.py`;
-both arg-maxes. 2. With the normalizers known, the divergence, the entropy, and the mean of the score.
-3. With that mean known, the gradient is written over the student's logits. The forward KL needs no mean and
-does 2 and 3 at once.
+1. Exponentials of both rows are summed, relative to the maxima of the first block, and each lane keeps its
+maximum. Only a row that rises more than DRIFT above that is summed again, relative to its own maximum.
+2. With the normalizers known, the divergence, the entropy, and the mean of the score. 3. With that mean
+known, the gradient is written over the student's logits. The forward KL needs no mean and does 2 and 3 at
+once.
 
-Per pair of logits that is 7 accesses for the JSD (5 for the forward KL) and 9 evaluations of exp or log; on
-an H200 the arithmetic takes longer than the memory, so that nothing is computed twice but what a pass needs.
+Per pair of logits that is 7 accesses for the JSD (5 for the forward KL). On an H200 the arithmetic took
+longer than the memory, so logarithms are to the base 2, constants are multiplied into sums instead of terms,
+and no block meets for a maximum.
 """
 
 import torch
@@ -14,14 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import DRIFT
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, dense
 
 BLOCK, WARPS = 1024, 4
-JSD, FORWARD, REVERSE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# EVEN is the JSD with beta 1/2
+JSD, FORWARD, REVERSE, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MODES = {"jsd": 0, "forward_kl": 1, "reverse_kl": 2}
-NOTHING = tl.constexpr(-1e4)
+# Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
+NOTHING, DRIFT = tl.constexpr(-1e4), tl.constexpr(80.0)
+LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -42,36 +46,84 @@ def head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN: tl.constexpr):
 
 
 @triton.jit
-def grow(z, start, shift, total, best, best_start):
-    """Adds exp(z - shift) to the lanes of `total`; the shift rises where z drifts too far above it. Keeps the
-    maximum's first block."""
-    top = tl.max(z, 0)
-    if top > shift + DRIFT:
-        total *= tl.exp(shift - top)
-        shift = top
-    best_start = tl.where(top > best, start, best_start)
-    return shift, total + tl.exp(z - shift), tl.maximum(top, best), best_start
+def values(ptr, cols, mask, bias_ptr, scale, softcap, PLAIN: tl.constexpr):
+    """Logits at temperature 1 (PLAIN: what `scale` would make logits of) and their derivative; -inf where
+    masked."""
+    x = tl.load(ptr + cols, mask=mask, other=-float("inf"))
+    if PLAIN:
+        z, slope = x.to(tl.float32), 1.0
+    else:
+        z, slope = head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN)
+        z = tl.where(mask, z, -float("inf"))
+    return z, slope
 
 
 @triton.jit
-def scored(log_s, log_t, t, beta, MODE: tl.constexpr):
-    """(s, the divergence's terms, score, terms of the score's mean under s). Where log_s = log_t, all but s
-    are exactly 0.
+def added(z, rate, start, shift, total, best, best_start):
+    """Adds 2^(rate z - shift) to the lanes of `total`; each keeps its maximum, and the block of its first."""
+    better = z > best
+    total += tl.exp2(tl.fma(z, rate, -shift))
+    return total, tl.where(better, z, best), tl.where(better, start, best_start)
+
+
+@triton.jit
+def first_best(best, best_start, lane):
+    """The maximum, and the first of the columns that have it."""
+    top = tl.max(best, 0)
+    return top, tl.min(tl.where(best == top, best_start + lane, 2147483647), 0)
+
+
+@triton.jit
+def log2_probability(z, rate, shift, log_sum):
+    return tl.maximum(tl.fma(z, rate, -shift) - log_sum, NOTHING, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log2_of_one_and(u):
+    """log2(1 + u) of -1/2 <= u <= 0, to 1.5e-7 of itself; a library's takes three times as long."""
+    p = tl.full(u.shape, 2.0790517330169678, tl.float32)
+    p = tl.fma(p, u, 2.4464845657348633)
+    p = tl.fma(p, u, 1.8143893480300903)
+    p = tl.fma(p, u, 0.29362577199935913)
+    p = tl.fma(p, u, 0.38896456360816956)
+    p = tl.fma(p, u, -0.35029423236846924)
+    p = tl.fma(p, u, 0.4814281761646271)
+    p = tl.fma(p, u, -0.7213371992111206)
+    return u * tl.fma(p, u, 1.4426950216293335)
+
+
+@triton.jit
+def scored(log_s, log_t, beta, MODE: tl.constexpr):
+    """Logarithms to the base 2 -> (s, t, the divergence's terms, score, terms of the score's mean under s).
+    The last three are in the unit of `unit_of`. Where log_s = log_t they are exactly 0.
 
     Differences of logarithms are formed before any logarithm of m, so that they keep their digits where s and
     t are close.
     """
-    s, d = tl.exp(log_s), log_t - log_s
-    if MODE == JSD:
+    d = log_t - log_s
+    if (MODE == JSD) | (MODE == EVEN):
         above = d > 0.0
-        shrunk = tl.log(1.0 + tl.where(above, 1.0 - beta, beta) * (tl.exp(-tl.abs(d)) - 1.0))
+        ratio = tl.exp2(-tl.abs(d))
+        more = tl.exp2(tl.maximum(log_s, log_t))
+        less = more * ratio
+        s, t = tl.where(above, less, more), tl.where(above, more, less)
+        if MODE == EVEN:
+            shrunk = log2_of_one_and(0.5 * ratio - 0.5)
+        else:
+            shrunk = tl.log2(1.0 + tl.where(above, 1.0 - beta, beta) * (ratio - 1.0))
         to_s = tl.where(above, shrunk + d, shrunk)  # log m/s
-        ours = -(1.0 - beta) * s * to_s
-        return s, ours - beta * t * (to_s - d), -(1.0 - beta) * to_s, ours
+        ours = s * to_s
+        return s, t, ours + (beta / (1.0 - beta)) * (t * (to_s - d)), to_s, ours
+    s, t, d = tl.exp2(log_s), tl.exp2(log_t), d * LN2
     if MODE == FORWARD:
-        return s, (s - t) + t * d, d, s
+        return s, t, (s - t) + t * d, d, s
     terms = (t - s) - s * d
-    return s, terms, -d, terms
+    return s, t, terms, -d, terms
+
+
+@triton.jit
+def unit_of(beta, MODE: tl.constexpr):
+    return -(1.0 - beta) * LN2 if (MODE == JSD) | (MODE == EVEN) else 1.0
 
 
 @held
@@ -117,163 +169,129 @@ def divergence_kernel(
     lane = tl.arange(0, BLOCK)
     y = tl.load(labels_ptr + row)
     known = (y >= 0) & (y < V)
-    z_y, slope_y = head_at_one(
-        tl.load(student_ptr + y, mask=known, other=0.0), bias_ptr, y, known, scale, softcap, PLAIN
-    )
     factor = tl.load(factors_ptr + row)
+    # What a logit is multiplied by, to the base 2: of the student, of the teacher, at temperature 1
+    slope_all = scale if PLAIN else 1.0
+    rate_1 = slope_all * LOG2E
+    rate_s = rate_1 * cold
+    rate_t = (teacher_scale if PLAIN else 1.0) * LOG2E * cold
 
-    shift_s, shift_t, shift_1 = -1e30, -1e30, -1e30
-    best_s, best_t, best_1 = -float("inf"), -float("inf"), -float("inf")
-    start_s, start_t, start_1 = 0, 0, 0
-    sum_s = tl.zeros([BLOCK], tl.float32)
-    sum_t = tl.zeros([BLOCK], tl.float32)
-    sum_1 = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        cols = start + lane
-        mask, shared = cols < V, cols < common
-        z, slope = head_at_one(
-            tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
-        )
-        t, slope_t = head_at_one(
-            tl.load(teacher_ptr + cols, mask=shared, other=0.0),
-            teacher_bias_ptr,
-            cols,
-            shared,
-            teacher_scale,
-            teacher_softcap,
-            PLAIN,
-        )
+    z, slope = values(student_ptr, lane, lane < common, bias_ptr, scale, softcap, PLAIN)
+    t, slope_t = values(
+        teacher_ptr, lane, lane < common, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
+    )
+    top_s, top_t = tl.max(z, 0), tl.max(t, 0)
+    top_1 = top_s
+    shift_s, shift_t, shift_1 = rate_s * top_s, rate_t * top_t, rate_1 * top_s
+    favourite, taught, favourite_1 = 0, 0, 0
+    zeros = tl.zeros([BLOCK], tl.float32)
+    sum_s, sum_t, sum_1 = zeros, zeros, zeros
+    again = 1
+    while again != 0:
+        sum_s, sum_t, sum_1 = zeros, zeros, zeros
+        best_s = tl.full([BLOCK], -float("inf"), tl.float32)
+        start_s = tl.zeros([BLOCK], tl.int32)
+        best_t, start_t, best_1, start_1 = best_s, start_s, best_s, start_s
+        for start in range(0, V, BLOCK):
+            cols = start + lane
+            shared = cols < common
+            z, slope = values(
+                student_ptr, cols, cols < V if SPLIT else shared, bias_ptr, scale, softcap, PLAIN
+            )
+            t, slope_t = values(
+                teacher_ptr, cols, shared, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
+            )
+            if SPLIT:
+                sum_1, best_1, start_1 = added(z, rate_1, start, shift_1, sum_1, best_1, start_1)
+                z = tl.where(shared, z, -float("inf"))
+            sum_s, best_s, start_s = added(z, rate_s, start, shift_s, sum_s, best_s, start_s)
+            sum_t, best_t, start_t = added(t, rate_t, start, shift_t, sum_t, best_t, start_t)
+        top_s, favourite = first_best(best_s, start_s, lane)
+        top_t, taught = first_best(best_t, start_t, lane)
+        rises = (rate_s * top_s > shift_s + DRIFT) | (rate_t * top_t > shift_t + DRIFT)
         if SPLIT:
-            whole = tl.where(mask, z, -float("inf"))
-            shift_1, sum_1, best_1, start_1 = grow(whole, start, shift_1, sum_1, best_1, start_1)
-        z = tl.where(shared, z * cold, -float("inf"))
-        t = tl.where(shared, t * cold, -float("inf"))
-        shift_s, sum_s, best_s, start_s = grow(z, start, shift_s, sum_s, best_s, start_s)
-        shift_t, sum_t, best_t, start_t = grow(t, start, shift_t, sum_t, best_t, start_t)
-    log_sum_s, log_sum_t = tl.log(tl.sum(sum_s, 0)), tl.log(tl.sum(sum_t, 0))
-
-    # The arg-maxes, each from the one block that holds it.
-    cols, far = start_s + lane, 2147483647
-    shared = cols < common
-    z, slope = head_at_one(
-        tl.load(student_ptr + cols, mask=shared, other=0.0), bias_ptr, cols, shared, scale, softcap, PLAIN
-    )
-    favourite = tl.min(tl.where(shared & (z * cold == best_s), cols, far), 0)
-    cols = start_t + lane
-    shared = cols < common
-    t, slope_t = head_at_one(
-        tl.load(teacher_ptr + cols, mask=shared, other=0.0),
-        teacher_bias_ptr,
-        cols,
-        shared,
-        teacher_scale,
-        teacher_softcap,
-        PLAIN,
-    )
-    agrees = favourite == tl.min(tl.where(shared & (t * cold == best_t), cols, far), 0)
-    tl.store(agreement_ptr + row, agrees.to(tl.float32))
+            top_1, favourite_1 = first_best(best_1, start_1, lane)
+            rises |= rate_1 * top_1 > shift_1 + DRIFT
+        shift_s = tl.where(rises, rate_s * top_s, shift_s)
+        shift_t = tl.where(rises, rate_t * top_t, shift_t)
+        shift_1 = tl.where(rises, rate_1 * top_1, shift_1)
+        again = rises.to(tl.int32)
+    log_sum_s, log_sum_t = tl.log2(tl.sum(sum_s, 0)), tl.log2(tl.sum(sum_t, 0))
+    tl.store(agreement_ptr + row, (favourite == taught).to(tl.float32))
     if SPLIT:
-        log_sum_1 = tl.log(tl.sum(sum_1, 0))
-        cols = start_1 + lane
-        mask = cols < V
-        z, slope = head_at_one(
-            tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
-        )
-        favourite = tl.min(tl.where(mask & (z == best_1), cols, far), 0)
+        log_sum_1 = tl.log2(tl.sum(sum_1, 0))
     else:
-        shift_1, log_sum_1 = shift_s, log_sum_s
-    tl.store(is_top1_ptr + row, (favourite == y).to(tl.float32))
-    tl.store(hard_ptr + row, tl.where(known, log_sum_1 - (z_y - shift_1), 0.0))
+        favourite_1, shift_1, log_sum_1 = favourite, shift_s, log_sum_s
+    tl.store(is_top1_ptr + row, (favourite_1 == y).to(tl.float32))
+    z_y, slope_y = values(student_ptr, y, known, bias_ptr, scale, softcap, PLAIN)
+    tl.store(hard_ptr + row, tl.where(known, (log_sum_1 - tl.fma(z_y, rate_1, -shift_1)) * LN2, 0.0))
 
-    loss = tl.zeros([BLOCK], tl.float32)
-    entropy = tl.zeros([BLOCK], tl.float32)
-    mean = tl.zeros([BLOCK], tl.float32)
+    loss, entropy, mean = zeros, zeros, zeros
     if (MODE != FORWARD) | (write == 0):
         for start in range(0, common, BLOCK):
             cols = start + lane
             shared = cols < common
-            z, slope = head_at_one(
-                tl.load(student_ptr + cols, mask=shared, other=0.0),
-                bias_ptr,
-                cols,
-                shared,
-                scale,
-                softcap,
-                PLAIN,
+            z, slope = values(student_ptr, cols, shared, bias_ptr, scale, softcap, PLAIN)
+            t, slope_t = values(
+                teacher_ptr, cols, shared, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
             )
-            t, slope_t = head_at_one(
-                tl.load(teacher_ptr + cols, mask=shared, other=0.0),
-                teacher_bias_ptr,
-                cols,
-                shared,
-                teacher_scale,
-                teacher_softcap,
-                PLAIN,
-            )
-            log_s = tl.maximum((z * cold - shift_s) - log_sum_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-            log_t = tl.maximum((t * cold - shift_t) - log_sum_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-            log_s, log_t = tl.where(shared, log_s, NOTHING), tl.where(shared, log_t, NOTHING)
-            s, terms, score, means = scored(log_s, log_t, tl.exp(log_t), beta, MODE)
+            log_s = log2_probability(z, rate_s, shift_s, log_sum_s)
+            log_t = log2_probability(t, rate_t, shift_t, log_sum_t)
+            s, t, terms, score, means = scored(log_s, log_t, beta, MODE)
             loss += terms
             mean += means
-            entropy -= s * log_s
+            entropy += s * log_s
 
+    unit = unit_of(beta, MODE)
     if write != 0:
         # Nobody may store over a logit before everybody has read it.
         tl.debug_barrier()
         average = tl.sum(mean, 0)
-        soft_factor = factor * (1.0 - hard_weight) * cold
-        hard_factor = factor * hard_weight
+        soft_factor = factor * (1.0 - hard_weight) * cold * unit * slope_all
+        hard_factor = factor * hard_weight * slope_all
         for start in range(0, V, BLOCK):
             cols = start + lane
             mask, shared = cols < V, cols < common
-            z, slope = head_at_one(
-                tl.load(student_ptr + cols, mask=mask, other=0.0), bias_ptr, cols, mask, scale, softcap, PLAIN
+            z, slope = values(student_ptr, cols, mask, bias_ptr, scale, softcap, PLAIN)
+            t, slope_t = values(
+                teacher_ptr, cols, shared, teacher_bias_ptr, teacher_scale, teacher_softcap, PLAIN
             )
-            t, slope_t = head_at_one(
-                tl.load(teacher_ptr + cols, mask=shared, other=0.0),
-                teacher_bias_ptr,
-                cols,
-                shared,
-                teacher_scale,
-                teacher_softcap,
-                PLAIN,
-            )
-            log_s = tl.maximum((z * cold - shift_s) - log_sum_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-            log_t = tl.maximum((t * cold - shift_t) - log_sum_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-            log_s, log_t = tl.where(shared, log_s, NOTHING), tl.where(shared, log_t, NOTHING)
+            log_s = log2_probability(z, rate_s, shift_s, log_sum_s)
+            if SPLIT:
+                log_s = tl.where(shared, log_s, NOTHING)
+            log_t = log2_probability(t, rate_t, shift_t, log_sum_t)
+            s, t, terms, score, means = scored(log_s, log_t, beta, MODE)
             if MODE == FORWARD:
-                t = tl.exp(log_t)
-                s, terms, score, means = scored(log_s, log_t, t, beta, MODE)
                 g = soft_factor * (s - t)
                 loss += terms
-                entropy -= s * log_s
+                entropy += s * log_s
             else:
-                s, terms, score, means = scored(log_s, log_t, t, beta, MODE)
                 g = soft_factor * s * (score - average)
             if SPLIT:
-                p = tl.exp((z - shift_1) - log_sum_1)
+                p = tl.exp2(tl.fma(z, rate_1, -shift_1) - log_sum_1)
                 g += tl.where(known, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
             # A token that does not count is zeroed, whatever its logits hold.
             g = tl.where(factor == 0.0, 0.0, g * slope)
             if ALIAS:
                 tl.debug_barrier()
             tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask)
-    tl.store(soft_ptr + row, tl.sum(loss, 0))
-    tl.store(entropy_ptr + row, tl.sum(entropy, 0))
+    tl.store(soft_ptr + row, unit * tl.sum(loss, 0))
+    tl.store(entropy_ptr + row, tl.sum(entropy, 0) * -LN2)
 
 
 def mode_of(divergence: str, beta: float) -> int:
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse_kl" if beta else "forward_kl"
-    return MODES[divergence]
+    return 3 if (divergence, beta) == ("jsd", 0.5) else MODES[divergence]
 
 
 def biases(
     student: Tensor, common: int, head, teacher_head, bias: Tensor | None, teacher_bias: Tensor | None
 ) -> tuple[bool, list[Tensor]]:
-    """Whether the logits are plain multiples of the products, and both biases as the kernels read them."""
+    """Whether the logits are plain multiples of the products, in the same order, and both biases as the
+    kernels read them."""
     plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
+    plain = plain and min(head.logit_scale, teacher_head.logit_scale) > 0
     widths = (student.shape[1], common)
     empty = [torch.zeros(0 if plain else width, device=student.device) for width in widths]
     given = zip(empty, (bias, teacher_bias), strict=True)

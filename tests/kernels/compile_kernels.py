@@ -94,14 +94,14 @@ def gradient_combinations() -> Iterator[Combination]:
 
 
 def divergence_combinations() -> Iterator[Combination]:
-    for (logits, product), mode, plain, split in itertools.product(PAIRS, range(3), *[(False, True)] * 2):
+    for (logits, product), mode, plain, split in itertools.product(PAIRS, range(4), *[(False, True)] * 2):
         flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product, "BLOCK": BLOCK}
         yield combination("divergence_kernel", {"student": logits, "teacher": logits, "grad": product}, flags)
 
 
 def shard_combinations() -> Iterator[Combination]:
     for (logits, product), mode, plain, (write, hard) in itertools.product(
-        PAIRS, range(3), (False, True), ((False, False), (True, False), (True, True))
+        PAIRS, range(4), (False, True), ((False, False), (True, False), (True, True))
     ):
         gradient = product if write else logits
         flags = {

@@ -22,6 +22,7 @@ needs_triton = pytest.mark.skipif(
 
 MODES = {
     "jsd": ("jsd", 0.3),
+    "jsd even": ("jsd", 0.5),
     "jsd 0": ("jsd", 0.0),
     "jsd 1": ("jsd", 1.0),
     "forward": ("forward_kl", 0.5),
@@ -218,15 +219,70 @@ def test_twin_of_any_gap(gap):
 
 
 @needs_triton
-def test_the_first_of_equal_maxima_counts():
-    """As torch.argmax has it: within a block and across blocks, of the student and of the teacher."""
-    student, teacher = torch.zeros(4, 2500, device=DEVICE), torch.zeros(4, 2500, device=DEVICE)
-    student[:, [5, 9, 1500]] = 3.0
-    teacher[0, [5, 9, 1500]], teacher[1, [9, 1500]], teacher[2, 1500], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_of_the_student_alone_have_no_divergence(mode):
+    divergence, beta = MODES[mode]
+    student, teacher = Random().normal(3, 1500), Random().normal(3, 1100) * 2
+    z = student.double().requires_grad_()
+    ours, theirs = z[:, :1100].log_softmax(-1), teacher.double().log_softmax(-1)
+    values = {
+        "jsd": lambda: generalized_jsd(ours, theirs, beta),
+        "forward_kl": lambda: kl(theirs, ours),
+        "reverse_kl": lambda: kl(ours, theirs),
+    }[divergence]()
+    (truth,) = torch.autograd.grad(values.sum(), z)
+    gradient = torch.full_like(student, torch.nan)
+    kernels.fused_divergence(
+        student,
+        teacher,
+        None,
+        torch.ones(3, device=DEVICE),
+        gradient=gradient,
+        divergence=divergence,
+        beta=beta,
+        hard_weight=0.0,
+        head=Head(),
+        teacher_head=Head(),
+    )
+    assert not gradient[:, 1100:].any()
+    assert relative_error(gradient, truth) < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize("scales", [(-0.5, 1.0), (1.0, -0.5)])
+def test_a_negative_scale_turns_the_order(scales):
+    student, teacher = Random().normal(2, 3, 1100)
+    heads = [Head(None, scale) for scale in scales]
+    expected = kernels.jsd(
+        *(head.logits(x)[0].log_softmax(-1) for head, x in zip(heads, (student, teacher))), 0.5
+    )
+    best = [head.logits(x)[0].argmax(-1) for head, x in zip(heads, (student, teacher))]
     found = kernels.fused_divergence(
         student,
         teacher,
-        torch.tensor([5, 9, 1500, 5], device=DEVICE),
+        best[0],
+        None,
+        gradient=None,
+        divergence="jsd",
+        beta=0.5,
+        hard_weight=0.0,
+        head=heads[0],
+        teacher_head=heads[1],
+    )
+    assert relative_error(found.soft, expected) < 1e-5
+    assert found.is_top1.all() and torch.equal(found.agreement.bool(), best[0] == best[1])
+
+
+@needs_triton
+def test_the_first_of_equal_maxima_counts():
+    """As torch.argmax has it: within a block and across blocks, of the student and of the teacher."""
+    student, teacher = torch.zeros(4, 2500, device=DEVICE), torch.zeros(4, 2500, device=DEVICE)
+    student[:, [5, 9, 1029]] = 3.0
+    teacher[0, [5, 9, 1029]], teacher[1, [9, 1029]], teacher[2, 1029], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
+    found = kernels.fused_divergence(
+        student,
+        teacher,
+        torch.tensor([5, 9, 1029, 5], device=DEVICE),
         None,
         gradient=None,
         divergence="jsd",

@@ -1,0 +1,68 @@
+"""Every kernel once, at small and odd shapes, for a tool that looks at memory accesses:
+
+    python -m tests.kernels.sanitized          # compiles, so that the tool need not wait for it
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitized
+
+`--tool racecheck` looks at shared memory. Words behind it name the calls to make.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.layer_operators import Maker, operators
+from benchmarks.layers import both_ways
+from benchmarks.own_rows import ROWS, Row, loss_of
+from logitless import DistillationLoss, linear_logprobs, linear_topk
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def both(row: Row) -> None:
+    arguments = row.inputs.build(row.inputs.quick, DEVICE, 0)
+    loss = loss_of(row.call(*arguments))
+    if loss.requires_grad:
+        loss.backward()
+
+
+def several_ids() -> None:
+    random = torch.Generator(DEVICE).manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, 72, generator=random, device=DEVICE).bfloat16().requires_grad_() for n in (131, 1237)
+    )
+    ids = torch.randint(0, 1237, (131, 5), generator=random, device=DEVICE)
+    linear_logprobs(hidden, weight, ids)[0].sum().backward()
+    best, *_ = linear_topk(hidden.detach(), weight.detach(), 7)
+    assert best.shape == (131, 7)
+    logps = torch.randn(131, 5, generator=random, device=DEVICE).log_softmax(-1)
+    gathered = DistillationLoss(support="teacher", topk_mode="renormalize")
+    gathered(hidden, weight, teacher_logprobs_topk=(logps, ids)).loss.backward()
+
+
+def calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    yield "several ids", several_ids
+    seen = set()
+    for row in ROWS:  # some differ in their large shapes alone
+        if (row.inputs.quick, row.call) not in seen:
+            seen.add((row.inputs.quick, row.call))
+            yield row.name, partial(both, row)
+    for operator in operators(Maker(DEVICE, True)):
+        yield operator.name, partial(both_ways, operator, operator.ours)
+
+
+def main(words: list[str]) -> None:
+    for name, call in calls():
+        if words and not any(word in name for word in words):
+            continue
+        start = time.perf_counter()
+        call()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        print(f"{time.perf_counter() - start:6.1f} s  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
