@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless
-from benchmarks import ce, distillation, medusa, policy, preference, tensor_parallel
+from benchmarks import ce, distillation, medusa, policy, preference, tensor_parallel, topk
 from benchmarks.measure import loss_of, synchronize
 from benchmarks.peers import one_line
 from benchmarks.policy_peers import EPSILON, OPTIONS
@@ -31,6 +31,7 @@ from benchmarks.report import device_name, write_json
 from benchmarks.timing import peak_bytes, release, time_ms
 from logitless import (
     CrossEntropyLoss,
+    DistillationLoss,
     DPOLoss,
     GRPOLoss,
     JSDLoss,
@@ -39,6 +40,7 @@ from logitless import (
     MedusaLoss,
     ORPOLoss,
     linear_logprobs,
+    linear_topk,
 )
 
 # Seconds of rest before a timed call: shorter than elsewhere, as the power limit is the same for both trees.
@@ -88,6 +90,14 @@ def logps_of(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def frozen(shape: ce.Shape, device: torch.device, seed: int) -> tuple[Tensor, ...]:
     hidden, weight, targets = ce.inputs(shape, device, seed)
     return hidden, weight.detach(), targets
+
+
+def with_ids(shape: topk.Shape, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """Random bf16 leaves hidden (N, H) and weight (V, H), ids (N, k), and a teacher's log-probabilities."""
+    hidden, weight, _ = ce.inputs(ce.Shape(shape.N, shape.H, shape.V), device, seed)
+    random = {"generator": torch.Generator(device).manual_seed(seed), "device": device}
+    ids = torch.randint(shape.V, (shape.N, shape.k), **random)
+    return hidden, weight, ids, torch.randn(ids.shape, **random).log_softmax(-1)
 
 
 def with_main_gradient(shape: ce.Shape, device: torch.device, seed: int) -> tuple[Tensor, ...]:
@@ -143,8 +153,21 @@ def logprobs(hidden, weight, targets):
     return -linear_logprobs(hidden, weight, targets).logps.mean()
 
 
+def several(hidden, weight, ids, teacher):
+    return -linear_logprobs(hidden, weight, ids).logps.mean()
+
+
+def best(hidden, weight, ids, teacher):
+    return -linear_topk(hidden, weight, ids.shape[1]).logps.mean()
+
+
+def renormalized(hidden, weight, ids, teacher):
+    return TOPK_LOSS(hidden, weight, teacher_logprobs_topk=(teacher, ids))
+
+
 # Made once: the host's time begins where the call is entered.
 CE_LOSS, ORPO_LOSS, JSD_LOSS = CrossEntropyLoss(), ORPOLoss(), JSDLoss()
+TOPK_LOSS = DistillationLoss(divergence="forward_kl", support="teacher", topk_mode="renormalize")
 dpo = takes(DPOLoss(beta=0.1), "ref_hidden", "ref_weight")
 kto = takes(partial(KTOLoss(), kl=0.5), "labels", "ref_logps")
 grpo_bf16, grpo_fp32 = grpo(), grpo(logits_dtype=torch.float32)
@@ -163,6 +186,7 @@ JSD, JSD_FROZEN = (
     Inputs(distillation.inputs, shape, quick)
     for shape, quick in zip(distillation.SHAPES, distillation.QUICK_SHAPES, strict=True)
 )
+IDS = Inputs(with_ids, topk.SHAPE, topk.QUICK_SHAPE)
 MEDUSA = Inputs(with_medusa_heads, medusa.Shape(3, 2, 4096, 4096, 128256), medusa.Shape(3, 2, 96, 128, 517))
 
 ROWS = (
@@ -193,6 +217,10 @@ ROWS = (
     Row("KTO", Inputs(unpaired, policy.SHAPES[0], policy.QUICK_SHAPES[0]), kto),
     Row("JSD", JSD, distilled),
     Row("JSD, frozen head", JSD_FROZEN, distilled),
+    Row("64 ids", IDS, several),
+    Row("64 ids, no gradient", IDS, torch.no_grad()(several)),
+    Row("64 best", IDS, torch.no_grad()(best)),
+    Row("renormalized top-64", IDS, renormalized),
     Row("Medusa, 3 heads", MEDUSA, takes(MedusaLoss(), "base_weight")),
 )
 

@@ -16,7 +16,6 @@ import torch
 from benchmarks.layer_operators import Maker, operators
 from benchmarks.layers import both_ways
 from benchmarks.own_rows import ROWS, Row, loss_of
-from logitless import DistillationLoss, linear_logprobs, linear_topk
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -28,22 +27,7 @@ def both(row: Row) -> None:
         loss.backward()
 
 
-def several_ids() -> None:
-    random = torch.Generator(DEVICE).manual_seed(0)
-    hidden, weight = (
-        torch.randn(n, 72, generator=random, device=DEVICE).bfloat16().requires_grad_() for n in (131, 1237)
-    )
-    ids = torch.randint(0, 1237, (131, 5), generator=random, device=DEVICE)
-    linear_logprobs(hidden, weight, ids)[0].sum().backward()
-    best, *_ = linear_topk(hidden.detach(), weight.detach(), 7)
-    assert best.shape == (131, 7)
-    logps = torch.randn(131, 5, generator=random, device=DEVICE).log_softmax(-1)
-    gathered = DistillationLoss(support="teacher", topk_mode="renormalize")
-    gathered(hidden, weight, teacher_logprobs_topk=(logps, ids)).loss.backward()
-
-
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    yield "several ids", several_ids
     seen = set()
     for row in ROWS:  # some differ in their large shapes alone
         if (row.inputs.quick, row.call) not in seen:

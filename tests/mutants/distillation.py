@@ -82,7 +82,7 @@ MUTANTS = [
         ("temperature dropped from the gradient", "divergence_kernel", "hard_weight) * cold", "hard_weight)"),
         ("slope dropped", "divergence_kernel", "(factor == 0.0, 0.0, g * slope)", "(factor == 0.0, 0.0, g)"),
         ("label's own term dropped", "divergence_kernel", "(p - tl.where(cols == y, 1.0, 0.0))", "p"),
-        ("tail of a row unmasked", "values", 'other=-float("inf")', "other=0.0"),
+        ("tail of rows unmasked", "values", 'other=-float("inf")', "other=0.0"),
         ("tail under a softcap unmasked", "values", 'tl.where(mask, z, -float("inf"))', "z"),
         (
             "ids of the student alone among the shared",

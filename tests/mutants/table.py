@@ -14,8 +14,8 @@ FORMER = 254
 # Name -> "replaced by " and the names of others, separated by "; ", or "dropped because " and the reason.
 CHANGED: dict[str, str] = {
     "multi-token: upstream gradient dropped": "replaced by upstream gradient skipped",
-    "divergence kernel: tail of the student unmasked": "replaced by divergence kernel: tail of a row unmasked",
-    "divergence kernel: tail of the teacher unmasked": "replaced by divergence kernel: tail of a row unmasked",
+    "divergence kernel: tail of the student unmasked": "replaced by divergence kernel: tail of rows unmasked",
+    "divergence kernel: tail of the teacher unmasked": "replaced by divergence kernel: tail of rows unmasked",
     "parallel: positions count this rank's too": "replaced by parallel: twice the same position",
 }
 
