@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -123,7 +124,7 @@ def run(
 
     scale = replace(QUICK if document["quick"] else FULL, timed=timed)
     head = {"model": scale.model, "steps": WARM + timed, "timed_steps": timed}
-    measure = apart if device.type == "cuda" else trainer_steps.measure
+    measure = partial(apart, measured) if device.type == "cuda" else trainer_steps.measure
     document |= head | {"rounds": rounds, "absent": absent, "sections": [], "complete": False}
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
@@ -154,14 +155,17 @@ def run(
     return document
 
 
-def apart(*args: Any, **kwargs: Any) -> dict:
-    """`trainer_steps.measure` in a process of its own, forked from one that has imported TRL."""
+PRELOADED = ["benchmarks.trainer_steps", "logitless.trl_integration.pairs"]
+
+
+def apart(function: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
+    """`function` in a process of its own, forked from one that has imported TRL."""
     # Or the server of the processes would ask CUDA whether there is a GPU, after which no fork can use it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.trainer_steps", "logitless.trl_integration.pairs"])
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(measured, *args, **kwargs).result()
+        return pool.submit(function, *args, **kwargs).result()
 
 
 def measured(*args: Any, **kwargs: Any) -> dict:

@@ -3,6 +3,7 @@ the table says so."""
 
 import gc
 import json
+import os
 import weakref
 
 import pytest
@@ -18,6 +19,7 @@ from benchmarks.__main__ import app  # noqa: E402
 from logitless.trl_integration import versions  # noqa: E402
 
 CPU = torch.device("cpu")
+STEPS = trainers.WARM + trainers.QUICK.timed
 OK = {"verdict": "ok", "ms": 12.4, "peak_bytes": 3 * 2**30, "losses": [2.0, 1.0], "grad_norms": [4.0, 3.0]}
 OURS = OK | {"strategy": "fused", "plan": "fused: one chunk"}
 EXHAUSTED = {"verdict": "out of memory"}
@@ -60,8 +62,7 @@ def test_both_trainers_learn_the_same(tmp_path):
             "ok",
         )
         assert (
-            len(stock["losses"]) == len(ours["losses"]) == trainer_steps.STEPS
-            and stock["rounds"] == trainer_steps.TIMED
+            len(stock["losses"]) == len(ours["losses"]) == STEPS and stock["rounds"] == trainers.QUICK.timed
         )
         # The data make a loss and a gradient. That ours come from the engine is shown by the plan, below:
         # the numbers may be the same bits, where both project the same rows in one product.
@@ -194,11 +195,23 @@ def test_the_peak_is_that_of_the_timed_steps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: resets.append(step))
     watch = trainer_steps.Watch(torch.device("cuda"))
-    for step in range(trainer_steps.STEPS):
+    for step in range(STEPS):
         watch.on_step_begin(None, TrainerState(global_step=step), None)
         watch.on_step_end(None, TrainerState(global_step=step + 1), None)
-    assert resets == [trainer_steps.STEPS - trainer_steps.TIMED]
-    assert len(watch.ms) == trainer_steps.STEPS and len(waits) == 2 * trainer_steps.STEPS
+    assert resets == [trainers.WARM]
+    assert len(watch.ms) == STEPS and len(waits) == 2 * STEPS
+
+
+def doubled(x: int, *, plus: int) -> dict:
+    return {"found": 2 * x + plus, "process": os.getpid()}
+
+
+def test_a_run_apart_has_a_process_of_its_own(monkeypatch):
+    monkeypatch.setattr(trainers, "PRELOADED", [])
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # put back behind the test
+    found = [trainers.apart(doubled, 20, plus=2) for _ in range(2)]
+    assert [each["found"] for each in found] == [42, 42]
+    assert len({os.getpid(), *(each["process"] for each in found)}) == 3
 
 
 def test_the_pairs_are_as_long_as_they_should_be():

@@ -64,8 +64,8 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     H') and `ref_bias` (V,). `num_items` is the number of pairs. With `cp_group`, `ld_alpha` takes
     `position_ids`, int like targets: each token's position in its whole sequence.
 
-    Metrics carry TRL's names: rewards/*, logps/* (sums), logits/* (means over the completion tokens and the
-    vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
+    Metrics carry TRL's names: `rewards/*`, `logps/*` (sums), `logits/*` (means over the completion tokens and
+    the vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
 
     References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the others at TRL's
     `DPOConfig.loss_type`.

@@ -48,7 +48,7 @@ class KTOLoss(ReferencedLoss):
     `num_items` is the number of sequences.
 
     Metrics: rewards/chosen, rewards/rejected (means over the desirable and the undesirable sequences),
-    rewards/margins (0 unless the call has both kinds), logps/*, logits/*, entropy, kl.
+    rewards/margins (0 unless the call has both kinds), `logps/*`, `logits/*`, entropy, kl.
 
     Reference: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306.
     """

@@ -65,7 +65,7 @@ def preference_metrics(
 ) -> dict[str, Term]:
     """TRL's metrics of the tokens.
 
-    logits/* are means over the vocabulary as well: -inf where the bias masks a part of it with -inf, as in
+    `logits/*` are means over the vocabulary as well: -inf where the bias masks a part of it with -inf, as in
     TRL.
     """
     better, worse, entropy = chosen, ~chosen, Term(stats.entropy)

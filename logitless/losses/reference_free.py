@@ -46,7 +46,7 @@ class ORPOLoss(UnreferencedLoss):
     looked at, and there is no `mask` beside them. `num_items` is the number of
     pairs; the NLL is a mean over the chosen tokens of the call.
 
-    Metrics: those of `DPOLoss` (logps/* are means), log_odds_ratio and log_odds_chosen.
+    Metrics: those of `DPOLoss` (`logps/*` are means), log_odds_ratio and log_odds_chosen.
 
     Reference: Hong et al., 2024, https://arxiv.org/abs/2403.07691.
     """
@@ -149,7 +149,7 @@ class CPOLoss(UnreferencedLoss):
         beta: scale of the difference.
         loss_type: "sigmoid", "hinge", "ipo" or "simpo".
         average_logps: divide the log-probability of a sequence by its length. None is TRL's choice: True for
-            ipo and simpo, False for sigmoid and hinge. The metrics logps/* and rewards/* follow.
+            ipo and simpo, False for sigmoid and hinge. The metrics `logps/*` and `rewards/*` follow.
         label_smoothing: share of flipped labels, for "sigmoid" and "simpo".
         cpo_alpha: weight of the NLL.
         simpo_gamma: target margin of "simpo".
@@ -198,7 +198,7 @@ class SimPOLoss(UnreferencedLoss):
         beta: scale of the difference of mean log-probabilities.
         gamma: target margin.
 
-    The call takes what `DPOLoss` takes, without a reference; the metrics have the same names (logps/* are
+    The call takes what `DPOLoss` takes, without a reference; the metrics have the same names (`logps/*` are
     means).
 
     Reference: Meng et al., 2024, https://arxiv.org/abs/2405.14734.

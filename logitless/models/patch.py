@@ -65,9 +65,9 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
         a function that undoes it, with `checked` and `last_plan`.
 
     Raises:
-        ValueError, TypeError: the model has no LM head or one that cannot be read (quantized ones, by name);
-            its loss is no cross-entropy of its logits; its own loss comes out different; or it is patched
-            already.
+        ValueError: the model has no LM head, its own loss comes out different, or it is patched already.
+        TypeError: its head cannot be read (quantized ones, by name), or its loss is no cross-entropy of its
+            logits.
     """
     base = base_of(model)
     head, remedy = find_head(base), "pass AutoModelForCausalLM's"

@@ -161,8 +161,9 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
             out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
             linear_topk(h, w, 5, bias=b if bias else None, **head)
-        for divergence, temperature in itertools.product(("jsd", "forward_kl", "reverse_kl"), (1.0, 2.0)):
-            distillation = DistillationLoss(divergence=divergence, temperature=temperature, **head)
+        kinds = (("jsd", 0.3), ("jsd", 0.5), ("forward_kl", 0.5), ("reverse_kl", 0.5))
+        for (divergence, beta), temperature in itertools.product(kinds, (1.0, 2.0)):
+            distillation = DistillationLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
             teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}
             with torch.autocast("cpu", dtype=dtype, enabled=autocast):
                 losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
