@@ -1,4 +1,5 @@
-"""Every kernel once, at small and odd shapes, for a tool that looks at memory accesses:
+"""Our own rows of the benchmarks and every layer operator once, at small and odd shapes, for a tool that
+looks at memory accesses. Left out are kernels of sharded heads, and options beyond those rows.
 
     python -m tests.kernels.sanitized          # compiles, so that the tool need not wait for it
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.kernels.sanitized

@@ -44,6 +44,16 @@ FACTORS = {
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def divergence_of(student, teacher, divergence: str, beta: float, *, labels=None, factors=None, **options):
+    """The kernel's numbers without a hard loss; with `gradient` written there, from ones in `factors`."""
+    if options.setdefault("gradient") is not None and factors is None:
+        factors = torch.ones(len(student), device=DEVICE)
+    options = {"head": Head(), "teacher_head": Head()} | options
+    return kernels.fused_divergence(
+        student, teacher, labels, factors, divergence=divergence, beta=beta, hard_weight=0.0, **options
+    )
+
+
 def has_effect(case: dict) -> bool:
     return not case.get("hard") or case.get("labels", True)
 
@@ -185,18 +195,7 @@ def test_maxima_in_the_last_block_and_certain_rows(mode, rise):
         return values.detach(), torch.autograd.grad(values.sum(), z)[0]
 
     (values, truth), (_, naive) = maths(torch.float64), maths(torch.float32)
-    found = kernels.fused_divergence(
-        student,
-        teacher,
-        None,
-        torch.ones(4, device=DEVICE),
-        gradient=student,
-        divergence=divergence,
-        beta=beta,
-        hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
-    )
+    found = divergence_of(student, teacher, divergence, beta, gradient=student)
     assert relative_error(found.soft, values) < 1e-5
     # A certain row's own gradient is the difference of two ones.
     assert relative_error(student, truth) < 2 * relative_error(naive, truth) + 3e-4
@@ -232,20 +231,38 @@ def test_ids_of_the_student_alone_have_no_divergence(mode):
     }[divergence]()
     (truth,) = torch.autograd.grad(values.sum(), z)
     gradient = torch.full_like(student, torch.nan)
-    kernels.fused_divergence(
-        student,
-        teacher,
-        None,
-        torch.ones(3, device=DEVICE),
-        gradient=gradient,
-        divergence=divergence,
-        beta=beta,
-        hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
-    )
+    divergence_of(student, teacher, divergence, beta, gradient=gradient)
     assert not gradient[:, 1100:].any()
     assert relative_error(gradient, truth) < 2e-6
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "mode, whose",
+    [
+        *itertools.product(("jsd", "jsd even"), ("bias", "teacher_bias", "both")),
+        *(
+            ("reverse", whose) for whose in ("bias", "both")
+        ),  # infinite where only the teacher's are ruled out
+    ],
+)
+def test_ids_that_a_bias_rules_out(mode, whose):
+    """The whole first block of them, from which the shifts are taken."""
+    divergence, beta = MODES[mode]
+    student, teacher = Random().normal(2, 3, 2500)
+    ruled_out = torch.zeros(2500, device=DEVICE)
+    ruled_out[:1100] = -torch.inf
+    biases = dict.fromkeys(("bias", "teacher_bias") if whose == "both" else (whose,), ruled_out)
+    z = student.double().requires_grad_()
+    logs = [
+        (x + biases.get(name, torch.zeros_like(ruled_out)).double()).log_softmax(-1).clamp(min=-1e4)
+        for name, x in (("bias", z), ("teacher_bias", teacher.double()))
+    ]
+    values = generalized_jsd(*logs, beta) if divergence == "jsd" else kl(*logs)
+    (truth,) = torch.autograd.grad(values.sum(), z)
+    found = divergence_of(student, teacher, divergence, beta, gradient=student, **biases)
+    assert relative_error(found.soft, values.detach()) < 1e-5
+    assert relative_error(student, truth) < 1e-5
 
 
 @needs_triton
@@ -253,22 +270,10 @@ def test_ids_of_the_student_alone_have_no_divergence(mode):
 def test_a_negative_scale_turns_the_order(scales):
     student, teacher = Random().normal(2, 3, 1100)
     heads = [Head(None, scale) for scale in scales]
-    expected = kernels.jsd(
-        *(head.logits(x)[0].log_softmax(-1) for head, x in zip(heads, (student, teacher))), 0.5
-    )
-    best = [head.logits(x)[0].argmax(-1) for head, x in zip(heads, (student, teacher))]
-    found = kernels.fused_divergence(
-        student,
-        teacher,
-        best[0],
-        None,
-        gradient=None,
-        divergence="jsd",
-        beta=0.5,
-        hard_weight=0.0,
-        head=heads[0],
-        teacher_head=heads[1],
-    )
+    logits = [scale * x.double() for scale, x in zip(scales, (student, teacher))]
+    expected = generalized_jsd(*(z.log_softmax(-1) for z in logits), 0.5)
+    best = [z.argmax(-1) for z in logits]
+    found = divergence_of(student, teacher, "jsd", 0.5, labels=best[0], head=heads[0], teacher_head=heads[1])
     assert relative_error(found.soft, expected) < 1e-5
     assert found.is_top1.all() and torch.equal(found.agreement.bool(), best[0] == best[1])
 
@@ -279,18 +284,7 @@ def test_the_first_of_equal_maxima_counts():
     student, teacher = torch.zeros(4, 2500, device=DEVICE), torch.zeros(4, 2500, device=DEVICE)
     student[:, [5, 9, 1029]] = 3.0
     teacher[0, [5, 9, 1029]], teacher[1, [9, 1029]], teacher[2, 1029], teacher[3, 5] = 2.0, 2.0, 2.0, 2.0
-    found = kernels.fused_divergence(
-        student,
-        teacher,
-        torch.tensor([5, 9, 1029, 5], device=DEVICE),
-        None,
-        gradient=None,
-        divergence="jsd",
-        beta=0.5,
-        hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
-    )
+    found = divergence_of(student, teacher, "jsd", 0.5, labels=torch.tensor([5, 9, 1029, 5], device=DEVICE))
     assert found.agreement.tolist() == [1, 0, 0, 1]
     assert found.is_top1.tolist() == [1, 0, 0, 1]
 

@@ -102,11 +102,18 @@ MUTANTS = [
         (
             "divergence's second half dropped",
             "scored",
-            "ours + (beta / (1.0 - beta)) * (t * (to_s - d))",
+            "ours + (beta / (1.0 - beta)) * (t * to_t)",
             "ours",
         ),
         ("even shares that are not", "scored", "0.5 * ratio - 0.5", "0.4 * ratio - 0.4"),
         ("logarithm of the even mixture", "log2_of_one_and", "1.4426950216293335", "1.4425"),
+        ("log m/t from log m/s", "scored", "(t * to_t)", "(t * (to_s - d))"),
+        (
+            "slope of what a bias rules out",
+            "head_at_one",
+            "tl.where(z > 0.0, scale, scale)",
+            "scale + 0.0 * z",
+        ),
         ("unit's sign", "unit_of", "-(1.0 - beta)", "(1.0 - beta)"),
         ("last block of equal maxima", "added", "z > best", "z >= best"),
         (
