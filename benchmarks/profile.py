@@ -93,7 +93,8 @@ def measure(row: Row, device: torch.device, seed: int, *, quick: bool) -> dict:
         output = run()
     plan = getattr(output, "plan", None)
     found = summary(kernels_of(run, device), plan.chunks if plan else 1)
-    found["host_us"] = median(host_times(row.call, arguments, device, 3 if quick else HOST_CALLS))
+    waited = host_times(row.call, arguments, device, 3 if quick else HOST_CALLS)
+    found["host_us"] = median(waited) if waited else None
     return {"name": row.name, "shape": asdict(shape), "plan": plan.describe() if plan else None} | found
 
 
@@ -111,7 +112,8 @@ def table(found: dict) -> str:
     ]
     rest = (
         f"span {found['span_us'] / 1e3:.3f} ms, busy {found['busy_us'] / 1e3:.3f}; {found['chunks']} chunks, "
-        f"{found['small_launches_a_chunk']:.1f} small launches each; {found['host_us']:.0f} us on the host "
-        "before the first product"
+        f"{found['small_launches_a_chunk']:.1f} small launches each"
     )
+    if found["host_us"] is not None:
+        rest += f"; {found['host_us']:.0f} us on the host before the first product"
     return f"{found['name']}\n{tabulate(body, ['kind', 'launches', 'ms', 'of busy'])}\n{rest}"

@@ -1,6 +1,6 @@
 """The objective of a loss of the log-probabilities of several ids per token.
 
-The ids are an input, or the k best of the chunk that is read (of the student's or of a teacher's).
+The ids are an input; `TopkObjective` finds them, the k best of each row.
 """
 
 from collections.abc import Mapping
@@ -110,9 +110,7 @@ class IdsObjective:
         if not chunk.step.read:
             return
         reader = self._reader(chunk)
-        ids = self.call.inputs.get("ids")
-        ids = best(chunk.logits, self.call.loss.k, reader) if ids is None else ids[chunk.at]
-        self._keep(chunk, self._read(chunk, reader, ids))
+        self._keep(chunk, self._read(chunk, reader, self.call.inputs["ids"][chunk.at]))
 
     def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> dict[str, Tensor]:
         """The numbers of ids (n, k), whose logits are then gone from the chunk."""
@@ -190,10 +188,38 @@ class IdsObjective:
         return torch.addcmul(own, vectors.to(own.dtype), torch.where(kept, factor, 0.0)[:, None])
 
 
-def best(logits: Tensor, k: int, reader: Reader) -> Tensor:
+class TopkObjective(IdsObjective):
+    """The k best ids of each row, with their log-probabilities; without gradients.
+
+    One pass over a chunk finds its statistics and the maxima that the selection starts from.
+    """
+
+    @staticmethod
+    def number_names(loss: LossSpec) -> tuple[str, ...]:
+        return ("ids", "logps", "lse", "entropy")
+
+    def fill(self, chunk: Chunk, head: Projection) -> None:
+        head.project(chunk)
+        reader, k = self._reader(chunk), self.call.loss.k
+        maxima = selection.new_maxima(chunk.logits, min(k, chunk.logits.shape[1]))
+        stats = reader.statistics(chunk.logits, ("entropy",), maxima)
+        reader.vocabulary.combine(stats, reader.targets)
+        ids = best(chunk.logits, k, reader, maxima)
+        columns, here = reader.vocabulary.find(ids, reader.V)
+        bias = None if reader.bias is None else reader.bias[columns]
+        z, _ = reader.head.logits(chunk.logits.gather(1, columns), bias)
+        z = reader.vocabulary.reduce(torch.where(here, z, 0.0))
+        logps = (z - stats.lse[:, None]) - stats.lse_residual[:, None]
+        kept = (chunk.targets != chunk.ignored)[:, None]
+        found = {"ids": torch.where(kept, ids, 0), "logps": torch.where(kept, logps, 0.0)}
+        self._keep(chunk, found | {"lse": stats.lse, "entropy": stats.entropy})
+
+
+def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:
     """(n, k) ids of the largest logits of the whole vocabulary, the first of equal ones first."""
     vocabulary, width = reader.vocabulary, logits.shape[1]
-    columns = selection.select(logits, min(k, width), head=reader.head, bias=reader.bias)
+    own = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
+    columns = selection.select(logits, min(k, width), **own)
     if not vocabulary.sharded:
         return columns
     bias = None if reader.bias is None else reader.bias[columns]

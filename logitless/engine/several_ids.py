@@ -104,6 +104,15 @@ class Reader(NamedTuple):
     def _taken_out(self, dtype: torch.dtype) -> float:
         return TAKEN_OUT.get(dtype, FAR_BELOW) * (1 if self.head.logit_scale > 0 else -1)
 
+    def statistics(
+        self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None
+    ) -> TokenBuffers:
+        """Log-sum-exp and the named numbers of each row of this rank's columns; 0 where ignored."""
+        stats = kernels.allocate_stats(names, len(self.targets), self.dtype, logits.device)
+        options = {"head": self.head, "bias": self.bias, "ignore_index": self._ignore_index}
+        kernels.token_statistics(logits, self.targets, stats, **options, maxima=maxima)
+        return stats
+
     def numbers(self, logits: Tensor, slots: Slots, *, entropy: bool) -> dict[str, Tensor]:
         """logps (n, k), lse, its residual, rest and entropy (n,); 0 where ignored.
 
@@ -111,10 +120,7 @@ class Reader(NamedTuple):
         """
         z, taken = self.columns_logits(logits, slots)
         slots.put(logits, self._taken_out(logits.dtype))
-        names = ("entropy",) if entropy else ()
-        stats = kernels.allocate_stats(names, len(self.targets), self.dtype, logits.device)
-        options = {"head": self.head, "bias": self.bias, "ignore_index": self._ignore_index}
-        kernels.token_statistics(logits, self.targets, stats, **options)
+        stats = self.statistics(logits, ("entropy",) if entropy else ())
         others = self._others(stats, slots, taken, logits.shape[1])
         found = whole_of(torch.where(slots.first, z, -torch.inf), z, *others)
         kept = self.targets != self._ignore_index

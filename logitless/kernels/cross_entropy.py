@@ -120,6 +120,7 @@ def token_statistics(
     bias: Tensor | None = None,  # (V,)
     class_weights: Tensor | None = None,  # (V,) of sum_logits; None means ones
     ignore_index: int = -100,
+    maxima: Tensor | None = None,  # from `select.new_maxima`, written
 ) -> None:
     """Fill `out`; ignored rows get zeros. Where the target is beyond V, logps is -inf and is_top1 the largest
     logit."""
@@ -135,6 +136,7 @@ def token_statistics(
             head=head,
             ignore_index=ignore_index,
             gradient=None,
+            maxima=maxima,
         )
         return
     _token_statistics_twin(logits, targets, out, head, bias, class_weights, ignore_index)

@@ -32,6 +32,8 @@ DRIFT = tl.constexpr(30.0)
 # On an H200, 4,096 x 128,256 bf16 logits in place: 0.61 ms with blocks of 1,024, 0.56 with 2,048; with
 # EXTRA's sums 0.64 and 0.65.
 BLOCK, LONG_BLOCK, WARPS = 1024, 2048, 4
+# Columns whose largest logit `row_kernel` keeps for `select_triton`.
+TILE = 64
 
 
 @triton.jit
@@ -56,6 +58,15 @@ def head_logits(
         z = gain * x
         slope = gain
     return z, slope
+
+
+@triton.jit
+def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
+    """What `select.py` compares products by: the larger, the larger the logit; a NaN is infinite."""
+    x = x.to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
+    return tl.where(x == x, x * sign, float("inf"))
 
 
 @triton.jit
@@ -128,6 +139,7 @@ def row_kernel(
     log_sum_sq_ptr,
     is_top1_ptr,
     row_scale_ptr,
+    maxima_ptr,
     logits_stride,
     grad_stride,
     V,
@@ -135,6 +147,7 @@ def row_kernel(
     gain,
     squash,
     cap,
+    TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     EXTRA: tl.constexpr,
@@ -204,6 +217,13 @@ def row_kernel(
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(mask, z, -float("inf"))
         top = tl.max(z, 0)
+        if TILE:
+            # For `select_triton`, by what it compares.
+            products = compared(x, bias_ptr, cols, mask, tl.where(gain > 0.0, 1.0, -1.0), HAS_BIAS)
+            products = tl.reshape(tl.where(mask, products, -float("inf")), [BLOCK // TILE, TILE])
+            tile = start // TILE + tl.arange(0, BLOCK // TILE)
+            last = maxima_ptr + row * ((V + TILE - 1) // TILE) + tile
+            tl.store(last, tl.max(products, 1), mask=tile * TILE < V)
         if EXTRA:
             # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target,
             # later ones not above.
@@ -357,7 +377,9 @@ def vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None
     )
 
 
-def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient):
+def row_pass(
+    logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient, maxima=None
+):
     write, total = gradient is not None, out.sum_logits is not None
     check_rows(logits=logits, gradient=gradient if write else logits)
     check_written(**dict(out.items()))
@@ -375,12 +397,14 @@ def row_pass(logits: Tensor, targets: Tensor, out, *, bias, class_weights, head,
         out.lse_residual,
         *(out.lse if x is None else x for x in optional),
         row_scale,
+        out.lse if maxima is None else maxima,
         logits.stride(0),
         grad.stride(0),
         logits.shape[1],
         ignore_index,
         *scalars,
         **flags,
+        TILE=0 if maxima is None else TILE,
         EXTRA=out.entropy is not None,
         SUM=total,
         SQUARES=out.log_sum_sq_probs is not None,

@@ -67,13 +67,13 @@ def add_rows(
     first: bool,  # whether `total` is uninitialized
 ) -> None:
     """Add each token's coefficient * hidden to the rows of its ids."""
-    if first:
-        total.zero_()
     if _runs(hidden, ids) and total.dtype != torch.float64:
         from logitless.kernels import gathered_triton
 
-        gathered_triton.add_rows(total, ids, coefficients, hidden)
+        gathered_triton.add_rows(total, ids, coefficients, hidden, first=first)
         return
+    if first:
+        total.zero_()
     coefficients = torch.where(ids >= 0, coefficients, 0.0)
     touched, numbers = ids.clamp(min=0).unique(return_inverse=True)
     sums = coefficients.new_zeros(touched.shape[0], hidden.shape[1])

@@ -1,10 +1,8 @@
 """Triton kernels of `gathered.py`, all bound by reading a row of H numbers for each of the N k slots.
 
-`add_rows` sorts the slots by id, and cuts the list into pieces of a fixed length. `piece_kernel` sums the
-runs of equal ids inside a piece. A run inside one piece is a whole row, which it writes; of a run that
-crosses a boundary it leaves the parts, which `merge_kernel` sums for the piece where the run begins. So an id
-that all tokens have is the work of many programs, no two programs write the same row, and nothing depends on
-which of them is faster.
+`add_rows` sorts the slots by id, and each row of the head is the work of its own programs, which read the
+slots of its id, a few at a time. So no two programs write the same row, and each is written once. An id that
+all tokens have takes one program N / RUN_SLOTS turns: about as long as all N k slots take beside it.
 """
 
 import torch
@@ -16,8 +14,7 @@ from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
 SLOTS, BLOCK, WARPS = 16, 256, 4
-# Slots of a piece; more where there would be more pieces than MOST_PIECES, whose parts take 8 H bytes each.
-PIECE, MOST_PIECES = 256, 4096
+RUN_SLOTS, RUN_BLOCK = 8, 1024
 
 
 @held
@@ -79,82 +76,41 @@ def weighted_rows_kernel(
 
 @held
 @triton.jit(**OF_CHUNKS)
-def piece_kernel(
+def run_kernel(
     hidden_ptr,
     total_ptr,
     coefficients_ptr,
-    ids_ptr,
+    starts_ptr,
     order_ptr,
-    parts_ptr,
     hidden_stride,
     total_stride,
     k,
     H,
-    count,
-    piece,
+    FIRST: tl.constexpr,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`ids` (count,) sorted, `order` their slots. `parts` (pieces, 2, H): of the run that began before the
-    piece, and of the one that goes on after it."""
-    number = tl.program_id(0).to(tl.int64)
+    """`order` (N k,): the slots, those of an id side by side; `starts` (V + 1,): where each id's begin."""
+    token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
-    start = number * piece
-    stop = tl.minimum(start + piece, count)
-    # An id that no slot has.
-    before = tl.load(ids_ptr + start - 1, mask=start > 0, other=-2)
-    continues = before == tl.load(ids_ptr + start)
+    start = tl.load(starts_ptr + token)
+    stop = tl.load(starts_ptr + token + 1)
+    out = total_ptr + token * total_stride + cols
     total = tl.zeros([BLOCK], tl.float32)
-    for i in range(start, stop):
-        token = tl.load(ids_ptr + i)
-        after = tl.load(ids_ptr + i + 1, mask=i + 1 < count, other=-2)
-        slot = tl.load(order_ptr + i)
-        g = tl.load(coefficients_ptr + slot)
-        x = tl.load(hidden_ptr + slot // k * hidden_stride + cols, mask=inside, other=0.0)
-        total += g * x.to(tl.float32)
-        if (after != token) | (i + 1 == stop):
-            if continues:
-                tl.store(parts_ptr + number * 2 * H + cols, total, mask=inside)
-            elif after == token:
-                tl.store(parts_ptr + (number * 2 + 1) * H + cols, total, mask=inside)
-            elif token >= 0:
-                row = total_ptr + token * total_stride + cols
-                sum = tl.load(row, mask=inside, other=0.0).to(tl.float32) + total
-                tl.store(row, sum.to(total_ptr.dtype.element_ty), mask=inside)
-            continues = token != token
-            total = tl.zeros([BLOCK], tl.float32)
-
-
-@held
-@triton.jit(**OF_CHUNKS)
-def merge_kernel(
-    total_ptr,
-    ids_ptr,
-    ends_ptr,
-    parts_ptr,
-    total_stride,
-    H,
-    count,
-    piece,
-    BLOCK: tl.constexpr,
-):
-    """`ends` (pieces,): where the run of a piece's last id ends."""
-    number = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = cols < H
-    start = number * piece
-    stop = tl.minimum(start + piece, count)
-    token = tl.load(ids_ptr + stop - 1)
-    end = tl.load(ends_ptr + number)
-    before = tl.load(ids_ptr + start - 1, mask=start > 0, other=-2)
-    begins = (before != token) | (tl.load(ids_ptr + start) != token)
-    if (end > stop) & begins & (token >= 0):
-        total = tl.load(parts_ptr + (number * 2 + 1) * H + cols, mask=inside, other=0.0)
-        for other in range(number + 1, (end - 1) // piece + 1):
-            total += tl.load(parts_ptr + other * 2 * H + cols, mask=inside, other=0.0)
-        row = total_ptr + token * total_stride + cols
-        sum = tl.load(row, mask=inside, other=0.0).to(tl.float32) + total
-        tl.store(row, sum.to(total_ptr.dtype.element_ty), mask=inside)
+    for begin in range(start, stop, SLOTS):
+        place = begin + tl.arange(0, SLOTS)
+        here = place < stop
+        slot = tl.load(order_ptr + place, mask=here, other=0)
+        g = tl.load(coefficients_ptr + slot, mask=here, other=0.0)
+        rows = hidden_ptr + slot[:, None] // k * hidden_stride
+        x = tl.load(rows + cols[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32) * g[:, None], 0)
+    if FIRST:
+        tl.store(out, total.to(total_ptr.dtype.element_ty), mask=inside)
+    elif start < stop:
+        total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
 def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
@@ -196,32 +152,23 @@ def weighted_rows(weight: Tensor, ids: Tensor, coefficients: Tensor, out: Tensor
     return out
 
 
-def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor) -> None:
+def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *, first: bool) -> None:
     check_rows(total=total, hidden=hidden)
-    k, H, count = ids.shape[1], hidden.shape[1], ids.numel()
-    piece = max(PIECE, triton.cdiv(count, MOST_PIECES))
-    pieces = triton.cdiv(count, piece)
-    ids, order = ids.reshape(-1).sort(stable=True)
-    parts = torch.empty((pieces, 2, H), device=hidden.device)
-    grid = (pieces, triton.cdiv(H, BLOCK))
-    piece_kernel[grid](
+    (V, H), k = total.shape, ids.shape[1]
+    tokens, order = ids.reshape(-1).to(torch.int32).sort(stable=True)
+    starts = torch.searchsorted(tokens, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
+    run_kernel[(V, triton.cdiv(H, RUN_BLOCK))](
         hidden,
         total,
         dense(coefficients, torch.float32),
-        ids,
+        starts,
         order,
-        parts,
         hidden.stride(0),
         total.stride(0),
         k,
         H,
-        count,
-        piece,
-        BLOCK=BLOCK,
+        FIRST=first,
+        SLOTS=RUN_SLOTS,
+        BLOCK=RUN_BLOCK,
         num_warps=WARPS,
-    )
-    lasts = ids[torch.arange(1, pieces + 1, device=ids.device).mul_(piece).clamp_(max=count) - 1]
-    ends = torch.searchsorted(ids, lasts, right=True)
-    merge_kernel[grid](
-        total, ids, ends, parts, total.stride(0), H, count, piece, BLOCK=BLOCK, num_warps=WARPS
     )

@@ -13,6 +13,21 @@ from logitless.kernels.head import Head
 
 # The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
 MOST_IDS = 128
+# And of so many columns the maxima of all tiles; there it has two counts of tiles in one integer.
+MOST_COLUMNS = 2**20
+
+
+def _runs(device: torch.device, dtype: torch.dtype, V: int, k: int) -> bool:
+    return k <= MOST_IDS and V <= MOST_COLUMNS and uses_triton(device, dtype)
+
+
+def new_maxima(logits: Tensor, k: int) -> Tensor | None:
+    """Room for what `token_statistics` finds in passing and `select` needs; None where the twin selects."""
+    if not _runs(logits.device, logits.dtype, logits.shape[1], k):
+        return None
+    from logitless.kernels import select_triton
+
+    return select_triton.new_maxima(logits)
 
 
 def select(
@@ -21,12 +36,13 @@ def select(
     *,
     head: Head,
     bias: Tensor | None = None,  # (V,)
+    maxima: Tensor | None = None,  # from `new_maxima`, filled by whoever has read the logits before
 ) -> Tensor:
     """(C, k) int64 ids of the largest logits after the head's transform. A NaN counts as infinite."""
-    if k <= MOST_IDS and uses_triton(logits.device, logits.dtype) and logits.numel():
+    if _runs(logits.device, logits.dtype, logits.shape[1], k) and logits.numel():
         from logitless.kernels import select_triton
 
-        return select_triton.select(logits, k, sign=_sign(head), bias=bias)
+        return select_triton.select(logits, k, sign=_sign(head), bias=bias, maxima=maxima)
     ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)
     step = twin_rows(logits)
     for start in range(0, logits.shape[0], step):
@@ -54,7 +70,7 @@ def row_bytes(V: int, k: int) -> int:
 
 def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget: int) -> int:
     """Memory of the twin's temporaries in a chunk that fits in the budget."""
-    if k <= MOST_IDS and uses_triton(device, dtype):
+    if _runs(device, dtype, V, k):
         return 0
     # Twice those of the other twins, whichever device they are on.
     return 2 * twin_bytes(torch.device("meta"), dtype, V, budget)

@@ -1,12 +1,14 @@
 """Triton kernels of `select.py`.
 
-* `tile_max_kernel` reads each logit once and keeps the largest of every TILE columns.
+* `tile_max_kernel` reads each logit once and keeps the largest of every TILE columns. Whoever reads the
+  logits for their statistics anyway has `row_kernel` do that in passing.
 * `select_kernel` takes the k tiles whose maxima are the largest, of equal maxima the first ones. They hold
   the k largest logits: one outside of them would have k others in front of it, a maximum of each of these
-  tiles, that is larger, or equal with a lower id. So of 151,936 logits, k = 64 needs 8,192 a second time.
+  tiles, that is larger, or equal with a lower id. So of 151,936 logits, k = 64 needs 4,096 a second time.
 
-Both selections look for the k-th largest number, bit by bit, with numbers as integers of the same order: 32
-counts in registers, no sort. Only the k that are left are put in order, each by counting those before it.
+Both selections look for a number that exactly k lanes reach, by halving the interval that it can be in, with
+numbers as integers of the same order: a count of lanes in registers each time, no sort. Only the k that are
+left are put in order, each by counting those before it.
 """
 
 import torch
@@ -14,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.cross_entropy_triton import TILE, compared
 from logitless.kernels.launch import held
 from logitless.kernels.layout import check_rows, dense
 
-# A row of tiles, and the candidates of k tiles, are in registers: up to 2,048 and 8,192 numbers for 64 ids
-# and a vocabulary of 262,144.
-TILE, SMALL_TILE, BLOCK, WARPS, SELECT_WARPS = 128, 64, 2048, 4, 8
+# A row of tiles, and the candidates of k tiles, are in registers: 4,096 numbers each for 64 ids and a
+# vocabulary of 262,144.
+BLOCK, WARPS, SELECT_WARPS = 2048, 4, 8
 # Below the integer of every number.
 NOWHERE = tl.constexpr(-2147483648)
 
@@ -34,25 +37,24 @@ def ordered(z):
 
 
 @triton.jit
-def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
-    x = x.to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
-    return x * sign
-
-
-@triton.jit
-def first_largest(key, k):
-    """Which of the lanes (n,) are the k largest, of equal ones the first."""
-    least = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= k, 0, NOWHERE)
-    step = 1073741824
-    for _ in range(31):
-        higher = least + step
-        least = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= k, higher, least)
-        step = step // 2
-    above, equal = (key > least).to(tl.int32), (key == least).to(tl.int32)
-    missing = k - tl.sum(above, 0)
-    return (above + equal * (tl.cumsum(equal, 0) <= missing).to(tl.int32)) > 0
+def first_largest(key, k, low):
+    """(n,) places, in the order of the lanes, of the k largest lanes, of equal ones of the first; which lanes
+    have one; the least number among them, or one between it and all others. At least k lanes reach `low`."""
+    reached = tl.sum((key >= low).to(tl.int32), 0)
+    high = tl.max(key, 0)
+    while (reached != k) & (low < high):
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without their sum
+        count = tl.sum((key >= middle).to(tl.int32), 0)
+        enough = count >= k
+        low = tl.where(enough, middle, low)
+        reached = tl.where(enough, count, reached)
+        high = tl.where(enough, high, middle - 1)
+    above, equal = key > low, key == low
+    missing = k - tl.sum(above.to(tl.int32), 0)
+    counts = tl.cumsum(above.to(tl.int32) | (equal.to(tl.int32) << 16), 0)
+    equals = counts >> 16
+    chosen = above | (equal & (equals <= missing))
+    return (counts & 65535) + tl.minimum(equals, missing) - 1, chosen, low
 
 
 @held
@@ -78,7 +80,6 @@ def tile_max_kernel(
         mask = cols < V
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
         z = compared(x, bias_ptr, cols, mask, sign, HAS_BIAS)
-        z = tl.where(z == z, z, float("inf"))
         top = tl.max(tl.where(mask, z, -float("inf")), 1)
         number = start // TILE + tile
         tl.store(maxima_ptr + number, top, mask=number * TILE < V)
@@ -102,18 +103,20 @@ def select_kernel(
     TILES: tl.constexpr,
     K: tl.constexpr,
 ):
-    """`scratch` (C, K) int64. TILES and K are powers of two, TILES at least K."""
+    """`scratch` (C, 2 K) int32. TILES and K are powers of two, TILES at least K."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
     maxima_ptr += row * maxima_stride
-    scratch_ptr += row * K
+    scratch_ptr += row * 2 * K
     ids_ptr += row * k
     tile = tl.arange(0, TILES)
     exists = tile * TILE < V
     maxima = tl.load(maxima_ptr + tile, mask=exists, other=0.0)
-    chosen = first_largest(tl.where(exists, ordered(maxima), NOWHERE), k)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(scratch_ptr + place, tile.to(tl.int64), mask=chosen)
+    key = tl.where(exists, ordered(maxima), NOWHERE)
+    # With fewer tiles than k, tiles beyond the vocabulary fill up.
+    low = tl.where(V > (k - 1) * TILE, tl.min(tl.where(exists, key, 2147483647), 0), NOWHERE)
+    place, chosen, low = first_largest(key, k, low)
+    tl.store(scratch_ptr + place, tile, mask=chosen)
     tl.debug_barrier()
 
     slot = tl.arange(0, K)
@@ -123,35 +126,41 @@ def select_kernel(
     x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
     z = compared(x, bias_ptr, cols, mask, sign, HAS_BIAS)
     key = tl.where(mask, ordered(z), NOWHERE)
-    chosen = first_largest(key, k)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    place, chosen, low = first_largest(key, k, low)
     # Everybody has read the tiles.
     tl.debug_barrier()
-    # Both numbers in one: the larger the logit, and among equal ones the lower the id, the larger.
-    packed = (key.to(tl.int64) << 32) | (2147483647 - cols)
-    tl.store(scratch_ptr + place, packed, mask=chosen)
+    tl.store(scratch_ptr + place, key, mask=chosen)
+    tl.store(scratch_ptr + K + place, cols, mask=chosen)
     tl.debug_barrier()
 
-    mine = tl.load(scratch_ptr + slot, mask=slot < k, other=0)
-    before = (mine[None, :] > mine[:, None]) & (slot < k)[None, :]
-    rank = tl.sum(before.to(tl.int32), 1)
-    tl.store(ids_ptr + rank, 2147483647 - (mine & 2147483647), mask=slot < k)
+    mine = tl.load(scratch_ptr + slot, mask=slot < k, other=NOWHERE)
+    columns = tl.load(scratch_ptr + K + slot, mask=slot < k, other=0)
+    # Places rise with the ids.
+    earlier = (mine[None, :] == mine[:, None]) & (slot[None, :] < slot[:, None])
+    before = ((mine[None, :] > mine[:, None]) | earlier) & (slot < k)[None, :]
+    tl.store(ids_ptr + tl.sum(before.to(tl.int32), 1), columns.to(tl.int64), mask=slot < k)
 
 
-def select(logits: Tensor, k: int, *, sign: float, bias: Tensor | None) -> Tensor:
+def new_maxima(logits: Tensor) -> Tensor:
+    """Room for the largest of every TILE columns (C, tiles), which `row_kernel` or `select` fill."""
+    return logits.new_empty((logits.shape[0], triton.cdiv(logits.shape[1], TILE)), dtype=torch.float32)
+
+
+def select(
+    logits: Tensor, k: int, *, sign: float, bias: Tensor | None, maxima: Tensor | None = None
+) -> Tensor:
     check_rows(logits=logits)
     C, V = logits.shape
-    K = max(16, triton.next_power_of_2(k))
-    tile = TILE if K <= 64 else SMALL_TILE
-    tiles = triton.cdiv(V, tile)
-    maxima = torch.empty((C, tiles), dtype=torch.float32, device=logits.device)
-    scratch = torch.empty((C, K), dtype=torch.int64, device=logits.device)
+    K, known = max(16, triton.next_power_of_2(k)), maxima is not None
+    maxima = maxima if known else new_maxima(logits)
+    tiles = maxima.shape[1]
+    scratch = torch.empty((C, 2 * K), dtype=torch.int32, device=logits.device)
     ids = torch.empty((C, k), dtype=torch.int64, device=logits.device)
     bias_or_nothing = maxima if bias is None else dense(bias, torch.float32)
-    strides, flags = (logits.stride(0), tiles, V), {"HAS_BIAS": bias is not None, "TILE": tile}
-    tile_max_kernel[(C,)](
-        logits, bias_or_nothing, maxima, *strides, sign, **flags, BLOCK=BLOCK, num_warps=WARPS
-    )
+    strides, flags = (logits.stride(0), tiles, V), {"HAS_BIAS": bias is not None, "TILE": TILE}
+    if not known:
+        options = {"BLOCK": BLOCK, "num_warps": WARPS}
+        tile_max_kernel[(C,)](logits, bias_or_nothing, maxima, *strides, sign, **flags, **options)
     select_kernel[(C,)](
         logits,
         bias_or_nothing,

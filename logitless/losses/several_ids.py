@@ -10,7 +10,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
-from logitless.engine.ids_objective import IdsObjective
+from logitless.engine.ids_objective import IdsObjective, TopkObjective
 from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
@@ -22,21 +22,28 @@ from logitless.losses.linear import LinearLoss
 
 
 class TopkLogprobs(NamedTuple):
-    """The k best ids of each position (..., k), best first, with log-probabilities; 0 where masked."""
+    """What `linear_topk` returns: the k best ids of each position, best first; 0 where masked.
 
-    logps: Tensor  # (..., k) fp32
-    ids: Tensor  # (..., k) int64
-    entropy: Tensor  # (...) fp32, nats
-    lse: Tensor  # (...) fp32
+    Attributes:
+        logps: (..., k) log-probabilities, fp32.
+        ids: (..., k) int64 token ids.
+        entropy: (...) of the whole distribution, in nats, fp32.
+        lse: (...) the log-sum-exp of the logits, fp32.
+    """
+
+    logps: Tensor
+    ids: Tensor
+    entropy: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdsNumbers(LinearLoss):
-    """What `IdsObjective` finds of the ids (..., k), or with `k` of the k best; for ordinary autograd."""
+    """What `IdsObjective` finds of the ids (..., k); for ordinary autograd."""
 
     entropy: bool | str = False
-    k: int | None = None
 
+    k: ClassVar[int | None] = None
     prediction_inputs: ClassVar = ("ids",)
     objective: ClassVar[type] = IdsObjective
     reduction: ClassVar = "none"
@@ -51,7 +58,7 @@ class IdsNumbers(LinearLoss):
 
     def slots(self, inputs) -> int:
         """How many ids a position has."""
-        return inputs["ids"].shape[-1] if self.k is None else self.k
+        return inputs["ids"].shape[-1]
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         """As a loss, the sum of the log-probabilities."""
@@ -77,6 +84,19 @@ class IdsNumbers(LinearLoss):
         outcome = run_calls([given], Mode.PER_TOKEN)
         found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.numbers.items()}
         return found, outcome.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkNumbers(IdsNumbers):
+    """What `TopkObjective` finds: the k best ids themselves; without gradients."""
+
+    k: int = 1
+
+    objective: ClassVar[type] = TopkObjective
+    differentiates: ClassVar = ()
+
+    def slots(self, inputs) -> int:
+        return self.k
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
@@ -167,6 +187,10 @@ def linear_topk(
 
     Returns:
         TopkLogprobs(logps, ids, entropy, lse): (..., k), (..., k) int64, (...), (...).
+
+    Raises:
+        ValueError: shapes or options that do not fit together; k above V, or below 1.
+        TypeError: an unknown option, or an argument of another type.
     """
     check_options(head, OPTIONS)
     whole = isinstance(k, int) and not isinstance(k, bool)
@@ -176,7 +200,7 @@ def linear_topk(
     expect(isinstance(hidden, Tensor), "hidden", "a tensor", type(hidden).__name__, remedy, TypeError)
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
-    loss = IdsNumbers(entropy="metric", k=k, **head)
+    loss = TopkNumbers(k=k, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
         found, _ = loss.numbers(hidden, weight, targets, bias)

@@ -24,7 +24,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView
 from logitless.losses.logprobs import TokenNumbers
-from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
+from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
 from logitless.models.exchange import exchange, withdraw
 from logitless.models.logits import Deferral, DeferredLogits, deferred, undeferred
 
@@ -175,7 +175,7 @@ class PickedLogits(DeferredLogits):
         """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
         if dim != -1:
             return self._refused(f"argmax over {dim}")
-        best = IdsNumbers(k=1, logits_dtype=torch.float32, **self.budget)
+        best = TopkNumbers(k=1, logits_dtype=torch.float32, **self.budget)
         nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with torch.no_grad():
             return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]

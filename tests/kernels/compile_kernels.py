@@ -29,15 +29,14 @@ INTEGERS = (
     "rows",
     "k",
     "H",
-    "count",
-    "piece",
     "C",
     "rank",
     "ranks",
 )
-INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "scratch_ptr", "order_ptr", "ends_ptr")
-SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 128, 2048, 8
-GATHERED_BLOCK, SLOTS = 256, 16
+INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr")
+INT32 = ("scratch_ptr",)
+SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
+GATHERED_BLOCK, SLOTS, RUN_BLOCK, RUN_SLOTS = 256, 16, 1024, 8
 
 
 class Combination(NamedTuple):
@@ -80,7 +79,10 @@ def row_combinations() -> Iterator[Combination]:
             "ALIAS": gradient != logits,
         }
         flags["BLOCK"] = BLOCK if extra else LONG_BLOCK
-        for head in heads():
+        # With the maxima of tiles, for the k best.
+        tiles = {0, SELECT_TILE} if extra and not (total or write) else {0}
+        for tile, head in itertools.product(tiles, heads()):
+            flags["TILE"] = tile
             yield combination("row_kernel", {"logits": logits, "grad": gradient}, flags | head)
 
 
@@ -128,17 +130,17 @@ def select_combinations() -> Iterator[Combination]:
         yield combination("tile_max_kernel", {"logits": logits}, flags | {"BLOCK": SELECT_BLOCK})
         yield combination("select_kernel", {"logits": logits}, flags | {"TILES": 16, "K": 16})
     # 64 of 151,936 ids; that takes seconds to compile.
-    yield combination("select_kernel", {"logits": "bf16"}, flags | {"TILES": 2048, "K": 64})
+    yield combination("select_kernel", {"logits": "bf16"}, flags | {"TILES": 4096, "K": 64})
 
 
 def gathered_combinations() -> Iterator[Combination]:
-    block, slots = {"BLOCK": GATHERED_BLOCK}, {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}
+    slots, run = {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}, {"BLOCK": RUN_BLOCK, "SLOTS": RUN_SLOTS}
     for x in TYPES:
         yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
         for out in {x, "fp32"}:
             yield combination("weighted_rows_kernel", {"weight": x, "out": out}, slots)
-            yield combination("piece_kernel", {"hidden": x, "total": out}, block)
-        yield combination("merge_kernel", {"total": x}, block)
+            for first in (False, True):
+                yield combination("run_kernel", {"hidden": x, "total": out}, run | {"FIRST": first})
 
 
 def combine_combinations() -> Iterator[Combination]:
@@ -179,6 +181,8 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
             return "constexpr"
         if name in INT64:
             return "*i64"
+        if name in INT32:
+            return "*i32"
         if name.endswith("_ptr"):
             return "*" + dtypes.get(name.removesuffix("_ptr"), "fp32")
         return "i32" if name.endswith("_stride") or name in INTEGERS else "fp32"
@@ -201,6 +205,7 @@ def source(number: int, c: Combination) -> Source:
 
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
+    assert (RUN_BLOCK, RUN_SLOTS) == (gathered_triton.RUN_BLOCK, gathered_triton.RUN_SLOTS)
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (

@@ -11,7 +11,7 @@ import torch
 from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs, linear_topk
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_fused_projection import variants as fused_variants
-from tests.kernels.compile_kernels import INT64, combination, combinations
+from tests.kernels.compile_kernels import INT32, INT64, combination, combinations
 from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation, jitted, pairwise
 
 
@@ -95,7 +95,8 @@ class Recorder:
                 assert value.is_contiguous() or name == "factor_ptr", (
                     f"{name} has strides {value.stride()}, which no kernel sees"
                 )
-                assert value.dtype == (torch.int64 if name in INT64 else torch.float32), name
+                whole = torch.int64 if name in INT64 else torch.int32 if name in INT32 else torch.float32
+                assert value.dtype == whole, name
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -131,8 +132,7 @@ def launches(monkeypatch):
         (select_triton, "select_kernel"),
         (gathered_triton, "gathered_logits_kernel"),
         (gathered_triton, "weighted_rows_kernel"),
-        (gathered_triton, "piece_kernel"),
-        (gathered_triton, "merge_kernel"),
+        (gathered_triton, "run_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))
     return found
@@ -160,7 +160,8 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                     observer(h, w, targets, bias=b if bias else None)
             out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
-            linear_topk(h, w, 5, bias=b if bias else None, **head)
+            for x in (logits_dtype, dtype):
+                linear_topk(h, w, 5, bias=b if bias else None, **head | {"logits_dtype": x})
         kinds = (("jsd", 0.3), ("jsd", 0.5), ("forward_kl", 0.5), ("reverse_kl", 0.5))
         for (divergence, beta), temperature in itertools.product(kinds, (1.0, 2.0)):
             distillation = DistillationLoss(divergence=divergence, beta=beta, temperature=temperature, **head)

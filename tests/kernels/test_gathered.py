@@ -50,18 +50,14 @@ def test_against_the_definition(shape, dtype):
     assert_close(total, 2 * d_weight, torch.finfo(dtype).eps * 2, name="twice")
 
 
-@pytest.mark.parametrize("piece", [1, 2, 7, 64])
-def test_runs_across_pieces(piece, monkeypatch):
-    if not INTERPRETED and DEVICE.type == "cpu":
-        pytest.skip("the kernel's")
-    from logitless.kernels import gathered_triton
-
-    monkeypatch.setattr(gathered_triton, "PIECE", piece)
-    hidden, _, ids, g = operands(40, 3, 6, 5, torch.float32)
-    total = poisoned(6, 5, dtype=torch.float32)
-    gathered.add_rows(total, ids, g, hidden, first=True)
-    again = poisoned(6, 5, dtype=torch.float32)
-    gathered.add_rows(again, ids, g, hidden, first=True)
+def test_one_id_for_all_tokens_and_runs_of_every_length():
+    hidden, _, ids, g = operands(60, 3, 6, 5, torch.float32)
+    ids[:, 1] = 4
+    ids[:, 0] = torch.arange(60, device=DEVICE) // 11 - 1
+    g = torch.where(ids >= 0, Random(1).normal(60, 3), float("nan"))
+    total, again = (poisoned(6, 5, dtype=torch.float32) for _ in range(2))
+    for x in (total, again):
+        gathered.add_rows(x, ids, g, hidden, first=True)
     assert torch.equal(total, again)
     truth = torch.zeros(6, 5, dtype=torch.float64, device=DEVICE)
     for n, j in (ids >= 0).nonzero().tolist():

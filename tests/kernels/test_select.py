@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logitless.kernels import select as file
+from logitless.kernels.cross_entropy import allocate_stats, token_statistics
 from logitless.kernels.head import Head
 from logitless.kernels.select import select
 from tests.cases import dtypes
@@ -52,3 +53,29 @@ def test_more_ids_than_the_kernel_takes(monkeypatch):
     logits = (Random(5).normal(3, 400) * 4).round()
     k = file.MOST_IDS + 7
     assert torch.equal(select(logits, k, head=Head()), expected(logits, k))
+
+
+@dtypes
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("head", [Head(), Head(None, -0.5, 0.7), Head(1.5, 0.8, 2.0)], ids=str)
+def test_maxima_that_the_statistics_find_in_passing(head, bias, dtype):
+    random = Random(6)
+    logits, bias = random.normal(5, 3000).to(dtype), random.normal(3000) if bias else None
+    logits[1, 70] = torch.nan
+    maxima = file.new_maxima(logits, 9)
+    stats = allocate_stats(("entropy",), 5, torch.float32, logits.device)
+    targets = torch.full((5,), 3000, device=DEVICE)
+    token_statistics(logits, targets, stats, head=head, bias=bias, maxima=maxima)
+    ids = select(logits, 9, head=head, bias=bias, maxima=maxima)
+    assert torch.equal(ids, select(logits, 9, head=head, bias=bias))
+    if maxima is not None:
+        z = file.compared(logits, head, bias)
+        tiles = torch.nn.functional.pad(z, (0, -3000 % 64), value=-torch.inf).view(5, -1, 64)
+        assert torch.equal(maxima, tiles.amax(2))
+
+
+def test_more_columns_than_the_kernel_takes(monkeypatch):
+    monkeypatch.setattr(file, "MOST_COLUMNS", 100)
+    logits = Random(7).normal(3, 101)
+    assert file.new_maxima(logits, 4) is None
+    assert torch.equal(select(logits, 4, head=Head()), expected(logits, 4))
