@@ -7,7 +7,7 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, layers, model_commands, pages, summary, trainers
+from benchmarks import compare_trees, fsdp, layers, model_commands, pages, summary, trainers
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -46,6 +46,7 @@ TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.tab
     "medusa": multi_head.by_length,
     "trl": trainers.by_trainer,
     "tensor-parallel": shards.by_loss,
+    "fsdp": fsdp.by_trainer,
 }
 
 Shapes = Annotated[

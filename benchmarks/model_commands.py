@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
 import typer
 
-from benchmarks import layer_tiles, layers, recipes, steps, trainers, usecase
+from benchmarks import fsdp, layer_tiles, layers, recipes, steps, trainers, usecase
 from benchmarks.layer_operators import Maker
 from benchmarks.layer_operators import operators as all_operators
 from benchmarks.layer_peers import LAYERS
@@ -171,6 +172,52 @@ def recipes_of_steps(
     typer.echo(f"\n{recipes.table(document)}")
     rows = document["sections"][0]["rows"]
     check([f"{row['name']}: {row['reason']}" for row in rows if row.get("verdict") == "failed"])
+
+
+@app.command("fsdp")
+def fully_sharded(
+    ranks: Annotated[int, typer.Option(min=2, help="Processes of a run, each with a GPU.")] = 2,
+    trained: Annotated[
+        list[str] | None, typer.Option("--trainer", help="SFT or DPO; repeatable. Default: both.")
+    ] = None,
+    decoder_layers: Annotated[
+        int, typer.Option("--layers", min=0, help="Layers of the model. Default: all of Llama-3.1-8B's.")
+    ] = 0,
+    timed: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = 5,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run is ended.")] = 120.0,
+    minutes: Annotated[float, typer.Option(help="Start no run that might not end within these.")] = 20.0,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+) -> None:
+    """TRL's SFT and DPO of Llama-3.1-8B with FSDP2 on several GPUs: stock, both our flags, Liger's layers;
+    tokens per second, memory of a rank, and the same loss."""
+    target = chosen_device(device, quick)
+    if not fsdp.enough_gpus(target, ranks):
+        raise typer.BadParameter(
+            f"--ranks: expected at most {torch.cuda.device_count()}, the GPUs of this machine, got {ranks}; "
+            "pass fewer, or --device cpu --quick."
+        )
+    models = fsdp.with_layers(fsdp.QUICK if quick else fsdp.FULL, decoder_layers)
+    if unknown := [name for name in trained or [] if name not in models]:
+        valid = ", ".join(models)
+        raise typer.BadParameter(f"--trainer: expected one of {valid}, got {unknown[0]}; pick one of these.")
+    models = {name: model for name, model in models.items() if name in (trained or models)}
+    chosen = configurations(fsdp.CONFIGURATIONS, only, skip)
+    versions = {name: package_version(name) for name in ("trl", "accelerate", "liger-kernel")}
+    document = new_document("fsdp", target, quick=quick, versions=versions)
+    path, (warm, timed) = out_path(out, document), (1, 1) if quick else (3, timed)
+    settings = steps.Settings(target.type, document["seed"], warm, timed)
+    limits = steps.Limits(limit, minutes)
+    try:
+        fsdp.run(document, models, chosen, settings, ranks=ranks, limits=limits, out=path, say=speaker())
+    except ImportError as error:
+        raise typer.BadParameter(str(error)) from error
+    finish(path)
+    typer.echo(f"\n{fsdp.table(document)}")
+    check(fsdp.failed(document))
 
 
 Operators = Annotated[

@@ -49,7 +49,7 @@ def allowed_error(naive: float, dtype: torch.dtype) -> float:
 class CheckReport:
     """What `check` found; true where everything is within its tolerance.
 
-    Args:
+    Attributes:
         errors: by "one chunk: name" and "many chunks: name", the error of `loss`, of each metric and of the
             gradient `d_name` of each tensor that requires one. It is relative; absolute where the truth is 0
             and for metrics below 1.
@@ -97,7 +97,14 @@ def check(
         hidden: as in a call of the loss; at most 1 GiB of logits in fp64, 8 * tokens * V bytes.
         weight: as in a call of the loss: a head, or a module of heads.
         targets: as in a call of the loss; short sequences with some ignored tokens show most.
-        inputs: what else the call takes.
+        **inputs: what else the call takes.
+
+    Returns:
+        A `CheckReport`, true where everything is within its tolerance.
+
+    Raises:
+        ValueError: the inputs do not fit together, or cannot be cut into chunks.
+        TypeError: `loss` is no loss.
     """
     own, got = is_dataclass(loss) and hasattr(loss, "logits_budget"), type(loss).__name__
     expect(own, "loss", "a loss", got, "pass an object such as CrossEntropyLoss()", TypeError)

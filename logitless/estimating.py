@@ -31,7 +31,7 @@ REFUSED = ("accumulate_into", "accumulate_now", "grad_scale")
 class Estimate:
     """How a call will run, and what it will take.
 
-    Args:
+    Attributes:
         plan: what `LossOutput.plan` will be.
         walks: the plans of all walks over the tokens: of each head, and of the backward pass that computes
             gradients from those of per-token numbers.
@@ -96,20 +96,26 @@ def estimate(
     Args:
         loss: a loss, or `linear_logprobs` (options by functools.partial); without tp_group and cp_group.
         tokens: positions in all, T for each sequence; all are supervised unless `targets` says otherwise.
-        hidden_size, vocab_size: H and V.
+        hidden_size: H.
+        vocab_size: V.
         dtype: of hidden states and heads.
         device: one of this machine, where the call would run; default the GPU, if there is one.
         sequences: of equal length; default one, or a group. For others pass `cu_seqlens`.
         frozen_head: whether the head gets no gradient, and hidden alone does.
         heads: how many there are beside the model's own, for `MedusaLoss` and `MultiTokenLoss`.
-        teacher_hidden_size, teacher_vocab_size: H' (default H) and V' (default V) of a teacher.
+        teacher_hidden_size: H' of a teacher; default H.
+        teacher_vocab_size: V' of a teacher; default V.
         teacher_topk: k, of a teacher that is known by its k best ids instead.
         reference_hidden_size: H' of a reference that comes as hidden states and head; default: log-probs.
         **inputs: other tensors of the call, whose shapes and dtypes alone matter (and targets' ignored
             positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares.
 
+    Returns:
+        An `Estimate`; print it, or read its numbers.
+
     Raises:
-        ValueError, TypeError: sizes or inputs that the loss's call refuses.
+        ValueError: sizes or inputs that the loss's call refuses.
+        TypeError: what is no loss, or an input that it does not take.
     """
     _check(loss, inputs)
     sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size, "sequences": sequences}

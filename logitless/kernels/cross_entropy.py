@@ -122,8 +122,7 @@ def token_statistics(
     ignore_index: int = -100,
     maxima: Tensor | None = None,  # from `select.new_maxima`, written
 ) -> None:
-    """Fill `out`; ignored rows get zeros. Where the target is beyond V, logps is -inf and is_top1 the largest
-    logit."""
+    """Fill `out`; 0 in ignored rows. Of a target beyond V, logps is -inf and is_top1 the largest logit."""
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels import cross_entropy_triton
 
@@ -202,8 +201,8 @@ def logits_gradient(
     _logits_gradient_twin(logits, targets, stats, grads, head, bias, class_weights, ignore_index, gradient)
 
 
-# The twins take a few rows at a time: few enough that their temporaries stay in a CPU's cache and small
-# beside the chunk, enough that PyTorch's per-call cost does not show.
+# The twins take a few rows at a time: few enough that their temporaries stay in a CPU's cache, enough that
+# PyTorch's per-call cost does not show.
 TWIN_BYTES = 2 * 2**20
 TWIN_TEMPORARIES = 6
 SMALL_CHUNK = 8 * 2**10

@@ -13,8 +13,10 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
+# On an H200, 8,192 tokens with 64 ids each, H 4,096, which is 4.3 GB: logits 1.3 ms, sums of rows 0.9 (4.9
+# with tiles of 16 by 256), and the rows' gradients 1.3, or 3.7 where all tokens have the same 64 ids.
 SLOTS, BLOCK, WARPS = 16, 256, 4
-RUN_SLOTS, RUN_BLOCK = 8, 1024
+SUM_SLOTS, RUN_SLOTS, LONG_BLOCK = 8, 4, 1024
 
 
 @held
@@ -136,7 +138,7 @@ def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) ->
 def weighted_rows(weight: Tensor, ids: Tensor, coefficients: Tensor, out: Tensor) -> Tensor:
     check_rows(weight=weight, out=out)
     (n, k), H = ids.shape, weight.shape[1]
-    weighted_rows_kernel[(n, triton.cdiv(H, BLOCK))](
+    weighted_rows_kernel[(n, triton.cdiv(H, LONG_BLOCK))](
         weight,
         dense(ids),
         dense(coefficients, torch.float32),
@@ -145,8 +147,8 @@ def weighted_rows(weight: Tensor, ids: Tensor, coefficients: Tensor, out: Tensor
         out.stride(0),
         k,
         H,
-        SLOTS=SLOTS,
-        BLOCK=BLOCK,
+        SLOTS=SUM_SLOTS,
+        BLOCK=LONG_BLOCK,
         num_warps=WARPS,
     )
     return out
@@ -157,7 +159,7 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
     (V, H), k = total.shape, ids.shape[1]
     tokens, order = ids.reshape(-1).to(torch.int32).sort(stable=True)
     starts = torch.searchsorted(tokens, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
-    run_kernel[(V, triton.cdiv(H, RUN_BLOCK))](
+    run_kernel[(V, triton.cdiv(H, LONG_BLOCK))](
         hidden,
         total,
         dense(coefficients, torch.float32),
@@ -169,6 +171,6 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
         H,
         FIRST=first,
         SLOTS=RUN_SLOTS,
-        BLOCK=RUN_BLOCK,
+        BLOCK=LONG_BLOCK,
         num_warps=WARPS,
     )

@@ -47,6 +47,10 @@ class LogitsLoss(LinearLoss):
 
     With `teacher = True` the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and
     teacher_bias, and the batch has `teacher_logits`, which get no gradient.
+
+    Args:
+        teacher_softcap: `softcap` of the teacher's head.
+        teacher_logit_scale: `logit_scale` of the teacher's head.
     """
 
     teacher_softcap: float | None = None

@@ -140,12 +140,29 @@ def linear_cross_entropy(
     """The loss of `CrossEntropyLoss` as a function: `F.cross_entropy(hidden @ weight.T + bias, targets)`.
 
     Args:
-        hidden, weight, targets: (..., H), (V, H) and (...), as in the call of `CrossEntropyLoss`.
-        bias, class_weights, token_weights, shift, mask, num_items: as in its call.
-        ignore_index, reduction, label_smoothing, z_loss, dft, **head: as in its constructor.
+        hidden: (..., H).
+        weight: (V, H), or the LM head itself, as in every loss.
+        targets: (...) int64 token ids, or `ignore_index`.
+        bias: (V,).
+        ignore_index: targets with this id are not supervised.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: in [0, 1].
+        z_loss: weight of lse^2, at least 0.
+        dft: dynamic fine-tuning, a factor of the detached probability of the target.
+        class_weights: (V,).
+        token_weights: (...), like targets.
+        shift: targets are unshifted labels of the same length: position i predicts targets[i + 1].
+        mask: (...), like targets, and shifted with them; the tokens that count.
+        num_items: what the mean divides by; default the number of supervised tokens.
+        **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
+            tp_group, as in every loss.
 
     Returns:
-        0-d fp32 tensor; with `reduction="none"` the shape of targets, 0 where ignored.
+        0-d fp32 tensor (fp64 for fp64 operands); with `reduction="none"` targets' shape, 0 where ignored.
+
+    Raises:
+        ValueError: shapes or options that do not fit together, or a target outside the vocabulary.
+        TypeError: an unknown option, or an argument of another type.
     """
     check_options(head, OPTIONS)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}

@@ -56,7 +56,8 @@ class DistillationLoss(LogitsLoss):
         shared_vocabulary: how many ids, the first ones, mean the same to student and teacher. Where the sizes
             of the vocabularies differ, the smaller, with a warning, unless this is given.
         temperature: divides both logits; there is no factor temperature^2.
-        teacher_softcap, teacher_logit_scale: of the teacher's head.
+        teacher_softcap: `softcap` of the teacher's head.
+        teacher_logit_scale: `logit_scale` of the teacher's head.
 
     The call takes hidden (..., H), weight (V, H), targets (...) or None (then every token counts, and
     `hard_loss_weight` must be 0), and by keyword the teacher, to which no gradient flows: `teacher_hidden`

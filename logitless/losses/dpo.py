@@ -41,17 +41,18 @@ class DPOLoss(ReferencedLoss, PairedLoss):
 
     Args:
         beta: strength of the pull towards the reference.
-        loss_type: one of TRL's names, or several that are summed with `loss_weights` (default 1 each):
-            sigmoid, hinge (SLiC), ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-            apo_zero, apo_down, discopop, sigmoid_norm, and sft, the mean NLL of the chosen tokens.
+        loss_type: one of TRL's names, or several that are summed: sigmoid, hinge (SLiC), ipo, exo_pair,
+            nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero, apo_down, discopop,
+            sigmoid_norm, and sft, the mean NLL of the chosen tokens.
+        loss_weights: one for each of several types; default 1.
         average_logps: divide the log-probabilities of a sequence, under policy and reference, by its length.
             None is TRL's choice: True for ipo and sigmoid_norm, False for the others; sft is a mean over
             tokens in any case. References given as `ref_logps` per sequence are sums, and metrics are of
             sums, whatever this says.
         label_smoothing: share of flipped labels; cDPO for "sigmoid", and the parameter of exo_pair, robust,
             aot and aot_unpaired.
-        f_divergence_type, f_alpha_divergence_coef: "reverse_kl", "forward_kl", "js_divergence" or
-            "alpha_divergence" (f-DPO).
+        f_divergence_type: "reverse_kl", "forward_kl", "js_divergence" or "alpha_divergence" (f-DPO).
+        f_alpha_divergence_coef: alpha of "alpha_divergence".
         ld_alpha: weight of the tokens beyond the length of a pair's shorter sequence (LD-DPO); None for 1.
         use_weighting: weigh pairs by the policy's own probability of them (WPO).
         discopop_tau: temperature of discopop's gate.

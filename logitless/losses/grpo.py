@@ -40,22 +40,22 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         loss_type: grpo, bnpo, dr_grpo, dapo (TRL's default), cispo, sapo, luspo or vespo. "bnpo" with
             advantages per token is PPO-clip.
         beta: weight of the KL to the reference, which then must come as `ref_logps` or `ref_hidden`.
-        epsilon (or epsilon_low), epsilon_high: clip range of the ratio; `epsilon` is 0.2 by default, and
-            `epsilon_high` defaults to it. cispo needs `epsilon_high`, which bounds the ratio itself and
-            should be above 1.
+        epsilon_high: clip range above 1; None for `epsilon`. cispo needs one above 1: there it bounds the
+            ratio itself.
         delta: upper bound of the ratio where the advantage is negative (INTELLECT-2); None for none.
-        importance_sampling_level: "token", or "sequence" for one ratio per sequence, exp of the mean of its
-            log-ratios (GSPO).
+        importance_sampling_level: "token", or "sequence" (GSPO): one ratio each, exp of its mean log-ratio.
         entropy_coef: weight of the entropy bonus, a mean over the call's tokens, differentiated.
         use_bias_correction_kl: multiply the KL by the ratio.
-        top_entropy_quantile: share of the tokens, those of highest entropy, that the surrogate and the bonus
-            keep.
+        top_entropy_quantile: share of the tokens, those of highest entropy, that surrogate and bonus keep.
         off_policy_mask_threshold: drop sequences of negative advantage whose tokens the sampler found
             likelier than this, on average.
         max_completion_length: of dr_grpo.
-        sapo_temperature_neg, sapo_temperature_pos: tau by the sign of the advantage.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: k and lambda by the sign of the
-            advantage.
+        sapo_temperature_neg: tau where the advantage is not positive.
+        sapo_temperature_pos: tau where it is.
+        vespo_k_pos: k where the advantage is not negative.
+        vespo_lambda_pos: lambda there.
+        vespo_k_neg: k where the advantage is negative.
+        vespo_lambda_neg: lambda there.
 
     The call takes hidden (B, T, H), targets (B, T), or packed, and by keyword `advantages` (B,) or like
     targets; `mask`, `old_logps` (None: on policy, r = 1 with the right gradient) and `sampling_logps` like

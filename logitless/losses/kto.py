@@ -35,7 +35,8 @@ class KTOLoss(ReferencedLoss):
     Args:
         beta: strength of the pull towards the reference.
         loss_type: "kto", or "apo_zero_unpaired" (without the KL).
-        desirable_weight, undesirable_weight: w_d, w_u.
+        desirable_weight: w_d.
+        undesirable_weight: w_u.
 
     The call takes hidden (B, T, H) and targets (B, T), or packed ones with `cu_seqlens`; `labels` (B,) bool
     (True: desirable); a reference, as `DPOLoss` does; and for "kto" the reference point `kl`: the mean

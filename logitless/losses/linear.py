@@ -44,8 +44,9 @@ class LinearLoss(CheckedCall):
     Args:
         ignore_index: targets with this id are not supervised; they are never projected.
         reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
-        softcap, logit_scale, temperature: z = softcap * tanh(logit_scale * (h·w + b) / softcap) /
-            temperature.
+        softcap: c in logits c * tanh(logit_scale * (h·w + b) / c) / temperature; None for no bound.
+        logit_scale: factor of h·w + b.
+        temperature: divides the logits in the end.
         logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.25 GiB on cards of
             64 GiB and more, 1 GiB below, less on small cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.

@@ -21,11 +21,17 @@ from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 
 
 class TokenLogprobs(NamedTuple):
-    """fp32 tensors, 0 where ignored; `entropy` (nats) is None unless asked for."""
+    """What `linear_logprobs` returns: fp32 tensors (fp64 for fp64 operands), 0 where ignored.
 
-    logps: Tensor  # of the targets' shape: (...), or (..., k)
-    entropy: Tensor | None  # (...)
-    lse: Tensor  # (...)
+    Attributes:
+        logps: log-probabilities, of the targets' shape: (...), or (..., k).
+        entropy: (...), in nats; None unless asked for.
+        lse: (...), the log-sum-exp of the logits.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None
+    lse: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +121,11 @@ def linear_logprobs(
             tp_group, as in every loss.
 
     Returns:
-        TokenLogprobs(logps, entropy, lse): logps of the targets' shape, the others (...); lse is the
-        log-sum-exp of the logits.
+        A `TokenLogprobs` (logps, entropy, lse), logps of the targets' shape, the others (...).
+
+    Raises:
+        ValueError: shapes or options that do not fit together, or an id outside the vocabulary.
+        TypeError: an unknown option, or an argument of another type.
     """
     check_options(head, OPTIONS)
     remedy = "leave it out, as every token stands alone"

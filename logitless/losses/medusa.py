@@ -41,7 +41,8 @@ class MedusaHeads(BlockHeads):
         num_heads: K, at least 1.
         num_layers: residual blocks per head.
         shared: use the base model's head in place of projections of their own.
-        device, dtype: of the parameters.
+        device: of the parameters; default torch's.
+        dtype: of the parameters; default torch's.
 
     Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.1.
     """

@@ -11,9 +11,9 @@ from logitless.engine.plan import Plan
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns.
+    """What a loss returns. Its `logps` and `predictions` are those of `tokens`.
 
-    Args:
+    Attributes:
         loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
         metrics: detached 0-d tensors by name.
         plan: what ran; None inside a compiled graph, which is traced before anything runs.

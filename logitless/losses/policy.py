@@ -165,7 +165,8 @@ class ClippedLoss(PolicyLoss):
     """A policy loss of the ratio r of the policy to an older one, clipped to [1 - epsilon, 1 + epsilon_high].
 
     Args:
-        epsilon: clip range below 1, default 0.2; `epsilon_low` is another name for it.
+        epsilon: clip range below 1; None for 0.2.
+        epsilon_low: another name for `epsilon`.
         epsilon_high: clip range above 1, default `epsilon`.
     """
 

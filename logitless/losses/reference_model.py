@@ -17,7 +17,8 @@ class ComparedLoss(TokenLoss):
     """A loss that compares with a reference model: its log-probabilities, or its hidden states and head.
 
     Args:
-        ref_softcap, ref_logit_scale: of the reference's head; "same" as the trained one's.
+        ref_softcap: `softcap` of the reference's head; "same" as the trained one's.
+        ref_logit_scale: `logit_scale` of the reference's head; "same" as the trained one's.
     """
 
     ref_softcap: float | Literal["same"] | None = "same"

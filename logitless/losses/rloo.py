@@ -21,10 +21,6 @@ class RLOOLoss(ClippedLoss):
 
         mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) over the sequences
 
-    Args:
-        epsilon (or epsilon_low), epsilon_high: clip range; `epsilon` is 0.2 by default, and `epsilon_high`
-            defaults to it.
-
     The call takes what `GRPOLoss` takes, of which it uses `advantages` (B,), `mask`, `old_logps` (like
     targets, or (B,) sums) and `num_items`, in sequences. A KL to a reference belongs into the reward.
     Metrics: entropy, importance_ratio, clip_ratio/*.

@@ -186,7 +186,7 @@ def linear_topk(
             loss.
 
     Returns:
-        TopkLogprobs(logps, ids, entropy, lse): (..., k), (..., k) int64, (...), (...).
+        A `TopkLogprobs` (logps, ids, entropy, lse), the first two (..., k), the others (...).
 
     Raises:
         ValueError: shapes or options that do not fit together; k above V, or below 1.

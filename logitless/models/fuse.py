@@ -79,7 +79,7 @@ def fuse_layers(model: nn.Module) -> Fused:
             before or after FSDP2.
 
     Returns:
-        A `Fused`: call it to undo all; its `report` says what was fused, and what was left alone and why.
+        A `Fused`; call it to undo all. Its `report` says what was fused, and what was left alone and why.
 
     Raises:
         TypeError: `model` is no module.

@@ -28,7 +28,7 @@ REMEDY = "Trainer takes the labels away to smooth them; SFTTrainer of logitless.
 class Patch:
     """A patched model; calling it takes the patch off.
 
-    Args:
+    Attributes:
         checked: how the model was compared with itself: "checked at attach", "checked at step 1", or why not
             yet.
         last_plan: what ran in the last labelled call; None before it, and in a compiled graph.
@@ -62,7 +62,7 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
         unverified: take a model whose head cannot be compared with its parameters before it is compiled.
 
     Returns:
-        a function that undoes it, with `checked` and `last_plan`.
+        A `Patch`; call it to undo all. It has `checked` and `last_plan`.
 
     Raises:
         ValueError: the model has no LM head, its own loss comes out different, or it is patched already.

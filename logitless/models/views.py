@@ -30,8 +30,8 @@ def head_of(model: nn.Module) -> HeadView:
         HeadView(weight, bias, columns, softcap, logit_scale).
 
     Raises:
-        ValueError, TypeError: no head, one that cannot be read (quantized ones, by name), or layers
-            between backbone and head: `patch_model` takes those.
+        ValueError: no head, or layers between backbone and head: `patch_model` takes those.
+        TypeError: a head that cannot be read (quantized ones, by name).
     """
     if not hasattr(model, "get_output_embeddings"):
         return view_of(model, "model")

@@ -21,8 +21,7 @@ def apply_to(
     use_fused_layers: bool = False,
     logits_budget: int | None = None,
 ) -> Callable[[], None]:
-    """Switch the chunked loss, fused layers or both on in a trainer that exists already; returns a function
-    that switches off again what it has switched on.
+    """Switch the chunked loss, fused layers or both on in a trainer that exists already.
 
     A trainer of TRL gets what our trainer of that name does with `use_chunked_loss=True`; any other
     `transformers.Trainer` gets `patch_model`. Its class, and yours on top of it, stay as they are. Layers are
@@ -33,6 +32,9 @@ def apply_to(
         use_chunked_loss: compute its loss without the full logits.
         use_fused_layers: fuse the layers of its model, and of a reference or teacher that it holds.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
+
+    Returns:
+        A function that switches off again what this call has switched on.
 
     Raises:
         ValueError: neither is asked for; it is no trainer, has what is asked for already, is one of TRL's

@@ -36,7 +36,7 @@ INTEGERS = (
 INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr")
 INT32 = ("scratch_ptr",)
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
-GATHERED_BLOCK, SLOTS, RUN_BLOCK, RUN_SLOTS = 256, 16, 1024, 8
+GATHERED_BLOCK, SLOTS, SUM_SLOTS, RUN_SLOTS = 256, 16, 8, 4
 
 
 class Combination(NamedTuple):
@@ -134,11 +134,11 @@ def select_combinations() -> Iterator[Combination]:
 
 
 def gathered_combinations() -> Iterator[Combination]:
-    slots, run = {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}, {"BLOCK": RUN_BLOCK, "SLOTS": RUN_SLOTS}
+    slots, run = {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}, {"BLOCK": BLOCK, "SLOTS": RUN_SLOTS}
     for x in TYPES:
         yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
         for out in {x, "fp32"}:
-            yield combination("weighted_rows_kernel", {"weight": x, "out": out}, slots)
+            yield combination("weighted_rows_kernel", {"weight": x, "out": out}, run | {"SLOTS": SUM_SLOTS})
             for first in (False, True):
                 yield combination("run_kernel", {"hidden": x, "total": out}, run | {"FIRST": first})
 
@@ -205,7 +205,8 @@ def source(number: int, c: Combination) -> Source:
 
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
-    assert (RUN_BLOCK, RUN_SLOTS) == (gathered_triton.RUN_BLOCK, gathered_triton.RUN_SLOTS)
+    tiles = gathered_triton.SUM_SLOTS, gathered_triton.RUN_SLOTS, gathered_triton.LONG_BLOCK
+    assert (SUM_SLOTS, RUN_SLOTS, BLOCK) == tiles
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (

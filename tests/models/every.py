@@ -273,11 +273,13 @@ def table() -> Iterator[str]:
 VERDICTS = {"equal": "Equal", "refused": "Refused", "not run": "Not run tiny"}
 HEADER = """# Models
 
-`python -m tests.models.every` makes this table: every class that `AutoModelForCausalLM` of transformers
-{version} knows, as a tiny model with random weights, with `patch_model` and without. Compared are the loss
-(softcaps, scales, router and z losses made strong), the gradient of each parameter (relative error below
-1e-3, fp32 on a CPU) and the fields of the output. Of {total} model types {equal} are equal, {refused}
-refused, and {not_run} could not be run tiny.
+Look here whether `patch_model`, and with it the chunked loss in the trainers, works with your model. Of the
+{total} model types that `AutoModelForCausalLM` of transformers {version} knows, {equal} give the same numbers
+with it as without, {refused} are refused with a message, and {not_run} could not be tried.
+
+`python -m tests.models.every` makes the tables: every class runs as a tiny model with random weights, with
+`patch_model` and without. Compared are the loss (softcaps, scales, router and z losses made strong), the
+gradient of each parameter (relative error below 1e-3, fp32 on a CPU) and the fields of the output.
 
 *checked at attach*: `patch_model` itself compared head and loss with the model's own when it was put on."""
 

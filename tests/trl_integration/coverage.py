@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEADERS = ("trainer", "options", "models", "also")
+HEADERS = ("trainer", "options", "models", "further tests")
 # Settings of a run, which no loss depends on
 NOT_OPTIONS = {"per_device_train_batch_size", "max_steps", "max_length"}
 
