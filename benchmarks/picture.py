@@ -20,7 +20,7 @@ STYLES = {
     "CCE (exact)": {"color": "#b8a0d4", "marker": "X"},
     "QuACK": {"color": "#8a5a44", "marker": "*"},
 }
-NOTE = {"textcoords": "offset points", "fontsize": 8, "color": "#777777"}
+NOTE = {"textcoords": "offset points", "fontsize": 10, "color": "#666666"}
 # Limits that no implementation can pass.
 LIMIT = {"color": "#999999", "linestyle": "--", "linewidth": 1, "zorder": 1}
 # Where a ratio leaves the picture: at few tokens a kernel that is launched for each chunk takes twenty times.
@@ -34,7 +34,7 @@ def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
     marks.
     """
     sections = with_others(sweep["sections"], comparison)
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = Figure(figsize=(11, 6), layout="constrained")
     memory, time = figure.subplots(1, 2)
     names = list(dict.fromkeys(row["name"] for section in sections for row in section["rows"]))
     for name in (
@@ -43,14 +43,14 @@ def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
     ):
         style = {"linewidth": 1.6, "markersize": 6, "label": label(name, sections)} | STYLES.get(name, {})
         if len(found(sections, name)) == 1 < len(sections):
-            style |= {"markersize": 9, "zorder": 2.5}  # a single mark is not lost behind a line
+            style |= {"markersize": 11, "zorder": 4, "markeredgecolor": "white"}  # not lost behind a line
         values = [(N, row["peak_bytes"] / GIB) for N, row in found(sections, name) if row.get("peak_bytes")]
         memory.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
         values = [(N, row["ratio"]) for N, row in found(sections, name) if row.get("ratio")]
         time.plot(*(zip(*values, strict=True) if values else ([], [])), **style)
 
     sizes = [section["shape"]["N"] for section in sections]
-    dress(memory, "Peak memory beyond the inputs, gradients included", "GiB", sizes)
+    dress(memory, "Peak memory beyond the inputs, gradients included", "GiB (log scale)", sizes)
     if any(row.get("peak_bytes") for section in sections for row in section["rows"]):  # not on a CPU
         memory.set_yscale("log", base=2)
     memory.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -58,19 +58,19 @@ def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
         memory.axhline(total / GIB, **LIMIT)
         memory.annotate(f"the whole card, {total / GIB:.0f} GiB", (sizes[0], total / GIB), (0, 4), **NOTE)
         memory.set_ylim(top=2 * total / GIB)
-    dress(time, "Forward and backward", "times the three bare matrix products", sizes)
+    dress(time, "Forward and backward", "times three bare matrix products (log scale)", sizes)
     time.set_yscale("log")
-    time.set_ylim(0.9, MOST)
+    time.set_ylim(0.87, MOST)
     time.set_yticks([1, 1.5, 2, 3, 4, 5, 6])
     time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     time.yaxis.set_minor_formatter(NullFormatter())
     time.axhline(1, **LIMIT)
-    time.annotate("three bare matrix products, at their best", (sizes[0], 1), (0, -11), **NOTE)
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    time.annotate("three bare matrix products, at their best", (sizes[0], 1), (0, -14), **NOTE)
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=11)
 
     shape = sections[0]["shape"]
     title = f"LM head + cross-entropy, H = {shape['H']:,}, V = {shape['V']:,}, bf16, {sweep['device']}"
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=14)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -118,11 +118,12 @@ def short(N: int) -> str:
 
 
 def dress(axis: Axes, title: str, unit: str, sizes: list[int]) -> None:
-    axis.set_title(title, fontsize=11)
+    axis.set_title(title, fontsize=13)
     axis.set_xscale("log", base=2)
     axis.set_xticks(sizes, [short(N) for N in sizes])
-    axis.set_xlabel("tokens")
-    axis.set_ylabel(unit)
+    axis.tick_params(labelsize=11)
+    axis.set_xlabel("tokens (log scale)", fontsize=12)
+    axis.set_ylabel(unit, fontsize=12)
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
