@@ -45,6 +45,8 @@ def main(
     ] = 0.5,
 ) -> None:
     with workspace(output) as folder:
+        start = model or tiny_model(folder)
+        taught_by = teacher or tiny_model(folder, hidden=128)
         args = DistillationConfig(
             use_chunked_loss=use_chunked_loss,
             beta=beta,
@@ -53,8 +55,8 @@ def main(
             **settings(folder, steps, batch_size),
         )
         trainer = DistillationTrainer(
-            model or tiny_model(folder),
-            teacher_model=teacher or tiny_model(folder, hidden=128),
+            start,
+            teacher_model=taught_by,
             args=args,
             train_dataset=data(dataset, ["prompt"]),
         )

@@ -38,6 +38,7 @@ def main(
     loss_type: Annotated[str, typer.Option(help="Any of TRL's loss types.")] = "sigmoid",
 ) -> None:
     with workspace(output) as folder:
+        start = model or tiny_model(folder)
         args = DPOConfig(
             use_chunked_loss=use_chunked_loss,
             loss_type=[loss_type],
@@ -45,7 +46,7 @@ def main(
             **settings(folder, steps, batch_size),
         )
         rows = data(dataset, ["prompt", "chosen", "rejected"])
-        trainer = DPOTrainer(model or tiny_model(folder), args=args, train_dataset=rows)
+        trainer = DPOTrainer(start, args=args, train_dataset=rows)
         trainer.train()
         report(trainer, output, "rewards/accuracies")
 

@@ -45,6 +45,7 @@ def main(
     completion_tokens: Annotated[int, typer.Option(help="Tokens of a completion at most.")] = 32,
 ) -> None:
     with workspace(output) as folder:
+        start = model or tiny_model(folder)
         args = GRPOConfig(
             use_chunked_loss=use_chunked_loss,
             num_generations=num_generations,
@@ -53,7 +54,7 @@ def main(
             **settings(folder, steps, batch_size),
         )
         trainer = GRPOTrainer(
-            model or tiny_model(folder),
+            start,
             reward_funcs=letters,
             args=args,
             train_dataset=data(dataset, ["prompt"]),

@@ -34,12 +34,13 @@ def main(
     use_chunked_loss: Chunked = True,
 ) -> None:
     with workspace(output) as folder:
+        start = model or tiny_model(folder)
         args = SFTConfig(
             use_chunked_loss=use_chunked_loss,
             learning_rate=2e-5 if model else 3e-3,
             **settings(folder, steps, batch_size),
         )
-        trainer = SFTTrainer(model or tiny_model(folder), args=args, train_dataset=data(dataset, ["text"]))
+        trainer = SFTTrainer(start, args=args, train_dataset=data(dataset, ["text"]))
         trainer.train()
         report(trainer, output)
 

@@ -53,7 +53,8 @@ def settings(folder: Path, steps: int, batch_size: int) -> dict[str, Any]:
 
 
 def tiny_model(folder: Path, hidden: int = 64) -> str:
-    """A small Llama and a tokenizer of source code, on disk, where trainers find them again."""
+    """A small Llama and a tokenizer of source code, on disk, where trainers find them again. Made before the
+    config: that joins a launcher's process group, in which transformers saves on the first rank alone."""
     path = folder / f"tiny-{hidden}"
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
