@@ -44,10 +44,12 @@ class LowRank(NamedTuple):
 class HeadView(NamedTuple):
     """What a head computes of hidden states: softcap * tanh(logit_scale * (h·w + b) / softcap).
 
-    Args:
-        weight, bias: (V, H) and (V,), whole or DTensors.
+    Attributes:
+        weight: (V, H), whole or a DTensor.
+        bias: (V,), whole or a DTensor; None for none.
         columns: LoRA on the head.
-        softcap, logit_scale: as fields of the losses.
+        softcap: as the field of the losses; None for none.
+        logit_scale: as the field of the losses.
         of_model: whether softcap and logit_scale are a model's, which a loss must not contradict.
     """
 
@@ -159,6 +161,11 @@ def _own_class(cls: type) -> tuple[type, bool]:
     added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
     own = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))
     return next(own), bool(added)
+
+
+def unviewed(x: Tensor, module: nn.Module) -> Tensor:
+    """What `module` may return: of a view a copy, where FSDP2 would warn of views among its outputs."""
+    return x.clone() if _own_class(type(module))[1] and x._base is not None else x
 
 
 @functools.cache

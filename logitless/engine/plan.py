@@ -55,7 +55,7 @@ class Step(NamedTuple):
 class Plan:
     """What ran: a strategy and its steps.
 
-    Args:
+    Attributes:
         strategy: "fused", "resident", "recompute", "row_scaled", "loss_only" or "mixed".
         steps: the chunks, in order.
         rows: supervised tokens.

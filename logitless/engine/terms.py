@@ -22,7 +22,7 @@ UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
 class Term(NamedTuple):
     """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
 
-    Args:
+    Attributes:
         values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or
             per pair; 0-d only with `over=None`. The engine sums them.
         over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences);

@@ -109,7 +109,10 @@ def add_rms_norm(
     Args:
         x: `(..., H)`, what a block returned.
         residual: `(..., H)`, the residual stream before that block; may be wider than x.
-        weight, eps, rounding, out_dtype: as in `rms_norm`, with h in x's place.
+        weight: `(H,)` or None, as in `rms_norm`.
+        eps: added to the mean square of h.
+        rounding: "llama", "single" or "gemma", as in `rms_norm`.
+        out_dtype: dtype of y; None means h's, with "llama" the wider of h's and weight's.
         multiplier: factor of x (Granite's residual multiplier).
 
     Returns:

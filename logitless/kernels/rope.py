@@ -58,8 +58,9 @@ def rope(
     Args:
         q: `(B, heads, T, D)`, of any strides.
         k: `(B, key heads, T, D)`, or None.
-        cos, sin: `(B, T, R)`, `(1, T, R)` or `(T, R)`, one for each rotated number, as the models'
-            rotary embeddings return them; or R/2 wide, one for each pair, which `rotary_dim` has to tell.
+        cos: `(B, T, R)`, `(1, T, R)` or `(T, R)`, one for each rotated number, as the models' rotary
+            embeddings return them; or R/2 wide, one for each pair, which `rotary_dim` has to tell.
+        sin: of the shape of cos.
         rotary_dim: R, how many numbers of a head are rotated; None means the width of cos.
         interleaved: whether a pair is two neighbours rather than a number of each half.
 
@@ -92,11 +93,17 @@ def qk_norm_rope(
     """RMSNorm of each head of queries and keys and their rotary position embedding, in one pass.
 
     Args:
-        q, k, cos, sin, rotary_dim, interleaved: as in `rope`; q and k before their norm.
-        q_weight, k_weight: `(D,)` of the two norms, or None; dtypes may differ from those of q and k.
+        q: `(B, heads, T, D)`, before its norm.
+        k: `(B, key heads, T, D)`, before its norm.
+        cos: as in `rope`.
+        sin: of the shape of cos.
+        q_weight: `(D,)` of q's norm, or None; its dtype may differ from q's.
+        k_weight: `(D,)` of k's norm, or None; its dtype may differ from k's.
         eps: of both norms.
         rounding: of the norm, as in `rms_norm`. Nothing is rounded between norm and rotation, so
             it only tells whether the norm multiplies by 1 + weight ("gemma") or by weight (the others).
+        rotary_dim: R, how many numbers of a head are rotated; None means the width of cos.
+        interleaved: whether a pair is two neighbours rather than a number of each half.
 
     Returns:
         Normalized and rotated q and k, in their dtypes. Differentiable once in both and in the weights.

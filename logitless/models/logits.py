@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from logitless.engine.head_view import HeadView, view_of
+from logitless.engine.head_view import HeadView, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.errors import expect
@@ -100,7 +100,9 @@ def _answer(
         check_head(head, stock, hidden)
         deferral.checked = True
     deferral.seen = True
-    return DeferredLogits(hidden, head, deferral, view_of(head, "model", called=True).shape[0])
+    return DeferredLogits(
+        unviewed(hidden, head), head, deferral, view_of(head, "model", called=True).shape[0]
+    )
 
 
 @dataclass(frozen=True)

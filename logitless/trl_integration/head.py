@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
-from logitless.engine.head_view import HeadView
+from logitless.engine.head_view import HeadView, unviewed
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
 from logitless.models.exchange import exchange, withdraw
@@ -91,7 +91,8 @@ def _scored_forward(
     def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
         found = score(hidden, head, targets.to(hidden.device), shift_labels is None)
         names.extend(found)
-        return tuple(found.values())  # hooks of modules look for tensors in tuples
+        # Hooks of modules look for tensors in tuples.
+        return tuple(unviewed(x, model) for x in found.values())
 
     fields = dict(zip(names, out.logits.computed(values)))
     # Read by TRL under DeepSpeed's sequence parallelism only; elsewhere `compute_loss` divides the sum by its

@@ -2,6 +2,7 @@
 on, and come to the same losses and parameters."""
 
 import traceback
+import warnings
 from unittest import mock
 
 import pytest
@@ -49,7 +50,8 @@ def run(kind: str, folder, **flags) -> dict:
         trainer["teacher_model"].cuda()  # under FSDP2, TRL leaves it where it is
     settings["use_cpu"] = on_cpu = dist.get_backend() == "gloo"
     args = config(**options(folder / "out", **settings | FSDP | SGD | flags))
-    with uncompiled():
+    with uncompiled(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         done = train(cls, args, model, dataset, tokenizer=words(), **trainer)
     parameters = dict(done.trainer.model.named_parameters())
     assert all(isinstance(x, DTensor) for x in parameters.values())
@@ -59,6 +61,7 @@ def run(kind: str, folder, **flags) -> dict:
         "losses": [log["loss"] for log in done.logs if "loss" in log],
         "parameters": {name: x.full_tensor().detach() for name, x in parameters.items()},
         "strategy": None if plan is None else plan.strategy,
+        "of_views": [str(each.message) for each in said if "returned a view tensor" in str(each.message)],
     }
 
 
@@ -98,6 +101,7 @@ def test_fsdp2(ranks, kind):
         assert not isinstance(pair, str), pair
         off, on = pair
         assert off["strategy"] is None and on["strategy"] is not None
+        assert on["of_views"] == off["of_views"] == []
         assert on["losses"] == pytest.approx(off["losses"], rel=1e-4) and len(on["losses"]) == 2
         for name, x in off["parameters"].items():
             torch.testing.assert_close(on["parameters"][name], x, rtol=1e-3, atol=1e-5, msg=name)
