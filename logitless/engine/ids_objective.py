@@ -115,9 +115,7 @@ class IdsObjective:
     def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> dict[str, Tensor]:
         """The numbers of ids (n, k), whose logits are then gone from the chunk."""
         slots = Slots.of(ids, reader.vocabulary, reader.V)
-        found = reader.numbers(chunk.logits, slots, entropy="entropy" in self.stats)
-        kept = (chunk.targets != chunk.ignored)[:, None]
-        return found | {"ids": torch.where(kept, ids, 0)}
+        return reader.numbers(chunk.logits, slots, entropy="entropy" in self.stats) | {"ids": ids}
 
     def _reader(self, chunk: Chunk) -> Reader:
         call, ignored = self.call, chunk.ignored

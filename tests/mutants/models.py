@@ -13,6 +13,12 @@ PATCH = "models/patch.py"
 
 MUTANTS = [
     *of_file(
+        HEAD_VIEW,
+        "tests/trl_integration/test_sharded.py",
+        ("views under FSDP2", "unviewed", "x.clone()", "x"),
+        prefix="models: ",
+    ),
+    *of_file(
         EXCHANGE,
         TEST_PATCH,
         ("an instance's forward is lost", "exchange", 'module.__dict__.pop("forward", None)', "None"),

@@ -127,7 +127,20 @@ MUTANTS = [
             "weighted_rows(head.weight, slots.columns, entries)",
             "weighted_rows(head.weight, slots.columns, 0 * entries)",
         ),
-        ("ignored rows have ids", "IdsObjective._read", "torch.where(kept, ids, 0)", "ids"),
+        ("ignored rows have best ids", "TopkObjective.fill", "torch.where(kept, ids, 0)", "ids"),
+        (
+            "a rank's own log-sum-exp",
+            "TopkObjective.fill",
+            "reader.vocabulary.combine(",
+            "(lambda *x: None)(",
+        ),
+        ("the best without their bias", "TopkObjective.fill", "reader.bias[columns]", "None"),
+        (
+            "the best of one rank alone",
+            "TopkObjective.fill",
+            "reader.vocabulary.reduce(torch.where(here, z, 0.0))",
+            "torch.where(here, z, 0.0)",
+        ),
         (
             "ranks' order of equals",
             "best",
