@@ -17,7 +17,7 @@ STYLES = {
     "Liger": {"color": "#4f8fba", "marker": "^"},
     "TRL ChunkedLogProb": {"color": "#e0a030", "marker": "D"},
     "CCE (filtered)": {"color": "#8d6bb8", "marker": "P"},
-    "CCE (exact)": {"color": "#b8a0d4", "marker": "X"},
+    "CCE (exact)": {"color": "#b8a0d4", "marker": "X", "linestyle": "--", "markersize": 4},
     "QuACK": {"color": "#8a5a44", "marker": "*"},
 }
 NOTE = {"textcoords": "offset points", "fontsize": 10, "color": "#666666"}
@@ -66,7 +66,8 @@ def draw(sweep: dict, path: Path, comparison: dict | None = None) -> None:
     time.yaxis.set_minor_formatter(NullFormatter())
     time.axhline(1, **LIMIT)
     time.annotate("three bare matrix products, at their best", (sizes[0], 1), (0, -14), **NOTE)
-    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=11)
+    place = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 11}
+    figure.legend(*memory.get_legend_handles_labels(), **place)
 
     shape = sections[0]["shape"]
     title = f"LM head + cross-entropy, H = {shape['H']:,}, V = {shape['V']:,}, bf16, {sweep['device']}"

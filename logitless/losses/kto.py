@@ -30,7 +30,8 @@ KTO_LOSSES: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 class KTOLoss(ReferencedLoss):
     """Kahneman-Tversky optimization: single sequences that are desirable or not.
 
-        w_d * (1 - sigma(beta * (log-ratio - KL)))   or   w_u * (1 - sigma(beta * (KL - log-ratio)))
+        desirable    w_d * (1 - sigma(beta * (log-ratio - KL)))
+        undesirable  w_u * (1 - sigma(beta * (KL - log-ratio)))
 
     Args:
         beta: strength of the pull towards the reference.

@@ -14,7 +14,7 @@ A name is imported when it is first used: SFT loads no experimental trainer, and
 from importlib import import_module
 from typing import Any
 
-from .versions import SUPPORTED
+from .versions import SUPPORTED, require_supported
 
 # Where the names live that are no Config or Trainer.
 PLACES = {
@@ -34,7 +34,7 @@ __all__ = ["SUPPORTED", *PLACES, *(f"{name}{part}" for name in PAIRS for part in
 def __getattr__(name: str) -> Any:
     for part in ("Config", "Trainer"):
         if name.endswith(part) and name.removesuffix(part) in PAIRS:
-            made = import_module(".pairs", __name__).pair(name.removesuffix(part))
+            made = _imported(".pairs").pair(name.removesuffix(part))
             return made[part == "Trainer"]
     if name.endswith(("Config", "Trainer")):
         # `from ... import` would replace an AttributeError's message by its own.
@@ -44,7 +44,16 @@ def __getattr__(name: str) -> Any:
         )
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(PLACES[name], __name__), name)
+    return getattr(_imported(PLACES[name]), name)
+
+
+def _imported(place: str) -> Any:
+    try:
+        return import_module(place, __name__)
+    except ModuleNotFoundError as error:
+        if error.name in SUPPORTED:
+            require_supported()  # which says what to install
+        raise
 
 
 def __dir__() -> list[str]:

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-import trl
-
 import logitless.trl_integration as ours
 
-from .adapter import swapped
+from .versions import require_supported
 
 # Command, which is the name of TRL's script -> the pair
 COMMANDS = {name.lower(): name for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")}
@@ -27,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: without a known command, or with arguments that TRL's parser, or the trainer, refuses.
+        ImportError: TRL or transformers is not installed, or not in a supported version.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if command in ("-h", "--help"):
@@ -34,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if command not in COMMANDS:
         raise SystemExit(f"command: expected one of {', '.join(COMMANDS)}, got {command!r}; see --help.")
+    require_supported()
+    import trl
+
+    from .adapter import swapped
+
     script, pair = import_module(f"trl.scripts.{command}"), COMMANDS[command]
     # The script imports these names when it runs.
     with swapped(trl, **{name: getattr(ours, name) for name in (f"{pair}Config", f"{pair}Trainer")}):

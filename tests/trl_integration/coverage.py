@@ -34,10 +34,11 @@ class Covered:
     default_loss: bool = False  # whether a test takes the loss type that the config has by itself
 
     def cells(self) -> tuple[str, str, str]:
-        options = [
-            f"`{name}`" + (f" ({', '.join(sorted(values - {''}))})" if values - {""} else "")
-            for name, values in sorted(self.options.items())
-        ]
+        options = []
+        for name, values in sorted(self.options.items()):
+            # As code, or the page would make links of addresses.
+            given = ", ".join(f"`{value}`" for value in sorted(values - {""}))
+            options.append(f"`{name}`" + (f" ({given})" if given else ""))
         return ", ".join(options), ", ".join(sorted(self.models)), ", ".join(sorted(self.also))
 
 

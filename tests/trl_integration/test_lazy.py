@@ -23,6 +23,30 @@ def test_what_an_import_loads():
     assert "TRLExperimentalWarning" not in done.stderr
 
 
+WITHOUT = """
+import sys
+for name in ("trl", "transformers"):
+    sys.modules[name] = None  # as if it were not installed
+from importlib import metadata
+known = metadata.version
+def version(name):
+    if name in ("trl", "transformers"):
+        raise metadata.PackageNotFoundError(name)
+    return known(name)
+metadata.version = version
+from logitless.trl_integration import SFTConfig
+"""
+
+
+def test_without_trl_the_message_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        "ImportError: transformers: expected >=5.17,<6, got no installation; "
+        "pip install 'transformers>=5.17,<6'."
+    )
+
+
 def test_names():
     assert len(ours.PAIRS) == 20 and {"apply_to", "patch_model", "head_of", "GKDConfig"} <= set(dir(ours))
     assert ours.GKDTrainer is ours.GKDTrainer and ours.GKDTrainer.__module__ == "logitless.trl_integration"
