@@ -1,7 +1,7 @@
 """Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal, NamedTuple, Unpack
+from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
 
 from torch import Tensor, nn
 
@@ -19,8 +19,11 @@ from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 
+# What a call returns as entropy: for checkers it follows from `entropy=`.
+Entropy = TypeVar("Entropy", bound=Tensor | None, covariant=True)
 
-class TokenLogprobs(NamedTuple):
+
+class TokenLogprobs(NamedTuple, Generic[Entropy]):
     """What `linear_logprobs` returns: fp32 tensors (fp64 for fp64 operands), 0 where ignored.
 
     Attributes:
@@ -30,7 +33,7 @@ class TokenLogprobs(NamedTuple):
     """
 
     logps: Tensor
-    entropy: Tensor | None
+    entropy: Entropy
     lse: Tensor
 
 
@@ -87,6 +90,45 @@ class TokenNumbers(TokenLoss):
 OPTIONS = tuple(field.name for field in fields(TokenNumbers))
 
 
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: HeadWeight,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    entropy: Literal[False] = False,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **head: Unpack[HeadOptions],
+) -> TokenLogprobs[None]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: HeadWeight,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    entropy: Literal[True, "metric"],
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **head: Unpack[HeadOptions],
+) -> TokenLogprobs[Tensor]: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    weight: HeadWeight,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    entropy: bool | Literal["metric"],
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **head: Unpack[HeadOptions],
+) -> TokenLogprobs[Tensor | None]: ...
 def linear_logprobs(
     hidden: Tensor,
     weight: HeadWeight,
@@ -98,7 +140,7 @@ def linear_logprobs(
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
     **head: Unpack[HeadOptions],
-) -> TokenLogprobs:
+) -> TokenLogprobs[Tensor | None]:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
 
     With a trainable head the backward pass projects the chunks again (4 products in all). With a frozen one

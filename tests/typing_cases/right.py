@@ -90,6 +90,8 @@ def train(hidden: Tensor, head: nn.Linear, targets: Tensor, other: Tensor) -> Te
     total = total + linear_cross_entropy(hidden, head, targets, softcap=30.0, reduction="sum")
     numbers = linear_logprobs(hidden, weight, targets, entropy="metric", logits_dtype=torch.float32)
     best = linear_topk(hidden, weight, 2, softcap=None)
+    logps, entropy, _ = linear_logprobs(hidden, weight, targets, entropy=True)
+    total = total + logps.sum() + entropy.mean() + numbers.entropy.mean()
     report = logitless.check(CrossEntropyLoss(), hidden, weight, targets)
     plan = logitless.estimate(DPOLoss(), tokens=64, hidden_size=8, vocab_size=32, sequences=2)
     print(bool(report), plan.products, best.ids)

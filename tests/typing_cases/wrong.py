@@ -47,6 +47,7 @@ def wrong(x: Tensor, head: nn.Linear, t: Tensor) -> None:
     MultiTokenLoss()([x], x, t, shift=True)  # wrong
     linear_cross_entropy(x, head, t, soft_cap=30.0)  # wrong
     linear_logprobs(x, head, t, entropy="yes")  # wrong
+    linear_logprobs(x, head, t).entropy.mean()  # wrong
     linear_topk(x, head, 2, temprature=2.0)  # wrong
     CrossEntropyLoss()("hidden", x, t)  # wrong
     print(CrossEntropyLoss()(x, x, t).logprobs)  # wrong
