@@ -4,7 +4,8 @@
 * The options that a loss has from its parents. Those of classes that are no part of the reference stand in
   the loss's own table; of the others the names are listed, with links to where they are explained.
 * An entry for each argument, also where a docstring explains several together; fields of named tuples,
-  whose types griffe finds below `Attributes:` alone.
+  whose types griffe finds below `Attributes:` alone. Where a function's arguments are as in others of its
+  module, the entries of those.
 """
 
 import ast
@@ -14,6 +15,7 @@ import griffe
 
 SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?:    .*\n|\n)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\*{0,2}\w+(?:, \w+)*): ((?:.*\n)(?:     .*\n|\n)*)", re.MULTILINE)
+SAME = re.compile(r"(?:Other a|A)rguments as in (`\w+`(?: and `\w+`)?)\.\s*")
 EVERY_LOSS = "logitless.losses.linear.LinearLoss"
 # Bases whose options have an anchor each, `logitless.TokenLoss(return_logps)`, and what the others call them.
 ANCHORED = {"logitless.TokenLoss": "losses of tokens", EVERY_LOSS: "every loss"}
@@ -27,6 +29,10 @@ class Docstrings(griffe.Extension):
         for path in public:
             if (x := found_at(pkg, path)) is not None and x.docstring:
                 x.docstring.value = with_own_entries(x)
+        told = [x for path in public if (x := found_at(pkg, path)) is not None and x.docstring]
+        same = {x: with_same_arguments(x) for x in told if SAME.search(x.docstring.value)}
+        for x, text in same.items():  # when all have been read
+            x.docstring.value = text
         modules = (pkg["losses"], *pkg["losses"].modules.values())
         classes = [x for module in modules for x in module.classes.values() if not x.is_alias]
         losses = [x for x in classes if "dataclass" in x.labels and x.docstring]
@@ -96,6 +102,25 @@ def with_own_entries(x: griffe.Object) -> str:
         return f"{title}:\n{listed(entries)}\n"
 
     return SECTION.sub(apart, f"{x.docstring.value}\n").rstrip()
+
+
+def arguments_of(function: griffe.Function) -> dict[str, str]:
+    """Entries of its arguments in their order: its own, else of the functions that it names."""
+    text = function.docstring.value
+    entries = entries_of(text)
+    for others in SAME.findall(text):
+        for name in re.findall(r"\w+", others.replace(" and ", "")):  # of two the first, where both have one
+            entries = arguments_of(function.parent.members[name]) | entries
+    if missing := [x.name for x in function.parameters if x.name not in entries]:
+        raise ValueError(f"{function.path}: expected an entry below `Args:` for {missing}, got none; add it.")
+    return {x.name: entries[x.name] for x in function.parameters}
+
+
+def with_same_arguments(function: griffe.Function) -> str:
+    """The docstring with a whole table in the place of "Arguments as in ..."."""
+    text = SECTION.sub(lambda x: "" if x[1] == "Args" else x[0], f"{function.docstring.value}\n")
+    table = f"\n\nArgs:\n{listed(arguments_of(function))}\n"
+    return SAME.sub(lambda _: table, text).rstrip()
 
 
 def options_of(loss: griffe.Class) -> set[str]:

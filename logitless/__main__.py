@@ -22,9 +22,19 @@ LOSSES = {
     for name, kind in vars(logitless.losses).items()
     if isinstance(kind, type) and issubclass(kind, LinearLoss) and name not in BASES
 } | {"linear_logprobs": logitless.linear_logprobs}
-NEEDED = ("tokens", "hidden_size", "vocab_size")
-TEACHER = ("teacher_hidden_size", "teacher_vocab_size", "teacher_topk")
-SIZES = ("sequences", "heads", *TEACHER, "reference_hidden_size")
+NEEDED = {
+    "tokens": "positions in all, padding included; all count as supervised",
+    "hidden_size": "H, the width of the hidden states",
+    "vocab_size": "V, the rows of the head",
+}
+SIZES = {
+    "sequences": "of equal length; default: one, or one group",
+    "heads": "how many there are beside the model's own, for MedusaLoss and MultiTokenLoss",
+    "teacher_hidden_size": "H' of a teacher; default: H",
+    "teacher_vocab_size": "V' of a teacher; default: V",
+    "teacher_topk": "k, of a teacher that is known by its k best ids instead",
+    "reference_hidden_size": "H' of a reference that comes as hidden states and head; default: log-probs",
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -35,12 +45,16 @@ def parser() -> argparse.ArgumentParser:
     asked = commands.add_parser(
         "estimate", help="a call's plan, memory and products, before it runs", allow_abbrev=False
     )
-    asked.add_argument("loss", choices=LOSSES)
-    for name in (*NEEDED, *SIZES):
-        asked.add_argument(f"--{name.replace('_', '-')}", type=int, required=name in NEEDED)
-    asked.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    asked.add_argument("--device", help="default: the GPU, if there is one")
-    asked.add_argument("--frozen-head", action="store_true")
+    asked.add_argument("loss", choices=LOSSES, metavar="LOSS", help=f"one of {', '.join(LOSSES)}")
+    for name, text in (NEEDED | SIZES).items():
+        option, needed = f"--{name.replace('_', '-')}", name in NEEDED
+        asked.add_argument(option, type=int, metavar="N", required=needed, help=text)
+    of_operands = "of hidden states and heads; default: bfloat16"
+    asked.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=of_operands)
+    where = "one of this machine, where the call would run; default: the GPU, if there is one"
+    asked.add_argument("--device", help=where)
+    frozen = "the head gets no gradient, and the hidden states alone do"
+    asked.add_argument("--frozen-head", action="store_true", help=frozen)
     options = "an option of the loss, such as --set beta=0.2; again for others"
     asked.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], type=_option, help=options)
     return made

@@ -43,7 +43,11 @@ class Estimate:
             and what does not grow with the rows.
         gradient_bytes: of the returned gradients, d_hidden and d_weight.
         sum_bytes: of the wider sum of d_weight over several chunks, until it is cast; 0 if there is none.
-        logits_bytes: what the full logits of one head would take in the dtype of the operands, alone.
+        logits_bytes: of one copy of one head's full logits, in the dtype of the operands. PyTorch that takes
+            them to fp32 for the loss holds several of them.
+        peak_bytes: about what a step takes at its peak beyond hidden states and heads: d_hidden, d_weight or
+            its wider sum, and the chunk; or the gradient that the sum is cast to when the chunk is gone,
+            where that is larger.
     """
 
     plan: Plan
@@ -54,6 +58,7 @@ class Estimate:
     gradient_bytes: int
     sum_bytes: int
     logits_bytes: int
+    peak_bytes: int
 
     def __str__(self) -> str:
         others = f", and {self.other_products:g} of the reference or teacher" if self.other_products else ""
@@ -63,7 +68,9 @@ class Estimate:
             f"products per supervised token: {self.products:g}{others}\n"
             f"memory: {_mib(self.chunk_bytes)} for a chunk, "
             f"{_mib(self.gradient_bytes)} for gradients{summed}\n"
-            f"full logits: {_mib(self.logits_bytes)}"
+            f"peak beyond the inputs: about {_mib(self.peak_bytes)}\n"
+            f"full logits: {_mib(self.logits_bytes)} for one copy in the operands' dtype; "
+            "PyTorch with an fp32 upcast holds several"
         )
 
 
@@ -250,26 +257,27 @@ class _Planner:
     def estimate(self, logits_bytes: int) -> Estimate:
         plans = tuple(plan for _, plan, _ in self.walks)
         products = [_products(call, plan) for call, plan, _ in self.walks]
-        return Estimate(
-            self.plan,
-            plans,
-            sum(own for own, _ in products),
-            sum(others for _, others in products),
-            max(plan.chunk_bytes + _fixed_bytes(call, purpose) for call, plan, purpose in self.walks),
-            self.gradient_bytes,
-            max(self._sum_bytes(call, plan) for call, plan, _ in self.walks),
-            logits_bytes,
-        )
+        chunks, sums, peaks = map(max, zip(*(self._memory(*walk) for walk in self.walks)))
+        own, others = map(sum, zip(*products))
+        return Estimate(self.plan, plans, own, others, chunks, self.gradient_bytes, sums, logits_bytes, peaks)
 
-    def _sum_bytes(self, call: Call, plan: Plan) -> int:
-        """Of the sums of d_weight and d_bias that are wider than what comes of them. One head's are alive."""
+    def _memory(self, call: Call, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
+        """Of a chunk; of sums of d_weight and d_bias wider than what comes of them; of all at the peak."""
+        chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
-            return 0
-        several = sum(purpose is Pass.SOLVE for _, _, purpose in self.walks) > 1
+            return chunk, 0, chunk
+        solved = [x for x, _, why in self.walks if why is Pass.SOLVE]
+        several = len(solved) > 1
         gradients = Gradients([call], static=several)
         with self.fakes:
             gradients.open(call, 1.0, several_chunks=plan.chunks > 1)
-        return sum(x.nbytes for x in gradients.sums.values() if x.dtype != call.weight.dtype)
+        wide = [x for x in gradients.sums.values() if x.dtype != call.weight.dtype]  # one head's are alive
+        held, copies = sum(x.nbytes for x in wide), sum(x.numel() * call.weight.itemsize for x in wide)
+        hidden = {x.slots.hidden: x.hidden for x in solved} if several else {}  # d_hidden is summed in fp32
+        wider = sum(x.numel() * (call.stat_dtype.itemsize - x.itemsize) for x in hidden.values())
+        # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
+        later = call.hidden.nbytes if purpose is Pass.NUMBERS else copies
+        return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 
 def _products(call: Call, plan: Plan) -> tuple[float, float]:

@@ -16,12 +16,14 @@ from logitless import (
     JSDLoss,
     KTOLoss,
     MedusaLoss,
+    MultiTokenLoss,
     Term,
     TokenLoss,
     doctor,
     linear_logprobs,
 )
-from logitless.__main__ import main
+from logitless.__main__ import main, parser
+from logitless.engine.plan import MIB
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, TEACHER_H, B, H, K, LossCase, V
 from tests.support import DEVICE, uncompiled
@@ -179,6 +181,53 @@ def test_several_chunks_sum_in_fp32():
     assert whole.gradient_bytes == (40 + V) * H * 2
 
 
+# tokens -> MiB at the peak beyond the inputs, of the rows "logitless" in benchmarks/results/sweep-h200.json.
+MEASURED = {
+    1024: 901.3,
+    2048: 1209.0,
+    4096: 1824.5,
+    8192: 2435.1,
+    16384: 2467.3,
+    32768: 2531.7,
+    65536: 2660.4,
+}
+
+
+@pytest.mark.parametrize("tokens", MEASURED)
+def test_the_peak_is_the_one_that_was_measured(tokens):
+    loss, size = CrossEntropyLoss(logits_budget=2304 * MIB), {"hidden_size": 2048, "vocab_size": 151_936}
+    found = logitless.estimate(loss, tokens=tokens, **size, device=DEVICE)
+    assert found.peak_bytes / MIB == pytest.approx(MEASURED[tokens], rel=0.05)
+    assert f"\npeak beyond the inputs: about {found.peak_bytes / MIB:,.1f} MiB\n" in str(found)
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+def test_what_is_alive_at_the_peak():
+    bf16 = {"tokens": 2048, "hidden_size": 256, "vocab_size": 8192, "device": DEVICE}
+    head, hidden = 4 * MIB, MIB
+    one = logitless.estimate(CrossEntropyLoss(), **bf16)
+    assert one.plan.chunks == 1 and one.peak_bytes == hidden + head + one.chunk_bytes
+    # Of a small chunk, the cast at the end is the peak.
+    small = logitless.estimate(CrossEntropyLoss(logits_budget=1), **bf16)
+    assert small.chunk_bytes < head and small.peak_bytes == hidden + 2 * head + head
+    large = logitless.estimate(CrossEntropyLoss(logits_budget=8 * MIB), **bf16)
+    assert large.plan.chunks > 1 and large.chunk_bytes > head
+    assert large.peak_bytes == hidden + 2 * head + large.chunk_bytes
+    fp32 = logitless.estimate(CrossEntropyLoss(logits_budget=1), **bf16 | {"dtype": torch.float32})
+    assert fp32.peak_bytes == fp32.gradient_bytes + fp32.chunk_bytes
+    frozen = logitless.estimate(CrossEntropyLoss(logits_budget=1), **bf16, frozen_head=True)
+    assert frozen.peak_bytes == hidden + frozen.chunk_bytes
+    # Unreduced, d_hidden is made of a vector per token.
+    options = {"logits_budget": 1, "reduction": "none"}
+    apart = logitless.estimate(CrossEntropyLoss(**options), **bf16, frozen_head=True)
+    assert apart.chunk_bytes < hidden and apart.peak_bytes == 2 * hidden
+    heads = logitless.estimate(MultiTokenLoss(logits_budget=8 * MIB), **bf16, heads=2)
+    assert heads.peak_bytes == 3 * 2 * hidden + 2 * head + heads.chunk_bytes
+    with torch.no_grad():
+        found = logitless.estimate(CrossEntropyLoss(), **bf16)
+    assert found.peak_bytes == found.chunk_bytes
+
+
 def test_heads_and_groups():
     found = logitless.estimate(MedusaLoss(), **SIZES, heads=2)
     assert found.products == 9 and len(found.walks) == 3
@@ -247,6 +296,12 @@ def test_estimate_on_the_command_line(capsys):
         with pytest.raises(SystemExit):
             main(["estimate", "DPOLoss", *SIZED, *wrong])
         assert told in capsys.readouterr().err
+
+
+def test_every_option_of_the_command_line_is_explained():
+    (commands,) = (x for x in parser()._actions if isinstance(x.choices, dict))
+    actions = commands.choices["estimate"]._actions
+    assert len(actions) > 12 and [x.dest for x in actions if not x.help] == []
 
 
 def test_the_doctor_is_content(capsys):

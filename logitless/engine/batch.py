@@ -68,6 +68,12 @@ class Batch:
         ref_logps: (n,) log-probabilities under the reference model, where the loss declares one.
     """
 
+    targets: Tensor
+    V: int
+    ignored: Tensor | None
+    teacher_logits: Tensor
+    ref_logps: Tensor
+
     def __init__(
         self,
         targets: Tensor,
@@ -175,23 +181,23 @@ class Batch:
     # (`vocab_parallel`).
 
     def log_softmax(self, z: Tensor) -> Tensor:
-        """(n, columns) log-probabilities."""
+        """(n, columns) logits -> log-probabilities, normalized over the whole vocabulary."""
         return self.vocabulary.log_softmax(z)
 
     def summed(self, x: Tensor) -> Tensor:
-        """(n,) sums over the columns of `z` -> over the vocabulary."""
+        """(n,) sums over the columns that this rank has -> over the whole vocabulary."""
         return self.vocabulary.reduce(x)
 
     def norm(self, z: Tensor) -> Tensor:
-        """(n, 1) lengths of the rows."""
+        """(n, columns) logits -> (n, 1) Euclidean lengths of their rows, over the whole vocabulary."""
         return self.vocabulary.norm(z)
 
     def argmax(self, z: Tensor) -> Tensor:
-        """(n,) ids."""
+        """(n, columns) logits -> (n,) the id of the largest in the whole vocabulary."""
         return self.vocabulary.argmax(z)
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> their columns of `z`, 0 where they have none, and whether they have one."""
+        """(n,) ids -> their columns of the logits, 0 where this rank has none, and whether it has one."""
         return self.vocabulary.find(ids, self.V)
 
     def is_of_groups(self, values: Tensor, over: object) -> bool:

@@ -110,7 +110,7 @@ def add_rms_norm(
         x: `(..., H)`, what a block returned.
         residual: `(..., H)`, the residual stream before that block; may be wider than x.
         weight: `(H,)` or None, as in `rms_norm`.
-        eps: added to the mean square of h.
+        eps: added to the mean square.
         rounding: "llama", "single" or "gemma", as in `rms_norm`.
         out_dtype: dtype of y; None means h's, with "llama" the wider of h's and weight's.
         multiplier: factor of x (Granite's residual multiplier).
@@ -146,7 +146,12 @@ def layer_norm(
 ) -> Tensor:
     """Layer normalization of the last dimension, `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`.
 
-    Arguments as in `rms_norm`; the result has x's dtype unless `out_dtype` says otherwise.
+    Args:
+        bias: `(H,)` or None.
+        eps: added to the variance.
+        out_dtype: dtype of y; None means that of what is normalized.
+
+    Other arguments as in `rms_norm`.
 
     Reference: Ba, Kiros and Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450.
     """
@@ -165,7 +170,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and the LayerNorm after it: `h = residual + multiplier * x`, `y = layer_norm(h)`.
 
-    Arguments and result `(y, h)` as in `add_rms_norm`.
+    The result is `(y, h)`, as of `add_rms_norm`. Arguments as in `layer_norm` and `add_rms_norm`.
     """
     return _normalize(x, residual, weight, bias, Form(eps, "single", out_dtype, multiplier, "before", True))
 

@@ -128,6 +128,10 @@ def _is_here(x: Tensor) -> bool:
 
 
 def check_trainer_arguments(args: Any) -> None:
-    """Raise ValueError for arguments with which `transformers.Trainer` does not take the model's loss."""
+    """Raise ValueError for arguments with which `transformers.Trainer` does not take a patched model's loss.
+
+    Args:
+        args: the trainer's `TrainingArguments`. Labels that are smoothed need logits.
+    """
     smoothing = getattr(args, "label_smoothing_factor", 0)
     expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY)

@@ -11,6 +11,7 @@ already there are `apply_to` and `patch_model`. This is the only folder of the l
 A name is imported when it is first used: SFT loads no experimental trainer, and `patch_model` no TRL.
 """
 
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -48,12 +49,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _imported(place: str) -> Any:
-    try:
+    with suppress(ModuleNotFoundError):
         return import_module(place, __name__)
-    except ModuleNotFoundError as error:
-        if error.name in SUPPORTED:
-            require_supported()  # which says what to install
-        raise
+    require_supported()  # says what to install
+    return import_module(place, __name__)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,9 @@ MUTANTS = [
         TEST_ESTIMATING,
         ("another walk", "_Planner.__call__", "and not keeps_vectors(call)", "and keeps_vectors(call)"),
         ("a teacher is read once more", "_products", " if step.read)", ")"),
-        ("sums are never wide", "_Planner._sum_bytes", "plan.chunks > 1", "False"),
+        ("sums are never wide", "_Planner._memory", "plan.chunks > 1", "False"),
+        ("the chunk is there in the cast", "_Planner._memory", "max(chunk, later)", "chunk + later"),
+        ("heads' d_hidden is not wide", "_Planner._memory", "if several else {}", "if False else {}"),
         (
             "a frozen head trains",
             "estimate",
