@@ -207,3 +207,29 @@ def deepspeed_env(args) -> dict[str, str]:
 
     args.deepspeed_fields_from_accelerate_config = ""  # what the launcher adds, where deepspeed is installed
     return prepare_deepspeed_cmd_env(args)[1]
+
+
+# Processes of one machine; torchrun's on CPUs, which shows that the test can pass and fail.
+LAUNCHERS = {"torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]} | {
+    name: ["accelerate.commands.launch", "--config_file", f"examples/accelerate/{name}.yaml"]
+    for name in ("fsdp2", "zero3")
+}
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "fsdp2", "zero3"])
+def test_examples_of_trl_under_a_launcher(launcher, script):
+    """With the flag and without, the logged metric goes the same way."""
+    if launcher != "torchrun" and torch.cuda.device_count() < 2:
+        pytest.skip("accelerate shards models for processes with cards alone")
+    if launcher == "zero3":
+        pytest.importorskip("deepspeed")
+    courses = []
+    for flag in ("--use-chunked-loss", "--no-use-chunked-loss"):
+        command = [sys.executable, "-m", *LAUNCHERS[launcher], f"examples/{script}.py", "--steps", "8", flag]
+        done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        found = re.findall(r"([\d.]+) -> ([\d.]+); (.*)", done.stdout)
+        assert found and all(("TRL's own loss" in how) == flag.startswith("--no") for *_, how in found)
+        courses.append([float(x) for x in found[0][:2]])
+    assert courses[0] == pytest.approx(courses[1], rel=0.02)
