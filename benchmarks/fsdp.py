@@ -31,9 +31,8 @@ from tabulate import tabulate
 
 from benchmarks import report
 from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
-from benchmarks.peers import package_version
 from benchmarks.steps import CONFIGURATIONS as EVERY
-from benchmarks.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings
+from benchmarks.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings, missing
 from benchmarks.trainers import furthest
 
 # Liger's layers last: where time runs out, the others have been compared.
@@ -80,14 +79,7 @@ def run(
     """Fills `document`, a section for each trainer, and writes it after every run. Starts none that might not
     end in time: one may take as long as the longest before it."""
     start = time.perf_counter()
-    absent = {
-        name: f"{package} is not installed"
-        for name, made in configurations.items()
-        for package in made.packages
-        if package_version(package) is None
-    }
-    for name, reason in absent.items():
-        say(f"absent: {name}: {reason}")
+    absent = missing(configurations, say)
     sections = [
         {"trainer": trainer, "sequences": model.sequences, "tokens": model.tokens, "rows": []}
         for trainer, model in models.items()

@@ -4,7 +4,6 @@ import faulthandler
 import json
 import os
 import threading
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +16,12 @@ from accelerate import DistributedType, PartialState
 from datasets import Dataset
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 from benchmarks.fsdp import Job
-from benchmarks.measure import synchronize
 from benchmarks.peers import one_line
 from benchmarks.step_process import causal_lm, give_ligers_layers
-from benchmarks.trainer_steps import pair, preferences, quiet, tokenizer
+from benchmarks.trainer_steps import Watch, pair, preferences, quiet, tokenizer
 
 FSDP = {
     "fsdp": True,
@@ -116,23 +114,6 @@ def train(job: Job, device: torch.device, folder: str) -> dict:
         "grad_norms": [log["grad_norm"] for log in logs],
         "parameters_of_rank": sum(x.to_local().numel() for x in trainer.model.parameters()),
     } | ({} if plan is None else {"plan": plan.describe()})
-
-
-class Watch(TrainerCallback):
-    """The milliseconds of every step, and the peak memory behind the first `warm` alone."""
-
-    def __init__(self, device: torch.device, warm: int) -> None:
-        self.device, self.warm, self.ms, self.start = device, warm, [], 0.0
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        synchronize(self.device)
-        if self.device.type == "cuda" and state.global_step == self.warm:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self.start = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        synchronize(self.device)
-        self.ms.append(1e3 * (time.perf_counter() - self.start))
 
 
 def construct(job: Job, device: torch.device, folder: str) -> transformers.Trainer:

@@ -119,6 +119,19 @@ class Limits:
     minutes: float  # for all; a process begins only if it can still take its whole time
 
 
+def missing(configurations: dict[str, Configuration], say: Callable[[str], None]) -> dict[str, str]:
+    """Those whose packages are not all here, and why."""
+    absent = {
+        name: f"{package} is not installed"
+        for name, made in configurations.items()
+        for package in made.packages
+        if package_version(package) is None
+    }
+    for name, reason in absent.items():
+        say(f"absent: {name}: {reason}")
+    return absent
+
+
 def run(
     document: dict,
     models: list[tuple[str, Model]],
@@ -133,14 +146,7 @@ def run(
     """Fills `document`, one section for each model with and without checkpointing, and writes it after every
     process."""
     start = time.perf_counter()
-    absent = {
-        name: f"{package} is not installed"
-        for name, made in configurations.items()
-        for package in made.packages
-        if package_version(package) is None
-    }
-    for name, reason in absent.items():
-        say(f"absent: {name}: {reason}")
+    absent = missing(configurations, say)
     present = {name: made for name, made in configurations.items() if name not in absent}
     sections = [
         {

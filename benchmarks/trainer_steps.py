@@ -105,14 +105,14 @@ def train(
 
 
 class Watch(TrainerCallback):
-    """The milliseconds of every step, and the peak memory of the timed ones alone."""
+    """The milliseconds of every step, and the peak memory behind the first `warm` alone."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.ms, self.start = device, [], 0.0
+    def __init__(self, device: torch.device, warm: int = WARM) -> None:
+        self.device, self.warm, self.ms, self.start = device, warm, [], 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         synchronize(self.device)
-        if self.device.type == "cuda" and state.global_step == WARM:
+        if self.device.type == "cuda" and state.global_step == self.warm:
             torch.cuda.reset_peak_memory_stats(self.device)
         self.start = time.perf_counter()
 

@@ -47,7 +47,7 @@ def faked(monkeypatch):
 
         monkeypatch.setattr(fsdp, "one_run", one_run)
 
-    monkeypatch.setattr(fsdp, "package_version", lambda name: "1.0")
+    monkeypatch.setattr(steps, "package_version", lambda name: "1.0")
     monkeypatch.setattr(fsdp, "prepare", lambda: None)
     return fake
 
@@ -247,6 +247,6 @@ def test_bad_options(monkeypatch):
 
 def test_liger_is_absent_where_it_is_not_installed(faked, monkeypatch):
     faked(lambda trainer, whose: None)
-    monkeypatch.setattr(fsdp, "package_version", lambda name: None)
+    monkeypatch.setattr(steps, "package_version", lambda name: None)
     result = invoke("--trainer", "SFT")
     assert result.exit_code == 0 and "absent: Liger's layers: liger-kernel is not installed" in result.output

@@ -2,7 +2,7 @@
 
 `add_rows` sorts the slots by id, and each row of the head is the work of its own programs, which read the
 slots of its id, a few at a time. So no two programs write the same row, and each is written once. An id that
-all tokens have takes one program N / RUN_SLOTS turns: about as long as all N k slots take beside it.
+all tokens have takes one program N / RUN_SLOTS turns, one after the other.
 """
 
 import torch

@@ -90,18 +90,23 @@ class TokenNumbers(TokenLoss):
 OPTIONS = tuple(field.name for field in fields(TokenNumbers))
 
 
+class LogprobsOptions(HeadOptions, total=False):
+    """What `linear_logprobs` takes beside `entropy`."""
+
+    bias: Tensor | None
+    ignore_index: int
+    shift: bool
+    cu_seqlens: Tensor | None
+
+
 @overload
 def linear_logprobs(
     hidden: Tensor,
     weight: HeadWeight,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
     entropy: Literal[False] = False,
-    shift: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **options: Unpack[LogprobsOptions],
 ) -> TokenLogprobs[None]: ...
 @overload
 def linear_logprobs(
@@ -109,12 +114,8 @@ def linear_logprobs(
     weight: HeadWeight,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
     entropy: Literal[True, "metric"],
-    shift: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **options: Unpack[LogprobsOptions],
 ) -> TokenLogprobs[Tensor]: ...
 @overload
 def linear_logprobs(
@@ -122,12 +123,8 @@ def linear_logprobs(
     weight: HeadWeight,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
     entropy: bool | Literal["metric"],
-    shift: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **head: Unpack[HeadOptions],
+    **options: Unpack[LogprobsOptions],
 ) -> TokenLogprobs[Tensor | None]: ...
 def linear_logprobs(
     hidden: Tensor,

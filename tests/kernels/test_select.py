@@ -63,15 +63,16 @@ def test_maxima_that_the_statistics_find_in_passing(head, bias, dtype):
     logits, bias = random.normal(5, 3000).to(dtype), random.normal(3000) if bias else None
     logits[1, 70] = torch.nan
     maxima = file.new_maxima(logits, 9)
+    if maxima is None:
+        pytest.skip("the kernel's")
     stats = allocate_stats(("entropy",), 5, torch.float32, logits.device)
     targets = torch.full((5,), 3000, device=DEVICE)
     token_statistics(logits, targets, stats, head=head, bias=bias, maxima=maxima)
     ids = select(logits, 9, head=head, bias=bias, maxima=maxima)
     assert torch.equal(ids, select(logits, 9, head=head, bias=bias))
-    if maxima is not None:
-        z = file.compared(logits, head, bias)
-        tiles = torch.nn.functional.pad(z, (0, -3000 % 64), value=-torch.inf).view(5, -1, 64)
-        assert torch.equal(maxima, tiles.amax(2))
+    z = file.compared(logits, head, bias)
+    tiles = torch.nn.functional.pad(z, (0, -3000 % 64), value=-torch.inf).view(5, -1, 64)
+    assert torch.equal(maxima, tiles.amax(2))
 
 
 def test_more_columns_than_the_kernel_takes(monkeypatch):
