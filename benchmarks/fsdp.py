@@ -12,7 +12,6 @@ worst.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import statistics
@@ -29,7 +28,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from benchmarks import report
+from benchmarks import forked, report
 from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
 from benchmarks.steps import CONFIGURATIONS as EVERY
 from benchmarks.steps import LLAMA, MODELS, SMALL, Configuration, Limits, Model, Settings, missing
@@ -114,14 +113,9 @@ def run(
 
 def prepare() -> None:
     """Starts the process that the ranks are forked from, and waits until it has imported everything."""
-    # transformers reads the first when it is imported. Without the second the process would ask CUDA whether
-    # there are GPUs, after which no fork can use them.
-    os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     # TRL gathers DPO's reference whole, which needs large blocks of what is free.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    first = context.Process(target=import_all)
+    first = forked.server(PRELOADED).Process(target=import_all)
     first.start()
     first.join()
     if first.exitcode:
@@ -179,7 +173,7 @@ def log_of(folder: Path, rank: int) -> str:
 @contextmanager
 def processes(job: Job, folder: str) -> Iterator[list[BaseProcess]]:
     """A process for each rank, that all end with the block, with whatever they started themselves."""
-    context, started = multiprocessing.get_context("forkserver"), []
+    context, started = forked.server(PRELOADED), []
     # Whoever ends this process must not leave others on the GPUs.
     usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -190,16 +184,8 @@ def processes(job: Job, folder: str) -> Iterator[list[BaseProcess]]:
     finally:
         for process in started:
             if process.exitcode is None:
-                end(process)
+                forked.end(process)
         signal.signal(signal.SIGTERM, usual)
-
-
-def end(process: BaseProcess) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        process.kill()  # it had no group of its own yet
-    process.join()
 
 
 def together(ranks: list[dict]) -> dict:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PrinterCallback
 
+from benchmarks.forked import detach
 from benchmarks.fsdp import Job
 from benchmarks.peers import one_line
 from benchmarks.step_process import causal_lm, give_ligers_layers
@@ -36,10 +37,7 @@ FSDP = {
 
 def main(job: Job, rank: int, folder: str) -> None:
     """Writes `<rank>.json` and ends this process at once: leaving the process group might wait for others."""
-    os.setsid()  # it can be ended with all its children
-    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    detach(f"{folder}/{rank}.log")
     # Where it hangs, if it does.
     faulthandler.dump_traceback_later(max(1.0, job.seconds - 5), file=2)
     quiet()

@@ -47,6 +47,9 @@ def trl(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of either trainer at a size, in turns.")] = 1,
     timed: Annotated[int, typer.Option(min=1, help="Timed steps of a run.")] = trainers.Scale.timed,
+    step_by_step: Annotated[
+        bool, typer.Option(help="Both trainers in turns at every step: times that can be told apart.")
+    ] = False,
 ) -> None:
     """Whole training steps of TRL's trainers and of ours at Qwen3-0.6B's architecture: time, memory, and the
     same loss."""
@@ -58,7 +61,8 @@ def trl(
     path = out_path(out, document)
     try:
         chosen = {"only": tuple(only or ()), "skip": tuple(skip or ()), "sizes": tuple(sizes or ())}
-        trainers.run(document, target, **chosen, rounds=rounds, timed=timed, out=path, say=speaker())
+        chosen |= {"rounds": rounds, "timed": timed, "step_by_step": step_by_step}
+        trainers.run(document, target, **chosen, out=path, say=speaker())
     except (ImportError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     finish(path)
@@ -299,6 +303,7 @@ def measure(
     timed: int,
     rounds: int,
     limits: steps.Limits,
+    logged: int = 4,
 ) -> dict:
     """The document of a run, which is written where it should be."""
     target, quick = chosen_device(where.device, where.quick), where.quick
@@ -306,7 +311,7 @@ def measure(
         name: package_version(name) for name in ("trl", "accelerate", "liger-kernel", "peft", "torchao")
     }
     document = new_document(benchmark, target, quick=quick, versions=versions)
-    logged, timed = (2, 1) if quick else (4, timed)
+    logged, timed = (2, 1) if quick else (logged, timed)
     settings = [
         steps.Settings(target.type, document["seed"], logged, timed, checkpointing=switch)
         for switch in checkpointing

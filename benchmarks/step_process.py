@@ -1,12 +1,6 @@
-"""One process of `benchmarks.steps`: trains a model with random weights for a few steps, writes its numbers.
+"""In a process of `benchmarks.steps`: trains a model with random weights for a few steps."""
 
-python -m benchmarks.step_process '{"model": …, "configuration": …, "settings": …, "out": …}'
-"""
-
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,19 +17,16 @@ from benchmarks.steps import Configuration, Model, Settings
 from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
 
 
-def main() -> None:
-    told = json.loads(sys.argv[1])
-    parts = Model(**told["model"]), Configuration(**told["configuration"]), Settings(**told["settings"])
+def attempt(model: Model, configuration: Configuration, settings: Settings) -> dict:
+    """A verdict, and numbers if it is "ok"."""
     transformers.logging.set_verbosity_error()
     try:
-        found = train(*parts)
+        return train(model, configuration, settings)
     # Any failure is a result here: the other processes go on.
     except Exception as error:
-        exhausted = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
-        found = (
-            {"verdict": "out of memory"} if exhausted else {"verdict": "failed", "reason": one_line(error)}
-        )
-    Path(told["out"]).write_text(json.dumps(found))
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return {"verdict": "out of memory"}
+        return {"verdict": "failed", "reason": one_line(error)}
 
 
 def train(model: Model, configuration: Configuration, settings: Settings) -> dict:
@@ -177,7 +168,3 @@ def give_ligers_layers(model: nn.Module) -> None:
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,10 +7,7 @@ included, and nothing waits for the device between the first timed step and the 
 
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,12 +16,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from benchmarks import report
+from benchmarks import forked, report
 from benchmarks.measure import GRADIENT_LIMIT, LOSS_LIMIT
 from benchmarks.peers import package_version
 from benchmarks.trainers import furthest
 
-ROOT = Path(__file__).parents[1]
+PRELOADED = ["benchmarks.step_process", "logitless.trl_integration.pairs"]
 
 
 @dataclass(frozen=True)
@@ -178,35 +175,32 @@ def run(
 def one_run(model: Model, configuration: Configuration, settings: Settings, seconds: float) -> dict:
     """What one process found: a verdict, and numbers if it is "ok"."""
     with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
-        told = {"model": asdict(model), "configuration": asdict(configuration), "settings": asdict(settings)}
-        command = [sys.executable, "-m", "benchmarks.step_process", json.dumps(told | {"out": str(found)})]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with (Path(folder) / "log").open("w") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # In a session of its own, it can be ended with all its children.
-                start_new_session=True,
-            )
-            try:
-                process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                return {"verdict": "failed", "reason": f"did not end within {seconds:g} s"}
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        Path(folder, "log").touch()
+        told = (model, configuration, settings, folder)
+        process = forked.server(PRELOADED).Process(target=in_process, args=told)
+        process.start()
+        process.join(seconds)
+        found = Path(folder, "found.json")
+        if process.exitcode is None:
+            forked.end(process)
+            return {"verdict": "failed", "reason": f"did not end within {seconds:g} s"}
         if found.exists():
             return json.loads(found.read_text())
-        said = (Path(folder) / "log").read_text(errors="replace").strip().splitlines()
+        said = Path(folder, "log").read_text(errors="replace").strip().splitlines()
         return {
             "verdict": "failed",
-            "reason": f"exit status {process.returncode}: {(said or ['no output'])[-1][:300]}",
+            "reason": f"exit status {process.exitcode}: {(said or ['no output'])[-1][:300]}",
         }
+
+
+def in_process(model: Model, configuration: Configuration, settings: Settings, folder: str) -> None:
+    """In a process of its own: this one does not import TRL."""
+    forked.detach(f"{folder}/log")
+    os.chdir(folder)
+    from benchmarks.step_process import attempt
+
+    found = attempt(model, configuration, settings)
+    Path("found.json").write_text(json.dumps(found))
 
 
 def judge(section: dict) -> None:

@@ -1,7 +1,11 @@
 """A few training steps with one of TRL's trainers or of ours, timed from outside. Imports TRL: only
 `trainers.run` imports this."""
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,7 @@ import logitless.trl_integration as our_trainers
 from benchmarks.measure import synchronize
 from benchmarks.peers import one_line
 from benchmarks.timing import release, spread
-from benchmarks.trainers import WARM, Case, Scale
+from benchmarks.trainers import TRAINERS, WARM, Case, Scale
 
 # Completions of one prompt in GRPO, TRL's default.
 GENERATIONS = 8
@@ -67,10 +71,15 @@ def measure(
     case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int, *, ours: bool
 ) -> dict:
     """The verdict of one run, and its numbers if it is "ok"."""
+    return attempt(partial(train, case, scale, size, folder, device, seed, ours=ours), device)
+
+
+def attempt(run: Callable[[], dict], device: torch.device) -> dict:
+    """What the run returns, or the verdict if it fails."""
     # Here, with its traceback gone, nothing holds the model of an earlier run that failed.
     release(device)
     try:
-        return train(case, scale, size, folder, device, seed, ours=ours)
+        return run()
     # A trainer may fail in any way at a size it was not made for; the others must still be measured.
     except Exception as error:
         # Triton and cuBLAS have their own errors for it.
@@ -85,32 +94,104 @@ def train(
     """Trains from the saved weights on the same batches, whoever's trainer it is."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     trainer = construct(case, scale, size, folder, device, seed, ours=ours)
-    watch = Watch(device)
+    watch = watched(trainer, Watch(device))
+    trainer.train()
+    return numbers(trainer, watch, before, ours=ours)
+
+
+def watched(trainer: transformers.Trainer, watch: "Watch") -> "Watch":
     trainer.add_callback(watch)
     # Prints every log where there is no progress bar.
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    return watch
+
+
+def numbers(trainer: transformers.Trainer, watch: "Watch", before: int | None, *, ours: bool) -> dict:
+    """A row; `before`: bytes that were allocated already, None: memory is not measured."""
     logs = [log for log in trainer.state.log_history if "loss" in log]
+    measured = before is not None and watch.device.type == "cuda"
     row = {
         "verdict": "ok",
         **spread(watch.ms[WARM:]),
         "times": watch.ms[WARM:],
-        "peak_bytes": torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None,
+        "peak_bytes": torch.cuda.max_memory_allocated(watch.device) - before if measured else None,
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],
     }
-    return (
-        row | {"strategy": trainer.last_plan.strategy, "plan": trainer.last_plan.describe()} if ours else row
-    )
+    plan = {"strategy": trainer.last_plan.strategy, "plan": trainer.last_plan.describe()} if ours else {}
+    return row | plan
+
+
+def train_in_turns(
+    case: Case, scale: Scale, size: int, folder: Path, device: torch.device, seed: int
+) -> dict[str, dict]:
+    """Both trainers at once, step by step in turns (TRL, ours, ours, TRL): a row for each.
+
+    What slows the machine down for longer than a step slows down both. Each trainer has a thread, and only
+    the one whose turn it is runs, from the beginning of its step to that of its next.
+    """
+    turns, watches = Turns(), {}
+    for name in TRAINERS:
+        ours = name == "logitless"
+        trainer = construct(case, scale, size, folder, device, seed, ours=ours)
+        watches[name] = trainer, watched(trainer, Watch(device, turns=turns, number=len(watches)))
+
+    def train_one(name: str) -> None:
+        trainer, watch = watches[name]
+        try:
+            trainer.train()
+        finally:
+            turns.leave(watch.number)
+
+    with ThreadPoolExecutor(len(watches)) as threads:
+        list(threads.map(train_one, watches))
+    return {
+        name: numbers(trainer, watch, None, ours=name == "logitless")
+        for name, (trainer, watch) in watches.items()
+    }
+
+
+class Turns:
+    """Whose turn it is among two: 0, 1, 1, 0 and again."""
+
+    def __init__(self) -> None:
+        self._at, self._left, self._changed = 0, set(), threading.Condition()
+
+    def _whose(self) -> int:
+        return (0, 1, 1, 0)[self._at % 4]
+
+    def take(self, number: int) -> None:
+        """Waits for a turn of this one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._whose() == number or self._left)
+
+    def give(self) -> None:
+        """Ends a turn."""
+        with self._changed:
+            self._at += 1
+            self._changed.notify_all()
+
+    def leave(self, number: int) -> None:
+        """From now on the other one waits for nobody."""
+        with self._changed:
+            self._left.add(number)
+            self._changed.notify_all()
 
 
 class Watch(TrainerCallback):
     """The milliseconds of every step, and the peak memory behind the first `warm` alone."""
 
-    def __init__(self, device: torch.device, warm: int = WARM) -> None:
+    def __init__(
+        self, device: torch.device, warm: int = WARM, turns: Turns | None = None, number: int = 0
+    ) -> None:
         self.device, self.warm, self.ms, self.start = device, warm, [], 0.0
+        self.turns, self.number = turns, number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.turns is not None:
+            if self.ms:
+                self.turns.give()
+            self.turns.take(self.number)
         synchronize(self.device)
         if self.device.type == "cuda" and state.global_step == self.warm:
             torch.cuda.reset_peak_memory_stats(self.device)

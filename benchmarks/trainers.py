@@ -6,8 +6,8 @@ until memory runs out, without gradient checkpointing and without generation. Th
 gradient checkpointing among them.
 """
 
-import multiprocessing
 import os
+import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from benchmarks import report
+from benchmarks import forked, report
 from benchmarks.measure import GRADIENT_LIMIT
 from benchmarks.peers import Peer, Peers
 from benchmarks.timing import spread
@@ -105,13 +105,15 @@ def run(
     sizes: tuple[int, ...] = (),
     rounds: int = 1,
     timed: int = Scale.timed,
+    step_by_step: bool = False,
     out: Path | None,
     say: Callable[[str], None],
 ) -> dict:
     """Trains in every case at every size (or those in `sizes`) with TRL's trainer and ours in turns, `rounds`
     times each, and writes `document` to `out` after each round. On a GPU each round has a process of its own:
     from one process to the next the host's speed, and with it short steps, differs by far more than the
-    trainers do. Whoever was second comes first in the next round.
+    trainers do. Whoever was second comes first in the next round; `step_by_step`, they take turns at every
+    step, and memory, which holds both models then, is not measured.
 
     Raises:
         ImportError: TRL is not installed, or not in a supported version.
@@ -126,8 +128,10 @@ def run(
     from benchmarks import trainer_steps
 
     scale = replace(QUICK if document["quick"] else FULL, timed=timed)
-    head = {"model": scale.model, "steps": WARM + timed, "timed_steps": timed}
-    measure = partial(apart, measured) if device.type == "cuda" else measured
+    head = {"model": scale.model, "steps": WARM + timed, "timed_steps": timed, "step_by_step": step_by_step}
+    measure = measured_in_turns if step_by_step else measured
+    if device.type == "cuda":
+        measure = partial(apart, measure)
     document |= head | {"rounds": rounds, "absent": absent, "sections": [], "complete": False}
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
@@ -146,6 +150,8 @@ def run(
                         trainer for trainer in TRAINERS[:: 1 - 2 * (turn % 2)] if trainer not in exhausted
                     )
                     found = measure(case, scale, size, Path(folder), device, document["seed"], tried)
+                    if step_by_step and all(each.get("times") for each in found.values()):
+                        section.setdefault("ratios", []).append(paired(found))
                     for trainer in TRAINERS:
                         row = {"name": trainer} | found.get(trainer, {"verdict": "out of memory"})
                         if row["verdict"] == "out of memory":
@@ -154,7 +160,8 @@ def run(
                         add(section["rows"], row)
                     judge(section)
                     report.write_json(out, document)
-                say(f"{name}, {case.unit} {size:,}: {difference(section)}")
+                said = ", ".join(filter(None, [difference(section), ratio(section)]))
+                say(f"{name}, {case.unit} {size:,}: {said}")
             say(f"\n{name}\n{table(document, name, 'simple')}\n")
     document["complete"] = True
     report.write_json(out, document)
@@ -166,11 +173,7 @@ PRELOADED = ["benchmarks.trainer_steps", "logitless.trl_integration.pairs"]
 
 def apart(function: Callable[..., dict], *args: Any, **kwargs: Any) -> dict:
     """`function` in a process of its own, forked from one that has imported TRL."""
-    # Or the server of the processes would ask CUDA whether there is a GPU, after which no fork can use it.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=forked.server(PRELOADED)) as pool:
         return pool.submit(function, *args, **kwargs).result()
 
 
@@ -181,6 +184,22 @@ def measured(*args: Any) -> dict[str, dict]:
     trainer_steps.quiet()
     *shared, names = args
     return {name: trainer_steps.measure(*shared, ours=name == "logitless") for name in names}
+
+
+def measured_in_turns(*args: Any) -> dict[str, dict]:
+    """The same, step by step."""
+    from benchmarks import trainer_steps
+
+    trainer_steps.quiet()
+    *shared, names = args
+    found = trainer_steps.attempt(partial(trainer_steps.train_in_turns, *shared), shared[4])
+    return {name: found for name in names} if "verdict" in found else found
+
+
+def paired(found: dict[str, dict]) -> float:
+    """How long ours takes as a share of TRL's: the median of all pairs of steps one behind the other."""
+    stock, ours = (found[name]["times"] for name in TRAINERS)
+    return statistics.median(y / x for x, y in zip(stock, ours, strict=True))
 
 
 def add(rows: list[dict], row: dict) -> None:
@@ -240,6 +259,14 @@ def difference(section: dict) -> str:
     if "loss_difference" not in section:
         return ""
     return f"{section['loss_difference']:.0e}, {section['grad_norm_difference']:.0e}"
+
+
+def ratio(section: dict) -> str:
+    """Of steps in turns: the median of the processes' ratios, and all of them."""
+    if not (found := section.get("ratios")):
+        return ""
+    each = ", ".join(f"{x:.3f}" for x in sorted(found))
+    return f"ours / TRL {statistics.median(found):.3f} (processes: {each})"
 
 
 def describe(row: dict) -> str:

@@ -2,6 +2,7 @@
 or hangs is a result."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -59,12 +60,16 @@ def test_a_process_writes_its_numbers(tmp_path):
     assert row["verdict"] == "ok" and row["ms"] > 0 and len(row["runs"][0]["losses"]) == 3
 
 
+def breaks_down(*told):
+    os._exit(3)
+
+
 def test_a_process_that_hangs_or_breaks_down(monkeypatch):
     late = steps.one_run(MODEL, steps.Configuration(), SETTINGS, 0.2)
     assert late == {"verdict": "failed", "reason": "did not end within 0.2 s"}
-    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr(steps, "in_process", breaks_down)
     broken = steps.one_run(MODEL, steps.Configuration(), SETTINGS, 60)
-    assert broken == {"verdict": "failed", "reason": "exit status 1: no output"}
+    assert broken == {"verdict": "failed", "reason": "exit status 3: no output"}
 
 
 @pytest.mark.parametrize(
@@ -74,20 +79,12 @@ def test_a_process_that_hangs_or_breaks_down(monkeypatch):
         (ValueError("no such\nthing"), {"verdict": "failed", "reason": "ValueError: no such thing"}),
     ],
 )
-def test_what_fails_inside_of_a_process(tmp_path, monkeypatch, error, verdict):
+def test_what_fails_inside_of_a_process(monkeypatch, error, verdict):
     def failing(*args):
         raise error
 
     monkeypatch.setattr(step_process, "train", failing)
-    told = {
-        "model": vars(MODEL),
-        "configuration": {},
-        "settings": vars(SETTINGS),
-        "out": str(tmp_path / "out"),
-    }
-    monkeypatch.setattr("sys.argv", ["step_process", json.dumps(told)])
-    step_process.main()
-    assert json.loads((tmp_path / "out").read_text()) == verdict
+    assert step_process.attempt(MODEL, steps.Configuration(), SETTINGS) == verdict
 
 
 @pytest.mark.parametrize("change", [{"losses": [2.0, 1.1]}, {"grad_norms": [4.0, float("nan")]}])

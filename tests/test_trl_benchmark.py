@@ -202,6 +202,30 @@ def test_the_peak_is_that_of_the_timed_steps(monkeypatch):
     assert len(watch.ms) == STEPS and len(waits) == 2 * STEPS
 
 
+def test_step_by_step_both_take_turns(tmp_path, monkeypatch):
+    """TRL, ours, ours, TRL; a ratio of each process; a failure is one of both."""
+    began, begin = [], trainer_steps.Watch.on_step_begin
+
+    def noted(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        began.append(self.number)
+
+    monkeypatch.setattr(trainer_steps.Watch, "on_step_begin", noted)
+    out = tmp_path / "trl.json"
+    result = invoke("--only", "DPO", "--step-by-step", "--rounds", "2", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert began[: 4 * (STEPS // 2)] == [0, 1, 1, 0] * (STEPS // 2) and len(began) == 4 * STEPS
+    [section] = json.loads(out.read_text())["sections"]
+    stock, ours = section["rows"]
+    assert len(stock["times"]) == len(ours["times"]) == 2 * trainers.QUICK.timed
+    assert len(section["ratios"]) == 2 and 0.2 < min(section["ratios"]) and stock["peak_bytes"] is None
+    assert section["loss_difference"] < 1e-5 and section["grad_norm_difference"] < 1e-5
+    assert "ours / TRL" in result.output and ours["plan"]
+
+    monkeypatch.setattr(trl.DPOTrainer, "training_step", lambda *args, **kwargs: 1 / 0)
+    assert "logitless failed; ZeroDivisionError" in invoke("--only", "DPO", "--step-by-step").output
+
+
 def doubled(x: int, *, plus: int) -> dict:
     return {"found": 2 * x + plus, "process": os.getpid()}
 
