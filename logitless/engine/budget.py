@@ -30,15 +30,15 @@ UNMEASURED_COPIES = 8
 
 @functools.cache
 def default_budget(device: torch.device) -> int:
-    """2.25 GiB on a card of 64 GiB or more, where 4,096 rows of every common vocabulary fit, up to Gemma's
-    262,144. Else 1 GiB, or 1/32 of a small card's memory; 256 MiB on the CPU, whose caches like small
-    chunks."""
+    """2.5 GiB on a card of 64 GiB or more, where 4,096 rows of every common vocabulary fit, up to Gemma's
+    262,144, and 8,192 of Qwen's. Else 1 GiB, or 1/32 of a small card's memory; 256 MiB on the CPU, whose
+    caches like small chunks."""
     if device.type == "cpu":
         return 256 * MIB
     backend = getattr(torch, device.type, None)
     if hasattr(backend, "get_device_properties"):
         memory = backend.get_device_properties(device).total_memory
-        return 2304 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
+        return 2560 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
     return 512 * MIB
 
 

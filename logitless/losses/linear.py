@@ -47,7 +47,7 @@ class LinearLoss(CheckedCall):
         softcap: c in logits c * tanh(logit_scale * (h·w + b) / c) / temperature; None for no bound.
         logit_scale: factor of h·w + b.
         temperature: divides the logits in the end.
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.25 GiB on cards of
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.5 GiB on cards of
             64 GiB and more, 1 GiB below, less on small cards and CPUs.
         accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
         logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without

@@ -26,7 +26,7 @@ def test_default_budget():
 def test_default_budget_of_a_gpu():
     memory = torch.cuda.get_device_properties(DEVICE).total_memory
     large = memory >= 60 * 1024 * MIB  # cards of 64 GiB show a little less
-    assert default_budget(DEVICE) == (2304 * MIB if large else min(1024 * MIB, memory // 32))
+    assert default_budget(DEVICE) == (2560 * MIB if large else min(1024 * MIB, memory // 32))
 
 
 def test_peak_bytes():

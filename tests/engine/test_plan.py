@@ -250,5 +250,21 @@ def test_chunk_rows_in_general(capacity):
             assert chunks == -(-rows // max(1, capacity)) and rows - (chunks - 1) * C > C - chunks
 
 
+@pytest.mark.parametrize("purpose", Pass)
+@pytest.mark.parametrize(("rows", "chunks"), [(10_000, 1), (10_001, 3)])
+def test_a_head_that_trains_takes_all_rows_at_once(purpose, rows, chunks):
+    """Where the budget holds them: d_weight of one chunk needs no sum. Reading alone does not write it."""
+    known = {"differentiable": True, "linear_in_logps": False}
+    for trainable, heads in itertools.product((True, False), (1, 2)):
+        facts = Facts(rows, None, trainable_head=trainable, heads=heads, **known)
+        plan = make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW)
+        at_once = trainable and heads == 1 and purpose is not Pass.NUMBERS
+        assert plan.chunks == (chunks if at_once else 3)
+    # Of pairs too, which are seen together.
+    if purpose is Pass.SOLVE:
+        facts = Facts(rows, (rows // 2, rows - rows // 2), trainable_head=True, **known)
+        assert make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW).chunks == min(chunks, 2)
+
+
 def test_good_chunks_fall():
     assert list(GOOD_CHUNKS) == sorted(GOOD_CHUNKS, reverse=True)
