@@ -7,7 +7,18 @@ import torch
 import typer
 
 from benchmarks import ce as cross_entropy
-from benchmarks import compare_trees, fsdp, layers, model_commands, pages, summary, trainers
+from benchmarks import (
+    compare_trees,
+    fsdp,
+    layers,
+    model_commands,
+    pages,
+    recipes,
+    steps,
+    summary,
+    trainers,
+    usecase,
+)
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -36,7 +47,7 @@ from benchmarks.options import (
 from benchmarks.own_rows import HOST_CALLS, ROWS
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
-from benchmarks.report import RESULTS, new_document, newest, write_json
+from benchmarks.report import RESULTS, every, new_document, newest, origin, write_json
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)
@@ -47,6 +58,13 @@ TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.tab
     "trl": trainers.by_trainer,
     "tensor-parallel": shards.by_loss,
     "fsdp": fsdp.by_trainer,
+}
+
+# Those of training steps: the page, and what writes its table.
+STEPS = {
+    "step": ("layers.md", steps.for_page),
+    "usecase": ("layers.md", usecase.for_page),
+    "recipes": ("recipes.md", recipes.for_page),
 }
 
 Shapes = Annotated[
@@ -425,8 +443,8 @@ def plot(
         Path, typer.Option(help="The folder of README.md and docs/, which hold the markers.")
     ] = RESULTS.parents[1],
 ) -> None:
-    """Rewrite the tables of README.md, docs/benchmarks.md and docs/layers.md from the newest results, draw
-    docs/ce.png and docs/layers.png."""
+    """Rewrite the tables of README.md, docs/benchmarks.md, docs/layers.md and docs/recipes.md from the newest
+    results, draw docs/ce.png and docs/layers.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
     from benchmarks import layer_picture, picture
 
@@ -449,6 +467,10 @@ def plot(
     if "layers" in documents:
         source = f"benchmarks/results/{found['layers'][0].name}"
         tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(documents["layers"], source)
+    for name, (page, table) in STEPS.items():
+        runs = [table(document, origin(path, document)) for path, document in every(name, results)]
+        if runs:
+            tables[root / "docs" / page, name] = "\n\n".join(runs)
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)

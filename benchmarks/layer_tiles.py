@@ -55,14 +55,15 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
         for warps, room, stages in product(
             (1, 2, 4, 8), (8, 16, 24, 32) if normalized else (0,), (1, 2, 3) if normalized else (0,)
         ):
-            patches = [
-                patch(module, "tile", with_warps(warps)) for module in (rope_triton, qk_norm_rope_triton)
-            ]
+            patches = [patch(rope_triton, "tile", with_warps(warps))]
             if normalized:
-                patches += [
-                    patch(qk_norm_rope_triton, "WARPS", room),
-                    patch(qk_norm_rope_triton, "STAGES", stages),
-                ]
+                own = {
+                    "SHORT_WARPS": warps,
+                    "LONG_WARPS": warps,
+                    "WARPS": room,
+                    "stages": lambda _, n=stages: n,
+                }
+                patches = [patch(qk_norm_rope_triton, name, value) for name, value in own.items()]
             yield f"warps {warps}" + (f" room {room} stages {stages}" if normalized else ""), patches
     else:
         columns = operator.inputs(0)["x"].shape[-1]
@@ -81,4 +82,4 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
                 tile = {"ROWS": r, "BLOCK": block, "num_warps": warps, "STAGES": stages}
                 if 8 <= r * block / (32 * warps) <= 32 and 8 <= warps * programs <= 32:
                     label = f"rows {r} warps {warps} stages {stages} programs {programs}"
-                    yield label, [patch(norm_triton, "backward_tile", lambda _, t=tile, p=programs: (t, p))]
+                    yield label, [patch(norm_triton, "backward_tile", lambda *_, t=tile, p=programs: (t, p))]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from benchmarks import report
+from benchmarks import report, steps
 from benchmarks.steps import Configuration
 
 FLAGS = Configuration(loss=True, layers="ours")
@@ -40,3 +40,10 @@ def table(document: dict, form: str = "simple") -> str:
         body.append([row["name"], f"{row['ms']:.1f}", f"{speed:,.0f}", memory, *learned])
     headers = [section["model"], "ms a step", "tokens/s", "GiB", "loss", "gradient norm"]
     return tabulate(body, headers, tablefmt=form, disable_numparse=True)
+
+
+def for_page(document: dict, source: str) -> str:
+    """The table in Markdown, and how it was measured."""
+    how = steps.measured_how(document).partition(" Differences")[0]
+    [section] = document["sections"]
+    return f"{table(document, 'github')}\n\n{steps.title(section)}. {how} {source}"

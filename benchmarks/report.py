@@ -69,15 +69,31 @@ def write_json(path: Path | None, document: dict) -> None:
     draft.replace(path)
 
 
-def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
-    """The latest complete full-size result of a benchmark, by the date inside the file."""
+def every(benchmark: str, folder: Path = RESULTS) -> list[tuple[Path, dict]]:
+    """The complete full-size results of a benchmark, the oldest first, by the date inside the file."""
     found = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     usable = [
         (path, document)
         for path, document in found
         if document.get("benchmark") == benchmark and document["complete"] and not document["quick"]
     ]
-    return max(usable, key=lambda pair: pair[1]["date"], default=None)
+    return sorted(usable, key=lambda pair: pair[1]["date"])
+
+
+def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
+    """The latest of them."""
+    found = every(benchmark, folder)
+    return found[-1] if found else None
+
+
+def origin(path: Path, document: dict) -> str:
+    """Versions, file and command, for the end of a caption."""
+    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
+    absent = "; ".join(f"{name}: {reason}" for name, reason in document.get("absent", {}).items())
+    return (
+        f"{versions}.{f' Absent: {absent}.' if absent else ''} From `benchmarks/results/{path.name}`, by "
+        f"`{document['command']}`; this table by `python -m benchmarks plot`."
+    )
 
 
 def lines(section: dict) -> str:

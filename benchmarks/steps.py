@@ -257,6 +257,26 @@ def table(section: dict, form: str = "simple") -> str:
     return f"{title(section)}\n{tabulate(body, headers, tablefmt=form, disable_numparse=True)}"
 
 
+def for_page(document: dict, source: str) -> str:
+    """The tables of a run, and how it was measured, in Markdown."""
+    tables = "\n\n".join(
+        f"{title(section)}:\n\n{table(section, 'github').partition(chr(10))[2]}"
+        for section in document["sections"]
+    )
+    return f"{tables}\n\n{measured_how(document)} {source}"
+
+
+def measured_how(document: dict) -> str:
+    rounds = document["rounds"]
+    median = "" if rounds == 1 else f", the median of {rounds} processes (the least to the most)"
+    return (
+        f"One {document['device']}, {document['date'][:10]}, bf16 with random weights, fused AdamW, SDPA: the "
+        f"mean of {document['settings']['timed']} whole steps without a synchronisation in between, each "
+        f"configuration in a process of its own{median}. Differences are relative, the largest of the logged "
+        "steps."
+    )
+
+
 def failed(document: dict) -> list[str]:
     """Configurations of ours that are wrong or broke down, and the stock one, without which nothing shows."""
     return [

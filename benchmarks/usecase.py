@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
-from benchmarks import report
+from benchmarks import report, steps
 from benchmarks.steps import LLAMA, SMALL, Configuration, Model
 
 TOKENS = 512
@@ -81,6 +81,11 @@ def table(document: dict, form: str = "simple") -> str:
         headers = [name, *(f"batch {section['sequences']}" for section in sections)]
         parts.append(tabulate(body, headers, tablefmt=form, disable_numparse=True))
     return "\n\n".join(parts)
+
+
+def for_page(document: dict, source: str) -> str:
+    """The tables in Markdown, and how it was measured."""
+    return f"{table(document, 'github')}\n\n{steps.measured_how(document)} {source}"
 
 
 def cell(section: dict, name: str) -> str:

@@ -1369,10 +1369,11 @@ def test_pages_are_those_of_the_results(tmp_path):
     """Nobody wrote a number into a table by hand."""
     root = Path(report.RESULTS).parents[1]
     (tmp_path / "docs").mkdir()
-    for name in ("README.md", "docs/benchmarks.md"):
+    pages_with_tables = ("README.md", "docs/benchmarks.md", "docs/layers.md", "docs/recipes.md")
+    for name in pages_with_tables:
         shutil.copy(root / name, tmp_path / name)
     assert invoke("plot", "--root", str(tmp_path)).exit_code == 0
-    for name in ("README.md", "docs/benchmarks.md"):
+    for name in pages_with_tables:
         assert (tmp_path / name).read_text() == (root / name).read_text(), "run `python -m benchmarks plot`"
 
 

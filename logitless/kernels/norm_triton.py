@@ -180,13 +180,29 @@ def forward_tile(columns: int) -> dict[str, int]:
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": min(max(1, block // 1024), 16)}
 
 
+# Bytes that a program may load ahead: what every CUDA device since Ampere has for one.
+AHEAD = 96 * 1024
+
+
+def stages(loaded: int) -> int:
+    """Of a loop that loads so many bytes a turn: up to two turns ahead."""
+    return next((n for n in (3, 2) if (n - 1) * loaded <= AHEAD), 1)
+
+
 @functools.cache
-def backward_tile(columns: int) -> tuple[dict[str, int], int]:
-    """Half as many numbers a thread, as more tensors are alive; and the programs of a multiprocessor."""
+def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
+    """Rows, columns, warps and stages of a program, and how many a multiprocessor has.
+
+    `loaded` bytes come in for each number of h. With two turns ahead a few programs saturate the memory.
+    """
     block = triton.next_power_of_2(columns)
-    warps = min(max(2, block // 512), 16)
-    tile = {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": warps, "STAGES": 1}
-    return tile, max(1, min(8, 16 // warps))
+    rows, warps, programs = 1, min(block // 1024, 16), 2 if block <= 8192 else 1
+    if block <= 2048:
+        rows, warps, programs = 2048 // block, 4, 4
+    if block <= 512:
+        rows, warps, programs = 1024 // block, 1, 8
+    ahead = stages(loaded * rows * block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": warps, "STAGES": ahead}, programs
 
 
 def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -240,7 +256,8 @@ def backward(
     d_sum, d_x = _new(h, wanted.residual or wanted.x), None
     if d_sum.dtype != wanted.x or form.multiplier != 1.0:
         d_x = _new(h, wanted.x)
-    tile, programs = backward_tile(columns)
+    loaded = sum(0 if x is None else x.element_size() for x in (d_y, d_h, h))
+    tile, programs = backward_tile(columns, loaded)
     programs = min(triton.cdiv(rows, tile["ROWS"]), programs * multiprocessors(h.device))
     vectors = [dtype for dtype in (wanted.weight, wanted.bias) if dtype]
     shares = h.new_empty((programs, len(vectors), columns), dtype=torch.float32) if vectors else None

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from logitless.kernels.launch import held
-from logitless.kernels.norm_triton import column_sum
+from logitless.kernels.norm_triton import column_sum, stages
 from logitless.kernels.operands import multiprocessors
 from logitless.kernels.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
 
-# Warps that a multiprocessor has room for, and how many turns ahead a program loads.
-WARPS, STAGES = 16, 1
+# Warps of a multiprocessor, and of a program whose heads have up to 128 numbers or more.
+WARPS, SHORT_WARPS, LONG_WARPS = 8, 4, 2
 
 
 @triton.jit
@@ -207,7 +207,9 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
     """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
     B, q_count, T, D = q.shape
     d_q, d_k = None if d_q_out is None else like(q), None if d_k_out is None else like(k)
-    shape = tile(q_count, k.shape[1], D, form)
+    shape = tile(q_count, k.shape[1], D, form) | {"num_warps": SHORT_WARPS if D <= 128 else LONG_WARPS}
+    loaded = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
+    shape["STAGES"] = stages(loaded // (B * T) * 2 * shape["HALF"] // D)
     programs = min(B * T, max(1, WARPS // shape["num_warps"]) * multiprocessors(q.device))
     shares = q.new_empty((programs, 2 * D), dtype=torch.float32) if any(wanted) else None
     (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)
@@ -236,7 +238,6 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
         T,
         form.eps,
         PER_PAIR=cos.shape[-1] != form.rotary_dim,
-        STAGES=STAGES,
         **shape,
     )
     d_q_weight = d_k_weight = None
