@@ -143,6 +143,7 @@ def whole_use_case(
         timed=timed,
         rounds=rounds,
         limits=steps.Limits(limit, minutes),
+        logged=2,
     )
     typer.echo(f"\n{usecase.table(document)}")
     check(steps.failed(document))
