@@ -448,7 +448,7 @@ def plot(
     # Here alone, so that a machine that only measures needs no matplotlib.
     from benchmarks import layer_picture, picture
 
-    found = {name: pair for name in (*TABLES, "sweep", "layers") if (pair := newest(name, results))}
+    found = {name: pair for name in (*TABLES, "sweep") if (pair := newest(name, results))}
     if not found:
         names = ", ".join((*TABLES, "sweep"))
         raise typer.BadParameter(
@@ -464,11 +464,11 @@ def plot(
         tables[root / "README.md", "summary"] = summary.losses(documents)
     if "trl" in documents:
         tables[root / "README.md", "help"] = summary.flags(documents["trl"])
-    if "layers" in documents:
-        source = f"benchmarks/results/{found['layers'][0].name}"
-        tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(documents["layers"], source)
+    if operators := every("layers", results, partial=True):
+        documents["layers"] = whole = layers.together([document for _, document in operators])
+        tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(whole, origin(whole, *operators))
     for name, (page, table) in STEPS.items():
-        runs = [table(document, origin(path, document)) for path, document in every(name, results)]
+        runs = [table(run[1], origin(run[1], run)) for run in every(name, results)]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
     for (page, name), body in tables.items():
@@ -484,7 +484,7 @@ def plot(
     if "layers" in documents:
         drawn = root / "docs" / "layers.png"
         layer_picture.draw(documents["layers"], drawn)
-        typer.echo(f"{drawn}: drawn from {found['layers'][0]}")
+        typer.echo(f"{drawn}: drawn from {', '.join(path.name for path, _ in operators)}")
 
 
 def compare(

@@ -28,8 +28,10 @@ def eager() -> Computes:
 
 @LAYERS.add("Inductor", needs_cuda=True)
 def inductor() -> Computes:
+    from torch._functorch import config
+
     # Each backward pass is replayed, so its saved tensors may not be given away.
-    torch._functorch.config.donated_buffer = False
+    config.donated_buffer = False
     return lambda operator: torch.compile(operator.stock, fullgraph=True, dynamic=False)
 
 

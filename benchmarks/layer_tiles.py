@@ -53,7 +53,7 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
             return lambda *args: {**tile(*args), "num_warps": warps}
 
         for warps, room, stages in product(
-            (1, 2, 4, 8), (8, 16, 24, 32) if normalized else (0,), (1, 2, 3) if normalized else (0,)
+            (1, 2, 4, 8), (1, 2, 4, 8) if normalized else (0,), (1, 2, 3) if normalized else (0,)
         ):
             patches = [patch(rope_triton, "tile", with_warps(warps))]
             if normalized:
@@ -64,11 +64,11 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
                     "stages": lambda _, n=stages: n,
                 }
                 patches = [patch(qk_norm_rope_triton, name, value) for name, value in own.items()]
-            yield f"warps {warps}" + (f" room {room} stages {stages}" if normalized else ""), patches
+            yield f"warps {warps}" + (f" programs {room} stages {stages}" if normalized else ""), patches
     else:
         columns = operator.inputs(0)["x"].shape[-1]
         block = 1 << (columns - 1).bit_length()
-        rows = [r for r in (1, 2, 4, 8, 16, 32) if 1024 <= r * block <= max(4096, block)]
+        rows = [r for r in (1, 2, 4, 8, 16, 32) if 1024 <= r * block <= max(8192, block)]
         if direction == "forward":
             for r, warps in product(rows, (1, 2, 4, 8, 16)):
                 tile = {"ROWS": r, "BLOCK": block, "num_warps": warps}

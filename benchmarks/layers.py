@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.layer_operators import Maker, Operator, operators
-from benchmarks.layer_peers import Computes
+from benchmarks.layer_peers import LAYERS, Computes
 from benchmarks.measure import GRADIENT_LIMIT
 from benchmarks.peers import one_line
 from benchmarks.timing import peak_bytes, release
@@ -243,10 +243,34 @@ def lines(found: dict) -> str:
     return f"{found['operator']}\n{tabulate(body, tablefmt='plain', disable_numparse=True)}"
 
 
+def together(documents: list[dict]) -> dict:
+    """Runs of some operators or peers as one: of what was measured twice, the later."""
+    whole = documents[-1] | {"sections": []}
+    for document in documents:
+        for each in document["sections"]:
+            key = each["operator"], each["width"]
+            known = next((x for x in whole["sections"] if (x["operator"], x["width"]) == key), None)
+            if known is None:
+                known = each | {"rows": []}
+                whole["sections"].append(known)
+            newer = {row["name"] for row in each["rows"]}
+            known["rows"] = [row for row in known["rows"] if row["name"] not in newer] + each["rows"]
+    present = {row["name"] for each in whole["sections"] for row in each["rows"]}
+    whole["absent"] = {name: why for name, why in whole["absent"].items() if name not in present}
+    whole["versions"] = {
+        name: number for document in documents for name, number in document["versions"].items() if number
+    }
+    return whole
+
+
 def by_operator(document: dict, source: str) -> str:
     """Forward and backward in microseconds, in Markdown: the shapes of models."""
     sections = [each for each in document["sections"] if each["width"] is None]
-    names = list(dict.fromkeys(row["name"] for each in sections for row in each["rows"]))
+    names = [
+        peer.name
+        for peer in LAYERS.peers
+        if any(peer.name == row["name"] for x in sections for row in x["rows"])
+    ]
     body = []
     for each in sections:
         rows = {row["name"]: row for row in each["rows"]}
@@ -255,14 +279,9 @@ def by_operator(document: dict, source: str) -> str:
         body.append([each["operator"], " / ".join(shares), *(cell(rows.get(name)) for name in names)])
     headers = ["", "of a copy's speed", *names]
     table = tabulate(body, headers, tablefmt="github", disable_numparse=True)
-    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
-    absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
-    missing = f" Absent: {absent}." if absent else ""
     return (
         f"{table}\n\nMicroseconds forward / backward and GiB at the peak, one {document['device']}, "
-        f"{document['date'][:10]}, bf16. Our errors against fp64 are at most twice eager PyTorch's. "
-        f"{versions}.{missing} From `{source}`, by `{document['command']}`; this table by "
-        "`python -m benchmarks plot`."
+        f"{document['date'][:10]}, bf16. Our errors against fp64 are at most twice eager PyTorch's. {source}"
     )
 
 

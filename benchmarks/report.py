@@ -69,13 +69,16 @@ def write_json(path: Path | None, document: dict) -> None:
     draft.replace(path)
 
 
-def every(benchmark: str, folder: Path = RESULTS) -> list[tuple[Path, dict]]:
-    """The complete full-size results of a benchmark, the oldest first, by the date inside the file."""
+def every(benchmark: str, folder: Path = RESULTS, *, partial: bool = False) -> list[tuple[Path, dict]]:
+    """The full-size results of a benchmark, the oldest first, by the date inside the file; `partial`: also of
+    runs that were cut off."""
     found = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
     usable = [
         (path, document)
         for path, document in found
-        if document.get("benchmark") == benchmark and document["complete"] and not document["quick"]
+        if document.get("benchmark") == benchmark
+        and (partial or document["complete"])
+        and not document["quick"]
     ]
     return sorted(usable, key=lambda pair: pair[1]["date"])
 
@@ -86,13 +89,14 @@ def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
     return found[-1] if found else None
 
 
-def origin(path: Path, document: dict) -> str:
-    """Versions, file and command, for the end of a caption."""
+def origin(document: dict, *runs: tuple[Path, dict]) -> str:
+    """Versions, what was absent, files and commands, for the end of a caption."""
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     absent = "; ".join(f"{name}: {reason}" for name, reason in document.get("absent", {}).items())
+    files = "; ".join(f"`benchmarks/results/{path.name}`, by `{run['command']}`" for path, run in runs)
     return (
-        f"{versions}.{f' Absent: {absent}.' if absent else ''} From `benchmarks/results/{path.name}`, by "
-        f"`{document['command']}`; this table by `python -m benchmarks plot`."
+        f"{versions}.{f' Absent: {absent}.' if absent else ''} From {files}; this table by "
+        "`python -m benchmarks plot`."
     )
 
 

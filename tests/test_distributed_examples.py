@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -216,6 +217,12 @@ LAUNCHERS = {"torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-
 }
 
 
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return taken.getsockname()[1]
+
+
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 @pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "fsdp2", "zero3"])
 def test_examples_of_trl_under_a_launcher(launcher, script):
@@ -224,9 +231,10 @@ def test_examples_of_trl_under_a_launcher(launcher, script):
         pytest.skip("accelerate shards models for processes with cards alone")
     if launcher == "zero3":
         pytest.importorskip("deepspeed")
-    courses = []
+    courses, port = [], [] if launcher == "torchrun" else ["--main_process_port", str(free_port())]
     for flag in ("--use-chunked-loss", "--no-use-chunked-loss"):
-        command = [sys.executable, "-m", *LAUNCHERS[launcher], f"examples/{script}.py", "--steps", "8", flag]
+        launch = [sys.executable, "-m", *LAUNCHERS[launcher], *port]
+        command = [*launch, f"examples/{script}.py", "--steps", "8", flag]
         done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         found = re.findall(r"([\d.]+) -> ([\d.]+); (.*)", done.stdout)

@@ -96,11 +96,31 @@ def test_table_and_picture(tmp_path):
     sections = [{"operator": name, "kind": kind, "width": width, "rows": rows} for name, kind, width in names]
     document = report.new_document("layers", CPU, quick=True, versions=LAYERS.versions())
     document |= {"absent": {"FLA": "not there"}, "sections": sections, "complete": True}
-    table = layers.by_operator(document, "layers.json")
+    table = layers.by_operator(document, report.origin(document, (tmp_path / "layers.json", document)))
     assert table.count("50 / 50, 1.00") == 2 * sum(width is None for *_, width in names)
     assert "90% / 90%" in table and "failed" in table and "Absent: FLA: not there" in table
     layer_picture.draw(document, tmp_path / "layers.png")
     assert (tmp_path / "layers.png").stat().st_size > 10_000
+
+
+def test_runs_of_some_operators_or_peers_make_one_table():
+    """What was measured twice counts as it was last; who came later is not absent."""
+
+    def run(absent, **times):
+        rows = {
+            kind: [{"name": name, "us": us} for name, us in found.items()] for kind, found in times.items()
+        }
+        sections = [{"operator": kind, "width": None, "rows": found} for kind, found in rows.items()]
+        return {"absent": absent, "versions": {"FLA": None if absent else "1"}, "sections": sections}
+
+    first = run({"FLA": "not there"}, rope={"logitless": 1, "Liger": 2}, gated={"logitless": 3})
+    later = run({"QuACK": "no"}, rope={"FLA": 4, "logitless": 5}, norm={"FLA": 6})
+    whole = layers.together([first, later])
+    found = {x["operator"]: {row["name"]: row["us"] for row in x["rows"]} for x in whole["sections"]}
+    ropes = {"Liger": 2, "FLA": 4, "logitless": 5}
+    assert found == {"rope": ropes, "gated": {"logitless": 3}, "norm": {"FLA": 6}}
+    assert whole["absent"] == {"QuACK": "no"}
+    assert [row["name"] for row in first["sections"][0]["rows"]] == ["logitless", "Liger"]
 
 
 @pytest.mark.parametrize("kind", ["add_rms_norm", "rope", "gated silu"])

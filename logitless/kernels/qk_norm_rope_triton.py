@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from logitless.kernels.launch import held
-from logitless.kernels.norm_triton import column_sum, stages
+from logitless.kernels.norm_triton import AHEAD, column_sum, stages
 from logitless.kernels.operands import multiprocessors
 from logitless.kernels.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
 
-# Warps of a multiprocessor, and of a program whose heads have up to 128 numbers or more.
-WARPS, SHORT_WARPS, LONG_WARPS = 8, 4, 2
+# Warps of a program whose heads have up to 128 numbers, or more; and the most programs of a multiprocessor.
+SHORT_WARPS, LONG_WARPS, PROGRAMS = 4, 2, 8
 
 
 @triton.jit
@@ -209,8 +209,11 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
     d_q, d_k = None if d_q_out is None else like(q), None if d_k_out is None else like(k)
     shape = tile(q_count, k.shape[1], D, form) | {"num_warps": SHORT_WARPS if D <= 128 else LONG_WARPS}
     loaded = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
-    shape["STAGES"] = stages(loaded // (B * T) * 2 * shape["HALF"] // D)
-    programs = min(B * T, max(1, WARPS // shape["num_warps"]) * multiprocessors(q.device))
+    loaded = loaded // (B * T) * 2 * shape["HALF"] // D
+    shape["STAGES"] = stages(loaded)
+    # As many as have enough loads under way together.
+    programs = max(1, min(PROGRAMS, AHEAD // (2 * loaded)))
+    programs = min(B * T, programs * multiprocessors(q.device))
     shares = q.new_empty((programs, 2 * D), dtype=torch.float32) if any(wanted) else None
     (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)
     (q, q_strides), (k, k_strides) = seen(q), seen(k)
