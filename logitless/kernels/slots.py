@@ -29,7 +29,7 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
 from logitless.kernels.head import Head
 
-MOST_SLOTS = 128
+MOST_SLOTS = 256
 # What stands in the chunk for a logit that was taken out: exp() of it is 0 beside any other, and unlike -inf
 # it leaves numbers where nothing else is left.
 TAKEN_OUT = {torch.float16: -3e4}

@@ -1,7 +1,8 @@
 """Triton kernels of `slots.py`: one program a row, which holds all of its slots.
 
-Which slots have the same id is seen by comparing every two: K x K bits, and no sort. What a row's slots read
-and write of the chunk is K numbers, so that these kernels cost little more than their launch.
+Which slots have the same id is seen by comparing every two, a PIECE of the row with all of it at a time: no
+sort, and few registers. What a row's slots read and write of the chunk is k numbers, so that these kernels
+cost little more than their launch.
 """
 
 from collections.abc import Mapping
@@ -15,24 +16,34 @@ from logitless.kernels.cross_entropy_triton import complement, head_logits, log1
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
+PIECE = tl.constexpr(16)
 # Slots of the smallest kernel: fewer variants for no more time.
 FEWEST, WARPS = 16, 4
 
 
 @triton.jit
-def slots_of(ids_ptr, row, k, K: tl.constexpr):
-    """The slots of a row, and their ids; -1 beyond the last."""
-    slot = tl.arange(0, K)
+def slots_of(ids_ptr, row, k, start, K: tl.constexpr):
+    """K slots of a row, and their ids; -1 beyond the last."""
+    slot = start + tl.arange(0, K)
     # No vocabulary has 2^31 ids. What is below -2^31 is as empty.
     ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
     return slot, tl.where(ids < 0, -1, ids).to(tl.int32)
 
 
 @triton.jit
-def first_slots(slot, ids):
-    """Whether a slot is the first of its id."""
-    before = (ids[:, None] == ids[None, :]) & (slot[None, :] < slot[:, None])
-    return (ids >= 0) & (tl.max(before.to(tl.int32), 1) == 0)
+def first_slots(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constexpr):
+    """Whether a slot is the first of its id; with SUM the sum of x over all slots of that id, bit for bit the
+    same in each of them. An x in an empty slot, which may be NaN, reaches no other."""
+    repeated = tl.zeros([K], tl.int32)
+    total = tl.zeros([K], tl.float32)
+    for start in range(0, k, PIECE):
+        other, its_id = slots_of(ids_ptr, row, k, start, PIECE)
+        same = ids[:, None] == its_id[None, :]
+        repeated += tl.sum((same & (other[None, :] < slot[:, None])).to(tl.int32), 1)
+        if SUM:
+            x = tl.load(x_ptr + row * k + other, mask=its_id >= 0, other=0.0)
+            total += tl.sum(tl.where(same, x[None, :], 0.0), 1)
+    return (ids >= 0) & (repeated == 0), total
 
 
 @triton.jit
@@ -59,7 +70,7 @@ def take_out_kernel(
     K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, ids = slots_of(ids_ptr, row, k, K)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
     there = (ids >= 0) & (ids < V)
     place = logits_ptr + row * logits_stride + ids
     x = tl.load(place, mask=there, other=0.0)
@@ -99,7 +110,7 @@ def slot_numbers_kernel(
 ):
     """`read`: what was read of the chunk, with `taken` in the place of the ids' products."""
     row = tl.program_id(0).to(tl.int64)
-    slot, ids = slots_of(ids_ptr, row, k, K)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
     if tl.load(targets_ptr + row) == ignore_index:
         tl.store(logps_ptr + row * k + slot, tl.zeros([K], tl.float32), mask=slot < k)
         tl.store(lse_ptr + row, 0.0)
@@ -110,7 +121,7 @@ def slot_numbers_kernel(
         return
 
     z = tl.load(z_ptr + row * k + slot, mask=slot < k, other=-float("inf"))
-    first = first_slots(slot, ids)
+    first, _ = first_slots(ids_ptr, z_ptr, row, k, slot, ids, K, False)
     own = tl.where(first, z, -float("inf"))
 
     # The others: without what was taken out, which with a softcap counts for something.
@@ -181,17 +192,13 @@ def entries_kernel(
     K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, ids = slots_of(ids_ptr, row, k, K)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
     kept = tl.load(targets_ptr + row) != ignore_index
     there = (ids >= 0) & kept
     logps = tl.load(logps_ptr + row * k + slot, mask=slot < k, other=0.0)
     p = tl.exp(logps)
-    g = tl.zeros([K], tl.float32)
-    if LOGPS:
-        # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
-        each = tl.load(g_logps_ptr + row * k + slot, mask=there, other=0.0)
-        g = tl.sum(tl.where(ids[:, None] == ids[None, :], each[None, :], 0.0), 1)
-    first = first_slots(slot, ids)
+    # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
+    first, g = first_slots(ids_ptr, g_logps_ptr, row, k, slot, ids, K, LOGPS)
     total = tl.sum(tl.where(first, g, 0.0), 0)
     d_z = g * complement(logps) - (total - g) * p
     factor = -total
@@ -232,7 +239,7 @@ def put_kernel(
     K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, ids = slots_of(ids_ptr, row, k, K)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
     there = (ids >= 0) & (ids < V)
     if SAME:
         values = tl.full([K], value, tl.float32)
@@ -242,7 +249,8 @@ def put_kernel(
     tl.store(place, values.to(grad_ptr.dtype.element_ty), mask=there)
 
 
-def _sizes(k: int) -> dict[str, int]:
+def sizes(k: int) -> dict[str, int]:
+    """What a kernel for k slots is compiled for."""
     K = max(FEWEST, triton.next_power_of_2(k))
     return {"K": K, "num_warps": WARPS if K < 128 else 2 * WARPS}
 
@@ -259,7 +267,7 @@ def take_out(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor | 
     z = torch.empty((n, k), dtype=torch.float32, device=logits.device)
     bias, scalars, flags = _transform(head, bias, z)
     given = logits, dense(ids), bias, z, logits.stride(0), logits.shape[1], k, taken, *scalars
-    take_out_kernel[(n,)](*given, **flags, **_sizes(k))
+    take_out_kernel[(n,)](*given, **flags, **sizes(k))
     return z
 
 
@@ -299,7 +307,7 @@ def numbers(
         *scalars,
         **flags,
         EXTRA=extra,
-        **_sizes(k),
+        **sizes(k),
     )
 
 
@@ -332,7 +340,7 @@ def entries(
         REST=used["rest"],
         EXTRA=used["entropy"],
         HAS_SOFTCAP=flags["HAS_SOFTCAP"],
-        **_sizes(k),
+        **sizes(k),
     )
     return columns, found, factor
 
@@ -341,6 +349,5 @@ def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
     check_rows(matrix=matrix)
     (n, k), same = columns.shape, not isinstance(values, Tensor)
     value, values = (values, matrix.new_empty(1, dtype=torch.float32)) if same else (0.0, values)
-    sizes = matrix.stride(0), matrix.shape[1], k
-    operands = matrix, dense(columns), dense(values, torch.float32), *sizes, value
-    put_kernel[(n,)](*operands, SAME=same, **_sizes(k))
+    operands = matrix, dense(columns), dense(values, torch.float32), matrix.stride(0), matrix.shape[1]
+    put_kernel[(n,)](*operands, k, value, SAME=same, **sizes(k))
