@@ -30,7 +30,7 @@ NAMES = ("logps", "lse", "lse_residual", "rest", "entropy")
 
 @dataclass
 class Case:
-    """A chunk and the ids that are asked for; the row before the last is ignored and holds nothing but NaN."""
+    """A chunk and the ids that are asked for; the row before the last is ignored and holds NaN."""
 
     logits: Tensor  # (n, V)
     ids: Tensor  # (n, k)

@@ -169,7 +169,7 @@ MUTANTS = [
         ("slope of the soft cap", "entries_kernel", "if HAS_SOFTCAP:", "if False:"),
         ("rest's gradient elsewhere", "entries_kernel", "factor += g_rest", "factor -= g_rest"),
         ("ignored rows' gradient", "entries_kernel", "there = (ids >= 0) & kept", "there = ids >= 0"),
-        prefix="slots: ",
+        prefix="slots' kernels: ",
     ),
     *of_file(
         "kernels/slots.py",
