@@ -29,6 +29,8 @@ from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.gathered import weighted_rows
 from logitless.kernels.slots import Upstream
 
+# A column that no head has.
+NOWHERE = 2**31 - 1
 # Bytes of the numbers and temporaries of one slot of a row.
 SLOT_BYTES = 160
 
@@ -48,6 +50,7 @@ class IdsObjective:
     # Whether sum p_r W[r] over all other ids is kept, to be scaled afterwards (the strategy row_scaled).
     vectors: bool = False
     reports: list[Report] = field(default_factory=list)
+    _targets: Tensor | None = None  # (N,) ignored, or NOWHERE
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
@@ -119,12 +122,18 @@ class IdsObjective:
         self._keep(chunk, {"ids": ids})
         stats = self._at(slice(chunk.step.start, chunk.step.stop))
         names = ("logps", "lse", "lse_residual", "rest", "entropy")
-        reader.numbers(chunk.logits, ids, {name: stats[name] for name in names if name in stats})
+        out = {name: stats[name] for name in names if name in stats}
+        single = self.vectors and chunk.step.write and kernels.single_pass(chunk.place.dtype)
+        chunk.gradient = chunk.place if single else None
+        chunk.factor = reader.numbers(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
-        call, ignored, width = self.call, chunk.ignored, chunk.logits.shape[1]
-        nowhere = torch.where(chunk.targets == ignored, ignored, width if ignored != width else width + 1)
-        return Reader(call.loss.head, call.bias, call.vocabulary, call.V, nowhere, ignored, call.stat_dtype)
+        call, ignored = self.call, chunk.ignored
+        if self._targets is None:
+            nowhere = NOWHERE if ignored != NOWHERE else NOWHERE - 1
+            self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, nowhere)
+        targets = self._targets[chunk.at]
+        return Reader(call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype)
 
     def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
         for name, x in found.items():
@@ -174,7 +183,7 @@ class IdsObjective:
         return Upstream(*(given.get(name) for name in Upstream._fields))
 
     def factor(self, chunk: Chunk) -> Tensor | None:
-        return None
+        return chunk.factor
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
         """d loss / d hidden of some rows from sum p_r W[r] over the ids that nobody asked for.
@@ -184,7 +193,11 @@ class IdsObjective:
         call, loss = self.call, self.call.loss
         options = {"head": loss.head, "targets": call.targets[at], "ignore_index": loss.ignore_index}
         ids, entries, factor = slots.entries(self._at(rows), self._upstream(rows), **options)
-        own = call.vocabulary.reduce(weighted_rows(head.weight, call.vocabulary.columns_of(ids), entries))
+        columns = call.vocabulary.columns_of(ids)
+        if not call.vocabulary.sharded:
+            out = torch.empty_like(vectors)
+            return weighted_rows(head.weight, columns, entries, out, base=vectors, factor=factor)
+        own = call.vocabulary.reduce(weighted_rows(head.weight, columns, entries))
         return torch.addcmul(own, vectors.to(own.dtype), factor[:, None])
 
 

@@ -24,19 +24,23 @@ class Reader(NamedTuple):
     ignored: int
     dtype: torch.dtype  # of the numbers
 
-    def statistics(
-        self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None
-    ) -> TokenBuffers:
-        """Log-sum-exp and the named numbers of each row of this rank's columns; 0 where ignored."""
-        stats = kernels.allocate_stats(names, len(self.targets), self.dtype, logits.device)
-        options = {"head": self.head, "bias": self.bias, "ignore_index": self.ignored}
-        kernels.token_statistics(logits, self.targets, stats, **options, maxima=maxima)
-        return stats
+    @property
+    def options(self) -> dict:
+        """Of the kernels that read a chunk."""
+        return {"head": self.head, "bias": self.bias, "ignore_index": self.ignored}
 
     @property
     def kept(self) -> dict:
         """What `slots.entries` takes to know ignored rows, and the head's slope."""
         return {"head": self.head, "targets": self.targets, "ignore_index": self.ignored}
+
+    def statistics(
+        self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None
+    ) -> TokenBuffers:
+        """Log-sum-exp and the named numbers of each row of this rank's columns; 0 where ignored."""
+        stats = kernels.allocate_stats(names, len(self.targets), self.dtype, logits.device)
+        kernels.token_statistics(logits, self.targets, stats, **self.options, maxima=maxima)
+        return stats
 
     def take_out(self, logits: Tensor, ids: Tensor) -> Tensor:
         """(n, k) logits of the ids on all ranks, -inf in empty slots; they are then gone from the chunk."""
@@ -44,11 +48,29 @@ class Reader(NamedTuple):
         z = slots.take_out(logits, columns, head=self.head, bias=self.bias)
         return self.vocabulary.logits_of(ids, z, columns)
 
-    def numbers(self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor]) -> None:
-        """Fill `out`, see `slots.numbers`. The ids' logits are taken out of the chunk."""
-        z = self.take_out(logits, ids)
-        stats = self.statistics(logits, ("entropy",) if "entropy" in out else ())
-        options = {"bias": self.bias, "logits": logits, **self.kept}
-        if self.vocabulary.sharded:
-            options |= {"columns": self.vocabulary.columns_of(ids), "exchange": self.vocabulary.gathered}
-        slots.numbers(z, ids, stats, out, **options)
+    def numbers(
+        self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor], gradient: Tensor | None = None
+    ) -> Tensor | None:
+        """Fill `out`, see `slots.numbers`. The ids' logits are taken out of the chunk.
+
+        With `gradient` fill that too: with p_r d z_r / d x_r of all other ids r, up to the factor (n,) that
+        comes back.
+        """
+        z, columns = self.take_out(logits, ids), self.vocabulary.columns_of(ids)
+        stats = kernels.allocate_stats(
+            ("entropy",) if "entropy" in out else (), len(self.targets), self.dtype, logits.device
+        )
+        if gradient is None:
+            kernels.token_statistics(logits, self.targets, stats, **self.options)
+        else:
+            options = {"gradient": gradient, **self.options}
+            scale = kernels.logprob_gradient(logits, self.targets, stats, **options)
+        options = {"logits": logits, "columns": columns, "targets": self.targets, **self.options}
+        exchange = self.vocabulary.gathered if self.vocabulary.sharded else None
+        slots.numbers(z, ids, stats, out, **options, exchange=exchange)
+        if gradient is None:
+            return None
+        slots.put(gradient, columns, 0.0)
+        # The chunk's own softmax, what was taken out in it, is a part of the whole one.
+        part = (stats.lse - out["lse"]) + (stats.lse_residual - out["lse_residual"])
+        return -scale * part.exp()

@@ -131,13 +131,11 @@ class SupportObjective(IdsObjective):
             self._teacher_buffer = chunk.logits.new_empty(rows, columns, dtype=teacher_dtype(call))
         logits = project(hidden[chunk.at].to(weight.dtype), weight, self._teacher_buffer[:rows])
         vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
-        nowhere = torch.where(chunk.targets == chunk.ignored, chunk.targets, columns)
         teacher = reader._replace(
             head=call.loss.teacher_head,
             bias=call.inputs["teacher_bias"],
             vocabulary=vocabulary,
             V=V,
-            targets=nowhere,
         )
         return teacher, logits
 

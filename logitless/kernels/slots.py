@@ -84,7 +84,7 @@ def numbers(
     logits: Tensor,  # (n, V) from which they were taken
     targets: Tensor,  # (n,) int64
     ignore_index: int,
-    columns: Tensor | None = None,  # (n, k) of the ids in this rank's chunk; None: the ids themselves
+    columns: Tensor,  # (n, k) of the ids in this rank's chunk
     exchange: Callable[[Tensor], Tensor] | None = None,  # (numbers, n) of each rank -> (ranks, numbers, n)
 ) -> None:
     """Fill `out`, which names what is wanted; 0 in ignored rows."""
@@ -97,7 +97,6 @@ def numbers(
         slots_triton.numbers(z, ids, stats, out, taken, width, **options)
         return
     first, kept = distinct(ids), targets != ignore_index
-    columns = ids if columns is None else columns
     there, at = _found(columns, width)
     taken = torch.full(z.shape, taken, dtype=logits.dtype, device=z.device)
     taken, _ = head.logits(taken, None if bias is None else bias[at])

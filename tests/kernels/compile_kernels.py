@@ -139,7 +139,10 @@ def gathered_combinations() -> Iterator[Combination]:
     for x in TYPES:
         yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
         for out in {x, "fp32"}:
-            yield combination("weighted_rows_kernel", {"weight": x, "out": out}, run | {"SLOTS": SUM_SLOTS})
+            sums, pointers = run | {"SLOTS": SUM_SLOTS}, {"weight": x, "out": out, "base": out}
+            yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
+            if out == x:
+                yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
             for first in (False, True):
                 yield combination("run_kernel", {"hidden": x, "total": out}, run | {"FIRST": first})
 

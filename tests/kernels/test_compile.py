@@ -60,7 +60,7 @@ def test_any_two_choices_of_a_kernel_are_compiled_together():
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # What a kernel takes in several dtypes.
-STREAMED = ("logits", "student", "teacher", "grad", "x", "out", "hidden", "weight", "total")
+STREAMED = ("logits", "student", "teacher", "grad", "x", "out", "hidden", "weight", "total", "base")
 
 
 @dataclass(frozen=True, kw_only=True)

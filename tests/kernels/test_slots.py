@@ -97,7 +97,8 @@ class Case:
         out = {
             name: poisoned(*(z.shape if name == "logps" else z.shape[:1]), dtype=z.dtype) for name in names
         }
-        slots.numbers(z, self.ids, stats, out, logits=logits, **self.head_options, **self.row_options)
+        options = {"logits": logits, "columns": self.ids, **self.head_options, **self.row_options}
+        slots.numbers(z, self.ids, stats, out, **options)
         for name, x in out.items():
             assert x[~self.kept].eq(0).all(), f"{name} of an ignored row"
         return logits, out
@@ -230,6 +231,18 @@ def test_more_slots_than_the_kernels_hold():
     c = Case(random.normal(3, 300), random.integers(300, 3, k))
     _, out = c.read(*NAMES)
     assert_close(out["logps"][c.kept], c.truth(torch.float64)[0]["logps"], 2e-7, name="logps")
+
+
+@pytest.mark.parametrize("V", [7, 23, 33, 50, 100])
+def test_all_ids_of_a_soft_cap(V):
+    """What was taken out then counts for all that is left, which rounding must not make more than nothing."""
+    random = Random(V)
+    c = Case(random.normal(ROWS, V), random.normal(ROWS, V).argsort(1), Head(2.0), random.normal(V))
+    _, out = c.read(*NAMES)
+    found, _ = c.truth(torch.float64)
+    assert (out["rest"][c.kept] == -torch.inf).all()
+    for name in ("logps", "lse", "entropy"):
+        assert_close(out[name][c.kept], found[name], 1e-6, name=name)
 
 
 def test_a_certain_token_keeps_its_digits():

@@ -86,6 +86,7 @@ MUTANTS = [
             "if FIRST & (start < stop):",
         ),
         ("what was there is lost", "run_kernel", "total += tl.load(out", "total += 0 * tl.load(out"),
+        ("the base without its factor", "weighted_rows_kernel", "tl.load(factor_ptr + row) * base", "base"),
         prefix="gathered: ",
     ),
     *of_file(
@@ -127,7 +128,6 @@ MUTANTS = [
         ),
         ("empty slots are ids", "first_slots", "(ids >= 0) & (repeated == 0)", "repeated == 0"),
         ("one piece alone", "first_slots", "range(0, k, PIECE)", "range(0, PIECE, PIECE)"),
-        ("a NaN leaves its slot", "first_slots", "mask=its_id >= 0", "mask=other < k"),
         (
             "duplicates not merged",
             "first_slots",
@@ -187,6 +187,8 @@ MUTANTS = [
         "engine/several_ids.py",
         TEST_IDS,
         ("the ids without their bias", "Reader.take_out", "bias=self.bias", "bias=None"),
+        ("a part's own softmax", "Reader.numbers", "-scale * part.exp()", "-scale"),
+        ("what was taken out has a gradient", "Reader.numbers", "slots.put(gradient, columns, 0.0)", "pass"),
         prefix="several ids: ",
     ),
     *of_file(
@@ -206,8 +208,20 @@ MUTANTS = [
         (
             "own rows of the head left out",
             "IdsObjective.scaled",
-            "weighted_rows(head.weight, call.vocabulary.columns_of(ids), entries)",
-            "weighted_rows(head.weight, call.vocabulary.columns_of(ids), 0 * entries)",
+            "columns, entries, out",
+            "columns, 0 * entries, out",
+        ),
+        (
+            "own rows of a shard left out",
+            "IdsObjective.scaled",
+            "columns, entries)",
+            "columns, 0 * entries)",
+        ),
+        (
+            "ignored rows read",
+            "IdsObjective._reader",
+            "call.targets == call.loss.ignore_index",
+            "call.targets < 0",
         ),
         ("ignored rows have best ids", "TopkObjective.fill", "torch.where(kept, ids, 0)", "ids"),
         (
@@ -280,8 +294,8 @@ MUTANTS = [
         (
             "negative ids pass",
             "one_per_position",
-            "(filled & (ids < 0)).any(-1)",
-            "(filled & (ids < -9)).any(-1)",
+            "torch.where(least < 0, least, largest)",
+            "largest",
         ),
         (
             "ties of rounded logits",
