@@ -56,7 +56,7 @@ class Reader(NamedTuple):
         With `gradient` fill that too: with p_r d z_r / d x_r of all other ids r, up to the factor (n,) that
         comes back.
         """
-        z, columns = self.take_out(logits, ids), self.vocabulary.columns_of(ids)
+        z = self.take_out(logits, ids)
         stats = kernels.allocate_stats(
             ("entropy",) if "entropy" in out else (), len(self.targets), self.dtype, logits.device
         )
@@ -65,12 +65,13 @@ class Reader(NamedTuple):
         else:
             options = {"gradient": gradient, **self.options}
             scale = kernels.logprob_gradient(logits, self.targets, stats, **options)
-        options = {"logits": logits, "columns": columns, "targets": self.targets, **self.options}
-        exchange = self.vocabulary.gathered if self.vocabulary.sharded else None
-        slots.numbers(z, ids, stats, out, **options, exchange=exchange)
+        options = {"logits": logits, "targets": self.targets, **self.options}
+        options["columns"] = self.vocabulary.columns_of(ids)
+        options["exchange"] = self.vocabulary.gathered if self.vocabulary.sharded else None
+        slots.numbers(z, ids, stats, out, **options)
         if gradient is None:
             return None
-        slots.put(gradient, columns, 0.0)
-        # The chunk's own softmax, what was taken out in it, is a part of the whole one.
+        # The chunk's own softmax is a part of the whole one. Of what was taken out it has nothing: its
+        # probability is 0, or with a soft cap the slope.
         part = (stats.lse - out["lse"]) + (stats.lse_residual - out["lse_residual"])
         return -scale * part.exp()

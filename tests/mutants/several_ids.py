@@ -188,7 +188,6 @@ MUTANTS = [
         TEST_IDS,
         ("the ids without their bias", "Reader.take_out", "bias=self.bias", "bias=None"),
         ("a part's own softmax", "Reader.numbers", "-scale * part.exp()", "-scale"),
-        ("what was taken out has a gradient", "Reader.numbers", "slots.put(gradient, columns, 0.0)", "pass"),
         prefix="several ids: ",
     ),
     *of_file(
@@ -217,12 +216,7 @@ MUTANTS = [
             "columns, entries)",
             "columns, 0 * entries)",
         ),
-        (
-            "ignored rows read",
-            "IdsObjective._reader",
-            "call.targets == call.loss.ignore_index",
-            "call.targets < 0",
-        ),
+        ("ignored rows read", "IdsObjective._reader", "ignored, nowhere)", "nowhere, nowhere)"),
         ("ignored rows have best ids", "TopkObjective.fill", "torch.where(kept, ids, 0)", "ids"),
         (
             "a rank's own log-sum-exp",
