@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitless.kernels import slots
+from logitless import linear_logprobs
+from logitless.kernels import cross_entropy, slots
 from logitless.kernels.cross_entropy import (
     TokenBuffers,
     allocate_stats,
@@ -368,3 +370,46 @@ def test_fp64_keeps_its_digits():
     z = slots.take_out(c.logits.clone(), c.ids, head=c.head)
     truth = 3.0 * torch.tanh(c.logits.gather(1, c.ids) / 3.0)
     assert (z - truth)[c.kept].abs().max() < 1e-14
+
+
+class Launches(TorchDispatchMode):
+    """Counts what PyTorch would launch on a GPU: neither views nor allocations."""
+
+    NONE = ("empty", "new_empty", "detach", "promote_types", "_local_scalar_dense", "_unsafe_view")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or func._schema.name.removeprefix("aten::").startswith(self.NONE))
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_launches(monkeypatch):
+    """A call of two chunks without gradients: 25 launches of PyTorch, which were 250, and six kernels."""
+    pytest.importorskip("triton")
+    from logitless.kernels import cross_entropy_triton, slots_triton
+
+    launched = []
+
+    class Launched:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(self.name)
+
+    for module in (cross_entropy, slots):
+        monkeypatch.setattr(module, "uses_triton", lambda device, dtype: True)
+    names = ("take_out_kernel", "row_kernel", "slot_numbers_kernel")
+    for name in names:
+        module = cross_entropy_triton if name == "row_kernel" else slots_triton
+        monkeypatch.setattr(module, name, Launched(name))
+    random = Random(0)
+    hidden, weight = random.normal(64, 4).bfloat16(), random.normal(500, 4).bfloat16()
+    ids, budget = random.integers(500, 64, 8), 40 * (500 * 2 + 8 * 160)
+    with Launches() as counted:
+        linear_logprobs(hidden, weight, ids, logits_budget=budget)
+    assert launched == [*names, *names]
+    assert counted.count <= 25
