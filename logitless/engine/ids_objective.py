@@ -18,15 +18,19 @@ from logitless.engine.objective import Costs, Report, batch_of, logits_bytes
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
-from logitless.engine.several_ids import Reader, Slots, Upstream
+from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
 from logitless.errors import expect
 from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import select as selection
+from logitless.kernels import slots
 from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.gathered import weighted_rows
+from logitless.kernels.slots import Upstream
 
+# A column that no head has.
+NOWHERE = 2**31 - 1
 # Bytes of the numbers and temporaries of one slot of a row.
 SLOT_BYTES = 160
 
@@ -36,6 +40,7 @@ class IdsObjective:
     """See `objective.Objective`."""
 
     in_product: ClassVar = False
+    new_numbers: ClassVar = staticmethod(torch.empty)  # every row is read before anybody asks
 
     call: Call
     rows: Rows
@@ -45,6 +50,7 @@ class IdsObjective:
     # Whether sum p_r W[r] over all other ids is kept, to be scaled afterwards (the strategy row_scaled).
     vectors: bool = False
     reports: list[Report] = field(default_factory=list)
+    _targets: Tensor | None = None  # (N,) ignored, or NOWHERE
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
@@ -52,7 +58,7 @@ class IdsObjective:
         expect(k is None or k <= V, "k", f"at most the {V} ids of the vocabulary", k, "ask for fewer")
         shapes = cls.number_shapes(call.loss, rows.count, call.inputs)
         stats = {
-            name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
+            name: cls.new_numbers(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
             for name, (shape, dtype) in shapes.items()
         }
         return cls(call, rows, stats, {}, factors, plan.strategy == "row_scaled")
@@ -109,19 +115,25 @@ class IdsObjective:
         head.project(chunk)
         if not chunk.step.read:
             return
-        reader = self._reader(chunk)
-        self._keep(chunk, self._read(chunk, reader, self.call.inputs["ids"][chunk.at]))
+        self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.at])
 
-    def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> dict[str, Tensor]:
-        """The numbers of ids (n, k), whose logits are then gone from the chunk."""
-        slots = Slots.of(ids, reader.vocabulary, reader.V)
-        return reader.numbers(chunk.logits, slots, entropy="entropy" in self.stats) | {"ids": ids}
+    def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> None:
+        """Keep the numbers of ids (n, k), whose logits are then gone from the chunk."""
+        self._keep(chunk, {"ids": ids})
+        stats = self._at(slice(chunk.step.start, chunk.step.stop))
+        names = ("logps", "lse", "lse_residual", "rest", "entropy")
+        out = {name: stats[name] for name in names if name in stats}
+        single = self.vectors and chunk.step.write and kernels.single_pass(chunk.place.dtype)
+        chunk.gradient = chunk.place if single else None
+        chunk.factor = reader.numbers(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
         call, ignored = self.call, chunk.ignored
-        nowhere = torch.full_like(chunk.targets, chunk.logits.shape[1])
-        nowhere = torch.where(chunk.targets == ignored, chunk.targets, nowhere)
-        return Reader(call.loss.head, call.bias, call.vocabulary, call.V, nowhere, ignored, call.stat_dtype)
+        if self._targets is None:
+            nowhere = NOWHERE if ignored != NOWHERE else NOWHERE - 1
+            self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, nowhere)
+        targets = self._targets[chunk.at]
+        return Reader(call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype)
 
     def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
         for name, x in found.items():
@@ -144,46 +156,49 @@ class IdsObjective:
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
-        stats, slots = self._at(rows)
+        stats, upstream = self._at(rows), Upstream(None)
         if self.vectors:
-            upstream, entries, factor = Upstream(None), 0.0, torch.ones_like(stats["lse"])
+            ids, entries, factor = stats["ids"], 0.0, torch.ones_like(stats["lse"])
         else:
             upstream = self._upstream(rows)
-            entries, factor = upstream.entries(stats, slots, reader.head)
+            ids, entries, factor = slots.entries(stats, upstream, **reader.kept)
         self._spread(chunk, reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
-        slots.put(chunk.place, entries)
+        slots.put(chunk.place, reader.vocabulary.columns_of(ids), entries)
         chunk.gradient = chunk.place
 
     def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
         """The gradient of the logits that are multiples of their probabilities, over the logits."""
-        logps = stats["hard"] if grads.logps is not None else torch.zeros_like(stats["lse"])
+        # Where no target is in the chunk, its log-probability is not looked at.
+        logps = stats["hard" if grads.logps is not None else "lse"]
         known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
         options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
         kernels.logits_gradient(chunk.logits, reader.targets, known, grads, gradient=chunk.place, **options)
 
-    def _at(self, rows: slice) -> tuple[dict[str, Tensor], Slots]:
-        """What is known of some rows, and where their ids are: those of ignored ones nowhere."""
-        stats = {name: x[rows] for name, x in self.stats.items()}
-        return stats, Slots.of(stats["ids"], self.call.vocabulary, self.call.V)
+    def _at(self, rows: slice) -> dict[str, Tensor]:
+        """What is known of some rows."""
+        return {name: x[rows] for name, x in self.stats.items()}
 
     def _upstream(self, rows: slice) -> Upstream:
         given = {name: x[rows] for name, x in self.grads.items()}
         return Upstream(*(given.get(name) for name in Upstream._fields))
 
     def factor(self, chunk: Chunk) -> Tensor | None:
-        return None
+        return chunk.factor
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
         """d loss / d hidden of some rows from sum p_r W[r] over the ids that nobody asked for.
 
         Those asked for come apart, from their own rows of the head: no cancellation between the two.
         """
-        stats, slots = self._at(rows)
-        entries, factor = self._upstream(rows).entries(stats, slots, self.call.loss.head)
-        kept = self.call.targets[at] != self.call.loss.ignore_index
-        entries = torch.where(slots.first & slots.here & kept[:, None], entries, 0.0)
-        own = self.call.vocabulary.reduce(weighted_rows(head.weight, slots.columns, entries))
-        return torch.addcmul(own, vectors.to(own.dtype), torch.where(kept, factor, 0.0)[:, None])
+        call, loss = self.call, self.call.loss
+        options = {"head": loss.head, "targets": call.targets[at], "ignore_index": loss.ignore_index}
+        ids, entries, factor = slots.entries(self._at(rows), self._upstream(rows), **options)
+        columns = call.vocabulary.columns_of(ids)
+        if not call.vocabulary.sharded:
+            out = torch.empty_like(vectors)
+            return weighted_rows(head.weight, columns, entries, out, base=vectors, factor=factor)
+        own = call.vocabulary.reduce(weighted_rows(head.weight, columns, entries))
+        return torch.addcmul(own, vectors.to(own.dtype), factor[:, None])
 
 
 class TopkObjective(IdsObjective):
@@ -203,11 +218,7 @@ class TopkObjective(IdsObjective):
         stats = reader.statistics(chunk.logits, ("entropy",), maxima)
         reader.vocabulary.combine(stats, reader.targets)
         ids = best(chunk.logits, k, reader, maxima)
-        columns, here = reader.vocabulary.find(ids, reader.V)
-        bias = None if reader.bias is None else reader.bias[columns]
-        z, _ = reader.head.logits(chunk.logits.gather(1, columns), bias)
-        z = reader.vocabulary.reduce(torch.where(here, z, 0.0))
-        logps = (z - stats.lse[:, None]) - stats.lse_residual[:, None]
+        logps = (reader.take_out(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
         kept = (chunk.targets != chunk.ignored)[:, None]
         found = {"ids": torch.where(kept, ids, 0), "logps": torch.where(kept, logps, 0.0)}
         self._keep(chunk, found | {"lse": stats.lse, "entropy": stats.entropy})

@@ -21,9 +21,9 @@ from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import Span
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
-from logitless.engine.several_ids import distinct
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
+from logitless.kernels.slots import once
 
 # Numbers that the engine does not differentiate, whatever a loss does with them.
 CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
@@ -192,7 +192,7 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     elif ids is None:
         ids = best["student"][:, : loss.k]
     if loss.teacher:
-        ids = torch.where(distinct(ids), ids, -1)
+        ids = once(ids)
     logps, rest = _of_ids(log_p, ids)
     found = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
     found["entropy"] = -(log_p.exp() * finite).sum(-1)

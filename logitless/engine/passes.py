@@ -135,7 +135,7 @@ def token_gradients(
     if vectors is not None:
         objective = call.loss.objective.writing(call, rows, known, given)
         head = Projection(call, rows, gradients=False)
-        head.d_hidden = torch.zeros_like(vectors)
+        head.d_hidden = torch.empty_like(vectors) if rows.index is None else torch.zeros_like(vectors)
         scale_vectors(vectors, head.d_hidden, objective, head)
         gradients.close(call, head, one)
         return one, gradients

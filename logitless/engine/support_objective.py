@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from logitless.engine.ids_objective import SLOT_BYTES, IdsObjective, best
 from logitless.engine.objective import Costs, logits_bytes
 from logitless.engine.plan import Pass
 from logitless.engine.projection import Projection
-from logitless.engine.several_ids import Reader, Slots, distinct
+from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.kernels import cross_entropy as kernels
+from logitless.kernels import slots
 from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.matmul import project
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY
@@ -42,6 +44,8 @@ def teacher_dtype(call: Call) -> torch.dtype:
 @dataclass
 class SupportObjective(IdsObjective):
     """Numbers of the student and, in the same slots, of the teacher; the label's beside them."""
+
+    new_numbers: ClassVar = staticmethod(torch.zeros)  # there may be no label, or nothing but products
 
     _teacher_buffer: Tensor | None = None
 
@@ -89,8 +93,8 @@ class SupportObjective(IdsObjective):
         if inputs["ids"] is None:
             teacher, taught = self._taught(chunk, reader)
             ids, favourites["teacher"] = self._support(chunk.logits, reader, taught, teacher)
-            there = teacher.numbers(taught, Slots.of(ids, teacher.vocabulary, teacher.V), entropy=False)
-            found |= {"teacher_logps": there["logps"], "teacher_rest": there["rest"]}
+            stats = self._at(slice(chunk.step.start, chunk.step.stop))
+            teacher.numbers(taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]})
         else:
             ids, found["teacher_logps"] = self._given(chunk)
             at = found["teacher_logps"].argmax(1, keepdim=True)
@@ -99,7 +103,8 @@ class SupportObjective(IdsObjective):
         labels = inputs["labels"]
         if labels is not None:
             found["token_accuracy"] = favourites["student"] == labels[chunk.at]
-        self._keep(chunk, found | self._read(chunk, reader, ids))
+        self._keep(chunk, found)
+        self._read(chunk, reader, ids)
 
     def _gathered(self, chunk: Chunk) -> dict[str, Tensor]:
         """From the products of the ids alone: logits in the place of log-probabilities."""
@@ -114,7 +119,7 @@ class SupportObjective(IdsObjective):
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """The teacher's ids, each once, and their log-probabilities."""
         ids, given = self.call.inputs["ids"][chunk.at], self.call.inputs["teacher_logps"][chunk.at]
-        ids = torch.where(distinct(ids), ids, -1)
+        ids = slots.once(ids)
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _taught(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
@@ -126,13 +131,11 @@ class SupportObjective(IdsObjective):
             self._teacher_buffer = chunk.logits.new_empty(rows, columns, dtype=teacher_dtype(call))
         logits = project(hidden[chunk.at].to(weight.dtype), weight, self._teacher_buffer[:rows])
         vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
-        nowhere = torch.where(chunk.targets == chunk.ignored, chunk.targets, columns)
         teacher = reader._replace(
             head=call.loss.teacher_head,
             bias=call.inputs["teacher_bias"],
             vocabulary=vocabulary,
             V=V,
-            targets=nowhere,
         )
         return teacher, logits
 
@@ -152,7 +155,7 @@ class SupportObjective(IdsObjective):
         if loss.support != "union":
             return found[loss.support], favourite
         ids = torch.cat((found["teacher"], found["student"]), 1)
-        return torch.where(distinct(ids), ids, -1), favourite
+        return slots.once(ids), favourite
 
     def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
         """log p of the label at temperature 1, with its log-sum-exp."""
@@ -185,10 +188,10 @@ class SupportObjective(IdsObjective):
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         if self.columns:
-            stats, slots = self._at(slice(chunk.step.start, chunk.step.stop))
+            stats = self._at(slice(chunk.step.start, chunk.step.stop))
             g = self.grads["logps"][chunk.step.start : chunk.step.stop]
             g = g * self.call.loss.head.derivative_at(stats["logps"])
-            kept = slots.first & (chunk.targets != chunk.ignored)[:, None]
+            kept = (stats["ids"] >= 0) & (chunk.targets != chunk.ignored)[:, None]
             chunk.gradient = torch.where(kept, g, 0.0)
             return
         given = self.grads.get("hard")
@@ -196,10 +199,10 @@ class SupportObjective(IdsObjective):
             super().write(chunk, head)
             return
         rows = slice(chunk.step.start, chunk.step.stop)
-        reader, (stats, slots) = self._reader(chunk), self._at(rows)
+        reader, stats = self._reader(chunk), self._at(rows)
         (columns, known), warm = self._labels(chunk), self._warm(reader)
         g = torch.where(known, given[rows], 0.0)
-        entries, factor = self._upstream(rows).entries(stats, slots, reader.head)
+        ids, entries, factor = slots.entries(stats, self._upstream(rows), **reader.kept)
         if warm == reader.head:
             both = TokenBuffers(logps=g, lse=factor)
             self._spread(chunk, reader._replace(targets=columns), stats, both)
@@ -216,9 +219,9 @@ class SupportObjective(IdsObjective):
         labels = torch.where(known, self.call.inputs["labels"][chunk.at].long(), -2)
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
         p = (z - stats["hard_lse"][:, None]).exp()
-        own = torch.where(slots.ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
-        own = torch.where(slots.ids >= 0, own * g[:, None] * warm.derivative_at(z), 0.0)
-        slots.put(chunk.place, entries + own)
+        own = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
+        own = torch.where(ids >= 0, own * g[:, None] * warm.derivative_at(z), 0.0)
+        slots.put(chunk.place, reader.vocabulary.columns_of(ids), entries + own)
         chunk.gradient = chunk.place
 
     def _of_label(self, stats: Mapping[str, Tensor]) -> TokenBuffers:

@@ -1,7 +1,7 @@
 """Products with k rows of the head per token, of which `(N, k, H)` never exists.
 
     gathered_logits   z[n, j] = hidden[n] . weight[ids[n, j]]
-    weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]]
+    weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]] (+ factor[n] base[n])
     add_rows          d_weight[v] += sum over the slots (n, j) with the id v of g[n, j] hidden[n]
 
 A negative id is an empty slot. Everything is summed in promote(dtype, fp32), in the same order in every run:
@@ -42,19 +42,25 @@ def weighted_rows(
     ids: Tensor,  # (n, k) int64
     coefficients: Tensor,  # (n, k)
     out: Tensor | None = None,  # (n, H), written
+    *,
+    base: Tensor | None = None,  # (n, H)
+    factor: Tensor | None = None,  # (n,) of the base
 ) -> Tensor:
-    """(n, H) sums over k of coefficients * weight[ids], in the coefficients' dtype or in that of `out`."""
+    """(n, H) sums over k of coefficients * weight[ids], and factor * base where there is one, in the
+    coefficients' dtype or in that of `out`."""
     if out is None:
         out = coefficients.new_empty(ids.shape[0], weight.shape[1])
     if _runs(weight, ids):
         from logitless.kernels import gathered_triton
 
-        return gathered_triton.weighted_rows(weight, ids, coefficients, out)
+        return gathered_triton.weighted_rows(weight, ids, coefficients, out, base, factor)
     coefficients = torch.where(ids >= 0, coefficients, 0.0)
     total = torch.zeros(out.shape, dtype=coefficients.dtype, device=out.device)
     for slot in range(ids.shape[1]):
         rows = weight[ids[:, slot].clamp(min=0)].to(total.dtype)
         total.addcmul_(rows, coefficients[:, slot, None])
+    if base is not None:
+        total.addcmul_(base.to(total.dtype), factor[:, None])
     return out.copy_(total)
 
 

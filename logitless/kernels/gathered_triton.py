@@ -47,22 +47,29 @@ def gathered_logits_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def weighted_rows_kernel(
     weight_ptr,
     ids_ptr,
     coefficients_ptr,
+    base_ptr,
+    factor_ptr,
     out_ptr,
     weight_stride,
+    base_stride,
     out_stride,
     k,
     H,
+    HAS_BASE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    if HAS_BASE:
+        base = tl.load(base_ptr + row * base_stride + cols, mask=cols < H, other=0.0)
+        total += tl.load(factor_ptr + row) * base.to(tl.float32)
     for start in range(0, k, SLOTS):
         slot = start + tl.arange(0, SLOTS)
         ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
@@ -135,18 +142,31 @@ def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) ->
     return out
 
 
-def weighted_rows(weight: Tensor, ids: Tensor, coefficients: Tensor, out: Tensor) -> Tensor:
-    check_rows(weight=weight, out=out)
+def weighted_rows(
+    weight: Tensor,
+    ids: Tensor,
+    coefficients: Tensor,
+    out: Tensor,
+    base: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
     (n, k), H = ids.shape, weight.shape[1]
+    coefficients, has_base = dense(coefficients, torch.float32), base is not None
+    base = out if base is None else base
+    check_rows(weight=weight, out=out, base=base)
     weighted_rows_kernel[(n, triton.cdiv(H, LONG_BLOCK))](
         weight,
         dense(ids),
-        dense(coefficients, torch.float32),
+        coefficients,
+        base,
+        dense(factor, torch.float32) if has_base else coefficients,
         out,
         weight.stride(0),
+        base.stride(0),
         out.stride(0),
         k,
         H,
+        HAS_BASE=has_base,
         SLOTS=SUM_SLOTS,
         BLOCK=LONG_BLOCK,
         num_warps=WARPS,

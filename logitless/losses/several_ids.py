@@ -99,13 +99,11 @@ class TopkNumbers(IdsNumbers):
         return self.k
 
 
-def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
-    """(..., k) ids -> (...): a wrong one if there is one, else the largest; `ignore_index` if all are."""
-    filled = ids != ignore_index
-    negative = -1 if ignore_index != -1 else -2
-    largest = torch.where(filled, ids, negative - 1).amax(-1)
-    largest = torch.where((filled & (ids < 0)).any(-1), negative, largest)
-    return torch.where(filled.any(-1), largest, ignore_index)
+def one_per_position(ids: Tensor, filled: Tensor, ignore_index: int) -> Tensor:
+    """(..., k) ids, and which slots have one -> (...): a wrong one if there is one, else the largest;
+    `ignore_index` where there is none."""
+    least, largest = (ids * filled).aminmax(dim=-1)
+    return torch.where(filled.any(-1), torch.where(least < 0, least, largest), ignore_index)
 
 
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
@@ -144,8 +142,10 @@ def logprobs_of_ids(
         expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
         loss.check_call((), cu_seqlens=cu_seqlens)
         ids = shifted(ids, loss.ignore_index, -2, cu_seqlens)
-    targets = one_per_position(ids, loss.ignore_index)
-    slots = torch.where(ids == loss.ignore_index, -1, ids)
+    filled = ids != loss.ignore_index
+    targets = one_per_position(ids, filled, loss.ignore_index)
+    # Any negative id is an empty slot.
+    slots = ids if loss.ignore_index < 0 else torch.where(filled, ids, -1)
     return loss.numbers(hidden, weight, targets, bias, slots, cu_seqlens)
 
 

@@ -95,6 +95,14 @@ class WholeVocabulary:
         here = (ids >= 0) & (ids < V)
         return torch.where(here, ids, 0), here
 
+    def columns_of(self, ids: Tensor) -> Tensor:
+        """(n, k) ids -> their columns of this rank's logits, negative for those without one."""
+        return ids
+
+    def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:
+        """(n, k) logits of this rank's columns -> those of the ids on all ranks, -inf in empty slots."""
+        return z
+
 
 WHOLE_VOCABULARY = WholeVocabulary()
 
@@ -221,6 +229,13 @@ class ShardedVocabulary(WholeVocabulary):
 
     def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
         return super().find(ids - self.start, self.width)
+
+    def columns_of(self, ids: Tensor) -> Tensor:
+        columns, here = self.find(ids, self.width)
+        return torch.where(here, columns, -1)
+
+    def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:
+        return torch.where(ids >= 0, self.reduce(torch.where(columns >= 0, z, 0.0)), -torch.inf)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "st
 INT32 = ("scratch_ptr",)
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
 GATHERED_BLOCK, SLOTS, SUM_SLOTS, RUN_SLOTS = 256, 16, 8, 4
+FEWEST_SLOTS, MOST_SLOTS = 16, 256
 
 
 class Combination(NamedTuple):
@@ -138,9 +139,36 @@ def gathered_combinations() -> Iterator[Combination]:
     for x in TYPES:
         yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
         for out in {x, "fp32"}:
-            yield combination("weighted_rows_kernel", {"weight": x, "out": out}, run | {"SLOTS": SUM_SLOTS})
+            sums, pointers = run | {"SLOTS": SUM_SLOTS}, {"weight": x, "out": out, "base": out}
+            yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
+            if out == x:
+                yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
             for first in (False, True):
                 yield combination("run_kernel", {"hidden": x, "total": out}, run | {"FIRST": first})
+
+
+def slot_combinations() -> Iterator[Combination]:
+    few, both = {"K": FEWEST_SLOTS}, (False, True)
+    for head in heads():
+        for logits in TYPES:
+            yield combination("take_out_kernel", {"logits": logits}, few | head)
+        for extra in both:
+            yield combination("slot_numbers_kernel", {}, few | head | {"EXTRA": extra})
+    names = ("LOGPS", "LSE", "REST", "EXTRA", "HAS_SOFTCAP")
+    for flags in itertools.product(both, repeat=5):
+        yield combination("entries_kernel", {}, few | dict(zip(names, flags, strict=True)))
+    for grad in TYPES:
+        yield combination("put_kernel", {"grad": grad}, few | {"SAME": False})
+    # In fp16, which holds no unnormalized exponentials, a frozen head's chunk is written in a second pass.
+    yield combination("put_kernel", {"grad": "fp16"}, few | {"SAME": True})
+    # As many as the kernels hold.
+    most = {"K": MOST_SLOTS}
+    everything = dict.fromkeys(names, True)
+    yield combination("take_out_kernel", {"logits": "bf16"}, most | {"HAS_BIAS": True, "HAS_SOFTCAP": True})
+    flags = {"HAS_BIAS": True, "HAS_SOFTCAP": True, "EXTRA": True}
+    yield combination("slot_numbers_kernel", {}, most | flags)
+    yield combination("entries_kernel", {}, most | everything)
+    yield combination("put_kernel", {"grad": "bf16"}, most | {"SAME": False})
 
 
 def combine_combinations() -> Iterator[Combination]:
@@ -170,6 +198,7 @@ def combinations() -> list[Combination]:
         *scale_combinations(),
         *select_combinations(),
         *gathered_combinations(),
+        *slot_combinations(),
     ]
 
 
@@ -201,8 +230,11 @@ def source(number: int, c: Combination) -> Source:
         scale_triton,
         select_triton,
         shards_triton,
+        slots,
+        slots_triton,
     )
 
+    assert (FEWEST_SLOTS, MOST_SLOTS) == (slots_triton.FEWEST, slots.MOST_SLOTS)
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
     tiles = gathered_triton.SUM_SLOTS, gathered_triton.RUN_SLOTS, gathered_triton.LONG_BLOCK
@@ -222,6 +254,7 @@ def source(number: int, c: Combination) -> Source:
         scale_triton,
         select_triton,
         shards_triton,
+        slots_triton,
     )
     kernel = jitted(next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel)))
     types, attributes = signature(kernel.arg_names, c), {}
@@ -229,6 +262,8 @@ def source(number: int, c: Combination) -> Source:
         if number % 2 and (name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     warps = SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
+    if dict(c.constants).get("K") == MOST_SLOTS:
+        warps = slots_triton.sizes(MOST_SLOTS)["num_warps"]
     return Source(kernel, types, dict(c.constants), attributes, warps)
 
 

@@ -38,6 +38,10 @@ def test_against_the_definition(shape, dtype):
     # The interpreter cuts fp32 off to bf16 where hardware rounds.
     error = torch.finfo(dtype).eps * (2 if INTERPRETED else 1)
     assert_close(out, d_hidden, error, name="d_hidden, narrow")
+    base, factor = Random(5).normal(*hidden.shape).to(dtype), Random(6).normal(len(ids))
+    out = gathered.weighted_rows(weight, ids, g, torch.empty_like(out), base=base, factor=strided(factor))
+    both = d_hidden + factor.double()[:, None] * base.double()
+    assert_close(out, both, error, name="d_hidden and a base")
     products = exact_g[:, :, None] * hidden.double()[:, None]
     d_weight = torch.zeros(weight.shape, dtype=torch.float64, device=DEVICE)
     d_weight.index_add_(0, ids.clamp(min=0).reshape(-1), products.flatten(0, 1))

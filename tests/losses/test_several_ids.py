@@ -335,9 +335,13 @@ def numbers(group, rank) -> list[dict]:
         options = head | {"tp_group": group, "logits_budget": 40_000}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            out = linear_logprobs(hidden, weight, ids, bias=bias, entropy=True, **options)
+            # Without a gradient of the entropy a frozen head's vectors are kept.
+            entropy = True if "weight" in leaves else "metric"
+            out = linear_logprobs(hidden, weight, ids, bias=bias, entropy=entropy, **options)
             best = linear_topk(hidden, weight, k, bias=bias, **options)
-        value = combined("all", *out).sum() + combined("renormalized", *out).sum()
+        value = (
+            combined("all", *out).sum() + combined("renormalized", *out).sum() + combined("lse", *out).sum()
+        )
         gradients = torch.autograd.grad(value, [tensors[name] for name in leaves])
         found.append(
             {"logps": out.logps.detach(), "entropy": out.entropy.detach(), "lse": out.lse.detach()}

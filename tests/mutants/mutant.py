@@ -20,6 +20,7 @@ ON_CPU_ALONE = {
     "kernels/head.py": ("Head.logits",),
     "kernels/matmul.py": ("_vocabulary_pieces", "accumulate"),
     "kernels/select.py": ("_select_twin", "compared"),
+    "kernels/slots.py": ("_merged", "_others", "_whole", "distinct", "entries", "numbers", "put"),
     "kernels/shards.py": ("_combine_twin", "combine_gradient"),
     "engine/function.py": ("_expect_one",),
     "engine/gradients.py": ("Gradients._add_bias",),

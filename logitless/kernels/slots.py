@@ -1,0 +1,249 @@
+"""Numbers of several ids per token, from a chunk of logits, and the gradient of the logits from theirs.
+
+With S the distinct ids of a token and R all others, the softmax over the vocabulary is that of |S| logits and
+of one log-sum-exp, of R. So the logits of S are taken out of the chunk, and what is read of it is R:
+
+    lse = log(exp(lse_R) + sum_S exp(z_s))      log p_s = z_s - lse      rest = lse_R - lse
+    entropy = P_R (entropy_R - log P_R) - sum_S p_s log p_s,  P_R = exp(rest)
+
+No number is a difference of nearly equal ones: 1 - sum_S p_s is `rest`, and the log-probability of a certain
+token is -log(1 + all others / its own). With g the gradients of log p, G their sum:
+
+    d z_s = g_s - (G + g_rest - g_lse) p_s      d z_r = (g_lse - G + g_rest (1 - P_R) / P_R) p_r
+
+    take_out    logits of the ids, which are then gone from the chunk
+    numbers     those, and the statistics of what is left -> the numbers of the whole vocabulary
+    entries     gradients of the numbers -> d products of the ids, and the factor of p for all others
+    put         a value per id -> its column of the chunk
+
+A row has k slots, each with an id or, where that is negative, empty; an id may come twice. The Triton kernels
+(`slots_triton.py`) compare every two of up to MOST_SLOTS; the twins sort.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
+from logitless.kernels.head import Head
+
+MOST_SLOTS = 256
+# What stands in the chunk for a logit that was taken out: exp() of it is 0 beside any other, and unlike -inf
+# it leaves numbers where nothing else is left.
+TAKEN_OUT = {torch.float16: -3e4}
+FAR_BELOW = -1e30
+# log P_R below which its gradient is cut: exp(-LEAST_REST) is still far inside fp32.
+LEAST_REST = -60.0
+
+
+class Upstream(NamedTuple):
+    """Gradients of the numbers of some rows; None where there are none."""
+
+    logps: Tensor | None  # (n, k)
+    lse: Tensor | None = None  # (n,)
+    rest: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def _runs(x: Tensor, ids: Tensor) -> bool:
+    return uses_triton(x.device, x.dtype) and ids.shape[1] <= MOST_SLOTS and ids.numel() > 0
+
+
+def taken_out(dtype: torch.dtype, head: Head) -> float:
+    return TAKEN_OUT.get(dtype, FAR_BELOW) * (1 if head.logit_scale > 0 else -1)
+
+
+def take_out(
+    logits: Tensor,  # (n, V) products with the head, written
+    columns: Tensor,  # (n, k) int64
+    *,
+    head: Head,
+    bias: Tensor | None = None,  # (V,)
+) -> Tensor:
+    """(n, k) logits of the columns after the head's transform, -inf in empty slots."""
+    if _runs(logits, columns):
+        from logitless.kernels import slots_triton
+
+        return slots_triton.take_out(logits, columns, taken_out(logits.dtype, head), head=head, bias=bias)
+    there, at = _found(columns, logits.shape[1])
+    z, _ = head.logits(logits.gather(1, at), None if bias is None else bias[at])
+    put(logits, columns, taken_out(logits.dtype, head))
+    return torch.where(there, z, -torch.inf)
+
+
+def numbers(
+    z: Tensor,  # (n, k) logits of the ids on all ranks, -inf in empty slots
+    ids: Tensor,  # (n, k) int64
+    stats: TokenBuffers,  # (n,) lse, its residual, and entropy if wanted, of this rank's chunk without them
+    out: Mapping[str, Tensor],  # logps (n, k), and of lse, lse_residual, rest, entropy (n,) those wanted
+    *,
+    head: Head,
+    bias: Tensor | None,  # (V,)
+    logits: Tensor,  # (n, V) from which they were taken
+    targets: Tensor,  # (n,) int64
+    ignore_index: int,
+    columns: Tensor,  # (n, k) of the ids in this rank's chunk
+    exchange: Callable[[Tensor], Tensor] | None = None,  # (numbers, n) of each rank -> (ranks, numbers, n)
+) -> None:
+    """Fill `out`, which names what is wanted; 0 in ignored rows."""
+    options = {"head": head, "bias": bias}
+    taken, width = taken_out(logits.dtype, head), logits.shape[1]
+    if exchange is None and _runs(z, ids):
+        from logitless.kernels import slots_triton
+
+        options |= {"targets": targets, "ignore_index": ignore_index}
+        slots_triton.numbers(z, ids, stats, out, taken, width, **options)
+        return
+    first, kept = distinct(ids), targets != ignore_index
+    there, at = _found(columns, width)
+    taken = torch.full(z.shape, taken, dtype=logits.dtype, device=z.device)
+    taken, _ = head.logits(taken, None if bias is None else bias[at])
+    others = torch.stack(_others(stats, first & there, taken, width))
+    others = others[None] if exchange is None else exchange(others)
+    found = _whole(torch.where(first, z, -torch.inf), z, *others.unbind(1))
+    for name, x in out.items():
+        x.copy_(torch.where(kept if x.dim() == 1 else kept[:, None], found[name], 0.0))
+
+
+def entries(
+    known: Mapping[str, Tensor],  # ids (n, k), and what `numbers` found
+    upstream: Upstream,
+    *,
+    head: Head,
+    targets: Tensor,  # (n,) int64
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(n, k) ids in the first slot of each, -1 in all other slots and in ignored rows; d products of the ids
+    (n, k), equal ones in the slots of equal ids; the factor (n,) of p for all others, before the entropy's.
+    """
+    ids, logps = known["ids"], known["logps"]
+    if _runs(logps, ids):
+        from logitless.kernels import slots_triton
+
+        options = {"head": head, "targets": targets, "ignore_index": ignore_index, "least": LEAST_REST}
+        return slots_triton.entries(known, upstream, **options)
+    kept, first = targets != ignore_index, distinct(ids)
+    p, g = logps.exp(), torch.zeros_like(logps)
+    if upstream.logps is not None:
+        # What comes back to an empty slot, whose log-probability is -inf, may be NaN: it stays there.
+        g = _merged(ids, upstream.logps)
+    total = torch.where(first, g, 0.0).sum(1, keepdim=True)
+    d_z = g * -torch.expm1(logps) - (total - g) * p
+    factor = -total[:, 0]
+    if upstream.lse is not None:
+        d_z, factor = d_z + upstream.lse[:, None] * p, factor + upstream.lse
+    if upstream.rest is not None:
+        d_z = d_z - upstream.rest[:, None] * p
+        rest = known["rest"]
+        factor = factor - upstream.rest * torch.expm1(rest) * (-rest.clamp(min=LEAST_REST)).exp()
+    if upstream.entropy is not None:
+        share = torch.where(p > 0, p * (logps + known["entropy"][:, None]), 0.0)
+        d_z = d_z - upstream.entropy[:, None] * share
+    slope = head.derivative_at(logps + known["lse"][:, None])
+    d_x = torch.where((ids >= 0) & kept[:, None], d_z * slope, 0.0)
+    return torch.where(first & kept[:, None], ids, -1), d_x, torch.where(kept, factor, 0.0)
+
+
+def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
+    """Write a value per slot (n, k), or one for all, into its column of (n, V); equal columns have equal
+    values, and negative ones none."""
+    if _runs(matrix, columns):
+        from logitless.kernels import slots_triton
+
+        slots_triton.put(matrix, columns, values)
+        return
+    there, at = _found(columns, matrix.shape[1])
+    # An empty slot writes what another one of its row writes: no two write different values.
+    source = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
+    source = torch.where(there, source, there.to(torch.uint8).argmax(1, keepdim=True))
+    at = at.gather(1, source)
+    if isinstance(values, Tensor):
+        values = values.gather(1, source).to(matrix.dtype)
+    matrix.scatter_(1, at, torch.where(there.any(1, keepdim=True), values, matrix.gather(1, at)))
+
+
+def once(ids: Tensor) -> Tensor:
+    """(n, k) ids, each in its first slot alone, and -1 in the others."""
+    return torch.where(distinct(ids), ids, -1)
+
+
+def distinct(ids: Tensor) -> Tensor:
+    """(n, k) -> the first slot of each id that is not negative."""
+    ordered, order = ids.sort(dim=-1, stable=True)
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(first).scatter_(-1, order, first & (ordered >= 0))
+
+
+def _found(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which slots have a column, and it, 0 where there is none."""
+    there = (columns >= 0) & (columns < width)
+    return there, torch.where(there, columns, 0)
+
+
+def _merged(ids: Tensor, x: Tensor) -> Tensor:
+    """(n, k) each -> the sum of x over the slots with the same id, in each of them. Deterministic."""
+    ordered, order = ids.sort(dim=-1, stable=True)
+    total, distance = x.gather(-1, order), 1
+    while distance < ids.shape[-1]:
+        same = ordered[:, distance:] == ordered[:, :-distance]
+        total = torch.cat(
+            (
+                total[:, :distance],
+                torch.where(same, total[:, distance:] + total[:, :-distance], total[:, distance:]),
+            ),
+            dim=-1,
+        )
+        distance *= 2
+    last = torch.searchsorted(ordered, ordered, right=True) - 1
+    return torch.empty_like(x).scatter_(-1, order, total.gather(-1, last))
+
+
+def _others(stats: TokenBuffers, own: Tensor, taken: Tensor, width: int) -> list[Tensor]:
+    """lse, residual and entropy (n,) of this rank's other ids; `own` (n, k): what was taken out of it, each
+    id once, and `taken` what that counts for in `stats`."""
+    share = torch.where(own, (taken - stats.lse[:, None]).exp(), 0.0)
+    left = 1 - share.sum(1)
+    none = (left <= 0) | (own.sum(1) == width)  # a NaN is not nothing
+    lse = torch.where(none, -torch.inf, stats.lse + left.log())
+    residual = torch.where(lse.isfinite() & stats.lse_residual.isfinite(), stats.lse_residual, 0.0)
+    others = [lse, residual]
+    if stats.entropy is not None:
+        out = torch.where(share > 0, share * (taken - stats.lse[:, None]), 0.0).sum(1)
+        others.append(torch.where(none, 0.0, (stats.entropy + out) / left + left.log()))
+    return others
+
+
+def _whole(
+    own: Tensor,  # (n, k) logits, -inf in all but the first slot of each id
+    z: Tensor,  # (n, k) logits of all slots
+    lse: Tensor,  # (ranks, n) of each rank's other ids
+    residual: Tensor,
+    entropy: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The numbers of the whole vocabulary from the parts that it falls into."""
+    x = torch.cat((own, lse.t()), 1)
+    rounding = torch.cat((torch.zeros_like(own), residual.t()), 1)
+    top, at = x.max(1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    e = (x - top + rounding).exp()
+    # All but the largest, of which only what rounding left out.
+    others = e.scatter(1, at, rounding.gather(1, at).expm1()).sum(1)
+    log_total, top = others.log1p(), top[:, 0]
+    whole = top + log_total
+    part = lse - top + residual - log_total
+    found = {
+        "logps": (z - top[:, None]) - log_total[:, None],
+        "lse": whole,
+        "lse_residual": torch.where(whole.isfinite(), (top - whole) + log_total, 0.0),
+        "rest": part.logsumexp(0),
+    }
+    if entropy is not None:
+        log_p = (own - top[:, None]) - log_total[:, None]
+        shares = part.exp()
+        found["entropy"] = (shares * entropy - torch.xlogy(shares, shares)).sum(0) - torch.where(
+            log_p > -torch.inf, log_p.exp() * log_p, 0.0
+        ).sum(1)
+    return found

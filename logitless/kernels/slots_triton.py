@@ -1,0 +1,353 @@
+"""Triton kernels of `slots.py`: one program a row, which holds all of its slots.
+
+Which slots have the same id is seen by comparing every two, a PIECE of the row with all of it at a time: no
+sort, and few registers. What a row's slots read and write of the chunk is k numbers, so that these kernels
+cost little more than their launch.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.kernels.cross_entropy_triton import complement, head_logits, log1p, vocabulary_arguments
+from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.layout import check_rows, check_written, dense
+
+PIECE = tl.constexpr(16)
+# Slots of the smallest kernel: fewer variants for no more time.
+FEWEST, WARPS = 16, 4
+
+
+@triton.jit
+def slots_of(ids_ptr, row, k, start, K: tl.constexpr):
+    """K slots of a row, and their ids; -1 beyond the last."""
+    slot = start + tl.arange(0, K)
+    # No vocabulary has 2^31 ids. What is below -2^31 is as empty.
+    ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
+    return slot, tl.where(ids < 0, -1, ids).to(tl.int32)
+
+
+@triton.jit
+def first_slots(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constexpr):
+    """Whether a slot is the first of its id; with SUM the sum of x over all slots of that id, bit for bit the
+    same in each of them. An x in an empty slot, which may be NaN, reaches no other."""
+    repeated = tl.zeros([K], tl.int32)
+    total = tl.zeros([K], tl.float32)
+    for start in range(0, k, PIECE):
+        other, its_id = slots_of(ids_ptr, row, k, start, PIECE)
+        same = ids[:, None] == its_id[None, :]
+        repeated += tl.sum((same & (other[None, :] < slot[:, None])).to(tl.int32), 1)
+        if SUM:
+            x = tl.load(x_ptr + row * k + other, mask=its_id >= 0, other=0.0)
+            total += tl.sum(tl.where(same, x[None, :], 0.0), 1)
+    return (ids >= 0) & (repeated == 0), total
+
+
+@triton.jit
+def finite(x):
+    return tl.abs(x) < float("inf")  # nor is a NaN
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def take_out_kernel(
+    logits_ptr,
+    ids_ptr,
+    bias_ptr,
+    z_ptr,
+    logits_stride,
+    V,
+    k,
+    taken,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
+    there = (ids >= 0) & (ids < V)
+    place = logits_ptr + row * logits_stride + ids
+    x = tl.load(place, mask=there, other=0.0)
+    z, _ = head_logits(x, bias_ptr, ids, there, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    tl.store(z_ptr + row * k + slot, tl.where(there, z, -float("inf")), mask=slot < k)
+    # Nobody may store over a logit before all slots of its id have read it.
+    tl.debug_barrier()
+    tl.store(place, tl.full([K], taken, tl.float32).to(logits_ptr.dtype.element_ty), mask=there)
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def slot_numbers_kernel(
+    z_ptr,
+    ids_ptr,
+    bias_ptr,
+    targets_ptr,
+    read_lse_ptr,
+    read_residual_ptr,
+    read_entropy_ptr,
+    logps_ptr,
+    lse_ptr,
+    lse_residual_ptr,
+    rest_ptr,
+    entropy_ptr,
+    V,
+    k,
+    ignore_index,
+    taken,
+    gain,
+    squash,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    EXTRA: tl.constexpr,
+    K: tl.constexpr,
+):
+    """`read`: what was read of the chunk, with `taken` in the place of the ids' products."""
+    row = tl.program_id(0).to(tl.int64)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
+    if tl.load(targets_ptr + row) == ignore_index:
+        tl.store(logps_ptr + row * k + slot, tl.zeros([K], tl.float32), mask=slot < k)
+        tl.store(lse_ptr + row, 0.0)
+        tl.store(lse_residual_ptr + row, 0.0)
+        tl.store(rest_ptr + row, 0.0)
+        if EXTRA:
+            tl.store(entropy_ptr + row, 0.0)
+        return
+
+    z = tl.load(z_ptr + row * k + slot, mask=slot < k, other=-float("inf"))
+    first, _ = first_slots(ids_ptr, z_ptr, row, k, slot, ids, K, False)
+    own = tl.where(first, z, -float("inf"))
+
+    # The others: without what was taken out, which with a softcap counts for something.
+    read_lse = tl.load(read_lse_ptr + row)
+    inside = first & (ids < V)
+    x = tl.full([K], taken, tl.float32)
+    out, _ = head_logits(x, bias_ptr, ids, inside, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    out -= read_lse
+    share = tl.where(inside, tl.exp(out), 0.0)
+    left = 1.0 - tl.sum(share, 0)
+    none = (left <= 0.0) | (tl.sum(inside.to(tl.int32), 0) == V)  # a NaN is not nothing
+    left = tl.where(none, 1.0, left)
+    log_left = tl.log(left)
+    others_lse = tl.where(none, -float("inf"), read_lse + log_left)
+    residual = tl.load(read_residual_ptr + row)
+    residual = tl.where(finite(others_lse) & finite(residual), residual, 0.0)
+
+    # The sum of all parts but the largest, of which only what rounding left out.
+    top_own = tl.max(own, 0)
+    top = tl.maximum(top_own, others_lse)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    largest = tl.min(tl.where(own == top_own, slot, K), 0)
+    rest_is_top = others_lse >= top_own
+    e = tl.where((slot == largest) & (rest_is_top == 0), 0.0, tl.exp(own - top))
+    e_rest = tl.where(rest_is_top, -complement(residual), tl.exp((others_lse - top) + residual))
+    log_total = log1p(tl.sum(e, 0) + e_rest)
+    lse = top + log_total
+    rest = ((others_lse - top) + residual) - log_total
+    tl.store(logps_ptr + row * k + slot, (z - top) - log_total, mask=slot < k)
+    tl.store(lse_ptr + row, lse)
+    tl.store(lse_residual_ptr + row, tl.where(finite(lse), (top - lse) + log_total, 0.0))
+    tl.store(rest_ptr + row, rest)
+    if EXTRA:
+        gone = tl.sum(tl.where(share > 0.0, share * out, 0.0), 0)
+        of_others = (tl.load(read_entropy_ptr + row) + gone) / left + log_left
+        P = tl.exp(rest)
+        log_p = (own - top) - log_total
+        surprise = tl.where(log_p > -float("inf"), tl.exp(log_p) * log_p, 0.0)
+        tl.store(entropy_ptr + row, tl.where(P == 0.0, 0.0, P * (of_others - rest)) - tl.sum(surprise, 0))
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def entries_kernel(
+    ids_ptr,
+    targets_ptr,
+    logps_ptr,
+    lse_ptr,
+    rest_ptr,
+    entropy_ptr,
+    g_logps_ptr,
+    g_lse_ptr,
+    g_rest_ptr,
+    g_entropy_ptr,
+    columns_ptr,
+    entries_ptr,
+    factor_ptr,
+    k,
+    ignore_index,
+    least,
+    gain,
+    cap,
+    LOGPS: tl.constexpr,
+    LSE: tl.constexpr,
+    REST: tl.constexpr,
+    EXTRA: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
+    kept = tl.load(targets_ptr + row) != ignore_index
+    there = (ids >= 0) & kept
+    logps = tl.load(logps_ptr + row * k + slot, mask=slot < k, other=0.0)
+    p = tl.exp(logps)
+    # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
+    first, g = first_slots(ids_ptr, g_logps_ptr, row, k, slot, ids, K, LOGPS)
+    total = tl.sum(tl.where(first, g, 0.0), 0)
+    d_z = g * complement(logps) - (total - g) * p
+    factor = -total
+    if LSE:
+        g_lse = tl.load(g_lse_ptr + row)
+        d_z += g_lse * p
+        factor += g_lse
+    if REST:
+        g_rest = tl.load(g_rest_ptr + row)
+        rest = tl.load(rest_ptr + row)
+        d_z -= g_rest * p
+        factor += g_rest * complement(rest) * tl.exp(-tl.maximum(rest, least))
+    if EXTRA:
+        entropy = tl.load(entropy_ptr + row)
+        d_z -= tl.load(g_entropy_ptr + row) * tl.where(p > 0.0, p * (logps + entropy), 0.0)
+    slope = gain
+    if HAS_SOFTCAP:
+        # `Head.derivative_at` the logit.
+        squashed = (logps + tl.load(lse_ptr + row)) / cap
+        slope = gain * (1.0 - squashed * squashed)
+    last = row * k + slot
+    tl.store(columns_ptr + last, tl.where(first & kept, ids, -1).to(tl.int64), mask=slot < k)
+    tl.store(entries_ptr + last, tl.where(there, d_z * slope, 0.0), mask=slot < k)
+    tl.store(factor_ptr + row, tl.where(kept, factor, 0.0))
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def put_kernel(
+    grad_ptr,
+    ids_ptr,
+    values_ptr,
+    grad_stride,
+    V,
+    k,
+    value,
+    SAME: tl.constexpr,
+    K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot, ids = slots_of(ids_ptr, row, k, 0, K)
+    there = (ids >= 0) & (ids < V)
+    if SAME:
+        values = tl.full([K], value, tl.float32)
+    else:
+        values = tl.load(values_ptr + row * k + slot, mask=there, other=0.0)
+    place = grad_ptr + row * grad_stride + ids
+    tl.store(place, values.to(grad_ptr.dtype.element_ty), mask=there)
+
+
+def sizes(k: int) -> dict[str, int]:
+    """What a kernel for k slots is compiled for."""
+    K = max(FEWEST, triton.next_power_of_2(k))
+    return {"K": K, "num_warps": WARPS if K < 128 else 2 * WARPS}
+
+
+def _transform(head, bias: Tensor | None, unused: Tensor):
+    """The head's transform, as the kernels take it: pointer, scalars and constexprs."""
+    (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, unused)
+    return bias, scalars, {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
+
+
+def take_out(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor | None) -> Tensor:
+    check_rows(logits=logits)
+    n, k = ids.shape
+    z = torch.empty((n, k), dtype=torch.float32, device=logits.device)
+    bias, scalars, flags = _transform(head, bias, z)
+    given = logits, dense(ids), bias, z, logits.stride(0), logits.shape[1], k, taken, *scalars
+    take_out_kernel[(n,)](*given, **flags, **sizes(k))
+    return z
+
+
+def numbers(
+    z: Tensor,
+    ids: Tensor,
+    stats,
+    out: Mapping[str, Tensor],
+    taken: float,
+    V: int,
+    *,
+    head,
+    bias,
+    targets,
+    ignore_index,
+) -> None:
+    check_written(**out)
+    n, k = ids.shape
+    bias, scalars, flags = _transform(head, bias, z)
+    extra = "entropy" in out
+    slot_numbers_kernel[(n,)](
+        dense(z),
+        dense(ids),
+        bias,
+        dense(targets),
+        dense(stats.lse),
+        dense(stats.lse_residual),
+        dense(stats.entropy) if extra else z,
+        # What nobody wants is written all the same.
+        out["logps"],
+        *(out[name] if name in out else z.new_empty(n) for name in ("lse", "lse_residual", "rest")),
+        out["entropy"] if extra else z,
+        V,
+        k,
+        ignore_index,
+        taken,
+        *scalars,
+        **flags,
+        EXTRA=extra,
+        **sizes(k),
+    )
+
+
+def entries(
+    known: Mapping[str, Tensor], upstream, *, head, targets, ignore_index, least: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    ids, logps = dense(known["ids"]), dense(known["logps"])
+    n, k = ids.shape
+    columns, found = torch.empty_like(ids), torch.empty_like(logps)
+    factor = logps.new_empty(n)
+    _, (gain, _, cap), flags = _transform(head, None, logps)
+    used = {"rest": upstream.rest is not None, "entropy": upstream.entropy is not None}
+    entries_kernel[(n,)](
+        ids,
+        dense(targets),
+        logps,
+        dense(known["lse"]),
+        *(dense(known[name]) if wanted else logps for name, wanted in used.items()),
+        *(logps if g is None else dense(g, torch.float32) for g in upstream),
+        columns,
+        found,
+        factor,
+        k,
+        ignore_index,
+        least,
+        gain,
+        cap,
+        LOGPS=upstream.logps is not None,
+        LSE=upstream.lse is not None,
+        REST=used["rest"],
+        EXTRA=used["entropy"],
+        HAS_SOFTCAP=flags["HAS_SOFTCAP"],
+        **sizes(k),
+    )
+    return columns, found, factor
+
+
+def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
+    check_rows(matrix=matrix)
+    (n, k), same = columns.shape, not isinstance(values, Tensor)
+    value, values = (values, matrix.new_empty(1, dtype=torch.float32)) if same else (0.0, values)
+    operands = matrix, dense(columns), dense(values, torch.float32), matrix.stride(0), matrix.shape[1]
+    put_kernel[(n,)](*operands, k, value, SAME=same, **sizes(k))
