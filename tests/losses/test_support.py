@@ -258,6 +258,33 @@ def test_gathered_gradients_are_the_same_in_every_run():
     assert torch.equal(*found) and not found[0][3:].any() and found[0][:3].any()
 
 
+def test_gathered_values_of_a_frozen_head():
+    h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4)
+    teacher = {"teacher_logprobs_topk": given(9, 3, 900)}
+    options = {"support": "teacher", "topk_mode": "renormalize"}
+    out = DistillationLoss(**options, reduction="none")(h, w, **teacher)
+    assert "gathered: 3 columns" in out.plan.describe()
+    whole = DistillationLoss(**options, reduction="sum")(h, w, **teacher)
+    found, truth = (torch.autograd.grad(x, h)[0] for x in (out.loss.sum(), whole.loss))
+    torch.testing.assert_close(out.loss.sum(), whole.loss)
+    torch.testing.assert_close(found, truth)
+
+
+def test_the_given_ids_are_read_in_the_calls_one_sync(monkeypatch):
+    """Wrong ids and log-probabilities are counted on the device; nobody else asks for a number."""
+    h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4, requires_grad=True)
+    teacher, reads = {"teacher_logprobs_topk": given(9, 3, 900)}, []
+    for name in ("tolist", "item", "__bool__", "nonzero"):
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *x, name=name, method=method: reads.append(name) or method(*x)
+        )
+    for mode in ("tail", "renormalize"):
+        reads.clear()
+        DistillationLoss(support="teacher", topk_mode=mode)(h, w, **teacher).loss.backward()
+        assert reads == ["tolist"]
+
+
 def test_inside_a_compiled_graph():
     h, w = torch.randn(7, 5, requires_grad=True), torch.randn(900, 5, requires_grad=True)
     values, ids = given(7, 4, 900)

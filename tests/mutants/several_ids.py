@@ -53,6 +53,11 @@ MUTANTS = [
     *of_file(
         "kernels/gathered.py",
         TEST_GATHERED,
+        ("empty slots checked", "wrong_slots", "& (values != -torch.inf)", "& (values == values)"),
+        ("a NaN passes", "wrong_slots", "~(values <= ROUNDING).all(1)", "(values > ROUNDING).any(1)"),
+        ("ids count in every slot", "first_slots", "first[:, slot] &= ~same.any(1)", "pass"),
+        ("an empty slot comes first", "first_slots", " & first[:, :slot]", ""),
+        ("rows of the next rank", "first_slots", "(rows < width)", "(rows <= width)"),
         (
             "empty slots count",
             "add_rows",
@@ -71,6 +76,20 @@ MUTANTS = [
     *of_file(
         "kernels/gathered_triton.py",
         TEST_GATHERED,
+        ("slots beyond the first tile", "wrong_slots_kernel", "range(0, k, SLOTS)", "range(0, SLOTS, SLOTS)"),
+        (
+            "a NaN passes the kernel",
+            "wrong_slots_kernel",
+            "tl.where(values <= largest, 0, 1)",
+            "(values > largest).to(tl.int32)",
+        ),
+        (
+            "compared with its own tile alone",
+            "first_slots_kernel",
+            "range(0, (tl",
+            "range(tl.program_id(1), (tl",
+        ),
+        ("an empty slot before the kernel's", "first_slots_kernel", "& filled[None, :] ", ""),
         (
             "a run's last slots lost",
             "run_kernel",
@@ -179,12 +198,31 @@ MUTANTS = [
             "0",
         ),
         (
-            "gathered without slope",
-            "SupportObjective.write",
-            'g = g * self.call.loss.head.derivative_at(stats["logps"])',
-            "pass",
+            "a frozen head keeps vectors",
+            "SupportObjective.linear_in_logps",
+            "not loss.cancels and ",
+            "",
         ),
         prefix="support: ",
+    ),
+    *of_file(
+        "engine/gathered.py",
+        TEST_SUPPORT,
+        ("without slope", "GatheredObjective.write", "else gradient * slope", "else gradient"),
+        ("ignored tokens count", "GatheredProjection.take", "if not call.loss.compact:", "if False:"),
+        (
+            "empty slots have a logit",
+            "GatheredObjective.fill",
+            "head.teacher == -torch.inf, -torch.inf",
+            "head.teacher == -torch.inf, 0.0",
+        ),
+        (
+            "a chunk for the whole",
+            "GatheredObjective._keep",
+            "chunk.step.stop - chunk.step.start == self.rows.count",
+            "True",
+        ),
+        prefix="gathered: ",
     ),
     *of_file(
         "losses/support.py",
