@@ -117,11 +117,11 @@ def add_rows(
         return
     if first:
         total.zero_()
-    coefficients = torch.where(ids >= 0, coefficients, 0.0)
     touched, numbers = ids.clamp(min=0).unique(return_inverse=True)
     sums = coefficients.new_zeros(touched.shape[0], hidden.shape[1])
     wide = hidden.to(sums.dtype)
     for slot in range(ids.shape[1]):
         # Unlike index_add_, in the same order in every run, on CUDA too.
-        sums.index_put_((numbers[:, slot],), wide * coefficients[:, slot, None], accumulate=True)
+        share = torch.where(ids[:, slot, None] >= 0, wide * coefficients[:, slot, None], 0.0)
+        sums.index_put_((numbers[:, slot],), share, accumulate=True)
     total[touched] = (total[touched].to(sums.dtype) + sums).to(total.dtype)

@@ -23,11 +23,11 @@ SHAPES = [(5, 1, 7, 3), (9, 20, 40, 300), (70, 17, 11, 5)]
 
 
 def slots(n, k, V, dtype=torch.float32, seed=0):
-    """Ids that repeat, log-probabilities, and a tenth of the slots empty, with ids that do not exist."""
+    """Ids that repeat, log-probabilities, and some empty slots, with ids of other slots or of nobody."""
     random = Random(seed)
     ids, values = random.integers(V, n, k), -random.uniform(n, k).to(dtype)
-    empty = random.uniform(n, k) < 0.6
-    return ids.masked_fill(empty, 10**9), values.masked_fill(empty, -torch.inf)
+    empty, nobody = random.uniform(n, k) < 0.7, random.uniform(n, k) < 0.55
+    return ids.masked_fill(empty & nobody, 10**9), values.masked_fill(empty, -torch.inf)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 4), (5, 64, 40), (4, 150, 90)], ids=str)

@@ -5,6 +5,7 @@ from tests.mutants.mutant import of_file
 TEST_IDS = "tests/losses/test_several_ids.py"
 TEST_SUPPORT = "tests/losses/test_support.py"
 TEST_SELECT = "tests/kernels/test_select.py"
+TEST_KERNELS_ENGINE = "tests/kernels/test_engine.py -k gathered"
 TEST_GATHERED = "tests/kernels/test_gathered.py"
 
 MUTANTS = [
@@ -61,8 +62,8 @@ MUTANTS = [
         (
             "empty slots count",
             "add_rows",
-            "torch.where(ids >= 0, coefficients, 0.0)",
-            "torch.where(ids >= 0, coefficients, 1.0)",
+            "torch.where(ids[:, slot, None] >= 0, wide * coefficients[:, slot, None], 0.0)",
+            "wide * coefficients[:, slot, None].nan_to_num(1.0)",
         ),
         ("earlier sums lost", "add_rows", "total[touched].to(sums.dtype) + sums", "sums"),
         (
@@ -87,7 +88,7 @@ MUTANTS = [
             "compared with its own tile alone",
             "first_slots_kernel",
             "range(0, (tl",
-            "range(tl.program_id(1), (tl",
+            "range(tl.program_id(1) * SLOTS, (tl",
         ),
         ("an empty slot before the kernel's", "first_slots_kernel", "& filled[None, :] ", ""),
         (
@@ -209,7 +210,6 @@ MUTANTS = [
         "engine/gathered.py",
         TEST_SUPPORT,
         ("without slope", "GatheredObjective.write", "else gradient * slope", "else gradient"),
-        ("ignored tokens count", "GatheredProjection.take", "if not call.loss.compact:", "if False:"),
         (
             "empty slots have a logit",
             "GatheredObjective.fill",
@@ -222,6 +222,12 @@ MUTANTS = [
             "chunk.step.stop - chunk.step.start == self.rows.count",
             "True",
         ),
+        prefix="gathered: ",
+    ),
+    *of_file(
+        "engine/gathered.py",
+        TEST_KERNELS_ENGINE,
+        ("ignored tokens count", "GatheredProjection.take", "if not call.loss.compact:", "if False:"),
         prefix="gathered: ",
     ),
     *of_file(
