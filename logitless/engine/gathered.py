@@ -1,18 +1,33 @@
-"""The projection of a call whose loss is a function of k given ids per token: those columns alone."""
+"""A call whose loss is a function of k given ids per token: those columns alone are multiplied with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.plan import Plan
+from logitless.engine.ids_objective import IdsObjective
+from logitless.engine.objective import Report, batch_of
+from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
-from logitless.kernels.gathered import add_rows, gathered_logits, weighted_rows
+from logitless.engine.rows import Rows
+from logitless.engine.terms import UnitFactors, metric_sums, reduced
+from logitless.kernels.gathered import add_rows, first_slots, gathered_logits, weighted_rows
 
 
 class GatheredProjection(Projection):
-    """A chunk's `logits` (n, k) are the products of its ids; 0 for those of other ranks."""
+    """A chunk's `logits` (n, k) are the products of its ids; 0 for those of other ranks, and in empty slots.
 
-    _columns: Tensor | None = None  # (n, k) of the chunk at hand; negative for none
+    Attributes:
+        columns: (n, k) of the chunk at hand, each once; negative for none, and for tokens that are ignored.
+        teacher: (n, k) log-probabilities, -inf in empty slots.
+    """
+
+    columns: Tensor
+    teacher: Tensor
 
     def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
         k = self.call.inputs["ids"].shape[1]
@@ -21,18 +36,86 @@ class GatheredProjection(Projection):
 
     def take(self, chunk: Chunk) -> None:
         super().take(chunk)
-        columns, here = self.call.vocabulary.find(self.call.inputs["ids"][chunk.at], self.call.V)
-        self._columns = torch.where(here, columns, -1)
+        call, inputs = self.call, self.call.inputs
+        ids, values = inputs["ids"][chunk.at], inputs["teacher_logps"][chunk.at]
+        found = first_slots(ids, values, *call.vocabulary.span(call.V), call.stat_dtype)
+        self.columns, self.teacher = found
+        if not call.loss.compact:
+            self.columns.masked_fill_((chunk.targets == chunk.ignored)[:, None], -1)
 
     def project(self, chunk: Chunk) -> None:
-        gathered_logits(chunk.features, self.weight, self._columns, chunk.logits)
+        gathered_logits(chunk.features, self.weight, self.columns, chunk.logits)
 
     def backproject(self, chunk: Chunk) -> None:
         if self.needs.hidden or self.needs.layers:
             out = torch.empty_like(chunk.features)
             if isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None:
                 out = self.d_hidden[chunk.at]
-            chunk.d_features = weighted_rows(self.weight, self._columns, chunk.gradient, out)
+            chunk.d_features = weighted_rows(self.weight, self.columns, chunk.gradient, out)
 
     def accumulate(self, total: Tensor, gradient: Tensor, features: Tensor, *, first: bool) -> None:
-        add_rows(total, self._columns, gradient, features, first=first)
+        add_rows(total, self.columns, gradient, features, first=first)
+
+
+@dataclass
+class GatheredObjective(IdsObjective):
+    """Of a loss that logits of the ids, in the place of their log-probabilities, are all it takes for."""
+
+    @classmethod
+    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+        shape, device = (rows.count, plan.columns), call.targets.device
+        names = ("logps", "teacher_logps")
+        stats = {name: torch.empty(shape, dtype=call.stat_dtype, device=device) for name in names}
+        return cls(call, rows, stats, {}, factors)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """What the loss does not look at is 0."""
+        call, count = self.call, self.rows.count
+        shapes = call.loss.objective.number_shapes(call.loss, count, call.inputs)
+        others = {name: shape for name, shape in shapes.items() if name not in self.stats}
+        zeros = {
+            name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
+            for name, (shape, dtype) in others.items()
+        }
+        return zeros | self.stats
+
+    def fill(self, chunk: Chunk, head: GatheredProjection) -> None:
+        head.project(chunk)
+        if not chunk.step.read:
+            return
+        call, columns = self.call, head.columns
+        bias = None if call.bias is None else call.bias[columns.clamp(min=0).long()]
+        z, _ = call.loss.head.logits(chunk.logits, bias)
+        if call.vocabulary.sharded:
+            z = call.vocabulary.reduce(torch.where(columns >= 0, z, 0.0))
+        z = z.masked_fill_(head.teacher == -torch.inf, -torch.inf)
+        self._keep(chunk, {"logps": z, "teacher_logps": head.teacher})
+
+    def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
+        if chunk.step.stop - chunk.step.start == self.rows.count:
+            self.stats = dict(found)
+        else:
+            super()._keep(chunk, found)
+
+    def evaluate(self, span: Span) -> None:
+        call, logits = self.call, self.stats["logps"]
+        if not call.loss.has_kernel(logits.device, logits.dtype):
+            super().evaluate(span)
+            return
+        rows, factors, gradient = slice(span.start, span.stop), self.factors.loss["tokens"], None
+        if not isinstance(factors, Tensor):
+            factors = torch.full((), factors, dtype=logits.dtype, device=logits.device)
+        factors = factors.expand(span.stop - span.start)
+        if call.trainable:
+            gradient = self.grads.setdefault("logps", torch.empty_like(logits))[rows]
+        numbers = logits[rows], self.stats["teacher_logps"][rows]
+        found = call.loss.kernel(*numbers, factors, gradient)
+        terms, metrics = map(batch_of(call, self.rows, span).masked, found)
+        self.reports.append(Report(reduced(terms, self.factors.loss), metric_sums(metrics)))
+
+    def write(self, chunk: Chunk, head: Projection) -> None:
+        rows = slice(chunk.step.start, chunk.step.stop)
+        slope = self.call.loss.head.derivative_at(self.stats["logps"][rows])
+        # Whatever it is in empty slots, nobody reads it there.
+        gradient = self.grads["logps"][rows]
+        chunk.gradient = gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope

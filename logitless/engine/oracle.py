@@ -191,6 +191,9 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
         ids = torch.cat([shared[name][:, :k] for name in names], 1)
     elif ids is None:
         ids = best["student"][:, : loss.k]
+    given = getattr(batch, "teacher_logps", None)
+    if given is not None:
+        ids = torch.where(given == -torch.inf, -1, ids)
     if loss.teacher:
         ids = once(ids)
     logps, rest = _of_ids(log_p, ids)
@@ -199,7 +202,8 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     if not loss.teacher:
         return found
     if teacher is None:
-        found |= {"teacher_logps": batch.teacher_logps.to(z.dtype), "teacher_rest": zero}
+        known = torch.where(ids >= 0, given.to(z.dtype), -torch.inf)
+        found |= {"teacher_logps": known, "teacher_rest": zero}
         favourite = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
     else:
         favourite = best["teacher"][:, 0]

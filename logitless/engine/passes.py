@@ -169,7 +169,8 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     supervised, shards, known = targets != loss.ignore_index, None, f"{V}"
     if call.vocabulary.sharded:
         shards = call.vocabulary.codes_of(call.weight, loss.tp_group, unrounded=call.unrounded)
-        inside, known = torch.minimum(targets.clamp(min=0), (shards // 2).sum() - 1), "{V}"
+        V = (shards // 2).sum()
+        inside, known = torch.minimum(targets.clamp(min=0), V - 1), "{V}"
     else:
         inside = targets.clamp(0, V - 1)
     outside = supervised & (targets != inside)
@@ -181,7 +182,7 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
         remedy = "count what is supervised"
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
     if loss.faults is not None:
-        faults += loss.faults(targets, call.inputs)
+        faults += loss.faults(targets, call.inputs, V)
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
     # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)

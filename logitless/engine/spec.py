@@ -115,5 +115,6 @@ class LossSpec(Protocol):
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:
         """What the sum over each unit is divided by in a mean."""
 
-    # (targets, inputs) -> what of the inputs is wrong where only the device can tell; None: nothing can be.
-    faults: Callable[[Tensor, Mapping[str, Tensor | None]], Sequence[Fault]] | None
+    # (targets, inputs, size of the vocabulary, a tensor where the host does not know it yet) -> what of the
+    # inputs is wrong where only the device can tell; None: nothing can be.
+    faults: Callable[[Tensor, Mapping[str, Tensor | None], int | Tensor], Sequence[Fault]] | None

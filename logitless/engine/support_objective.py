@@ -9,12 +9,15 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
+from logitless.engine.gathered import GatheredObjective
 from logitless.engine.ids_objective import SLOT_BYTES, IdsObjective, best
 from logitless.engine.objective import Costs, logits_bytes
-from logitless.engine.plan import Pass
+from logitless.engine.plan import Pass, Plan
 from logitless.engine.projection import Projection
+from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
+from logitless.engine.terms import UnitFactors
 from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import slots
 from logitless.kernels.cross_entropy import TokenBuffers
@@ -49,10 +52,24 @@ class SupportObjective(IdsObjective):
 
     _teacher_buffer: Tensor | None = None
 
-    @property
-    def columns(self) -> int:
-        """Of the head, gathered for each row; 0: all."""
-        return gathered_columns(self.call)
+    @classmethod
+    def solving(
+        cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None
+    ) -> "SupportObjective | GatheredObjective":
+        kind = GatheredObjective.solving if plan.columns else super().solving
+        return kind(call, rows, plan, factors)
+
+    @classmethod
+    def writing(
+        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    ) -> "SupportObjective | GatheredObjective":
+        kind = GatheredObjective.writing if gathered_columns(call) else super().writing
+        return kind(call, rows, numbers, upstream)
+
+    @staticmethod
+    def linear_in_logps(loss: LossSpec) -> bool:
+        # Where the partition function cancels, a vector that is kept without it would be of no use.
+        return not loss.cancels and IdsObjective.linear_in_logps(loss)
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
@@ -85,9 +102,6 @@ class SupportObjective(IdsObjective):
         head.project(chunk)
         if not chunk.step.read:
             return
-        if self.columns:
-            self._keep(chunk, self._gathered(chunk))
-            return
         reader, inputs = self._reader(chunk), self.call.inputs
         found, favourites = self._read_label(chunk, reader), {"student": best(chunk.logits, 1, reader)[:, 0]}
         if inputs["ids"] is None:
@@ -106,20 +120,10 @@ class SupportObjective(IdsObjective):
         self._keep(chunk, found)
         self._read(chunk, reader, ids)
 
-    def _gathered(self, chunk: Chunk) -> dict[str, Tensor]:
-        """From the products of the ids alone: logits in the place of log-probabilities."""
-        call, (ids, teacher) = self.call, self._given(chunk)
-        columns, here = call.vocabulary.find(ids, call.V)
-        z, _ = call.loss.head.logits(chunk.logits, None if call.bias is None else call.bias[columns])
-        z = call.vocabulary.reduce(torch.where(here, z, 0.0))
-        z = torch.where(ids >= 0, z, -torch.inf)
-        kept = (chunk.targets != chunk.ignored)[:, None]
-        return {"ids": ids, "logps": torch.where(kept, z, 0.0), "teacher_logps": teacher}
-
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """The teacher's ids, each once, and their log-probabilities."""
         ids, given = self.call.inputs["ids"][chunk.at], self.call.inputs["teacher_logps"][chunk.at]
-        ids = slots.once(ids)
+        ids = slots.once(torch.where(given == -torch.inf, -1, ids))
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _taught(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
@@ -187,13 +191,6 @@ class SupportObjective(IdsObjective):
         return reader.head._replace(temperature=1.0)
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        if self.columns:
-            stats = self._at(slice(chunk.step.start, chunk.step.stop))
-            g = self.grads["logps"][chunk.step.start : chunk.step.stop]
-            g = g * self.call.loss.head.derivative_at(stats["logps"])
-            kept = (stats["ids"] >= 0) & (chunk.targets != chunk.ignored)[:, None]
-            chunk.gradient = torch.where(kept, g, 0.0)
-            return
         given = self.grads.get("hard")
         if given is None:
             super().write(chunk, head)

@@ -1,5 +1,7 @@
 """Products with k rows of the head per token, of which `(N, k, H)` never exists.
 
+    wrong_slots       which tokens have an id or a log-probability that cannot be
+    first_slots       which rows of the head a token's slots take: each once
     gathered_logits   z[n, j] = hidden[n] . weight[ids[n, j]]
     weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]] (+ factor[n] base[n])
     add_rows          d_weight[v] += sum over the slots (n, j) with the id v of g[n, j] hidden[n]
@@ -14,15 +16,56 @@ from torch import Tensor
 
 from logitless.kernels.cross_entropy import uses_triton
 
+# A log-probability that a server rounded may lie so far above 0.
+ROUNDING = 1e-3
+
 
 def _runs(x: Tensor, ids: Tensor) -> bool:
     return uses_triton(x.device, x.dtype) and ids.numel() > 0
 
 
+def wrong_slots(
+    ids: Tensor,  # (n, k) integers
+    values: Tensor,  # (n, k) log-probabilities, -inf in empty slots, which may hold any id
+    V: int | Tensor,
+) -> Tensor:
+    """(2, n) bool: which tokens have an id outside of [0, V), and which a number above 0, or a NaN."""
+    if not isinstance(V, Tensor) and _runs(values, ids):
+        from logitless.kernels import gathered_triton
+
+        return gathered_triton.wrong_slots(ids, values, V, ROUNDING)
+    outside = ((ids < 0) | (ids >= V)) & (values != -torch.inf)
+    return torch.stack((outside.any(1), ~(values <= ROUNDING).all(1)))
+
+
+def first_slots(
+    ids: Tensor,  # (n, k) integers
+    values: Tensor,  # (n, k), -inf in empty slots
+    start: int,
+    width: int,
+    dtype: torch.dtype,  # of the values that come back
+) -> tuple[Tensor, Tensor]:
+    """((n, k) int32 rows of the head that has the ids start:start + width, negative for none; (n, k) values).
+
+    An id counts in its first slot alone: its other slots become empty ones.
+    """
+    if dtype == torch.float32 and _runs(values, ids):
+        from logitless.kernels import gathered_triton
+
+        return gathered_triton.first_slots(ids, values, start, width)
+    first = values != -torch.inf
+    for slot in range(1, ids.shape[1]):
+        same = (ids[:, :slot] == ids[:, slot : slot + 1]) & first[:, :slot]
+        first[:, slot] &= ~same.any(1)
+    rows = ids - start
+    rows = torch.where(first & (rows >= 0) & (rows < width), rows, -1)
+    return rows.to(torch.int32), torch.where(first, values.to(dtype), -torch.inf)
+
+
 def gathered_logits(
     hidden: Tensor,  # (n, H)
     weight: Tensor,  # (V, H)
-    ids: Tensor,  # (n, k) int64
+    ids: Tensor,  # (n, k) int32 or int64
     out: Tensor,  # (n, k), written
 ) -> Tensor:
     """The products of the ids; 0 in empty slots."""
@@ -39,7 +82,7 @@ def gathered_logits(
 
 def weighted_rows(
     weight: Tensor,  # (V, H)
-    ids: Tensor,  # (n, k) int64
+    ids: Tensor,  # (n, k) int32 or int64
     coefficients: Tensor,  # (n, k)
     out: Tensor | None = None,  # (n, H), written
     *,
@@ -66,7 +109,7 @@ def weighted_rows(
 
 def add_rows(
     total: Tensor,  # (V, H): its rows of the ids are added to
-    ids: Tensor,  # (n, k) int64
+    ids: Tensor,  # (n, k) int32 or int64
     coefficients: Tensor,  # (n, k)
     hidden: Tensor,  # (n, H)
     *,
@@ -80,11 +123,11 @@ def add_rows(
         return
     if first:
         total.zero_()
-    coefficients = torch.where(ids >= 0, coefficients, 0.0)
     touched, numbers = ids.clamp(min=0).unique(return_inverse=True)
     sums = coefficients.new_zeros(touched.shape[0], hidden.shape[1])
     wide = hidden.to(sums.dtype)
     for slot in range(ids.shape[1]):
         # Unlike index_add_, in the same order in every run, on CUDA too.
-        sums.index_put_((numbers[:, slot],), wide * coefficients[:, slot, None], accumulate=True)
+        share = torch.where(ids[:, slot, None] >= 0, wide * coefficients[:, slot, None], 0.0)
+        sums.index_put_((numbers[:, slot],), share, accumulate=True)
     total[touched] = (total[touched].to(sums.dtype) + sums).to(total.dtype)

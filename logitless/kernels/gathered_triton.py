@@ -17,6 +17,54 @@ from logitless.kernels.layout import check_rows, check_written, dense
 # with tiles of 16 by 256), and the rows' gradients 1.3, or 3.7 where all tokens have the same 64 ids.
 SLOTS, BLOCK, WARPS = 16, 256, 4
 SUM_SLOTS, RUN_SLOTS, LONG_BLOCK = 8, 4, 1024
+# Slots that are compared with as many others at a time.
+COMPARED = 64
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def wrong_slots_kernel(ids_ptr, values_ptr, wrong_ptr, n, k, V, largest, SLOTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    outside = tl.zeros([SLOTS], tl.int32)
+    above = tl.zeros([SLOTS], tl.int32)
+    for start in range(0, k, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=0)
+        values = tl.load(values_ptr + row * k + slot, mask=slot < k, other=-float("inf")).to(tl.float32)
+        outside |= (((ids < 0) | (ids >= V)) & (values != -float("inf"))).to(tl.int32)
+        above |= tl.where(values <= largest, 0, 1)
+    tl.store(wrong_ptr + row, tl.max(outside, 0).to(tl.int8))
+    tl.store(wrong_ptr + n + row, tl.max(above, 0).to(tl.int8))
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def first_slots_kernel(
+    ids_ptr,
+    values_ptr,
+    rows_ptr,
+    kept_ptr,
+    k,
+    start,
+    width,
+    SLOTS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * k
+    slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
+    ids = tl.load(ids_ptr + token + slot, mask=slot < k, other=-1)
+    values = tl.load(values_ptr + token + slot, mask=slot < k, other=-float("inf")).to(tl.float32)
+    before = tl.zeros([SLOTS], tl.int32)
+    for begin in range(0, (tl.program_id(1) + 1) * SLOTS, SLOTS):
+        other = begin + tl.arange(0, SLOTS)
+        theirs = tl.load(ids_ptr + token + other, mask=other < k, other=-1)
+        filled = tl.load(values_ptr + token + other, mask=other < k, other=-float("inf")) != -float("inf")
+        same = (ids[:, None] == theirs[None, :]) & filled[None, :] & (other[None, :] < slot[:, None])
+        before |= tl.max(same.to(tl.int32), 1)
+    first = (values != -float("inf")) & (before == 0)
+    rows = ids - start
+    rows = tl.where(first & (rows >= 0) & (rows < width), rows, -1)
+    tl.store(rows_ptr + token + slot, rows.to(tl.int32), mask=slot < k)
+    tl.store(kept_ptr + token + slot, tl.where(first, values, -float("inf")), mask=slot < k)
 
 
 @held
@@ -24,7 +72,7 @@ SUM_SLOTS, RUN_SLOTS, LONG_BLOCK = 8, 4, 1024
 def gathered_logits_kernel(
     hidden_ptr,
     weight_ptr,
-    ids_ptr,
+    rows_ptr,
     out_ptr,
     hidden_stride,
     weight_stride,
@@ -35,7 +83,7 @@ def gathered_logits_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
-    ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
+    ids = tl.load(rows_ptr + row * k + slot, mask=slot < k, other=-1).to(tl.int64)
     rows = weight_ptr + ids[:, None] * weight_stride
     total = tl.zeros([SLOTS, BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
@@ -50,7 +98,7 @@ def gathered_logits_kernel(
 @triton.jit(**OF_CHUNKS)
 def weighted_rows_kernel(
     weight_ptr,
-    ids_ptr,
+    rows_ptr,
     coefficients_ptr,
     base_ptr,
     factor_ptr,
@@ -72,7 +120,7 @@ def weighted_rows_kernel(
         total += tl.load(factor_ptr + row) * base.to(tl.float32)
     for start in range(0, k, SLOTS):
         slot = start + tl.arange(0, SLOTS)
-        ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
+        ids = tl.load(rows_ptr + row * k + slot, mask=slot < k, other=-1).to(tl.int64)
         g = tl.load(coefficients_ptr + row * k + slot, mask=ids >= 0, other=0.0)
         w = tl.load(
             weight_ptr + ids[:, None] * weight_stride + cols[None, :],
@@ -122,6 +170,29 @@ def run_kernel(
         tl.store(out, total.to(total_ptr.dtype.element_ty), mask=inside)
 
 
+def wrong_slots(ids: Tensor, values: Tensor, V: int, largest: float) -> Tensor:
+    (n, k), wrong = ids.shape, torch.empty(2, ids.shape[0], dtype=torch.int8, device=ids.device)
+    given = dense(ids, torch.int64), dense(values, torch.float32)
+    wrong_slots_kernel[(n,)](*given, wrong, n, k, V, largest, SLOTS=COMPARED, num_warps=WARPS)
+    return wrong.view(torch.bool)
+
+
+def first_slots(ids: Tensor, values: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    rows, kept = (torch.empty(ids.shape, dtype=x, device=ids.device) for x in (torch.int32, torch.float32))
+    first_slots_kernel[(ids.shape[0], triton.cdiv(ids.shape[1], COMPARED))](
+        dense(ids, torch.int64),
+        dense(values, torch.float32),
+        rows,
+        kept,
+        ids.shape[1],
+        start,
+        width,
+        SLOTS=COMPARED,
+        num_warps=WARPS,
+    )
+    return rows, kept
+
+
 def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     check_rows(hidden=hidden, weight=weight)
     check_written(out=out)
@@ -129,7 +200,7 @@ def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) ->
     gathered_logits_kernel[(n, triton.cdiv(k, SLOTS))](
         hidden,
         weight,
-        dense(ids),
+        dense(ids, torch.int32),
         out,
         hidden.stride(0),
         weight.stride(0),
@@ -156,7 +227,7 @@ def weighted_rows(
     check_rows(weight=weight, out=out, base=base)
     weighted_rows_kernel[(n, triton.cdiv(H, LONG_BLOCK))](
         weight,
-        dense(ids),
+        dense(ids, torch.int32),
         coefficients,
         base,
         dense(factor, torch.float32) if has_base else coefficients,
@@ -177,7 +248,7 @@ def weighted_rows(
 def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *, first: bool) -> None:
     check_rows(total=total, hidden=hidden)
     (V, H), k = total.shape, ids.shape[1]
-    tokens, order = ids.reshape(-1).to(torch.int32).sort(stable=True)
+    tokens, order = dense(ids, torch.int32).view(-1).sort(stable=True)
     starts = torch.searchsorted(tokens, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
     run_kernel[(V, triton.cdiv(H, LONG_BLOCK))](
         hidden,

@@ -10,6 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import masked
+from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
@@ -18,8 +19,8 @@ from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
-from logitless.losses.support import SUPPORTS, check_support, on_support, vocabulary_size
-from logitless.losses.teachers import check_teacher, check_topk, warn_of_sizes
+from logitless.losses.support import SUPPORTS, check_support, on_support
+from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
 
 # Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its
 # cancellation.
@@ -117,6 +118,7 @@ class DistillationLoss(LogitsLoss):
             best, favourite = batch.argmax(z), batch.argmax(t)
         else:
             values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
+            ids = ids.masked_fill(values == -torch.inf, 0)  # an empty slot may hold any id
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
             best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
@@ -216,7 +218,7 @@ class DistillationLoss(LogitsLoss):
             expect(alike, "teacher_weight", expected, rows, "shard both heads alike")
             inputs |= teacher
         else:
-            inputs |= self._best_ids(teacher_logprobs_topk, shape, vocabulary_size(self, weight))
+            inputs |= self._best_ids(teacher_logprobs_topk, shape)
         counted = targets
         if targets is None:
             counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
@@ -237,7 +239,7 @@ class DistillationLoss(LogitsLoss):
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 
-    def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size, V: int) -> dict[str, Tensor]:
+    def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size) -> dict[str, Tensor]:
         """The teacher that is known by its k best tokens, as inputs."""
         name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
         alone = self.tp_group is None or self.support in SUPPORTS
@@ -246,12 +248,12 @@ class DistillationLoss(LogitsLoss):
         pair, got = isinstance(topk, (tuple, list)) and len(topk) == 2, type(topk).__name__
         expect(pair, name, "a pair of log-probabilities and ids", got, "pass (values, ids)", TypeError)
         values, ids = topk
-        check_topk(values, ids, shape, min(V, self.shared_vocabulary or V), on_host=self.compact)
-        # An empty slot may hold any id.
-        empty, ids, values = values == -torch.inf, ids.long(), values.detach()
-        if self.support in SUPPORTS:
-            return {"teacher_logps": values, "ids": ids.masked_fill(empty, -1)}
-        return {"topk_logprobs": values, "topk_ids": ids.masked_fill(empty, 0)}
+        check_topk(values, ids, shape)
+        names = ("teacher_logps", "ids") if self.support in SUPPORTS else ("topk_logprobs", "topk_ids")
+        return dict(zip(names, (values.detach(), ids.long()), strict=True))
+
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
+        return topk_faults(inputs["topk_ids"], inputs["topk_logprobs"], V, self.shared_vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)

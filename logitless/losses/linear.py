@@ -111,7 +111,7 @@ class LinearLoss(CheckedCall):
     # through the batch alone, and unless its scope is "token", its values are per sequence or pair exactly
     # where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
-    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs) -> list of
+    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs, V) -> list of
     # `Fault`: read in the call's one sync. None: nothing can be.
     faults: ClassVar[Callable | None] = None
     # The values of the fields as a text, which Dynamo guards on; empty for a loss made inside a graph.

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import SplitHead
+from logitless.engine.spec import Fault
 from logitless.engine.support_objective import SupportObjective
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
+from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.kernels.head import Head
 from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.linear import LinearLoss
-from logitless.parallel.groups import local_parameter
-from logitless.parallel.vocabulary import ShardedVocabulary
+from logitless.losses.teachers import topk_faults
 
 # How many sets of k ids a token has.
 SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
@@ -54,14 +54,6 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
     return SupportDistillation(**{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
 
 
-def vocabulary_size(loss: LinearLoss, weight: Tensor | SplitHead) -> int:
-    """Ids of the student's vocabulary, also where this rank has a shard of them."""
-    if loss.tp_group is None:
-        return weight.shape[0]
-    group = loss.resolved(weight).tp_group
-    return int(ShardedVocabulary.sizes_of(local_parameter("weight", weight, group), group).sum())
-
-
 @dataclass(frozen=True, kw_only=True)
 class SupportDistillation(LinearLoss):
     """`DistillationLoss` with a support, as the engine sees it."""
@@ -73,6 +65,7 @@ class SupportDistillation(LinearLoss):
     topk_mode: str = "tail"
     support: str = "teacher"
     k: int | None = None
+    shared_vocabulary: int | None = None
     teacher_softcap: float | None = None
     teacher_logit_scale: float = 1.0
     given: bool = False
@@ -82,7 +75,6 @@ class SupportDistillation(LinearLoss):
     token_inputs: ClassVar = ("labels",)
     prediction_inputs: ClassVar = ("ids", "teacher_logps")
     observes: ClassVar = (
-        "ids",
         "rest",
         "entropy",
         "teacher_logps",
@@ -116,10 +108,8 @@ class SupportDistillation(LinearLoss):
         return inputs["ids"].shape[-1] if self.given else self.k * SUPPORTS[self.support]
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        filled = stats.ids >= 0
-        student, teacher = (
-            torch.where(filled, x, NOTHING).clamp(min=NOTHING) for x in (stats.logps, stats.teacher_logps)
-        )
+        # In empty slots both are -inf.
+        student, teacher = (x.clamp(min=NOTHING) for x in (stats.logps, stats.teacher_logps))
         if self.topk_mode == "renormalize":
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         else:
@@ -133,6 +123,31 @@ class SupportDistillation(LinearLoss):
         numbers = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
         metrics = zip(self.metric_names, numbers, strict=True)
         return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
+
+    def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether `kernel` computes the loss of the ids' logits, where they are all it takes."""
+        return kernels.has_kernel(self.divergence, device, dtype)
+
+    def kernel(
+        self, student: Tensor, teacher: Tensor, factors: Tensor, gradient: Tensor | None
+    ) -> tuple[dict[str, Term], dict[str, Term]]:
+        """`terms` of logits (n, k), -inf in empty slots; writes their gradient, times the factors (n,)."""
+        soft, *_ = kernels.fused_divergence(
+            student.clamp(min=NOTHING),
+            teacher.clamp(min=NOTHING),
+            None,
+            factors,
+            gradient=gradient,
+            divergence=self.divergence,
+            beta=self.beta,
+            hard_weight=0.0,
+            head=Head(),
+            teacher_head=Head(),
+        )
+        return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
+
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
+        return topk_faults(inputs["ids"], inputs["teacher_logps"], V, self.shared_vocabulary)
 
     def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""

@@ -5,10 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
+from logitless.engine.spec import Fault
 from logitless.errors import expect, warn
-
-# A log-probability that a server rounded may lie so far above 0.
-ROUNDING = 1e-3
+from logitless.kernels.gathered import wrong_slots
 
 
 def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
@@ -29,7 +28,7 @@ def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, sh
         expect(bias.shape == weight.shape[:1], "teacher_bias", expected, got, "give one entry per token id")
 
 
-def check_topk(values: Tensor, ids: Tensor, shape: torch.Size, V: int, *, on_host: bool) -> None:
+def check_topk(values: Tensor, ids: Tensor, shape: torch.Size) -> None:
     fits = values.shape == ids.shape and values.shape[:-1] == shape and values.shape[-1:] > (0,)
     expected = f"two tensors {tuple(shape)} + (k,) with k >= 1"
     got = f"{tuple(values.shape)} and {tuple(ids.shape)}"
@@ -40,17 +39,27 @@ def check_topk(values: Tensor, ids: Tensor, shape: torch.Size, V: int, *, on_hos
     ):
         remedy = "pass (values, ids)"
         expect(kind, "teacher_logprobs_topk", wanted, x.dtype, remedy, TypeError)
-    inside = ((ids >= 0) & (ids < V) | (values == -torch.inf)).all()
-    below = (values <= ROUNDING).all()
-    message = f"ids in [0, {V})"
-    if torch.compiler.is_compiling() or not on_host:
-        torch._assert_async(inside, f"teacher_logprobs_topk: expected {message}")
-        torch._assert_async(below, "teacher_logprobs_topk: expected log-probabilities of at most 0")
-    else:
-        remedy = "give ids of the student's vocabulary"
-        expect(bool(inside), "teacher_logprobs_topk", message, "ids outside", remedy)
-        remedy = "give log-probabilities, normalized over the vocabulary, not logits"
-        expect(bool(below), "teacher_logprobs_topk", "log-probabilities of at most 0", "others", remedy)
+
+
+def topk_faults(
+    ids: Tensor | None, values: Tensor | None, V: int | Tensor, shared: int | None
+) -> list[Fault]:
+    """What of a teacher's best ids (N, k) and their log-probabilities only the device can tell.
+
+    `V` ids are in the vocabulary; a tensor where the host does not know yet. `shared`: the first ids, that
+    alone have a meaning to both.
+    """
+    if ids is None:
+        return []
+    if shared is not None:
+        V = V.clamp(max=shared) if isinstance(V, Tensor) else min(V, shared)
+    outside, above = wrong_slots(ids, values, V).unbind()
+    name, expected = "teacher_logprobs_topk", f"ids in [0, {'{V}' if isinstance(V, Tensor) else V})"
+    remedy = "give log-probabilities, normalized over the vocabulary, not logits"
+    return [
+        Fault(outside, name, expected, "ids outside", "give ids of the student's vocabulary"),
+        Fault(above, name, "log-probabilities of at most 0", "others", remedy),
+    ]
 
 
 @functools.cache

@@ -47,6 +47,10 @@ class WholeVocabulary:
         """Rows of the largest shard. All ranks plan for it, so that they walk the same chunks."""
         return width
 
+    def span(self, V: int) -> tuple[int, int]:
+        """The first id of this rank's rows of the head, and how many there are."""
+        return 0, V
+
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
         """Targets as columns of this rank's logits, and what stands for an ignored one among them."""
         return targets, ignore_index
@@ -161,6 +165,9 @@ class ShardedVocabulary(WholeVocabulary):
 
     def widest(self, width: int) -> int:
         return max(self.sizes)
+
+    def span(self, V: int) -> tuple[int, int]:
+        return self.start, self.width
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
         """Targets as this shard's columns: its width for another shard's, `IGNORED` if ignored."""

@@ -21,6 +21,10 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"),
 
 
 INTEGERS = (
+    "numel",
+    "n",
+    "start",
+    "width",
     "V",
     "common",
     "ignore_index",
@@ -34,9 +38,9 @@ INTEGERS = (
     "ranks",
 )
 INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr")
-INT32 = ("scratch_ptr",)
+INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr",)
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
-GATHERED_BLOCK, SLOTS, SUM_SLOTS, RUN_SLOTS = 256, 16, 8, 4
+GATHERED_BLOCK, SLOTS, SUM_SLOTS, RUN_SLOTS, COMPARED = 256, 16, 8, 4, 64
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
 
 
@@ -122,7 +126,8 @@ def scale_combinations() -> Iterator[Combination]:
     for x, out in itertools.product(TYPES, TYPES):
         for in_place in {False, x == out}:
             flags = {"IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
-            yield combination("scale_kernel", {"x": x, "out": out}, flags)
+            for kernel in ("scale_kernel", "scale_all_kernel"):
+                yield combination(kernel, {"x": x, "out": out}, flags)
 
 
 def select_combinations() -> Iterator[Combination]:
@@ -136,6 +141,8 @@ def select_combinations() -> Iterator[Combination]:
 
 def gathered_combinations() -> Iterator[Combination]:
     slots, run = {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}, {"BLOCK": BLOCK, "SLOTS": RUN_SLOTS}
+    yield combination("first_slots_kernel", {}, {"SLOTS": COMPARED})
+    yield combination("wrong_slots_kernel", {}, {"SLOTS": COMPARED})
     for x in TYPES:
         yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
         for out in {x, "fp32"}:
@@ -212,6 +219,8 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
             return "*i64"
         if name in INT32:
             return "*i32"
+        if name in INT8:
+            return "*i8"
         if name.endswith("_ptr"):
             return "*" + dtypes.get(name.removesuffix("_ptr"), "fp32")
         return "i32" if name.endswith("_stride") or name in INTEGERS else "fp32"
@@ -238,7 +247,7 @@ def source(number: int, c: Combination) -> Source:
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
     tiles = gathered_triton.SUM_SLOTS, gathered_triton.RUN_SLOTS, gathered_triton.LONG_BLOCK
-    assert (SUM_SLOTS, RUN_SLOTS, BLOCK) == tiles
+    assert (SUM_SLOTS, RUN_SLOTS, BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (

@@ -11,7 +11,7 @@ import torch
 from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs, linear_topk
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_fused_projection import variants as fused_variants
-from tests.kernels.compile_kernels import INT32, INT64, combination, combinations
+from tests.kernels.compile_kernels import INT8, INT32, INT64, combination, combinations
 from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation, jitted, pairwise
 
 
@@ -95,8 +95,11 @@ class Recorder:
                 assert value.is_contiguous() or name == "factor_ptr", (
                     f"{name} has strides {value.stride()}, which no kernel sees"
                 )
-                whole = torch.int64 if name in INT64 else torch.int32 if name in INT32 else torch.float32
-                assert value.dtype == whole, name
+                whole = {torch.int64: INT64, torch.int32: INT32, torch.int8: INT8}
+                kind = next((dtype for dtype, names in whole.items() if name in names), torch.float32)
+                assert value.dtype == kind, name
+        for name in named.keys() & {"wrong_ptr", "rows_ptr"}:
+            named[name].zero_()  # these are looked at: no fault, and a row that exists
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -130,8 +133,11 @@ def launches(monkeypatch):
         (divergence_triton, "divergence_kernel"),
         (divergence_shard_triton, "shard_kernel"),
         (scale_triton, "scale_kernel"),
+        (scale_triton, "scale_all_kernel"),
         (select_triton, "tile_max_kernel"),
         (select_triton, "select_kernel"),
+        (gathered_triton, "wrong_slots_kernel"),
+        (gathered_triton, "first_slots_kernel"),
         (gathered_triton, "gathered_logits_kernel"),
         (gathered_triton, "weighted_rows_kernel"),
         (gathered_triton, "run_kernel"),
@@ -208,7 +214,7 @@ def test_launchers_ask_for_nothing_else(launches, dtype):
     for c in set(combinations()) - launches:
         product = dict(c.pointers).get("grad")
         elsewhere = (
-            c.kernel in ("scale_kernel", "shard_kernel", "combine_kernel")
+            c.kernel in ("scale_kernel", "scale_all_kernel", "shard_kernel", "combine_kernel")
             or max(dict(c.constants).get(name, 16) for name in ("TILES", "K")) > 16
         )
         assert elsewhere or product != name or product == "fp32", c

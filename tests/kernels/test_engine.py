@@ -4,6 +4,8 @@ On a CPU the twins are covered by `tests/losses`; this file is what runs the eng
 and on a GPU.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -155,6 +157,64 @@ def test_supports(support, logits_dtype, dtype):
         return reference.support_divergence(z, given, **options) * weights
 
     compare(ours, full, dtype, TRAINABLE["all"])
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])
+@pytest.mark.parametrize("budget", [None, 2_000], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skewed_kl"])
+def test_gathered_columns(divergence, budget, compact):
+    """Empty slots, repeated ids and tokens that do not count; the gradient from the divergence's kernel."""
+    generator = torch.Generator("cpu").manual_seed(4)
+    values, ids = (2 * torch.randn(11, SHAPE[2], generator=generator)).log_softmax(-1).topk(5)
+    values[3, 1], ids[3, 1] = -torch.inf, 10**6
+    values[4, 2], ids[4, 2] = values[4, 0], ids[4, 0]
+    values[5, 1:] = -torch.inf
+    known = values.to(DEVICE), ids.to(DEVICE)
+    mask = torch.tensor([token not in (0, 7) for token in range(11)], device=DEVICE)
+    options = {"topk_mode": "renormalize", "divergence": divergence}
+    head = {"softcap": 3.0, "temperature": 0.8}
+
+    def ours(hidden, weight, targets, *, bias):
+        loss = DistillationLoss(
+            **options,
+            **head,
+            support="teacher",
+            beta=0.3,
+            skew_alpha=0.2,
+            compact=compact,
+            logits_budget=budget,
+        )
+        out = loss(hidden, weight, bias=bias, mask=mask, teacher_logprobs_topk=known)
+        assert "gathered" in out.plan.describe() and (out.plan.chunks > 1) == (budget is not None)
+        return out
+
+    def full(hidden, weight, targets, *, bias):
+        z = reference.head_logits(hidden, weight, bias, softcap=head["softcap"]) / head["temperature"]
+        if divergence == "skewed_kl":
+            s, t = renormalized(z, known)
+            values = (t.exp() * (t - torch.logaddexp(s + math.log(0.8), t + math.log(0.2)))).sum(-1)
+        else:
+            values = reference.support_divergence(z, tuple(known), **options, beta=0.3)
+        return torch.where(mask, values, 0.0).sum() / mask.sum()
+
+    h, w, targets, b = (x.to(DEVICE) for x in operands(*SHAPE, torch.float32))
+    truth = run(full, h.double(), w.double(), targets, b.double(), 1.3)
+    naive = run(full, h, w, targets, b, 1.3)
+    unsupervised = torch.where(mask[:, None], h, float("nan"))
+    actual = run(ours, unsupervised, w, targets, b, 1.3)
+    assert_close(actual.value, truth.value, 1e-6, name="value")
+    assert_close(actual.output.metrics["soft_loss"], truth.value, 1e-6, name="metric")
+    for name in truth.grads:
+        close(actual.grads[name], truth.grads[name], naive.grads[name], f"d_{name}")
+
+
+def renormalized(z: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """Log-probabilities (n, k) of student and teacher over the first filled slot of each id."""
+    values, ids = known
+    same = (ids[:, None, :] == ids[:, :, None]) & (values > -torch.inf)[:, None, :]
+    taken = (values > -torch.inf) & ~same.tril(-1).any(2)
+    student = z.gather(1, torch.where(taken, ids, 0))
+    return [torch.where(taken, x, -1e4).log_softmax(-1) for x in (student, values.to(z.dtype))]
 
 
 def test_the_best_ids_with_their_log_probabilities():

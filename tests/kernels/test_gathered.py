@@ -22,6 +22,50 @@ def operands(n, k, V, H, dtype, seed=0):
 SHAPES = [(5, 1, 7, 3), (9, 20, 40, 300), (70, 17, 11, 5)]
 
 
+def slots(n, k, V, dtype=torch.float32, seed=0):
+    """Ids that repeat, log-probabilities, and some empty slots, with ids of other slots or of nobody."""
+    random = Random(seed)
+    ids, values = random.integers(V, n, k), -random.uniform(n, k).to(dtype)
+    empty, nobody = random.uniform(n, k) < 0.7, random.uniform(n, k) < 0.55
+    return ids.masked_fill(empty & nobody, 10**9), values.masked_fill(empty, -torch.inf)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 3, 4), (5, 64, 40), (4, 150, 90)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_an_id_counts_in_its_first_slot(shape, dtype):
+    ids, values = slots(*shape, dtype)
+    n, k, V = shape
+    kept_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    for start, width in ((0, V), (V // 3, V // 2)):
+        rows, kept = gathered.first_slots(strided(ids), strided(values), start, width, kept_dtype)
+        assert rows.dtype == torch.int32 and kept.dtype == kept_dtype
+        expected_rows, expected = torch.full((n, k), -1), torch.full((n, k), -torch.inf, dtype=kept_dtype)
+        for token in range(n):
+            seen = set()
+            for slot, (x, value) in enumerate(zip(ids[token].tolist(), values[token].tolist())):
+                if value != -torch.inf and x not in seen:
+                    seen.add(x)
+                    expected[token, slot] = value
+                    expected_rows[token, slot] = x - start if start <= x < start + width else -1
+        assert torch.equal(rows.long().cpu(), expected_rows) and torch.equal(kept.cpu(), expected)
+
+
+def test_wrong_slots_are_marked():
+    ids, values = slots(9, 70, 30)
+    right = ids.clone(), values.clone()
+    empty = int((values[1] == -torch.inf).nonzero()[0])
+    assert not gathered.wrong_slots(*right, 30).any()
+    ids[0, 0] = ids[2, 69] = ids[3, 5] = 0
+    values[0, 0], values[2, 69], values[3, 5] = 1e-4, 0.5, float("nan")
+    ids[1, empty] = -7  # which nobody looks at
+    ids[4, 69], values[4, 69] = 30, -1.0
+    ids[5, 0], values[5, 0] = -1, -1.0
+    ids[6, 66], values[6, 66] = 29, -1.0
+    for V in (30, torch.tensor(30, device=DEVICE)):
+        outside, above = gathered.wrong_slots(strided(ids), strided(values), V)
+        assert outside.nonzero()[:, 0].tolist() == [4, 5] and above.nonzero()[:, 0].tolist() == [2, 3]
+
+
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_the_definition(shape, dtype):
@@ -74,7 +118,7 @@ def test_layouts():
     wide_h, wide_w = torch.cat((hidden, hidden), 1)[:, :8], torch.cat((weight, weight), 1)[:, 8:]
     out = torch.empty(9, 4, device=DEVICE)
     truth = gathered.gathered_logits(hidden, weight, ids, out).clone()
-    found = gathered.gathered_logits(wide_h, wide_w, strided(ids), out)
+    found = gathered.gathered_logits(wide_h, wide_w, strided(ids.to(torch.int32)), out)
     # Other alignments are summed in another order on a GPU.
     assert_close(found, truth.double(), 1e-6, name="logits")
     truth = gathered.weighted_rows(weight, ids, g)

@@ -58,7 +58,24 @@ def test_any_length_fits_the_grid(monkeypatch):
 
     found = []
     monkeypatch.setattr(scale_triton, "scale_kernel", Grid())
+    monkeypatch.setattr(scale_triton, "scale_all_kernel", Grid())
     for shape in ((1, 2**28), (2**17, 2048), (3, 5 * 2**20), (2**28, 1)):
         x = torch.empty(shape, device="meta")
         scale_triton.scale(x, torch.empty((), device="meta"), x)
-    assert all(grid[1] <= 65535 for grid in found), found
+    # A factor of 1 must not launch as many programs as there are blocks.
+    assert all(grid[0] <= 65535 for grid in found), found
+    for shape in ((2**28, 1), (2**17, 2048)):
+        x = torch.empty(shape, device="meta")
+        scale_triton.scale(x, torch.empty(shape[0], device="meta"), x)
+    assert all(grid[1] <= 65535 for grid in found if len(grid) > 1), found
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.75])
+def test_few_programs_scale_many_blocks(factor):
+    """More blocks than programs, also in place; the last of them ends within a row."""
+    x = Random().normal(41, 3005)
+    out, truth = poisoned(41, 3005, dtype=torch.bfloat16), x * factor
+    scale(x, torch.tensor(factor, device=DEVICE), out)
+    assert torch.equal(out, rounded(truth, torch.bfloat16))
+    scale(x, torch.tensor(factor, device=DEVICE), x)
+    assert torch.equal(x, truth)

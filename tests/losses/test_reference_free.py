@@ -41,9 +41,9 @@ def test_contradicting_labels_are_counted(labels, count, packed):
 def test_faults_name_the_argument():
     targets, nll_targets, _ = tensors(LABELS["another label"][0], False)
     count = _contradicting(targets, nll_targets, _of_chosen(targets, None), IGNORED)
-    (fault,) = ORPOLoss().faults(targets, {"completion": None, "contradicting": count})
+    (fault,) = ORPOLoss().faults(targets, {"completion": None, "contradicting": count}, 9)
     assert fault.count is count and fault.argument == "nll_targets"
-    assert not ORPOLoss().faults(targets, {"completion": None, "contradicting": None})
+    assert not ORPOLoss().faults(targets, {"completion": None, "contradicting": None}, 9)
 
 
 def call(labels: list[list[int]], packed: bool, **options):

@@ -63,7 +63,7 @@ class Problem:
         T = case["temperature"]
         if teacher.startswith("given"):
             values, ids = (random(N, V) / T).log_softmax(-1).topk(K)
-            if teacher == "given, with gaps":
+            if teacher in ("given, with gaps", "given, few of many"):
                 values[3, 1], ids[3, 1] = -torch.inf, 10**6
                 values[4, 2], ids[4, 2] = values[4, 0], ids[4, 0]
             self.arguments, self.known = {"teacher_logprobs_topk": (values, ids)}, (values, ids)
@@ -104,8 +104,18 @@ def losses(case: dict, problem: Problem):
     return ours, full_logits
 
 
+GATHERED = {
+    **FACTORS,
+    "teacher": ["given, few of many"],
+    "support": ["teacher"],
+    "topk_mode": ["renormalize"],
+    "hard_loss_weight": [0.0],
+}
+CASES = covering_array(FACTORS, makes_sense) + covering_array(GATHERED, makes_sense)
+
+
 @one_row_warning
-@pytest.mark.parametrize("case", covering_array(FACTORS, makes_sense))
+@pytest.mark.parametrize("case", CASES)
 def test_against_the_formula(case):
     problem = Problem(case)
     ours, full_logits = losses(case, problem)
@@ -256,6 +266,33 @@ def test_gathered_gradients_are_the_same_in_every_run():
         loss(h, weight, teacher_logprobs_topk=teacher).loss.backward()
         found.append(weight.grad)
     assert torch.equal(*found) and not found[0][3:].any() and found[0][:3].any()
+
+
+def test_gathered_values_of_a_frozen_head():
+    h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4)
+    teacher = {"teacher_logprobs_topk": given(9, 3, 900)}
+    options = {"support": "teacher", "topk_mode": "renormalize"}
+    out = DistillationLoss(**options, reduction="none")(h, w, **teacher)
+    assert "gathered: 3 columns" in out.plan.describe()
+    whole = DistillationLoss(**options, reduction="sum")(h, w, **teacher)
+    found, truth = (torch.autograd.grad(x, h)[0] for x in (out.loss.sum(), whole.loss))
+    torch.testing.assert_close(out.loss.sum(), whole.loss)
+    torch.testing.assert_close(found, truth)
+
+
+def test_the_given_ids_are_read_in_the_calls_one_sync(monkeypatch):
+    """Wrong ids and log-probabilities are counted on the device; nobody else asks for a number."""
+    h, w = torch.randn(9, 4, requires_grad=True), torch.randn(900, 4, requires_grad=True)
+    teacher, reads = {"teacher_logprobs_topk": given(9, 3, 900)}, []
+    for name in ("tolist", "item", "__bool__", "nonzero"):
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *x, name=name, method=method: reads.append(name) or method(*x)
+        )
+    for mode in ("tail", "renormalize"):
+        reads.clear()
+        DistillationLoss(support="teacher", topk_mode=mode)(h, w, **teacher).loss.backward()
+        assert reads == ["tolist"]
 
 
 def test_inside_a_compiled_graph():

@@ -36,7 +36,7 @@ MUTANTS = [
     *of_file(
         "losses/teachers.py",
         TEST_DISTILLATION,
-        ("ids unchecked", "check_topk", "expect(bool(inside)", "expect(True"),
+        ("ids unchecked", "topk_faults", "Fault(outside,", "Fault(outside & False,"),
         prefix="distillation: ",
     ),
     *of_file(

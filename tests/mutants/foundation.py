@@ -103,6 +103,8 @@ MUTANTS = [
         "tests/kernels/test_scale.py",
         ("factor's stride dropped", "scale_kernel", "row * factor_stride", "row * 0"),
         ("columns beyond a block left out", "scale", "triton.cdiv(columns, BLOCK)", "1"),
+        ("a program's first block alone", "scale_all_kernel", "tl.cdiv(numel, BLOCK)", "tl.num_programs(0)"),
+        ("small factors left out", "scale_all_kernel", "factor == 1.0", "factor <= 1.0"),
         prefix="scale kernel: ",
     ),
     *of_file(

@@ -6,6 +6,7 @@ TEST_IDS = "tests/losses/test_several_ids.py"
 TEST_SUPPORT = "tests/losses/test_support.py"
 TEST_SELECT = "tests/kernels/test_select.py"
 TEST_SLOTS = "tests/kernels/test_slots.py"
+TEST_KERNELS_ENGINE = "tests/kernels/test_engine.py -k gathered"
 TEST_GATHERED = "tests/kernels/test_gathered.py"
 
 MUTANTS = [
@@ -54,11 +55,16 @@ MUTANTS = [
     *of_file(
         "kernels/gathered.py",
         TEST_GATHERED,
+        ("empty slots checked", "wrong_slots", "& (values != -torch.inf)", "& (values == values)"),
+        ("a NaN passes", "wrong_slots", "~(values <= ROUNDING).all(1)", "(values > ROUNDING).any(1)"),
+        ("ids count in every slot", "first_slots", "first[:, slot] &= ~same.any(1)", "pass"),
+        ("an empty slot comes first", "first_slots", " & first[:, :slot]", ""),
+        ("rows of the next rank", "first_slots", "(rows < width)", "(rows <= width)"),
         (
             "empty slots count",
             "add_rows",
-            "torch.where(ids >= 0, coefficients, 0.0)",
-            "torch.where(ids >= 0, coefficients, 1.0)",
+            "torch.where(ids[:, slot, None] >= 0, wide * coefficients[:, slot, None], 0.0)",
+            "wide * coefficients[:, slot, None].nan_to_num(1.0)",
         ),
         ("earlier sums lost", "add_rows", "total[touched].to(sums.dtype) + sums", "sums"),
         (
@@ -72,6 +78,20 @@ MUTANTS = [
     *of_file(
         "kernels/gathered_triton.py",
         TEST_GATHERED,
+        ("slots beyond the first tile", "wrong_slots_kernel", "range(0, k, SLOTS)", "range(0, SLOTS, SLOTS)"),
+        (
+            "a NaN passes the kernel",
+            "wrong_slots_kernel",
+            "tl.where(values <= largest, 0, 1)",
+            "(values > largest).to(tl.int32)",
+        ),
+        (
+            "compared with its own tile alone",
+            "first_slots_kernel",
+            "range(0, (tl",
+            "range(tl.program_id(1) * SLOTS, (tl",
+        ),
+        ("an empty slot before the kernel's", "first_slots_kernel", "& filled[None, :] ", ""),
         (
             "a run's last slots lost",
             "run_kernel",
@@ -262,12 +282,36 @@ MUTANTS = [
             "0",
         ),
         (
-            "gathered without slope",
-            "SupportObjective.write",
-            'g = g * self.call.loss.head.derivative_at(stats["logps"])',
-            "pass",
+            "a frozen head keeps vectors",
+            "SupportObjective.linear_in_logps",
+            "not loss.cancels and ",
+            "",
         ),
         prefix="support: ",
+    ),
+    *of_file(
+        "engine/gathered.py",
+        TEST_SUPPORT,
+        ("without slope", "GatheredObjective.write", "else gradient * slope", "else gradient"),
+        (
+            "empty slots have a logit",
+            "GatheredObjective.fill",
+            "head.teacher == -torch.inf, -torch.inf",
+            "head.teacher == -torch.inf, 0.0",
+        ),
+        (
+            "a chunk for the whole",
+            "GatheredObjective._keep",
+            "chunk.step.stop - chunk.step.start == self.rows.count",
+            "True",
+        ),
+        prefix="gathered: ",
+    ),
+    *of_file(
+        "engine/gathered.py",
+        TEST_KERNELS_ENGINE,
+        ("ignored tokens count", "GatheredProjection.take", "if not call.loss.compact:", "if False:"),
+        prefix="gathered: ",
     ),
     *of_file(
         "losses/support.py",
