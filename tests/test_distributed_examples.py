@@ -240,4 +240,5 @@ def test_examples_of_trl_under_a_launcher(launcher, script):
         found = re.findall(r"([\d.]+) -> ([\d.]+); (.*)", done.stdout)
         assert found and all(("TRL's own loss" in how) == flag.startswith("--no") for *_, how in found)
         courses.append([float(x) for x in found[0][:2]])
-    assert courses[0] == pytest.approx(courses[1], rel=0.02)
+    # DPO's is the share of 16 pairs that are told right, of which rounding may tip one.
+    assert courses[0] == pytest.approx(courses[1], rel=0.02, abs=1 / 16 if script == "dpo" else 0.0)

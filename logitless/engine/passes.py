@@ -233,6 +233,7 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
+    written = needs.weight and purpose is not Pass.NUMBERS and heads == 1
     facts = Facts(
         rows.count,
         None if rows.group_sizes is None else tuple(rows.group_sizes),
@@ -241,6 +242,7 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
         costs.linear_in_logps,
         costs.rereads,
         costs.columns,
+        call.weight.numel() * call.stat_dtype.itemsize if written else 0,
         backward,
         1 + backward if twice else 0,
         fixed,

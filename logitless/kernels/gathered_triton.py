@@ -13,10 +13,10 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# On an H200, 8,192 tokens with 64 ids each, H 4,096, which is 4.3 GB: logits 1.3 ms, sums of rows 0.9 (4.9
-# with tiles of 16 by 256), and the rows' gradients 1.3, or 3.7 where all tokens have the same 64 ids.
-SLOTS, BLOCK, WARPS = 16, 256, 4
-SUM_SLOTS, RUN_SLOTS, LONG_BLOCK = 8, 4, 1024
+# On an H200, 8,192 tokens with 64 ids each, H 4,096, which is 4.3 GB: logits 1.1 ms, sums of rows 0.9, and
+# the rows' gradients 1.3; with 2 slots of 2,048 numbers 1.1, but then an id of all tokens takes twice as many
+# turns.
+SLOTS, RUN_SLOTS, BLOCK, WARPS = 8, 4, 1024, 4
 # Slots that are compared with as many others at a time.
 COMPARED = 64
 
@@ -85,13 +85,13 @@ def gathered_logits_kernel(
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     ids = tl.load(rows_ptr + row * k + slot, mask=slot < k, other=-1).to(tl.int64)
     rows = weight_ptr + ids[:, None] * weight_stride
-    total = tl.zeros([SLOTS, BLOCK], tl.float32)
+    total = tl.zeros([SLOTS], tl.float32)
     for start in range(0, H, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         x = tl.load(hidden_ptr + row * hidden_stride + cols, mask=cols < H, other=0.0).to(tl.float32)
         w = tl.load(rows + cols[None, :], mask=(ids >= 0)[:, None] & (cols < H)[None, :], other=0.0)
-        total += w.to(tl.float32) * x[None, :]
-    tl.store(out_ptr + row * k + slot, tl.sum(total, 1), mask=slot < k)
+        total += tl.sum(w.to(tl.float32) * x[None, :], 1)
+    tl.store(out_ptr + row * k + slot, total, mask=slot < k)
 
 
 @held
@@ -225,7 +225,7 @@ def weighted_rows(
     coefficients, has_base = dense(coefficients, torch.float32), base is not None
     base = out if base is None else base
     check_rows(weight=weight, out=out, base=base)
-    weighted_rows_kernel[(n, triton.cdiv(H, LONG_BLOCK))](
+    weighted_rows_kernel[(n, triton.cdiv(H, BLOCK))](
         weight,
         dense(ids, torch.int32),
         coefficients,
@@ -238,8 +238,8 @@ def weighted_rows(
         k,
         H,
         HAS_BASE=has_base,
-        SLOTS=SUM_SLOTS,
-        BLOCK=LONG_BLOCK,
+        SLOTS=SLOTS,
+        BLOCK=BLOCK,
         num_warps=WARPS,
     )
     return out
@@ -250,7 +250,7 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
     (V, H), k = total.shape, ids.shape[1]
     tokens, order = dense(ids, torch.int32).view(-1).sort(stable=True)
     starts = torch.searchsorted(tokens, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
-    run_kernel[(V, triton.cdiv(H, LONG_BLOCK))](
+    run_kernel[(V, triton.cdiv(H, BLOCK))](
         hidden,
         total,
         dense(coefficients, torch.float32),
@@ -262,6 +262,6 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
         H,
         FIRST=first,
         SLOTS=RUN_SLOTS,
-        BLOCK=LONG_BLOCK,
+        BLOCK=BLOCK,
         num_warps=WARPS,
     )

@@ -212,7 +212,7 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
     loaded = loaded // (B * T) * 2 * shape["HALF"] // D
     shape["STAGES"] = stages(loaded)
     # As many as have enough loads under way together.
-    programs = max(1, min(PROGRAMS, AHEAD // (2 * loaded)))
+    programs = max(2, min(PROGRAMS, AHEAD // (2 * loaded)))
     programs = min(B * T, programs * multiprocessors(q.device))
     shares = q.new_empty((programs, 2 * D), dtype=torch.float32) if any(wanted) else None
     (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)

@@ -4,8 +4,12 @@ import itertools
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from logitless import CrossEntropyLoss
+from logitless.engine.passes import choose_rows, plan_for
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Facts, Pass, Plan, Step, chunk_rows, make_plan
+from tests.engine.calls import call
 
 ROW = 10  # bytes
 
@@ -250,20 +254,29 @@ def test_chunk_rows_in_general(capacity):
             assert chunks == -(-rows // max(1, capacity)) and rows - (chunks - 1) * C > C - chunks
 
 
-@pytest.mark.parametrize("purpose", Pass)
-@pytest.mark.parametrize(("rows", "chunks"), [(10_000, 1), (10_001, 3)])
-def test_a_head_that_trains_takes_all_rows_at_once(purpose, rows, chunks):
-    """Where the budget holds them: d_weight of one chunk needs no sum. Reading alone does not write it."""
-    known = {"differentiable": True, "linear_in_logps": False}
-    for trainable, heads in itertools.product((True, False), (1, 2)):
-        facts = Facts(rows, None, trainable_head=trainable, heads=heads, **known)
-        plan = make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW)
-        at_once = trainable and heads == 1 and purpose is not Pass.NUMBERS
-        assert plan.chunks == (chunks if at_once else 3)
+@pytest.mark.parametrize(
+    ("rows", "sum_rows", "chunks"), [(10_000, 5904, 1), (10_000, 5903, 3), (10_001, 9000, 3)]
+)
+def test_one_chunk_in_the_place_of_a_sum(rows, sum_rows, chunks):
+    """Where the budget holds all rows, and the sum of d_weight would take as much memory."""
+    known = {"differentiable": True, "trainable_head": True, "linear_in_logps": False}
+    facts = Facts(rows, None, **known, sum_bytes=sum_rows * ROW)
+    for purpose in (Pass.SOLVE, Pass.GRADIENTS):
+        assert make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW).chunks == chunks
     # Of pairs too, which are seen together.
-    if purpose is Pass.SOLVE:
-        facts = Facts(rows, (rows // 2, rows - rows // 2), trainable_head=True, **known)
-        assert make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW).chunks == min(chunks, 2)
+    pairs = facts._replace(groups=(rows // 2, rows - rows // 2))
+    assert make_plan(Pass.SOLVE, pairs, row_bytes=ROW, budget=10_000 * ROW).chunks == min(chunks, 2)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_sums_d_weight(frozen):
+    """A call that trains its head; not one that reads alone, nor the heads of several."""
+    hidden = torch.zeros(1, 4000).expand(4700, -1).requires_grad_()
+    weight, targets = torch.zeros(30, 4000, requires_grad=not frozen), torch.randint(30, (4700,))
+    made, rows = choose_rows(call(CrossEntropyLoss(), hidden, weight, targets))
+    for purpose, heads in itertools.product(Pass, (1, 2)):
+        summed = not frozen and purpose is not Pass.NUMBERS and heads == 1
+        assert plan_for(made, rows, purpose, heads).chunks == (1 if summed else 2)
 
 
 def test_good_chunks_fall():

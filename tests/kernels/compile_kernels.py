@@ -40,7 +40,7 @@ INTEGERS = (
 INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr")
 INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr",)
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
-GATHERED_BLOCK, SLOTS, SUM_SLOTS, RUN_SLOTS, COMPARED = 256, 16, 8, 4, 64
+SLOTS, RUN_SLOTS, COMPARED = 8, 4, 64
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
 
 
@@ -140,13 +140,13 @@ def select_combinations() -> Iterator[Combination]:
 
 
 def gathered_combinations() -> Iterator[Combination]:
-    slots, run = {"BLOCK": GATHERED_BLOCK, "SLOTS": SLOTS}, {"BLOCK": BLOCK, "SLOTS": RUN_SLOTS}
+    slots, run = {"BLOCK": BLOCK, "SLOTS": SLOTS}, {"BLOCK": BLOCK, "SLOTS": RUN_SLOTS}
     yield combination("first_slots_kernel", {}, {"SLOTS": COMPARED})
     yield combination("wrong_slots_kernel", {}, {"SLOTS": COMPARED})
     for x in TYPES:
         yield combination("gathered_logits_kernel", {"hidden": x, "weight": x, "out": "fp32"}, slots)
         for out in {x, "fp32"}:
-            sums, pointers = run | {"SLOTS": SUM_SLOTS}, {"weight": x, "out": out, "base": out}
+            sums, pointers = slots, {"weight": x, "out": out, "base": out}
             yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
             if out == x:
                 yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
@@ -245,9 +245,8 @@ def source(number: int, c: Combination) -> Source:
 
     assert (FEWEST_SLOTS, MOST_SLOTS) == (slots_triton.FEWEST, slots.MOST_SLOTS)
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
-    assert (GATHERED_BLOCK, SLOTS) == (gathered_triton.BLOCK, gathered_triton.SLOTS)
-    tiles = gathered_triton.SUM_SLOTS, gathered_triton.RUN_SLOTS, gathered_triton.LONG_BLOCK
-    assert (SUM_SLOTS, RUN_SLOTS, BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
+    tiles = gathered_triton.SLOTS, gathered_triton.RUN_SLOTS, gathered_triton.BLOCK
+    assert (SLOTS, RUN_SLOTS, BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (

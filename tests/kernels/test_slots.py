@@ -168,6 +168,9 @@ def made(case: dict, dtype: torch.dtype) -> tuple[Case, Upstream]:
     return c, Upstream(**given)
 
 
+# Relative error of Triton's exp on a GPU, beyond that of PyTorch's.
+GPU_EXP = 0.0 if DEVICE.type == "cpu" else 1e-7
+
 FACTORS = {
     "k": [1, 3, 16, 21, "V"],
     "V": [23, 1100],
@@ -206,6 +209,7 @@ def test_numbers_and_gradient(case, dtype):
     assert_close(total[c.kept], found["lse"], 2e-7, name="lse with what rounding left out")
     error = torch.finfo(dtype).eps / 2 * (2 if INTERPRETED else 1)
     allowed = max(error, (naive_gradient - gradient).norm().item() / gradient.norm().item())
+    allowed += GPU_EXP
     assert_close(c.gradient(logits, out, upstream, dtype).double(), gradient, allowed, name="gradient")
 
 
@@ -412,4 +416,5 @@ def test_few_launches(monkeypatch):
     with Launches() as counted:
         linear_logprobs(hidden, weight, ids, logits_budget=budget)
     assert launched == [*names, *names]
-    assert counted.count <= 25
+    # What the host reads of a GPU is copied first.
+    assert counted.count <= (25 if DEVICE.type == "cpu" else 27)
