@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from logitless import DistillationLoss, check, linear_logprobs, linear_topk
 from logitless.losses import teachers
+from logitless.parallel.vocabulary import Shards
 from tests import reference
 from tests.cases import covering_array, one_row_warning
 from tests.ranks import in_processes
@@ -410,6 +411,25 @@ def test_bad_input(name):
     attempt, error, message = BAD[name]
     with pytest.raises(error, match=message):
         attempt()
+
+
+@pytest.mark.parametrize("support", [None, "teacher"])
+def test_wrong_ids_in_a_compiled_graph_and_without_a_sync(support):
+    ids = torch.full((4, 3), 7)
+    with torch.compiler.set_stance("default"), pytest.raises(ValueError, match=r"ids in \[0, 7\)"):
+        torch.compile(lambda: topk(ids=ids, support=support), backend="aot_eager")()
+    if DEVICE.type == "cpu":  # on a GPU the assertion ends the process
+        with pytest.raises(RuntimeError, match=r"teacher_logprobs_topk: expected ids in \[0, 7\)"):
+            topk(ids=ids, support=support, compact=False)
+
+
+def test_shards_are_counted_before_ids_are_refused():
+    values, ids = given(4, 3, 30)
+    ids[2, 1] = 30
+    for shared, wrong in ((None, [2]), (40, [2]), (1, ids.ge(1).any(1).nonzero()[:, 0].tolist())):
+        outside, above = teachers.topk_faults(ids, values, torch.tensor(30), shared)
+        assert outside.count.nonzero()[:, 0].tolist() == wrong and not above.count.any()
+        assert outside.of_shards(Shards((10, 20), False)).expected == "ids in [0, 30)"
 
 
 @pytest.mark.parametrize("options", [{}, {"support": "teacher", "k": 2}], ids=["whole", "support"])
