@@ -468,7 +468,8 @@ def plot(
         documents["layers"] = whole = layers.together([document for _, document in operators])
         tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(whole, origin(whole, *operators))
     for name, (page, table) in STEPS.items():
-        runs = [table(run[1], origin(run[1], run)) for run in every(name, results)]
+        found_steps = every(name, results, partial=name == "recipes")
+        runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
     for (page, name), body in tables.items():
