@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import TILE, compared
-from logitless.kernels.launch import held
+from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, dense
 
 # A row of tiles, and the candidates of k tiles, are in registers: 4,096 numbers each for 64 ids and a
@@ -86,7 +86,7 @@ def tile_max_kernel(
 
 
 @held
-@triton.jit
+@triton.jit(**OF_CHUNKS)
 def select_kernel(
     logits_ptr,
     bias_ptr,
