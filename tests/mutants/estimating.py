@@ -36,6 +36,20 @@ MUTANTS = [
         prefix="plan: ",
     ),
     *of_file(
+        "engine/passes.py",
+        "tests/engine/test_plan.py -k d_weight",
+        ("a walk that only reads sums d_weight", "plan_for", " and purpose is not Pass.NUMBERS", ""),
+        ("several heads share no sum", "plan_for", " and heads == 1", ""),
+        prefix="plan: ",
+    ),
+    *of_file(
+        "engine/plan.py",
+        "tests/engine/test_plan.py -k one_chunk",
+        ("one chunk whatever it takes", "make_plan", "(rows - C) * row_bytes <= facts.sum_bytes and ", ""),
+        ("one chunk beyond the budget", "make_plan", " and rows * row_bytes <= budget", ""),
+        prefix="plan: ",
+    ),
+    *of_file(
         "doctor.py",
         TEST_ESTIMATING,
         ("every loss passes", "examine", "passed and bool(report)", "passed"),
