@@ -3,6 +3,9 @@
 import multiprocessing
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
@@ -30,10 +33,23 @@ def detach(log: str) -> None:
         os.dup2(said, stream)
 
 
+@contextmanager
+def all_end(started: list[BaseProcess]) -> Iterator[None]:
+    """Ends the detached processes of the list with the block, also where somebody ends this one: or others
+    would stay on the GPUs."""
+    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        for process in started:
+            end(process)
+        signal.signal(signal.SIGTERM, usual)
+
+
 def end(process: BaseProcess) -> None:
-    """A detached process, with whatever it started."""
+    """A detached process, with whatever it started and left."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        process.kill()  # it had no group of its own yet
+        process.kill()  # it has ended, or had no group of its own yet
     process.join()

@@ -13,7 +13,6 @@ worst.
 
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -174,18 +173,12 @@ def log_of(folder: Path, rank: int) -> str:
 def processes(job: Job, folder: str) -> Iterator[list[BaseProcess]]:
     """A process for each rank, that all end with the block, with whatever they started themselves."""
     context, started = forked.server(PRELOADED), []
-    # Whoever ends this process must not leave others on the GPUs.
-    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
+    with forked.all_end(started):
         for rank in range(job.ranks):
-            started.append(context.Process(target=in_rank, args=(job, rank, folder), daemon=True))
-            started[-1].start()
+            process = context.Process(target=in_rank, args=(job, rank, folder), daemon=True)
+            process.start()
+            started.append(process)
         yield started
-    finally:
-        for process in started:
-            if process.exitcode is None:
-                forked.end(process)
-        signal.signal(signal.SIGTERM, usual)
 
 
 def together(ranks: list[dict]) -> dict:

@@ -52,7 +52,7 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
         def with_warps(warps):
             return lambda *args: {**tile(*args), "num_warps": warps}
 
-        for warps, room, stages in product(
+        for warps, programs, stages in product(
             (1, 2, 4, 8), (1, 2, 4, 8) if normalized else (0,), (1, 2, 3) if normalized else (0,)
         ):
             patches = [patch(rope_triton, "tile", with_warps(warps))]
@@ -60,11 +60,11 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
                 own = {
                     "SHORT_WARPS": warps,
                     "LONG_WARPS": warps,
-                    "WARPS": room,
+                    "programs": lambda _, n=programs: n,
                     "stages": lambda _, n=stages: n,
                 }
                 patches = [patch(qk_norm_rope_triton, name, value) for name, value in own.items()]
-            yield f"warps {warps}" + (f" programs {room} stages {stages}" if normalized else ""), patches
+            yield f"warps {warps}" + (f" programs {programs} stages {stages}" if normalized else ""), patches
     else:
         columns = operator.inputs(0)["x"].shape[-1]
         block = 1 << (columns - 1).bit_length()

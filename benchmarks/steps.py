@@ -179,17 +179,18 @@ def one_run(model: Model, configuration: Configuration, settings: Settings, seco
         told = (model, configuration, settings, folder)
         process = forked.server(PRELOADED).Process(target=in_process, args=told)
         process.start()
-        process.join(seconds)
-        found = Path(folder, "found.json")
-        if process.exitcode is None:
-            forked.end(process)
+        with forked.all_end([process]):
+            process.join(seconds)
+            status = process.exitcode
+        if status is None:
             return {"verdict": "failed", "reason": f"did not end within {seconds:g} s"}
+        found = Path(folder, "found.json")
         if found.exists():
             return json.loads(found.read_text())
         said = Path(folder, "log").read_text(errors="replace").strip().splitlines()
         return {
             "verdict": "failed",
-            "reason": f"exit status {process.exitcode}: {(said or ['no output'])[-1][:300]}",
+            "reason": f"exit status {status}: {(said or ['no output'])[-1][:300]}",
         }
 
 

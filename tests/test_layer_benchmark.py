@@ -123,7 +123,7 @@ def test_runs_of_some_operators_or_peers_make_one_table():
     assert [row["name"] for row in first["sections"][0]["rows"]] == ["logitless", "Liger"]
 
 
-@pytest.mark.parametrize("kind", ["add_rms_norm", "rope", "gated silu"])
+@pytest.mark.parametrize("kind", ["add_rms_norm", "rope", "qk_norm_rope", "gated silu"])
 def test_other_tiles(kind, monkeypatch):
     said, times = [], iter(range(10_000, 0, -1))
     monkeypatch.setattr(layer_tiles, "copy_us", lambda count, device: 1.0)

@@ -3,8 +3,14 @@ or hangs is a result."""
 
 import json
 import os
+import signal
+import subprocess
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -12,7 +18,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("trl")
 
-from benchmarks import recipes, step_process, steps, usecase  # noqa: E402
+from benchmarks import forked, recipes, step_process, steps, usecase  # noqa: E402
 from benchmarks.__main__ import app  # noqa: E402
 from benchmarks.options import picked  # noqa: E402
 
@@ -70,6 +76,38 @@ def test_a_process_that_hangs_or_breaks_down(monkeypatch):
     monkeypatch.setattr(steps, "in_process", breaks_down)
     broken = steps.one_run(MODEL, steps.Configuration(), SETTINGS, 60)
     assert broken == {"verdict": "failed", "reason": "exit status 3: no output"}
+
+
+def hangs(*told):
+    forked.detach(f"{told[-1]}/log")
+    Path(told[0]).write_text(f"{os.getpid()} {subprocess.Popen(['sleep', '600']).pid}")
+    time.sleep(600)
+
+
+def test_a_process_does_not_outlive_who_started_it(monkeypatch, tmp_path):
+    """Ended from outside, as by `timeout`; the process has started one itself."""
+    pids = tmp_path / "pids"
+
+    def interrupt():
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(steps, "in_process", hangs)
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(SystemExit):
+        steps.one_run(str(pids), steps.Configuration(), SETTINGS, 60)
+    deadline = time.monotonic() + 10
+    while running := [pid for pid in pids.read_text().split() if alive(pid)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.05)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,13 @@ from logitless.kernels.norm_triton import AHEAD, column_sum, stages
 from logitless.kernels.operands import multiprocessors
 from logitless.kernels.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
 
-# Warps of a program whose heads have up to 128 numbers, or more; and the most programs of a multiprocessor.
-SHORT_WARPS, LONG_WARPS, PROGRAMS = 4, 2, 8
+# Warps of a program whose heads have up to 128 numbers, or more.
+SHORT_WARPS, LONG_WARPS = 4, 2
+
+
+def programs(loaded: int) -> int:
+    """Programs a multiprocessor: as many as have enough bytes under way together, each `loaded` a turn."""
+    return max(2, min(8, AHEAD // (2 * loaded)))
 
 
 @triton.jit
@@ -211,14 +216,12 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
     loaded = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
     loaded = loaded // (B * T) * 2 * shape["HALF"] // D
     shape["STAGES"] = stages(loaded)
-    # As many as have enough loads under way together.
-    programs = max(2, min(PROGRAMS, AHEAD // (2 * loaded)))
-    programs = min(B * T, programs * multiprocessors(q.device))
-    shares = q.new_empty((programs, 2 * D), dtype=torch.float32) if any(wanted) else None
+    started = min(B * T, programs(loaded) * multiprocessors(q.device))
+    shares = q.new_empty((started, 2 * D), dtype=torch.float32) if any(wanted) else None
     (d_q_out, d_q_out_strides), (d_k_out, d_k_out_strides) = seen(d_q_out), seen(d_k_out)
     (q, q_strides), (k, k_strides) = seen(q), seen(k)
     cos, sin, angle_strides = angles(cos, sin)
-    norm_rope_backward_kernel[(programs,)](
+    norm_rope_backward_kernel[(started,)](
         d_q_out,
         d_k_out,
         q,
