@@ -239,11 +239,14 @@ class _Planner:
         signature, tensors, sequences = pack(heads)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
+        numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
         for call, rows in map(choose_rows, unpack(signature, tensors, sequences)):
-            self.plan = plan_for(call, rows, purpose, len(heads))
+            spared = 0 if numbers_alone else Gradients([call], static=several).spared_bytes(call)
+            self.plan = plan_for(call, rows, purpose, len(heads), spared)
             self.walks.append((call, self.plan, purpose))
-        if purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call):
-            self.walks.append((call, plan_for(call, rows, Pass.GRADIENTS), Pass.GRADIENTS))
+        if numbers_alone and call.trainable and not keeps_vectors(call):
+            spared = Gradients([call], static=False).spared_bytes(call)
+            self.walks.append((call, plan_for(call, rows, Pass.GRADIENTS, spared=spared), Pass.GRADIENTS))
         loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)

@@ -40,6 +40,7 @@ class GatheredProjection(Projection):
         ids, values = inputs["ids"][chunk.at], inputs["teacher_logps"][chunk.at]
         found = first_slots(ids, values, *call.vocabulary.span(call.V), call.stat_dtype)
         self.columns, self.teacher = found
+        chunk.features = chunk.features.contiguous()
         if not call.loss.compact:
             self.columns.masked_fill_((chunk.targets == chunk.ignored)[:, None], -1)
 
@@ -107,7 +108,9 @@ class GatheredObjective(IdsObjective):
             factors = torch.full((), factors, dtype=logits.dtype, device=logits.device)
         factors = factors.expand(span.stop - span.start)
         if call.trainable:
-            gradient = self.grads.setdefault("logps", torch.empty_like(logits))[rows]
+            if "logps" not in self.grads:
+                self.grads["logps"] = torch.empty_like(logits)
+            gradient = self.grads["logps"][rows]
         numbers = logits[rows], self.stats["teacher_logps"][rows]
         found = call.loss.kernel(*numbers, factors, gradient)
         terms, metrics = map(batch_of(call, self.rows, span).masked, found)

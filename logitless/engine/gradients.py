@@ -48,6 +48,13 @@ class Gradients:
         self._weight: Sum | None = None  # of the head that is walked
         self._bias: Sum | None = None
 
+    def spared_bytes(self, call: Call) -> int:
+        """Of the wider d_weight that several chunks are summed in, which one chunk does without."""
+        wider = self._main is None and not self._static and call.loss.accum_dtype is None
+        if not (wider and call.needs.weight and call.dtype != call.stat_dtype):
+            return 0
+        return call.weight.numel() * call.stat_dtype.itemsize
+
     def open(self, call: Call, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Begin with a head."""
         needs, (V, H), (_, weight, bias, _) = call.needs, call.weight.shape, call.slots

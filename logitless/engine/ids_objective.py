@@ -151,7 +151,9 @@ class IdsObjective:
 
         gradients, report = grad_and_value(total, {name: stats[name] for name in names})
         for name, gradient in gradients.items():
-            self.grads.setdefault(name, torch.zeros_like(self.stats[name]))[rows] = gradient
+            if name not in self.grads:
+                self.grads[name] = torch.zeros_like(self.stats[name])
+            self.grads[name][rows] = gradient
         self.reports.append(Report(*report))
 
     def write(self, chunk: Chunk, head: Projection) -> None:

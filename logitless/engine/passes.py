@@ -63,7 +63,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
     gradients = Gradients([call for call, _ in chosen], static=static or len(calls) > 1, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
     for call, rows in chosen:
-        plan = plan_for(call, rows, Pass.SOLVE, len(calls))
+        plan = plan_for(call, rows, Pass.SOLVE, len(calls), gradients.spared_bytes(call))
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
         head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
@@ -145,7 +145,7 @@ def token_gradients(
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
-    plan = plan_for(call, rows, Pass.GRADIENTS)
+    plan = plan_for(call, rows, Pass.GRADIENTS, spared=gradients.spared_bytes(call))
     objective = call.loss.objective.writing(call, rows, known, given)
     head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
@@ -183,6 +183,7 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
     if loss.faults is not None:
         faults += loss.faults(targets, call.inputs, V)
+        faults.sort(key=lambda fault: fault.count.dim() == 0)
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
     # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
@@ -215,10 +216,11 @@ def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: s
     return seen, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
 
 
-def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
+def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, spared: int = 0) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default.
 
     What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
+    `spared`: see `Gradients.spared_bytes`.
     """
     loss, device, needs = call.loss, call.weight.device, call.needs
     budget = loss.logits_budget or default_budget(device)
@@ -233,7 +235,6 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
-    written = needs.weight and purpose is not Pass.NUMBERS and heads == 1
     facts = Facts(
         rows.count,
         None if rows.group_sizes is None else tuple(rows.group_sizes),
@@ -242,7 +243,7 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1) -> Plan:
         costs.linear_in_logps,
         costs.rereads,
         costs.columns,
-        call.weight.numel() * call.stat_dtype.itemsize if written else 0,
+        spared,
         backward,
         1 + backward if twice else 0,
         fixed,

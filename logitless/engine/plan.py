@@ -154,7 +154,7 @@ class Facts(NamedTuple):
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
     rereads: bool = False  # whether the gradient of a chunk comes from reading it again
     columns: int = 0  # gathered for each row, in the place of the whole head
-    sum_bytes: int = 0  # of d_weight, where it is written and several chunks would sum it in fp32
+    spared_bytes: int = 0  # of d_weight's sum, which one chunk does without
     # What a plan only tells of: see `Plan`.
     backward: int = 0
     later: int = 0
@@ -169,7 +169,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     C = chunk_rows(rows, row_bytes, budget)
     # d_weight of one chunk is written in its own dtype, that of several is summed in fp32: where that takes
     # more memory than one chunk of all rows, it also takes more time (3% at 8,192 tokens).
-    if (rows - C) * row_bytes <= facts.sum_bytes and rows * row_bytes <= budget:
+    if (rows - C) * row_bytes <= facts.spared_bytes and rows * row_bytes <= budget:
         C = max(1, rows)
     if columns:
         # Without a product no chunk is too large to be good.

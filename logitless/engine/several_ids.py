@@ -72,6 +72,6 @@ class Reader(NamedTuple):
         if gradient is None:
             return None
         # The chunk's own softmax is a part of the whole one. Of what was taken out it has nothing: its
-        # probability is 0, or with a soft cap the slope.
+        # probability is 0, or with a soft cap the slope. With nothing else in the chunk there is no softmax.
         part = (stats.lse - out["lse"]) + (stats.lse_residual - out["lse_residual"])
-        return -scale * part.exp()
+        return torch.where(stats.lse == -torch.inf, 0.0, -scale * part.exp())

@@ -215,7 +215,8 @@ class SupportObjective(IdsObjective):
         # At the ids, whose logits are not in the chunk any more.
         labels = torch.where(known, self.call.inputs["labels"][chunk.at].long(), -2)
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
-        p = (z - stats["hard_lse"][:, None]).exp()
+        rounding = stats["lse_residual"] - stats["hard_lse_residual"]
+        p = (z - stats["hard_lse"][:, None] + rounding[:, None]).exp()
         own = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
         own = torch.where(ids >= 0, own * g[:, None] * warm.derivative_at(z), 0.0)
         slots.put(chunk.place, reader.vocabulary.columns_of(ids), entries + own)

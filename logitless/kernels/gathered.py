@@ -20,8 +20,10 @@ from logitless.kernels.cross_entropy import uses_triton
 ROUNDING = 1e-3
 
 
-def _runs(x: Tensor, ids: Tensor) -> bool:
-    return uses_triton(x.device, x.dtype) and ids.numel() > 0
+def _runs(x: Tensor, ids: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels run: rows that are not in one piece, as of a transposed head, are the twins'."""
+    rows = all(each.stride(1) == 1 or each.shape[1] == 1 for each in (x, *others))
+    return uses_triton(x.device, x.dtype) and ids.numel() > 0 and rows
 
 
 def wrong_slots(
@@ -30,7 +32,7 @@ def wrong_slots(
     V: int | Tensor,
 ) -> Tensor:
     """(2, n) bool: which tokens have an id outside of [0, V), and which a number above 0, or a NaN."""
-    if not isinstance(V, Tensor) and _runs(values, ids):
+    if not isinstance(V, Tensor) and uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels import gathered_triton
 
         return gathered_triton.wrong_slots(ids, values, V, ROUNDING)
@@ -49,7 +51,7 @@ def first_slots(
 
     An id counts in its first slot alone: its other slots become empty ones.
     """
-    if dtype == torch.float32 and _runs(values, ids):
+    if dtype == torch.float32 and uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels import gathered_triton
 
         return gathered_triton.first_slots(ids, values, start, width)
@@ -69,7 +71,7 @@ def gathered_logits(
     out: Tensor,  # (n, k), written
 ) -> Tensor:
     """The products of the ids; 0 in empty slots."""
-    if _runs(weight, ids):
+    if _runs(weight, ids, hidden):
         from logitless.kernels import gathered_triton
 
         return gathered_triton.gathered_logits(hidden, weight, ids, out)
@@ -116,7 +118,7 @@ def add_rows(
     first: bool,  # whether `total` is uninitialized
 ) -> None:
     """Add each token's coefficient * hidden to the rows of its ids."""
-    if _runs(hidden, ids) and total.dtype != torch.float64:
+    if _runs(hidden, ids, total) and total.dtype != torch.float64:
         from logitless.kernels import gathered_triton
 
         gathered_triton.add_rows(total, ids, coefficients, hidden, first=first)

@@ -180,7 +180,7 @@ def forward_tile(columns: int) -> dict[str, int]:
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": min(max(1, block // 1024), 16)}
 
 
-# Bytes that a program may load ahead: what every CUDA device since Ampere has for one.
+# Bytes that a program may load ahead: every CUDA device since Ampere has so much shared memory for it.
 AHEAD = 96 * 1024
 
 

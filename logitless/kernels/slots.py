@@ -30,10 +30,10 @@ from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
 from logitless.kernels.head import Head
 
 MOST_SLOTS = 256
-# What stands in the chunk for a logit that was taken out: exp() of it is 0 beside any other, and unlike -inf
-# it leaves numbers where nothing else is left.
+# What stands in the chunk for a logit that was taken out: exp() of it is 0 beside any other. No dtype
+# rounds it.
 TAKEN_OUT = {torch.float16: -3e4}
-FAR_BELOW = -1e30
+FAR_BELOW = -(2.0**96)
 # log P_R below which its gradient is cut: exp(-LEAST_REST) is still far inside fp32.
 LEAST_REST = -60.0
 

@@ -25,13 +25,13 @@ FEWEST, WARPS = 16, 4
 def slots_of(ids_ptr, row, k, start, K: tl.constexpr):
     """K slots of a row, and their ids; -1 beyond the last."""
     slot = start + tl.arange(0, K)
-    # No vocabulary has 2^31 ids. What is below -2^31 is as empty.
+    # A vocabulary has fewer than 2^31 ids; every negative number is an empty slot.
     ids = tl.load(ids_ptr + row * k + slot, mask=slot < k, other=-1)
     return slot, tl.where(ids < 0, -1, ids).to(tl.int32)
 
 
 @triton.jit
-def first_slots(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constexpr):
+def distinct(ids_ptr, x_ptr, row, k, slot, ids, K: tl.constexpr, SUM: tl.constexpr):
     """Whether a slot is the first of its id; with SUM the sum of x over all slots of that id, bit for bit the
     same in each of them. An x in an empty slot, which may be NaN, reaches no other."""
     repeated = tl.zeros([K], tl.int32)
@@ -121,7 +121,7 @@ def slot_numbers_kernel(
         return
 
     z = tl.load(z_ptr + row * k + slot, mask=slot < k, other=-float("inf"))
-    first, _ = first_slots(ids_ptr, z_ptr, row, k, slot, ids, K, False)
+    first, _ = distinct(ids_ptr, z_ptr, row, k, slot, ids, K, False)
     own = tl.where(first, z, -float("inf"))
 
     # The others: without what was taken out, which with a softcap counts for something.
@@ -198,7 +198,7 @@ def entries_kernel(
     logps = tl.load(logps_ptr + row * k + slot, mask=slot < k, other=0.0)
     p = tl.exp(logps)
     # What comes back to an empty slot, whose log-probability is -inf, may be NaN.
-    first, g = first_slots(ids_ptr, g_logps_ptr, row, k, slot, ids, K, LOGPS)
+    first, g = distinct(ids_ptr, g_logps_ptr, row, k, slot, ids, K, LOGPS)
     total = tl.sum(tl.where(first, g, 0.0), 0)
     d_z = g * complement(logps) - (total - g) * p
     factor = -total

@@ -118,7 +118,8 @@ class DistillationLoss(LogitsLoss):
             best, favourite = batch.argmax(z), batch.argmax(t)
         else:
             values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
-            ids = ids.masked_fill(values == -torch.inf, 0)  # an empty slot may hold any id
+            # Whatever id an empty slot holds, or a token that is not supervised.
+            ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
             best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
@@ -253,7 +254,8 @@ class DistillationLoss(LogitsLoss):
         return dict(zip(names, (values.detach(), ids.long()), strict=True))
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
-        return topk_faults(inputs["topk_ids"], inputs["topk_logprobs"], V, self.shared_vocabulary)
+        known = inputs["topk_ids"], inputs["topk_logprobs"]
+        return topk_faults(*known, V, self.shared_vocabulary, targets != self.ignore_index)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,8 @@ class SupportDistillation(LinearLoss):
         return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
-        return topk_faults(inputs["ids"], inputs["teacher_logps"], V, self.shared_vocabulary)
+        known = inputs["ids"], inputs["teacher_logps"]
+        return topk_faults(*known, V, self.shared_vocabulary, targets != self.ignore_index)
 
     def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss
+from logitless.engine.gradients import Gradients
 from logitless.engine.passes import choose_rows, plan_for
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Facts, Pass, Plan, Step, chunk_rows, make_plan
 from tests.engine.calls import call
@@ -260,7 +261,7 @@ def test_chunk_rows_in_general(capacity):
 def test_one_chunk_in_the_place_of_a_sum(rows, sum_rows, chunks):
     """Where the budget holds all rows, and the sum of d_weight would take as much memory."""
     known = {"differentiable": True, "trainable_head": True, "linear_in_logps": False}
-    facts = Facts(rows, None, **known, sum_bytes=sum_rows * ROW)
+    facts = Facts(rows, None, **known, spared_bytes=sum_rows * ROW)
     for purpose in (Pass.SOLVE, Pass.GRADIENTS):
         assert make_plan(purpose, facts, row_bytes=ROW, budget=10_000 * ROW).chunks == chunks
     # Of pairs too, which are seen together.
@@ -270,13 +271,18 @@ def test_one_chunk_in_the_place_of_a_sum(rows, sum_rows, chunks):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_what_sums_d_weight(frozen):
-    """A call that trains its head; not one that reads alone, nor the heads of several."""
+    """Several chunks, in a dtype of its own that one does without."""
     hidden = torch.zeros(1, 4000).expand(4700, -1).requires_grad_()
     weight, targets = torch.zeros(30, 4000, requires_grad=not frozen), torch.randint(30, (4700,))
-    made, rows = choose_rows(call(CrossEntropyLoss(), hidden, weight, targets))
-    for purpose, heads in itertools.product(Pass, (1, 2)):
-        summed = not frozen and purpose is not Pass.NUMBERS and heads == 1
-        assert plan_for(made, rows, purpose, heads).chunks == (1 if summed else 2)
+    for dtype, accum_dtype, static, main in itertools.product(
+        (torch.bfloat16, torch.float32), (None, torch.float32), (False, True), (None, weight)
+    ):
+        h, w = hidden.to(dtype), weight.detach().to(dtype).requires_grad_(not frozen)
+        made, rows = choose_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
+        spared = Gradients([made], static=static, main=main).spared_bytes(made)
+        own_sum = dtype == torch.bfloat16 and accum_dtype is None and not static and main is None
+        assert spared == (4 * 30 * 4000 if own_sum and not frozen else 0)
+        assert plan_for(made, rows, Pass.SOLVE, spared=spared).chunks == (1 if spared else 2)
 
 
 def test_good_chunks_fall():

@@ -217,6 +217,19 @@ def renormalized(z: torch.Tensor, known: tuple[torch.Tensor, torch.Tensor]) -> l
     return [torch.where(taken, x, -1e4).log_softmax(-1) for x in (student, values.to(z.dtype))]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_nothing_but_the_ids_with_a_frozen_head(dtype):
+    """Beside all ids of the vocabulary no softmax is left; a large scale leaves nothing of what is read."""
+    h, w, _, _ = operands((2,), 8, 20, dtype)
+    ids, results = torch.arange(20, device=DEVICE).expand(2, 20).contiguous(), []
+    for x in (h, h.double(), h):
+        x, weight = x.detach().requires_grad_(), w.detach().to(x.dtype)
+        options, which = {"temperature": 1 / 30}, reference.ids_logprobs if results else linear_logprobs
+        logps = which(x, weight, ids, **options)[0].double()
+        results.append(torch.autograd.grad(logps.sin().sum(), x)[0])
+    assert_close(*results, name="d_hidden")
+
+
 def test_the_best_ids_with_their_log_probabilities():
     h, w, _, b = (x.to(DEVICE) for x in operands(*SHAPE, torch.bfloat16))
     found = linear_topk(h, w, 9, bias=b, softcap=5.0)

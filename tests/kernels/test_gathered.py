@@ -113,6 +113,21 @@ def test_one_id_for_all_tokens_and_runs_of_every_length():
     assert_close(total, truth, 1e-6, name="d_weight")
 
 
+def test_columns_in_the_place_of_rows():
+    """Of a transposed head, say."""
+    hidden, weight, ids, g = operands(9, 4, 20, 8, torch.float32)
+    columns = [x.t().contiguous().t() for x in (hidden, weight)]
+    out = torch.empty(9, 4, device=DEVICE)
+    truth = gathered.gathered_logits(hidden, weight, ids, out).double()
+    assert_close(gathered.gathered_logits(*columns, ids, out), truth, 1e-6, name="logits")
+    truth = gathered.weighted_rows(weight, ids, g).double()
+    assert_close(gathered.weighted_rows(columns[1], ids, g), truth, 1e-6, name="d_hidden")
+    total, other = torch.zeros_like(weight), torch.zeros_like(columns[1])
+    gathered.add_rows(total, ids, g, hidden, first=True)
+    gathered.add_rows(other, ids, g, columns[0], first=True)
+    assert_close(other, total.double(), 1e-6, name="d_weight")
+
+
 def test_layouts():
     hidden, weight, ids, g = operands(9, 4, 20, 8, torch.float32)
     wide_h, wide_w = torch.cat((hidden, hidden), 1)[:, :8], torch.cat((weight, weight), 1)[:, 8:]

@@ -152,6 +152,26 @@ def test_certain_tokens_keep_their_digits():
     assert h.grad[0, 0].item() == pytest.approx(-torch.expm1(truth[0, 0]).item(), rel=1e-5)
 
 
+@dtypes
+@pytest.mark.parametrize("scale", [1.0, 30.0, -1.5])
+def test_nothing_but_the_ids(dtype, scale):
+    """All ids of the vocabulary, or all that have a probability: no softmax is left beside them."""
+    h, w, _, _ = operands((3,), 8, 40, dtype)
+    bias = torch.zeros(40, dtype=dtype)
+    bias[6:] = -torch.inf if scale > 0 else torch.inf
+    for ids, own in ((torch.arange(40).expand(3, 40), None), (torch.arange(6).expand(3, 6), bias)):
+        h, options = h.detach().requires_grad_(), {"bias": own, "logit_scale": scale / 10, "temperature": 0.1}
+        logps = linear_logprobs(h, w, ids, **options).logps
+        (found,) = torch.autograd.grad(logps.float().sin().sum(), h)
+        results = []
+        for x in (h.detach().double(), h.detach()):
+            x.requires_grad_()
+            b = None if own is None else own.to(x.dtype)
+            z = reference.ids_logprobs(x, w.to(x.dtype), ids, **options | {"bias": b})[0]
+            results.append(torch.autograd.grad(z.sin().sum(), x)[0])
+        assert_close(found, *results, name="d_hidden")
+
+
 def test_masked_vocabulary():
     """-inf logits: no probability, no NaN, and no gradient where nobody asks for one."""
     h, w, _, _ = operands((6,), 8, 12, torch.float32)

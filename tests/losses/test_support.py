@@ -423,13 +423,42 @@ def test_wrong_ids_in_a_compiled_graph_and_without_a_sync(support):
             topk(ids=ids, support=support, compact=False)
 
 
+@pytest.mark.parametrize("options", [{"support": None}, {"support": "teacher"}, {"topk_mode": "renormalize"}])
+@pytest.mark.parametrize("compact", [True, False])
+def test_what_stands_at_masked_tokens_is_not_looked_at(options, compact):
+    (values, ids), mask = given(4, 3, 720), torch.tensor([True, False, True, False])
+    wrong_values, wrong_ids = values.clone(), ids.clone()
+    wrong_ids[1], wrong_ids[3], wrong_values[1], wrong_values[3] = -100, 10**6, 3.0, torch.nan
+    h, w = torch.randn(4, 8, requires_grad=True), torch.randn(720, 8, requires_grad=True)
+    loss, found = DistillationLoss(**{"support": "teacher"} | options, compact=compact), []
+    for known in ((values, ids), (wrong_values, wrong_ids)):
+        value = loss(h, w, mask=mask, teacher_logprobs_topk=known).loss
+        found.append((value.detach(), *torch.autograd.grad(value, (h, w))))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_a_count_of_tokens_hides_no_wrong_id(compact):
+    if DEVICE.type == "cpu" or compact:
+        values, ids = given(4, 3, 30)
+        error = ValueError if compact else RuntimeError
+        with pytest.raises(error, match=r"teacher_logprobs_topk: expected ids in \[0, 7\)"):
+            call(
+                DistillationLoss(support="teacher", compact=compact),
+                teacher_logprobs_topk=(values, ids.clamp(min=7)),
+                num_items=torch.tensor(4),
+            )
+
+
 def test_shards_are_counted_before_ids_are_refused():
-    values, ids = given(4, 3, 30)
+    (values, ids), everywhere = given(4, 3, 30), torch.ones(4, dtype=torch.bool)
     ids[2, 1] = 30
     for shared, wrong in ((None, [2]), (40, [2]), (1, ids.ge(1).any(1).nonzero()[:, 0].tolist())):
-        outside, above = teachers.topk_faults(ids, values, torch.tensor(30), shared)
+        outside, above = teachers.topk_faults(ids, values, torch.tensor(30), shared, everywhere)
         assert outside.count.nonzero()[:, 0].tolist() == wrong and not above.count.any()
-        assert outside.of_shards(Shards((10, 20), False)).expected == "ids in [0, 30)"
+        assert outside.of_shards(Shards((10, 20), False)).expected == "ids in [0, 30)" + (
+            f" and below shared_vocabulary={shared}" if shared else ""
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"support": "teacher", "k": 2}], ids=["whole", "support"])

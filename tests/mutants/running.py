@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 
-COPIED = ("logitless", "tests", "docs", "examples", "pyproject.toml", "README.md")
+COPIED = ("logitless", "tests", "docs", "examples", "benchmarks", "pyproject.toml", "README.md")
 CORE = ("pytest", "torch", "torch.distributed.fsdp", "torch._inductor.compile_fx", "triton")
 TRAINERS = (
     "transformers.models.llama.modeling_llama",

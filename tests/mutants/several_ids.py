@@ -142,15 +142,15 @@ MUTANTS = [
         TEST_SLOTS,
         (
             "order of two slots",
-            "first_slots",
+            "distinct",
             "other[None, :] < slot[:, None]",
             "other[None, :] > slot[:, None]",
         ),
-        ("empty slots are ids", "first_slots", "(ids >= 0) & (repeated == 0)", "repeated == 0"),
-        ("one piece alone", "first_slots", "range(0, k, PIECE)", "range(0, PIECE, PIECE)"),
+        ("empty slots are ids", "distinct", "(ids >= 0) & (repeated == 0)", "repeated == 0"),
+        ("one piece alone", "distinct", "range(0, k, PIECE)", "range(0, PIECE, PIECE)"),
         (
             "duplicates not merged",
-            "first_slots",
+            "distinct",
             "tl.where(same, x[None, :], 0.0)",
             "tl.where(same & (other[None, :] == slot[:, None]), x[None, :], 0.0)",
         ),
@@ -312,6 +312,18 @@ MUTANTS = [
         TEST_KERNELS_ENGINE,
         ("ignored tokens count", "GatheredProjection.take", "if not call.loss.compact:", "if False:"),
         prefix="gathered: ",
+    ),
+    *of_file(
+        "engine/passes.py",
+        TEST_SUPPORT,
+        ("faults of tokens come last", "choose_rows", "fault.count.dim() == 0", "False"),
+        prefix="several ids: ",
+    ),
+    *of_file(
+        "losses/teachers.py",
+        TEST_SUPPORT,
+        ("masked tokens checked", "topk_faults", " & supervised", ""),
+        prefix="several ids: ",
     ),
     *of_file(
         "losses/support.py",
