@@ -14,7 +14,7 @@ from benchmarks.own_rows import HOST_CALLS, Row, host_times, tensors_of
 # Of a kernel's name, the first that fits decides; what fits none is small.
 KINDS = {
     "pass over logits": ("row_kernel", "logits_gradient", "divergence", "shard_", "select_", "tile_max"),
-    "few columns of the head": ("gathered_logits", "weighted_rows", "run_kernel"),
+    "few columns of the head": ("gathered_logits", "weighted_rows", "piece_kernel", "run_kernel"),
     "product, with its logits read": ("read_kernel", "gradient_kernel"),
     "product": ("nvjet", "gemm", "cutlass", "xmma", "aten::mm", "aten::addmm"),
     "scaling": ("scale_kernel",),

@@ -23,6 +23,7 @@ from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.row_vectors import scale_vectors
 from logitless.engine.rows import Grouping, Rows, select_rows
 from logitless.engine.spec import Fault, LossSpec
+from logitless.kernels.targets import marked
 from logitless.parallel.peers import ALONE, Peers
 
 # By whether only some columns of the head are gathered.
@@ -166,24 +167,22 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     The call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
     """
     loss, targets, V = call.loss, call.targets, call.V
-    supervised, shards, known = targets != loss.ignore_index, None, f"{V}"
+    shards, known = None, f"{V}"
     if call.vocabulary.sharded:
         shards = call.vocabulary.codes_of(call.weight, loss.tp_group, unrounded=call.unrounded)
-        V = (shards // 2).sum()
-        inside, known = torch.minimum(targets.clamp(min=0), V - 1), "{V}"
-    else:
-        inside = targets.clamp(0, V - 1)
-    outside = supervised & (targets != inside)
+        V, known = (shards // 2).sum(), "{V}"
+    found = [] if loss.faults is None else loss.faults(targets, call.inputs, V)
+    marking = [fault for fault in found if fault.count.dim()]
+    others = torch.stack([fault.count for fault in marking]) if marking else None
+    marks = marked(targets, V, loss.ignore_index, others)
     expected, remedy = f"ids in [0, {known}) or ignore_index", "fix the labels or set ignore_index"
-    seen = partial(_seen_outside, targets, outside, loss.ignore_index, remedy)
-    faults = [Fault(outside, "targets", expected, "{count} outside", remedy, seen)]
+    seen = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
+    faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, seen), *marking]
     if call.num_items is not None and loss.reduction == "mean":
-        zero = ((call.num_items == 0) & supervised.any()).long()
+        zero = ((call.num_items == 0) & marks[0].any()).long()
         remedy = "count what is supervised"
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
-    if loss.faults is not None:
-        faults += loss.faults(targets, call.inputs, V)
-        faults.sort(key=lambda fault: fault.count.dim() == 0)
+    faults += [fault for fault in found if not fault.count.dim()]
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
     # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
@@ -194,14 +193,15 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shards": shards}
-    rows = select_rows(supervised, faults, grouping, cu_seqlens, **options)
+    rows = select_rows(marks, faults, grouping, cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shards is None else call.with_shards(rows.shards)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 
-def _seen_outside(targets: Tensor, outside: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
+def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
     """What to say of targets that are no ids, and a remedy: another one where they look like a mark."""
+    outside = marks[1]
     ids = targets[outside]
     if not ids.numel():  # they are on other ranks
         return "", remedy

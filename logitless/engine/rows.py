@@ -74,8 +74,8 @@ class _Layout(NamedTuple):
 
 
 def select_rows(
-    supervised: Tensor,  # (N,) bool
-    faults: Sequence[Fault],  # those that mark tokens come first
+    marks: Tensor,  # (1 + m, N) bool: the supervised tokens, and those that each of m faults marks
+    faults: Sequence[Fault],  # the m that mark tokens come first
     grouping: Grouping,
     cu_seqlens: Tensor | None,
     *,
@@ -89,12 +89,13 @@ def select_rows(
     sequences the host then knows only how many there are, so the caller makes one group of all of them. What
     is wrong on one of the peers is raised on all.
     """
-    N, packed, layout = supervised.shape[0], cu_seqlens is not None, None
+    supervised, packed, layout = marks[0], cu_seqlens is not None, None
+    N = supervised.shape[0]
     if packed:
         faults = (*faults, _boundary_fault(cu_seqlens, N))
         cu_seqlens = cu_seqlens.clamp(0, N)  # nothing may read beyond the tokens before the fault is known
     apart = compact and not packed and not peers.groups
-    counts = _counted(supervised, faults, grouping.sequences if apart else 0)
+    counts = _counted(marks, faults, grouping.sequences if apart else 0)
     if grouping.sequences or grouping.grouped:
         if packed:
             layout = _packed(supervised, grouping, cu_seqlens, compact)
@@ -130,15 +131,14 @@ class _Counts(NamedTuple):
         return [*map(sum, tables), *numbers[end:], *(tables[0] if tables else ())]
 
 
-def _counted(supervised: Tensor, faults: Sequence[Fault], sequences: int) -> _Counts:
+def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int) -> _Counts:
     """Counts for each of so many padded sequences, or with 0 for the call: in few launches, as the GPU waits
     for them."""
-    marks = torch.stack((supervised, *(fault.count for fault in faults if fault.count.dim())))
-    N = supervised.shape[0]
-    found = marks.view(len(marks), sequences, N // sequences).sum(2).view(-1) if sequences else marks.sum(1)
-    others = [fault.count for fault in faults if not fault.count.dim()]
+    count, N = marks.shape
+    found = marks.view(count, sequences, N // sequences).sum(2).view(-1) if sequences else marks.sum(1)
+    others = [fault.count for fault in faults[count - 1 :]]
     numbers = torch.cat((found, torch.stack(others))) if others else found
-    return _Counts(numbers, len(marks), sequences) if sequences else _Counts(numbers)
+    return _Counts(numbers, count, sequences) if sequences else _Counts(numbers)
 
 
 def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:

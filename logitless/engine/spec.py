@@ -55,7 +55,7 @@ class Fault(NamedTuple):
     It is read in the call's one sync, or asserted on the device.
     """
 
-    count: Tensor  # 0-d integer, how often; or (N,) bool, at which tokens
+    count: Tensor  # 0-d integer, how often; or (N,) bool, at which tokens, of which the supervised count
     argument: str
     expected: str  # with a sharded head it may name {V}
     got: str  # may name the {count}

@@ -13,7 +13,7 @@ from torch import Tensor
 from logitless.kernels.launch import held
 from logitless.kernels.operands import as_rows, widest
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 2048, 4
 KINDS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
 SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
 

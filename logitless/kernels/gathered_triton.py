@@ -1,8 +1,9 @@
 """Triton kernels of `gathered.py`, all bound by reading a row of H numbers for each of the N k slots.
 
 `add_rows` sorts the slots by id, and each row of the head is the work of its own programs, which read the
-slots of its id, a few at a time. So no two programs write the same row, and each is written once. An id that
-all tokens have takes one program N / RUN_SLOTS turns, one after the other.
+slots of its id, a few at a time. So no two programs write the same row, and each is written once. The sorted
+slots fall into pieces of equal length: a piece with one id alone, of which an id of many tokens has several,
+has programs of its own, whose sums the programs of the row add up.
 """
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
-# On an H200, 8,192 tokens with 64 ids each, H 4,096, which is 4.3 GB: logits 1.1 ms, sums of rows 0.9, and
-# the rows' gradients 1.3; with 2 slots of 2,048 numbers 1.1, but then an id of all tokens takes twice as many
-# turns.
-SLOTS, RUN_SLOTS, BLOCK, WARPS = 8, 4, 1024, 4
+# Slots of a turn and numbers of each, where the rows that are read lie anywhere and where most ids have but a
+# few slots. On an H200, 8,192 tokens with 64 ids each, H 4,096, which is 4.3 GB: logits 1.1 ms, sums of rows
+# 0.9, and the rows' gradients 1.1.
+SLOTS, BLOCK, RUN_SLOTS, RUN_BLOCK, WARPS = 8, 1024, 2, 2048, 4
 # Slots that are compared with as many others at a time.
 COMPARED = 64
 
@@ -131,11 +132,66 @@ def weighted_rows_kernel(
     tl.store(out_ptr + row * out_stride + cols, total.to(out_ptr.dtype.element_ty), mask=cols < H)
 
 
+@triton.jit
+def slots_sum(
+    total,
+    hidden_ptr,
+    coefficients_ptr,
+    order_ptr,
+    hidden_stride,
+    k,
+    H,
+    cols,
+    start,
+    stop,
+    SLOTS: tl.constexpr,
+):
+    """`total` and the sum of coefficient * hidden over a range of the sorted slots."""
+    for begin in range(start, stop, SLOTS):
+        place = begin + tl.arange(0, SLOTS)
+        here = place < stop
+        slot = tl.load(order_ptr + place, mask=here, other=0)
+        g = tl.load(coefficients_ptr + slot, mask=here, other=0.0)
+        rows = hidden_ptr + slot[:, None] // k * hidden_stride
+        x = tl.load(rows + cols[None, :], mask=here[:, None] & (cols < H)[None, :], other=0.0)
+        total += tl.sum(x.to(tl.float32) * g[:, None], 0)
+    return total
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def piece_kernel(
+    hidden_ptr,
+    pieces_ptr,
+    coefficients_ptr,
+    ids_ptr,
+    order_ptr,
+    hidden_stride,
+    k,
+    H,
+    length,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`ids` (N k,) in order; `pieces` (N k // length, H) fp32, of which those with one id are written."""
+    piece = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, stop = piece * length, (piece + 1) * length
+    token = tl.load(ids_ptr + start)
+    if (token >= 0) & (token == tl.load(ids_ptr + stop - 1)):
+        total = tl.zeros([BLOCK], tl.float32)
+        total = slots_sum(
+            total, hidden_ptr, coefficients_ptr, order_ptr, hidden_stride, k, H, cols, start, stop, SLOTS
+        )
+        tl.store(pieces_ptr + piece * H + cols, total, mask=cols < H)
+
+
 @held
 @triton.jit(**OF_CHUNKS)
 def run_kernel(
     hidden_ptr,
     total_ptr,
+    pieces_ptr,
     coefficients_ptr,
     starts_ptr,
     order_ptr,
@@ -143,6 +199,7 @@ def run_kernel(
     total_stride,
     k,
     H,
+    length,
     FIRST: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,16 +210,20 @@ def run_kernel(
     inside = cols < H
     start = tl.load(starts_ptr + token)
     stop = tl.load(starts_ptr + token + 1)
-    out = total_ptr + token * total_stride + cols
+    # The id's own slots before its whole pieces, and after them.
+    first, last = tl.cdiv(start, length), stop // length
+    before = tl.where(first < last, first * length, stop)
+    after = tl.where(first < last, last * length, stop)
     total = tl.zeros([BLOCK], tl.float32)
-    for begin in range(start, stop, SLOTS):
-        place = begin + tl.arange(0, SLOTS)
-        here = place < stop
-        slot = tl.load(order_ptr + place, mask=here, other=0)
-        g = tl.load(coefficients_ptr + slot, mask=here, other=0.0)
-        rows = hidden_ptr + slot[:, None] // k * hidden_stride
-        x = tl.load(rows + cols[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        total += tl.sum(x.to(tl.float32) * g[:, None], 0)
+    total = slots_sum(
+        total, hidden_ptr, coefficients_ptr, order_ptr, hidden_stride, k, H, cols, start, before, SLOTS
+    )
+    for piece in range(first, last):
+        total += tl.load(pieces_ptr + piece * H + cols, mask=inside, other=0.0)
+    total = slots_sum(
+        total, hidden_ptr, coefficients_ptr, order_ptr, hidden_stride, k, H, cols, after, stop, SLOTS
+    )
+    out = total_ptr + token * total_stride + cols
     if FIRST:
         tl.store(out, total.to(total_ptr.dtype.element_ty), mask=inside)
     elif start < stop:
@@ -247,21 +308,45 @@ def weighted_rows(
 
 def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *, first: bool) -> None:
     check_rows(total=total, hidden=hidden)
-    (V, H), k = total.shape, ids.shape[1]
-    tokens, order = dense(ids, torch.int32).view(-1).sort(stable=True)
-    starts = torch.searchsorted(tokens, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
-    run_kernel[(V, triton.cdiv(H, BLOCK))](
+    (V, H), (n, k), coefficients = total.shape, ids.shape, dense(coefficients, torch.float32)
+    ids, order = dense(ids, torch.int32).view(-1).sort(stable=True)
+    starts = torch.searchsorted(ids, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
+    length = piece_length(k)
+    pieces = coefficients.new_empty(n * k // length, H)
+    if len(pieces):
+        piece_kernel[(len(pieces), triton.cdiv(H, BLOCK))](
+            hidden,
+            pieces,
+            coefficients,
+            ids,
+            order,
+            hidden.stride(0),
+            k,
+            H,
+            length,
+            SLOTS=SLOTS,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+    run_kernel[(V, triton.cdiv(H, RUN_BLOCK))](
         hidden,
         total,
-        dense(coefficients, torch.float32),
+        pieces,
+        coefficients,
         starts,
         order,
         hidden.stride(0),
         total.stride(0),
         k,
         H,
+        length,
         FIRST=first,
         SLOTS=RUN_SLOTS,
-        BLOCK=BLOCK,
+        BLOCK=RUN_BLOCK,
         num_warps=WARPS,
     )
+
+
+def piece_length(k: int) -> int:
+    """Sorted slots of a piece: the sums of all take at most the N H bytes that half of hidden takes."""
+    return max(64, 4 * k)

@@ -46,7 +46,7 @@ def scale_all_kernel(x_ptr, factor_ptr, out_ptr, numel, IN_PLACE: tl.constexpr, 
         # A factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
         numel = tl.where(factor == 1.0, 0, numel)
     first = tl.program_id(0).to(tl.int64)
-    numel = numel.to(tl.int64)  # the blocks' last may reach beyond 2^31
+    numel += first * 0  # in int64, as the last block may reach beyond 2^31
     for block in range(first, tl.cdiv(numel, BLOCK), tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         mask = at < numel

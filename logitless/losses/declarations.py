@@ -1,6 +1,8 @@
 """What the author of a loss class may get wrong before anything is called: checked when a loss is made."""
 
+import functools
 import inspect
+from contextlib import suppress
 from dataclasses import fields
 from typing import ClassVar, get_origin
 
@@ -75,6 +77,22 @@ def _check_hashable(loss) -> None:
             kind = type(getattr(loss, field.name)).__name__
             remedy = "use a tuple for a list, and a tuple of pairs for a dict"
             raise TypeError(f"{field.name}: expected a hashable value, got {kind}; {remedy}.") from None
+
+
+def made(cls: type, **options):
+    """`cls(**options)`, made and checked once for equal options, for calls that make a loss of their own."""
+    # Whoever keeps a process group keeps its threads.
+    shared = options.get("tp_group") is None and options.get("cp_group") is None
+    if torch.compiler.is_compiling() or not shared:
+        return cls(**options)
+    with suppress(TypeError):  # of what cannot be hashed the class itself says it
+        return _made(cls, **options)
+    return cls(**options)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _made(cls: type, **options):
+    return cls(**options)
 
 
 # Types whose values are known by their text.

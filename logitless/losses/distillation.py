@@ -254,8 +254,7 @@ class DistillationLoss(LogitsLoss):
         return dict(zip(names, (values.detach(), ids.long()), strict=True))
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
-        known = inputs["topk_ids"], inputs["topk_logprobs"]
-        return topk_faults(*known, V, self.shared_vocabulary, targets != self.ignore_index)
+        return topk_faults(inputs["topk_ids"], inputs["topk_logprobs"], V, self.shared_vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)

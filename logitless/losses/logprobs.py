@@ -14,6 +14,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import TokenLoss
+from logitless.losses.declarations import made
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
@@ -173,9 +174,9 @@ def linear_logprobs(
     order = {"shift": shift, "cu_seqlens": cu_seqlens}
     if several and hidden.dim() > 0:
         check_choice("entropy", entropy, (False, True, "metric"))
-        loss = IdsNumbers(ignore_index=ignore_index, entropy=entropy, **head)
+        loss = made(IdsNumbers, ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
-        loss = TokenNumbers(ignore_index=ignore_index, entropy=entropy, **head)
+        loss = made(TokenNumbers, ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = loss.numbers(hidden, weight, targets, bias=bias, **order)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

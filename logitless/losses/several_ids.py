@@ -15,6 +15,7 @@ from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.losses.declarations import made
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
@@ -200,7 +201,7 @@ def linear_topk(
     expect(isinstance(hidden, Tensor), "hidden", "a tensor", type(hidden).__name__, remedy, TypeError)
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
-    loss = TopkNumbers(k=k, **head)
+    loss = made(TopkNumbers, k=k, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
         found, _ = loss.numbers(hidden, weight, targets, bias)

@@ -15,6 +15,7 @@ from logitless.errors import check_choice, expect
 from logitless.kernels import divergence as kernels
 from logitless.kernels.divergence import NOTHING
 from logitless.kernels.head import Head
+from logitless.losses.declarations import made
 from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
@@ -51,7 +52,7 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
         expect(
             loss.k is not None, "k", "how many ids of each, with support", None, "set it, to 64 for example"
         )
-    return SupportDistillation(**{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
+    return made(SupportDistillation, **{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +148,7 @@ class SupportDistillation(LinearLoss):
         return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
-        known = inputs["ids"], inputs["teacher_logps"]
-        return topk_faults(*known, V, self.shared_vocabulary, targets != self.ignore_index)
+        return topk_faults(inputs["ids"], inputs["teacher_logps"], V, self.shared_vocabulary)
 
     def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""

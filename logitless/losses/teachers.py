@@ -46,18 +46,17 @@ def topk_faults(
     values: Tensor | None,
     V: int | Tensor,
     shared: int | None,
-    supervised: Tensor,
 ) -> list[Fault]:
     """What of a teacher's best ids (N, k) and their log-probabilities only the device can tell.
 
-    Those of tokens that are not `supervised` (N,) may be anything. `V` ids are in the vocabulary; a tensor
-    where the host does not know yet. `shared`: the first ids, that alone have a meaning to both.
+    `V` ids are in the vocabulary; a tensor where the host does not know yet. `shared`: the first ids, that
+    alone have a meaning to both.
     """
     if ids is None:
         return []
     if shared is not None:
         V = V.clamp(max=shared) if isinstance(V, Tensor) else min(V, shared)
-    outside, above = (wrong_slots(ids, values, V) & supervised).unbind()
+    outside, above = wrong_slots(ids, values, V).unbind()
     name, expected = "teacher_logprobs_topk", f"ids in [0, {'{V}' if isinstance(V, Tensor) else V})"
     expected += "" if shared is None else f" and below shared_vocabulary={shared}"
     remedy = "give log-probabilities, normalized over the vocabulary, not logits"

@@ -29,6 +29,7 @@ INTEGERS = (
     "common",
     "ignore_index",
     "columns",
+    "length",
     "write",
     "rows",
     "k",
@@ -37,11 +38,12 @@ INTEGERS = (
     "rank",
     "ranks",
 )
-INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr")
-INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr",)
+INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr", "size_ptr")
+INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
-SLOTS, RUN_SLOTS, COMPARED = 8, 4, 64
+SLOTS, RUN_SLOTS, RUN_BLOCK, COMPARED = 8, 2, 2048, 64
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
+MARK_BLOCK = 1024
 
 
 class Combination(NamedTuple):
@@ -140,7 +142,7 @@ def select_combinations() -> Iterator[Combination]:
 
 
 def gathered_combinations() -> Iterator[Combination]:
-    slots, run = {"BLOCK": BLOCK, "SLOTS": SLOTS}, {"BLOCK": BLOCK, "SLOTS": RUN_SLOTS}
+    slots, run = {"BLOCK": BLOCK, "SLOTS": SLOTS}, {"BLOCK": RUN_BLOCK, "SLOTS": RUN_SLOTS}
     yield combination("first_slots_kernel", {}, {"SLOTS": COMPARED})
     yield combination("wrong_slots_kernel", {}, {"SLOTS": COMPARED})
     for x in TYPES:
@@ -150,8 +152,14 @@ def gathered_combinations() -> Iterator[Combination]:
             yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
             if out == x:
                 yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
+            yield combination("piece_kernel", {"hidden": x}, slots)
             for first in (False, True):
                 yield combination("run_kernel", {"hidden": x, "total": out}, run | {"FIRST": first})
+
+
+def target_combinations() -> Iterator[Combination]:
+    for others, sharded in itertools.product((0, 2), (False, True)):
+        yield combination("mark_kernel", {}, {"OTHERS": others, "SHARDED": sharded, "BLOCK": MARK_BLOCK})
 
 
 def slot_combinations() -> Iterator[Combination]:
@@ -206,6 +214,7 @@ def combinations() -> list[Combination]:
         *select_combinations(),
         *gathered_combinations(),
         *slot_combinations(),
+        *target_combinations(),
     ]
 
 
@@ -241,12 +250,14 @@ def source(number: int, c: Combination) -> Source:
         shards_triton,
         slots,
         slots_triton,
+        targets_triton,
     )
 
+    assert MARK_BLOCK == targets_triton.BLOCK
     assert (FEWEST_SLOTS, MOST_SLOTS) == (slots_triton.FEWEST, slots.MOST_SLOTS)
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
-    tiles = gathered_triton.SLOTS, gathered_triton.RUN_SLOTS, gathered_triton.BLOCK
-    assert (SLOTS, RUN_SLOTS, BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
+    tiles = gathered_triton.SLOTS, gathered_triton.BLOCK, gathered_triton.RUN_SLOTS, gathered_triton.RUN_BLOCK
+    assert (SLOTS, BLOCK, RUN_SLOTS, RUN_BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (
@@ -263,6 +274,7 @@ def source(number: int, c: Combination) -> Source:
         select_triton,
         shards_triton,
         slots_triton,
+        targets_triton,
     )
     kernel = jitted(next(getattr(module, c.kernel) for module in modules if hasattr(module, c.kernel)))
     types, attributes = signature(kernel.arg_names, c), {}

@@ -100,6 +100,9 @@ class Recorder:
                 assert value.dtype == kind, name
         for name in named.keys() & {"wrong_ptr", "rows_ptr"}:
             named[name].zero_()  # these are looked at: no fault, and a row that exists
+        if self.name == "mark_kernel":
+            marks = named["marks_ptr"].zero_()
+            marks[0] = 1  # every token is supervised
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -122,10 +125,12 @@ def launches(monkeypatch):
         select_triton,
         slots,
         slots_triton,
+        targets,
+        targets_triton,
     )
 
     found = set()
-    for module in (cross_entropy, divergence, gathered, scale, select, slots):
+    for module in (cross_entropy, divergence, gathered, scale, select, slots, targets):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in cross_entropy.TRITON_DTYPES)
     for module, name in (
         (cross_entropy_triton, "row_kernel"),
@@ -140,11 +145,13 @@ def launches(monkeypatch):
         (gathered_triton, "first_slots_kernel"),
         (gathered_triton, "gathered_logits_kernel"),
         (gathered_triton, "weighted_rows_kernel"),
+        (gathered_triton, "piece_kernel"),
         (gathered_triton, "run_kernel"),
         (slots_triton, "take_out_kernel"),
         (slots_triton, "slot_numbers_kernel"),
         (slots_triton, "entries_kernel"),
         (slots_triton, "put_kernel"),
+        (targets_triton, "mark_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))
     return found

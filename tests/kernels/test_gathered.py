@@ -99,10 +99,10 @@ def test_against_the_definition(shape, dtype):
 
 
 def test_one_id_for_all_tokens_and_runs_of_every_length():
-    hidden, _, ids, g = operands(60, 3, 6, 5, torch.float32)
-    ids[:, 1] = 4
-    ids[:, 0] = torch.arange(60, device=DEVICE) // 11 - 1
-    g = torch.where(ids >= 0, Random(1).normal(60, 3), float("nan"))
+    hidden, _, ids, g = operands(150, 3, 6, 5, torch.float32)
+    ids[:, 1] = 4  # whole pieces, and a part of one at either end
+    ids[:, 0] = torch.arange(150, device=DEVICE) // 28 - 1
+    g = torch.where(ids >= 0, Random(1).normal(150, 3), float("nan"))
     total, again = (poisoned(6, 5, dtype=torch.float32) for _ in range(2))
     for x in (total, again):
         gathered.add_rows(x, ids, g, hidden, first=True)

@@ -451,10 +451,10 @@ def test_a_count_of_tokens_hides_no_wrong_id(compact):
 
 
 def test_shards_are_counted_before_ids_are_refused():
-    (values, ids), everywhere = given(4, 3, 30), torch.ones(4, dtype=torch.bool)
+    values, ids = given(4, 3, 30)
     ids[2, 1] = 30
     for shared, wrong in ((None, [2]), (40, [2]), (1, ids.ge(1).any(1).nonzero()[:, 0].tolist())):
-        outside, above = teachers.topk_faults(ids, values, torch.tensor(30), shared, everywhere)
+        outside, above = teachers.topk_faults(ids, values, torch.tensor(30), shared)
         assert outside.count.nonzero()[:, 0].tolist() == wrong and not above.count.any()
         assert outside.of_shards(Shards((10, 20), False)).expected == "ids in [0, 30)" + (
             f" and below shared_vocabulary={shared}" if shared else ""

@@ -354,9 +354,9 @@ MUTANTS = [
         ),
     ),
     *of_file(
-        PASSES,
+        "kernels/targets.py",
         "tests/losses/test_bad_input.py",
-        ("ids below 0 taken for ids", "choose_rows", "targets.clamp(0, V - 1)", "targets.clamp(max=V - 1)"),
+        ("ids below 0 taken for ids", "marked", "(targets < 0) | ", ""),
     ),
     *of_file(
         PASSES,
@@ -367,7 +367,7 @@ MUTANTS = [
             'if call.num_items is not None and loss.reduction == "mean":',
             "if False:",
         ),
-        ("num_items of 0 refused without supervised tokens", "choose_rows", " & supervised.any()", ""),
+        ("num_items of 0 refused without supervised tokens", "choose_rows", " & marks[0].any()", ""),
     ),
     *of_file(
         ROWS,
