@@ -12,7 +12,7 @@ def marked(
     ignore_index: int,
     others: Tensor | None = None,  # (m, N) bool
 ) -> Tensor:
-    """(2 + m, N) bool: the supervised tokens; which of them are outside [0, V), or marked by one of the others."""
+    """(2 + m, N) bool: supervised; supervised and outside [0, V); supervised and marked by the others."""
     if uses_triton(targets.device, torch.float32):
         from logitless.kernels import targets_triton
 

@@ -105,7 +105,6 @@ MUTANTS = [
             "if FIRST:",
             "if FIRST & (start < stop):",
         ),
-        ("a piece of two ids", "piece_kernel", " & (token == tl.load(ids_ptr + stop - 1))", ""),
         ("a run's pieces lost", "run_kernel", "range(first, last)", "range(first + 1, last)"),
         ("the slots after the pieces lost", "run_kernel", "last * length, stop)", "stop, stop)"),
         ("the slots of pieces twice", "run_kernel", "first * length, stop)", "stop, stop)"),
