@@ -48,13 +48,6 @@ class Gradients:
         self._weight: Sum | None = None  # of the head that is walked
         self._bias: Sum | None = None
 
-    def spared_bytes(self, call: Call) -> int:
-        """Of the wider d_weight that several chunks are summed in, which one chunk does without."""
-        wider = self._main is None and not self._static and call.loss.accum_dtype is None
-        if not (wider and call.needs.weight and call.dtype != call.stat_dtype):
-            return 0
-        return call.weight.numel() * call.stat_dtype.itemsize
-
     def open(self, call: Call, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Begin with a head."""
         needs, (V, H), (_, weight, bias, _) = call.needs, call.weight.shape, call.slots
@@ -121,6 +114,14 @@ class Gradients:
                 if slot in self.sums and self._last[slot] is call:
                     self.sums[slot] = self.sums[slot].to(x.dtype)
         self._weight = self._bias = None
+
+
+def spared_bytes(call: Call, *, static: bool, main: Tensor | None = None) -> int:
+    """Of the wider d_weight that several chunks are summed in, which one chunk does without."""
+    wider = main is None and not static and call.loss.accum_dtype is None
+    if not (wider and call.needs.weight and call.dtype != call.stat_dtype):
+        return 0
+    return call.weight.numel() * call.stat_dtype.itemsize
 
 
 def finish(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype, *, owned: bool) -> Tensor | None:

@@ -4,7 +4,7 @@ Everything here runs eagerly below autograd, also inside a compiled graph, where
 operator.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
 from logitless.engine.gathered import GatheredProjection
-from logitless.engine.gradients import Gradients
+from logitless.engine.gradients import Gradients, spared_bytes
+from logitless.engine.guess import Guess
 from logitless.engine.loop import run
 from logitless.engine.objective import Objective, settled
 from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
@@ -60,16 +61,23 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         static: dtypes may not depend on the number of tokens.
         main: a tensor that the weight's finished gradient is added to.
     """
-    chosen = [choose_rows(call) for call in calls]
-    gradients = Gradients([call for call, _ in chosen], static=static or len(calls) > 1, main=main)
+    static = static or len(calls) > 1
+
+    def planned(call: Call, rows: Rows) -> Plan:
+        spared = spared_bytes(call, static=static, main=main)
+        return plan_for(call, rows, Pass.SOLVE, len(calls), spared)
+
+    guess = Guess(calls, Pass.SOLVE, partial(_begun, planned, gradients=True))
+    chosen = [choose_rows(call, guess.read) for call in calls]
+    gradients = Gradients([call for call, _ in chosen], static=static, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
     for call, rows in chosen:
-        plan = plan_for(call, rows, Pass.SOLVE, len(calls), gradients.spared_bytes(call))
+        plan = planned(call, rows)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
+        head = guess.head(plan, rows) or _head(call, rows, plan, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.chunks > 1)
-        run(plan, rows, head, objective, gradients)
+        run(plan, head, objective, gradients)
         if plan.strategy == "row_scaled":
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
@@ -105,11 +113,13 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> l
 
 def token_numbers(call: Call) -> Numbers:
     """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
-    (call, rows), N = choose_rows(call), call.targets.shape[0]
-    plan = plan_for(call, rows, Pass.NUMBERS)
+    planned, vectors = partial(plan_for, purpose=Pass.NUMBERS), keeps_vectors(call)
+    guess = Guess([call], Pass.NUMBERS, partial(_begun, planned, gradients=vectors))
+    (call, rows), N = choose_rows(call, guess.read), call.targets.shape[0]
+    plan = planned(call, rows)
     objective = call.loss.objective.reading(call, rows, plan)
-    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=keeps_vectors(call))
-    run(plan, rows, head, objective, Gradients([call], static=False))
+    head = guess.head(plan, rows) or _head(call, rows, plan, gradients=vectors)
+    run(plan, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
 
@@ -146,13 +156,28 @@ def token_gradients(
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
-    plan = plan_for(call, rows, Pass.GRADIENTS, spared=gradients.spared_bytes(call))
+    spared = spared_bytes(call, static=static)
+    plan = plan_for(call, rows, Pass.GRADIENTS, spared=spared)
     objective = call.loss.objective.writing(call, rows, known, given)
-    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
+    head = _head(call, rows, plan, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
-    run(plan, rows, head, objective, gradients)
+    run(plan, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
+
+
+def _head(call: Call, rows: Rows, plan: Plan, *, gradients: bool) -> Projection:
+    return PROJECTIONS[plan.columns > 0](call, rows, gradients=gradients)
+
+
+def _begun(
+    planned: Callable[[Call, Rows], Plan], call: Call, rows: Rows, *, gradients: bool
+) -> tuple[Plan, Projection]:
+    """The plan of some rows, and a head that has projected its first chunk."""
+    plan = planned(call, rows)
+    head = _head(call, rows, plan, gradients=gradients)
+    head.begin(plan)
+    return plan, head
 
 
 def keeps_vectors(call: Call) -> bool:
@@ -161,7 +186,7 @@ def keeps_vectors(call: Call) -> bool:
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
-def choose_rows(call: Call) -> tuple[Call, Rows]:
+def choose_rows(call: Call, read: Callable[[Tensor], list[int]] = Tensor.tolist) -> tuple[Call, Rows]:
     """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`).
 
     The call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
@@ -192,7 +217,7 @@ def choose_rows(call: Call) -> tuple[Call, Rows]:
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
-    options = {"compact": loss.compact, "peers": peers, "shards": shards}
+    options = {"compact": loss.compact, "peers": peers, "shards": shards, "read": read}
     rows = select_rows(marks, faults, grouping, cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shards is None else call.with_shards(rows.shards)

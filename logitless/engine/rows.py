@@ -1,6 +1,6 @@
 """Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,7 @@ def select_rows(
     compact: bool,
     peers: Peers = ALONE,
     shards: Tensor | None = None,  # (ranks,) codes of `Shards`
+    read: Callable[[Tensor], list[int]] = Tensor.tolist,  # brings numbers to the host
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
 
@@ -109,7 +110,7 @@ def select_rows(
             fault.of_shards(known)._replace(count=count).assert_async()
         return _every_row(N, numbers[0], grouping, layout)._replace(shards=known)
     meeting = _Meeting(peers, shards) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, read)
 
 
 class _Counts(NamedTuple):
@@ -224,13 +225,14 @@ def _supervised_rows(
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
+    read: Callable[[Tensor], list[int]],
 ) -> Rows:
     N, shards, numbers = supervised.shape[0], None, counts.numbers
     if meeting is not None:
         numbers = meeting.told(numbers)
     if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
-    count, *numbers = counts.added_up(numbers.tolist())  # the sync
+    count, *numbers = counts.added_up(read(numbers))  # the sync
     if meeting is not None:
         shards, lengths = meeting.settle(faults, numbers)
     else:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss
-from logitless.engine.gradients import Gradients
+from logitless.engine.gradients import spared_bytes
 from logitless.engine.passes import choose_rows, plan_for
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Facts, Pass, Plan, Step, chunk_rows, make_plan
 from tests.engine.calls import call
@@ -279,7 +279,7 @@ def test_what_sums_d_weight(frozen):
     ):
         h, w = hidden.to(dtype), weight.detach().to(dtype).requires_grad_(not frozen)
         made, rows = choose_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
-        spared = Gradients([made], static=static, main=main).spared_bytes(made)
+        spared = spared_bytes(made, static=static, main=main)
         own_sum = dtype == torch.bfloat16 and accum_dtype is None and not static and main is None
         assert spared == (4 * 30 * 4000 if own_sum and not frozen else 0)
         assert plan_for(made, rows, Pass.SOLVE, spared=spared).chunks == (1 if spared else 2)
