@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -23,30 +23,36 @@ from benchmarks.policy_peers import EPSILON, OPTIONS
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import gib, sizes, text
 from benchmarks.timing import release, spread, time_ms
-from logitless import DPOLoss, GRPOLoss, JSDLoss, linear_cross_entropy
+from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss
 
 ROUNDS = 8
 # Two roundings of bf16 gradients more than one GPU, whose own error counts twice.
 ROUNDINGS = 8 * torch.finfo(torch.bfloat16).eps
 
 
+@cache
+def made(kind: type, **options):
+    """A loss, made once as in a training loop."""
+    return kind(**options)
+
+
 def cross_entropy(group, hidden: Tensor, weight: Tensor, targets: Tensor):
-    return linear_cross_entropy(hidden, weight, targets, tp_group=group)
+    return made(CrossEntropyLoss, tp_group=group)(hidden, weight, targets)
 
 
 def dpo(group, hidden: Tensor, weight: Tensor, targets: Tensor, ref_hidden: Tensor, ref_weight: Tensor):
-    return DPOLoss(tp_group=group)(hidden, weight, targets, ref_hidden=ref_hidden, ref_weight=ref_weight)
+    reference = {"ref_hidden": ref_hidden, "ref_weight": ref_weight}
+    return made(DPOLoss, tp_group=group)(hidden, weight, targets, **reference)
 
 
 def grpo(group, hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_logps: Tensor):
-    loss = GRPOLoss(**OPTIONS, epsilon=EPSILON, tp_group=group)
+    loss = made(GRPOLoss, **OPTIONS, epsilon=EPSILON, tp_group=group)
     return loss(hidden, weight, targets, advantages=advantages, old_logps=old_logps)
 
 
 def jsd(group, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor):
-    return JSDLoss(tp_group=group)(
-        hidden, weight, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight
-    )
+    teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+    return made(JSDLoss, tp_group=group)(hidden, weight, **teacher)
 
 
 # Name -> the objective, the loss, its shape, the quick one, and which arguments are heads.

@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.engine.budget import default_budget
 from logitless.engine.call import Call, Given
+from logitless.engine.choose import choose_rows
 from logitless.engine.function import Mode, Outcome, replaced
 from logitless.engine.gradients import Gradients
 from logitless.engine.packing import pack, unpack
-from logitless.engine.passes import choose_rows, keeps_vectors, plan_for
+from logitless.engine.passes import keeps_vectors, plan_for
 from logitless.engine.plan import MIB, Pass, Plan
 from logitless.errors import expect
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
@@ -241,12 +242,11 @@ class _Planner:
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
         for call, rows in map(choose_rows, unpack(signature, tensors, sequences)):
-            spared = 0 if numbers_alone else Gradients([call], static=several).spared_bytes(call)
-            self.plan = plan_for(call, rows, purpose, len(heads), spared)
+            self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
         if numbers_alone and call.trainable and not keeps_vectors(call):
-            spared = Gradients([call], static=False).spared_bytes(call)
-            self.walks.append((call, plan_for(call, rows, Pass.GRADIENTS, spared=spared), Pass.GRADIENTS))
+            plan = plan_for(call, rows, Pass.GRADIENTS)
+            self.walks.append((call, plan, Pass.GRADIENTS))
         loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)

@@ -16,7 +16,6 @@ class Chunk:
     logits: Tensor  # (C, V) products, in the loop's one buffer
     # (C, V) room for the gradient: the logits themselves, or the same memory seen in a narrower dtype.
     place: Tensor
-    projected: bool = False  # whether the logits are there already
     features: Tensor | None = None  # (C, H) what enters the product
     targets: Tensor | None = None  # (C,) as columns of the logits
     ignored: int | None = None  # what stands for an ignored one among them

@@ -34,8 +34,8 @@ class GatheredProjection(Projection):
         products = self.weight.new_empty((plan.token_chunk, k), dtype=self.call.stat_dtype)
         return products, products
 
-    def read(self, chunk: Chunk) -> None:
-        super().read(chunk)
+    def take(self, chunk: Chunk) -> None:
+        super().take(chunk)
         call, inputs = self.call, self.call.inputs
         ids, values = inputs["ids"][chunk.at], inputs["teacher_logps"][chunk.at]
         found = first_slots(ids, values, *call.vocabulary.span(call.V), call.stat_dtype)
@@ -44,7 +44,7 @@ class GatheredProjection(Projection):
         if not call.loss.compact:
             self.columns.masked_fill_((chunk.targets == chunk.ignored)[:, None], -1)
 
-    def multiply(self, chunk: Chunk) -> None:
+    def project(self, chunk: Chunk) -> None:
         gathered_logits(chunk.features, self.weight, self.columns, chunk.logits)
 
     def backproject(self, chunk: Chunk) -> None:

@@ -116,14 +116,6 @@ class Gradients:
         self._weight = self._bias = None
 
 
-def spared_bytes(call: Call, *, static: bool, main: Tensor | None = None) -> int:
-    """Of the wider d_weight that several chunks are summed in, which one chunk does without."""
-    wider = main is None and not static and call.loss.accum_dtype is None
-    if not (wider and call.needs.weight and call.dtype != call.stat_dtype):
-        return 0
-    return call.weight.numel() * call.stat_dtype.itemsize
-
-
 def finish(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype, *, owned: bool) -> Tensor | None:
     """`gradient * factor` in `dtype`, computed in fp32, in one pass, in place if the gradient is `owned`."""
     if gradient is None:

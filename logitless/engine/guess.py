@@ -7,14 +7,16 @@ depends on it.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import Call
+from logitless.engine.chunk import Chunk
 from logitless.engine.plan import Pass, Plan
 from logitless.engine.projection import Projection
-from logitless.engine.rows import Rows
+from logitless.engine.rows import TOLIST, Rows
 
 # A guess that is wrong costs a product, so it takes as many calls in a row to make the next one.
 LIKELY = 3
@@ -29,44 +31,71 @@ class Guess:
     Args:
         calls: the heads; of several none is begun.
         purpose: of the pass.
-        begin: (call, rows) -> (plan, head that has begun with it).
+        begin: rows -> a head that has begun with them.
+
+    Attributes:
+        read: what brings the counts to the host, for `select_rows`.
     """
 
-    def __init__(
-        self, calls: Sequence[Call], purpose: Pass, begin: Callable[[Call, Rows], tuple[Plan, Projection]]
-    ):
-        self._call, self._begin = calls[0], begin
-        self._key = self._call.loss.identity, self._call.weight.shape
-        self._likely = len(calls) == 1 and _STREAKS.get(self._key, 0) >= LIKELY and _may(self._call, purpose)
-        self._begun: tuple[Plan, Projection] | None = None
+    def __init__(self, calls: Sequence[Call], purpose: Pass, begin: Callable[[Rows], "Begun"]):
+        call, self.read = calls[0], TOLIST
+        self._key, self._begun = (call.loss.identity, call.weight.shape), None
+        if _STREAKS.get(self._key, 0) >= LIKELY and len(calls) == 1 and _may_begin(call, purpose):
+            N = call.targets.shape[0]
+            self.read = partial(self._read_late, begin, Rows(N, N, 0, None, None, None))
 
-    def read(self, numbers: Tensor) -> list[int]:
-        """The numbers on the host, after the product is begun."""
-        if not self._likely:
-            return numbers.tolist()
+    def _read_late(self, begin: Callable[[Rows], "Begun"], rows: Rows, numbers: Tensor) -> list[int]:
+        """The numbers, once the product is begun."""
         arrived = _sent(numbers)
-        N = self._call.targets.shape[0]
-        self._begun = self._begin(self._call, Rows(N, N, 0, None, None, None))
+        self._begun = begin(rows)
         return arrived()
 
-    def head(self, plan: Plan, rows: Rows) -> Projection | None:
-        """What was begun, if the plan is the same that all rows have; and the next guess learns from it."""
+    def head(self, plan: Plan, rows: Rows) -> "Begun | None":
+        """What was begun, if it is the plan of these rows; and the next guess learns of them."""
         every = rows.index is None and rows.group_sizes is None
         if len(_STREAKS) >= MOST_STREAKS:
             _STREAKS.clear()
         _STREAKS[self._key] = _STREAKS.get(self._key, 0) + 1 if every else 0
         begun, self._begun = self._begun, None
-        if begun is None or not every or begun[0] != plan:
-            return None
-        begun[1].rows = rows
-        return begun[1]
+        return begun if begun is not None and every and begun.plan == plan else None
 
 
-def _may(call: Call, purpose: Pass) -> bool:
-    """Whether a product can be begun, and the GPU would wait for it otherwise."""
+class Begun:
+    """A head that has projected the first chunk of a plan. To the loop it is the head."""
+
+    def __init__(self, head: Projection, plan: Plan):
+        step = plan.steps[0]
+        self.plan, self._head = plan, head
+        self._buffers = head.new_buffer(plan, in_product=False)
+        parts = [x[: step.stop - step.start] for x in self._buffers]
+        self._first: Chunk | None = Chunk(step, head.rows.at(step.start, step.stop), *parts)
+        head.take(self._first)
+        head.project(self._first)
+
+    def __getattr__(self, name: str):
+        return getattr(self._head, name)
+
+    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
+        return self._buffers
+
+    def take(self, chunk: Chunk) -> None:
+        first = self._first
+        if first is None:
+            self._head.take(chunk)
+        else:
+            chunk.features, chunk.targets, chunk.ignored = first.features, first.targets, first.ignored
+
+    def project(self, chunk: Chunk) -> None:
+        if self._first is None:
+            self._head.project(chunk)
+        self._first = None
+
+
+def _may_begin(call: Call, purpose: Pass) -> bool:
+    """Whether the product can come first, and the GPU would wait for it otherwise."""
     loss = call.loss
-    alone = loss.scope == "token" and loss.tp_group is None and loss.cp_group is None and call.layers is None
-    return alone and loss.compact and _waits(call.targets) and loss.objective.projects_first(call, purpose)
+    alone = loss.tp_group is None and loss.cp_group is None and call.layers is None
+    return alone and _waits(call.targets) and loss.objective.projects_first(call, purpose)
 
 
 def _waits(x: Tensor) -> bool:

@@ -5,28 +5,31 @@ A feature is a matter of the Projection, of the Objective or of the Gradients; n
 
 from contextlib import nullcontext
 
+from logitless.engine.chunk import Chunk
 from logitless.engine.gradients import Gradients
 from logitless.engine.objective import Objective
 from logitless.engine.plan import Plan
 from logitless.engine.projection import Projection
+from logitless.engine.rows import Rows
 from logitless.engine.side_stream import side_stream
 
 
-def run(plan: Plan, head: Projection, objective: Objective, gradients: Gradients) -> None:
+def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients) -> None:
     """Project each chunk, read it, evaluate the loss once its inputs are complete, multiply the gradient out.
 
     One buffer of logits is alive; their gradient overwrites them.
     """
-    head.open(plan, in_product=objective.in_product)
+    buffer, place = head.new_buffer(plan, in_product=objective.in_product)
     for step in plan.steps:
-        chunk, beside = None, nullcontext()
-        if step.stop > step.start:
-            chunk = head.take(step)  # its rows: features (C, H), and targets as this rank's columns
+        size, chunk, beside = step.stop - step.start, None, nullcontext()
+        if size:
+            chunk = Chunk(step, rows.at(step.start, step.stop), buffer[:size], place[:size])
+            head.take(chunk)  # features (C, H); targets as this rank's columns
             objective.fill(chunk, head)  # reference or teacher, product 1, numbers if the step reads
             # A gradient that is there already lacks only a factor per row: the GPU is given product 2 before
             # the host evaluates the loss.
             if chunk.gradient is not None:
-                beside = side_stream(chunk.place.device, useful=step.evaluate is not None)
+                beside = side_stream(buffer.device, useful=step.evaluate is not None)
                 head.backproject(chunk)  # product 2; nothing where hidden needs no gradient
         if step.evaluate is not None:
             with beside:  # tiny kernels, hidden behind product 2

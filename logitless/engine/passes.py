@@ -13,22 +13,22 @@ from torch import Tensor
 
 from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
+from logitless.engine.choose import choose_rows
 from logitless.engine.gathered import GatheredProjection
-from logitless.engine.gradients import Gradients, spared_bytes
-from logitless.engine.guess import Guess
+from logitless.engine.gradients import Gradients
+from logitless.engine.guess import Begun, Guess
 from logitless.engine.loop import run
 from logitless.engine.objective import Objective, settled
 from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
-from logitless.engine.row_vectors import scale_vectors
-from logitless.engine.rows import Grouping, Rows, select_rows
-from logitless.engine.spec import Fault, LossSpec
-from logitless.kernels.targets import marked
-from logitless.parallel.peers import ALONE, Peers
+from logitless.engine.rows import Rows
+from logitless.engine.spec import LossSpec
 
 # By whether only some columns of the head are gathered.
 PROJECTIONS = {False: Projection, True: GatheredProjection}
+# Rows of vectors that are scaled at a time: a few [rows, H] temporaries, small beside d_hidden.
+SCALED_ROWS = 2048
 
 
 @dataclass
@@ -62,12 +62,9 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         main: a tensor that the weight's finished gradient is added to.
     """
     static = static or len(calls) > 1
-
-    def planned(call: Call, rows: Rows) -> Plan:
-        spared = spared_bytes(call, static=static, main=main)
-        return plan_for(call, rows, Pass.SOLVE, len(calls), spared)
-
-    guess = Guess(calls, Pass.SOLVE, partial(_begun, planned, gradients=True))
+    wide = static or main is not None
+    planned = partial(plan_for, purpose=Pass.SOLVE, heads=len(calls), wide=wide)
+    guess = Guess(calls, Pass.SOLVE, partial(_begin, calls[0], planned, gradients=True))
     chosen = [choose_rows(call, guess.read) for call in calls]
     gradients = Gradients([call for call, _ in chosen], static=static, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
@@ -75,9 +72,9 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         plan = planned(call, rows)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = guess.head(plan, rows) or _head(call, rows, plan, gradients=True)
+        head = guess.head(plan, rows) or PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.chunks > 1)
-        run(plan, head, objective, gradients)
+        run(plan, rows, head, objective, gradients)
         if plan.strategy == "row_scaled":
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
@@ -114,12 +111,12 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> l
 def token_numbers(call: Call) -> Numbers:
     """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
     planned, vectors = partial(plan_for, purpose=Pass.NUMBERS), keeps_vectors(call)
-    guess = Guess([call], Pass.NUMBERS, partial(_begun, planned, gradients=vectors))
+    guess = Guess([call], Pass.NUMBERS, partial(_begin, call, planned, gradients=vectors))
     (call, rows), N = choose_rows(call, guess.read), call.targets.shape[0]
     plan = planned(call, rows)
     objective = call.loss.objective.reading(call, rows, plan)
-    head = guess.head(plan, rows) or _head(call, rows, plan, gradients=vectors)
-    run(plan, head, objective, Gradients([call], static=False))
+    head = guess.head(plan, rows) or PROJECTIONS[plan.columns > 0](call, rows, gradients=vectors)
+    run(plan, rows, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
 
@@ -156,28 +153,33 @@ def token_gradients(
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
-    spared = spared_bytes(call, static=static)
-    plan = plan_for(call, rows, Pass.GRADIENTS, spared=spared)
+    plan = plan_for(call, rows, Pass.GRADIENTS, wide=static)
     objective = call.loss.objective.writing(call, rows, known, given)
-    head = _head(call, rows, plan, gradients=True)
+    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.chunks > 1)
-    run(plan, head, objective, gradients)
+    run(plan, rows, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
 
 
-def _head(call: Call, rows: Rows, plan: Plan, *, gradients: bool) -> Projection:
-    return PROJECTIONS[plan.columns > 0](call, rows, gradients=gradients)
-
-
-def _begun(
-    planned: Callable[[Call, Rows], Plan], call: Call, rows: Rows, *, gradients: bool
-) -> tuple[Plan, Projection]:
-    """The plan of some rows, and a head that has projected its first chunk."""
+def _begin(call: Call, planned: Callable[[Call, Rows], Plan], rows: Rows, *, gradients: bool) -> Begun:
+    """A head that has projected the first chunk of some rows."""
     plan = planned(call, rows)
-    head = _head(call, rows, plan, gradients=gradients)
-    head.begin(plan)
-    return plan, head
+    return Begun(PROJECTIONS[plan.columns > 0](call, rows, gradients=gradients), plan)
+
+
+def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
+    """The strategy row_scaled: d_hidden `out` (N, H) from `vectors` (N, H), d logp / d hidden, and the
+    objective's gradients. `out` may be `vectors`."""
+    rows = objective.rows
+    for start in range(0, rows.count, SCALED_ROWS):
+        stop = min(start + SCALED_ROWS, rows.count)
+        at = rows.at(start, stop)
+        scaled = objective.scaled(vectors[at], at, slice(start, stop), head).to(out.dtype)
+        if isinstance(at, slice):
+            out[at] = scaled
+        else:
+            out.index_copy_(0, at, scaled)
 
 
 def keeps_vectors(call: Call) -> bool:
@@ -186,66 +188,11 @@ def keeps_vectors(call: Call) -> bool:
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
-def choose_rows(call: Call, read: Callable[[Tensor], list[int]] = Tensor.tolist) -> tuple[Call, Rows]:
-    """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`).
-
-    The call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
-    """
-    loss, targets, V = call.loss, call.targets, call.V
-    shards, known = None, f"{V}"
-    if call.vocabulary.sharded:
-        shards = call.vocabulary.codes_of(call.weight, loss.tp_group, unrounded=call.unrounded)
-        V, known = (shards // 2).sum(), "{V}"
-    found = [] if loss.faults is None else loss.faults(targets, call.inputs, V)
-    marking = [fault for fault in found if fault.count.dim()]
-    others = torch.stack([fault.count for fault in marking]) if marking else None
-    marks = marked(targets, V, loss.ignore_index, others)
-    expected, remedy = f"ids in [0, {known}) or ignore_index", "fix the labels or set ignore_index"
-    seen = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
-    faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, seen), *marking]
-    if call.num_items is not None and loss.reduction == "mean":
-        zero = ((call.num_items == 0) & marks[0].any()).long()
-        remedy = "count what is supervised"
-        faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
-    faults += [fault for fault in found if not fault.count.dim()]
-    grouped, packed = loss.scope != "token", call.cu_seqlens is not None
-    # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
-    together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
-    sequences = call.sequence_count if grouped else 0
-    grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
-    cu_seqlens = call.cu_seqlens if grouped else None
-    peers = ALONE
-    if loss.tp_group is not None or loss.cp_group is not None:
-        peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
-    options = {"compact": loss.compact, "peers": peers, "shards": shards, "read": read}
-    rows = select_rows(marks, faults, grouping, cu_seqlens, **options)
-    tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
-    call = call if shards is None else call.with_shards(rows.shards)
-    return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
-
-
-def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
-    """What to say of targets that are no ids, and a remedy: another one where they look like a mark."""
-    outside = marks[1]
-    ids = targets[outside]
-    if not ids.numel():  # they are on other ranks
-        return "", remedy
-    least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
-    row = outside.nonzero()[0, 0].item()
-    seen = f": the least is {least}, the greatest {greatest}; "
-    seen += f"the first, {first}, is that of hidden's row {row}"
-    # As in labels made for transformers, or in data that marks padding with -1.
-    mark = -100 if (ids == -100).any() else least
-    if mark != -100 and (least != greatest or least >= 0):
-        return seen, remedy
-    return seen, f"set ignore_index={mark}, not {ignore_index}, if {mark} marks what is not supervised"
-
-
-def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, spared: int = 0) -> Plan:
+def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: bool = False) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default.
 
     What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
-    `spared`: see `Gradients.spared_bytes`.
+    `wide`: d_weight is summed in a wider dtype even if one chunk is all.
     """
     loss, device, needs = call.loss, call.weight.device, call.needs
     budget = loss.logits_budget or default_budget(device)
@@ -260,6 +207,10 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, spared: int 
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
+    spared = 0
+    summed = needs.weight and purpose is not Pass.NUMBERS and call.dtype != call.stat_dtype
+    if summed and not wide and loss.accum_dtype is None:
+        spared = call.weight.numel() * call.stat_dtype.itemsize
     facts = Facts(
         rows.count,
         None if rows.group_sizes is None else tuple(rows.group_sizes),

@@ -8,7 +8,7 @@ from torch import Tensor
 from logitless.engine.call import Call, Layers
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import identity_hooks
-from logitless.engine.plan import Plan, Step
+from logitless.engine.plan import Plan
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
@@ -33,38 +33,10 @@ class Projection:
         self.weight = call.weight.to(call.dtype) if call.frozen is None else _joined(call)
         self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
         self.layers = None if call.layers is None else LayerPasses(call.layers, gradients=call.trainable)
-        self._begun: Chunk | None = None  # the first chunk, where it is projected already
         self.d_hidden: Tensor | None = None  # (N, H), rows that are not walked zero
         if self.needs.hidden and gradients:
             make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros
             self.d_hidden = make(call.hidden.shape, dtype=self.weight.dtype, device=self.weight.device)
-
-    def begin(self, plan: Plan) -> None:
-        """Project the first chunk of a plan, before the loop asks for it."""
-        self.open(plan, in_product=False)
-        self._begun = self.take(plan.steps[0])
-        self.project(self._begun)
-        self._begun.projected = True
-
-    def open(self, plan: Plan, *, in_product: bool) -> None:
-        """Make room for the chunks of a plan."""
-        if self._begun is None:
-            self._buffer, self._place = self.new_buffer(plan, in_product=in_product)
-
-    def take(self, step: Step) -> Chunk:
-        """A chunk with its features and targets."""
-        if self._begun is not None:
-            chunk, self._begun = self._begun, None
-            return chunk
-        size = step.stop - step.start
-        chunk = Chunk(step, self.rows.at(step.start, step.stop), self._buffer[:size], self._place[:size])
-        self.read(chunk)
-        return chunk
-
-    def project(self, chunk: Chunk) -> None:
-        """Product 1: features -> logits."""
-        if not chunk.projected:
-            self.multiply(chunk)
 
     def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
         """Room for the logits of a chunk, and the same memory as it holds their gradient.
@@ -78,7 +50,7 @@ class Projection:
         logits = self.weight.new_empty((rows, V), dtype=dtype)
         return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 
-    def read(self, chunk: Chunk) -> None:
+    def take(self, chunk: Chunk) -> None:
         """Features in the dtype of the products, and targets as columns of the logits."""
         call = self.call
         x = call.hidden[chunk.at].to(self.weight.dtype)
@@ -86,7 +58,8 @@ class Projection:
         targets = call.targets[chunk.at]
         chunk.targets, chunk.ignored = call.vocabulary.columns(targets, call.loss.ignore_index)
 
-    def multiply(self, chunk: Chunk) -> None:
+    def project(self, chunk: Chunk) -> None:
+        """Product 1: features -> logits."""
         project(chunk.features, self.weight, chunk.logits)
 
     def backproject(self, chunk: Chunk) -> None:

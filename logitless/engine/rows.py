@@ -1,15 +1,24 @@
 """Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from operator import methodcaller
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
-from logitless.parallel.peers import ALONE, Peers
+from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# How numbers come to the host: at once.
+TOLIST = methodcaller("tolist")
 
 
 class Grouping(NamedTuple):
@@ -64,6 +73,23 @@ class Rows(NamedTuple):
         return x if self.index is None else x.new_zeros(N, *x.shape[1:]).index_copy_(0, self.index, x)
 
 
+class Shard(NamedTuple):
+    """What a rank knows of a sharded head before it meets the others."""
+
+    group: "ProcessGroup"
+    code: int  # see `Shards`
+    V: int  # what it takes for the size of the vocabulary
+    sure: bool  # whether they have met before
+
+
+class OtherSize(Exception):
+    """The ranks did not all know the size of the vocabulary. It is raised on all of them."""
+
+    def __init__(self, V: int):
+        super().__init__(f"the vocabulary has {V} ids")
+        self.V = V
+
+
 class _Layout(NamedTuple):
     """What the device knows of the sequences before anything is read."""
 
@@ -81,8 +107,8 @@ def select_rows(
     *,
     compact: bool,
     peers: Peers = ALONE,
-    shards: Tensor | None = None,  # (ranks,) codes of `Shards`
-    read: Callable[[Tensor], list[int]] = Tensor.tolist,  # brings numbers to the host
+    shard: Shard | None = None,
+    read: Callable[[Tensor], list[int]] = TOLIST,  # brings numbers to the host
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
 
@@ -104,12 +130,11 @@ def select_rows(
             layout = _padded(supervised, grouping, counts.of_sequences, compact)
     if not compact:
         numbers = counts.numbers
-        found = peers.table(numbers[1:]).sum(0)[1:] if peers.groups else numbers[1:]
-        known = None if shards is None else Shards.read(shards.tolist())
+        found = peers.table(numbers[1:]).sum(0) if peers.groups else numbers[1:]
         for fault, count in zip(faults, found.unbind(), strict=True):
-            fault.of_shards(known)._replace(count=count).assert_async()
-        return _every_row(N, numbers[0], grouping, layout)._replace(shards=known)
-    meeting = _Meeting(peers, shards) if peers.groups else None
+            fault._replace(count=count).assert_async()
+        return _every_row(N, numbers[0], grouping, layout)
+    meeting = _Meeting(peers, shard) if peers.groups else None
     return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, read)
 
 
@@ -193,29 +218,36 @@ def _every_row(N: int, tokens: Tensor, grouping: Grouping, layout: _Layout | Non
 
 
 class _Meeting(NamedTuple):
-    """What ranks that share a call tell each other of it."""
+    """What ranks that share a call tell each other of it, at once."""
 
     peers: Peers
-    shards: Tensor | None  # (ranks,) codes of `Shards`
+    shard: Shard | None
 
     def told(self, numbers: Tensor) -> Tensor:
-        """The number of rows and of each fault -> the same of all ranks, and the shards' sizes."""
-        parts = [numbers[:1], self.peers.table(numbers[1:]).view(-1)]
-        return torch.cat(parts if self.shards is None else (*parts, self.shards))
+        """The number of rows and of each fault -> the same of all ranks, with their names and shards."""
+        code, V = (0, 0) if self.shard is None else (self.shard.code, self.shard.V)
+        own = [(dist.get_rank() << 32) + code, V]
+        own = [torch.full((1,), x, dtype=numbers.dtype, device=numbers.device) for x in own]
+        return self.peers.table(torch.cat((*own, numbers))).view(-1)
 
-    def settle(self, faults: Sequence[Fault], numbers: Sequence[int]) -> tuple[Shards | None, Sequence[int]]:
-        """Raise what is wrong anywhere; (the shards, the numbers that come after)."""
-        width = 1 + len(faults)
-        table, numbers = numbers[: self.peers.size * width], numbers[self.peers.size * width :]
+    def settle(
+        self, faults: Sequence[Fault], numbers: Sequence[int]
+    ) -> tuple[Shards | None, int, Sequence[int]]:
+        """Raise what is wrong anywhere; (the shards, this rank's rows, the numbers that come after)."""
+        width, place = 3 + len(faults), self.peers.place
+        rows = [numbers[at : at + width] for at in range(0, self.peers.size * width, width)]
         shards = None
-        if self.shards is not None:
-            ranks = self.shards.shape[0]
-            shards, numbers = Shards.read(numbers[:ranks]), numbers[ranks:]
-        for i, fault in enumerate(faults, 1):
-            wrong = {rank: count for rank, count in zip(table[::width], table[i::width]) if count}
+        if self.shard is not None:
+            first = place - self.shard.group.rank()
+            codes = [code % 2**32 for code, *_ in rows[first : first + self.shard.group.size()]]
+            shards = Shards.read(codes)
+            if not self.shard.sure and any(V != shards.V for _, V, *_ in rows):
+                raise OtherSize(shards.V)
+        for i, fault in enumerate(faults, 3):
+            wrong = {row[0] >> 32: row[i] for row in rows if row[i]}
             if wrong:
-                fault.of_shards(shards).raise_(max(wrong.values()), sorted(wrong))
-        return shards, numbers
+                fault.raise_(max(wrong.values()), sorted(wrong))
+        return shards, rows[place][2], numbers[self.peers.size * width :]
 
 
 def _supervised_rows(
@@ -232,10 +264,13 @@ def _supervised_rows(
         numbers = meeting.told(numbers)
     if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
-    count, *numbers = counts.added_up(read(numbers))  # the sync
+    numbers = read(numbers)  # the sync
+    if counts.marks:
+        numbers = counts.added_up(numbers)
     if meeting is not None:
-        shards, lengths = meeting.settle(faults, numbers)
+        shards, count, lengths = meeting.settle(faults, numbers)
     else:
+        count, *numbers = numbers
         for fault, wrong in zip(faults, numbers):
             if wrong:
                 fault.raise_(wrong)

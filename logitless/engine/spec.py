@@ -13,7 +13,6 @@ from torch import Tensor
 from logitless.errors import expect
 from logitless.kernels.head import Head
 from logitless.parallel.sequences import WholeSequences
-from logitless.parallel.vocabulary import Shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,15 +56,11 @@ class Fault(NamedTuple):
 
     count: Tensor  # 0-d integer, how often; or (N,) bool, at which tokens, of which the supervised count
     argument: str
-    expected: str  # with a sharded head it may name {V}
+    expected: str
     got: str  # may name the {count}
     remedy: str
     # Looks at what is wrong, once something is: (what follows `got`, a remedy that fits).
     details: Callable[[], tuple[str, str]] | None = None
-
-    def of_shards(self, shards: Shards | None) -> "Fault":
-        """With the vocabulary's size, {V}, once the shards' are known."""
-        return self if shards is None else self._replace(expected=self.expected.format(V=sum(shards.sizes)))
 
     def raise_(self, count: int, ranks: Sequence[int] = ()) -> None:
         """Raise ValueError once the count has been read; `ranks` are those where something is wrong."""
@@ -115,6 +110,6 @@ class LossSpec(Protocol):
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:
         """What the sum over each unit is divided by in a mean."""
 
-    # (targets, inputs, size of the vocabulary, a tensor where the host does not know it yet) -> what of the
-    # inputs is wrong where only the device can tell; None: nothing can be.
-    faults: Callable[[Tensor, Mapping[str, Tensor | None], int | Tensor], Sequence[Fault]] | None
+    # (targets, inputs, size of the vocabulary) -> what of the inputs is wrong where only the device can tell;
+    # None: nothing can be.
+    faults: Callable[[Tensor, Mapping[str, Tensor | None], int], Sequence[Fault]] | None

@@ -11,7 +11,7 @@ from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Role
 from logitless.engine.terms import evaluate_terms, means, metric_sums, unreduced
-from logitless.parallel.vocabulary import ShardedVocabulary
+from logitless.parallel.vocabulary import Shards
 
 
 def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
@@ -52,6 +52,7 @@ def _whole_batch(given: Given) -> Batch:
         segments = Segments(lengths, N, count, 1)
     V = given.weight.shape[0]
     if loss.tp_group is not None:
-        V = sum(ShardedVocabulary.sizes_of(given.weight, loss.tp_group).tolist())
+        code = Shards.code(given.weight, unrounded=False)
+        V = Shards.gathered(code, loss.tp_group, targets.device).V
     inputs = {name: x for name, x in given.inputs.items() if loss.roles[name] is not Role.FEATURES}
     return Batch(targets, V, inputs, segments, ignore_index=loss.ignore_index, sequences=loss.sequences)

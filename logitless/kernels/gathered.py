@@ -29,10 +29,10 @@ def _runs(x: Tensor, ids: Tensor, *others: Tensor) -> bool:
 def wrong_slots(
     ids: Tensor,  # (n, k) integers
     values: Tensor,  # (n, k) log-probabilities, -inf in empty slots, which may hold any id
-    V: int | Tensor,
+    V: int,
 ) -> Tensor:
     """(2, n) bool: which tokens have an id outside of [0, V), and which a number above 0, or a NaN."""
-    if not isinstance(V, Tensor) and uses_triton(values.device, values.dtype) and ids.numel():
+    if uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels import gathered_triton
 
         return gathered_triton.wrong_slots(ids, values, V, ROUNDING)

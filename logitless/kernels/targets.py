@@ -1,4 +1,7 @@
-"""What a call's targets say before anything is projected: which are supervised, and which are no ids."""
+"""What a call's targets say: which are supervised, which are no ids, and which are columns of a shard.
+
+Each is one launch, as all of them come before the first product, where the GPU waits for every launch.
+"""
 
 import torch
 from torch import Tensor
@@ -6,17 +9,45 @@ from torch import Tensor
 from logitless.kernels.cross_entropy import uses_triton
 
 
+def _runs(targets: Tensor) -> bool:
+    return targets.numel() > 0 and uses_triton(targets.device, torch.float32)
+
+
 def marked(
     targets: Tensor,  # (N,) integers
-    V: int | Tensor,  # a () int64 tensor where the host does not know yet
+    V: int,
     ignore_index: int,
     others: Tensor | None = None,  # (m, N) bool
 ) -> Tensor:
     """(2 + m, N) bool: supervised; supervised and outside [0, V); supervised and marked by the others."""
-    if uses_triton(targets.device, torch.float32):
+    if _runs(targets):
         from logitless.kernels import targets_triton
 
         return targets_triton.marked(targets, V, ignore_index, others)
     supervised = targets != ignore_index
     own = torch.stack((supervised, supervised & ((targets < 0) | (targets >= V))))
     return own if others is None else torch.cat((own, others & supervised))
+
+
+def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
+    """(..., k) int64 ids, `ignore_index` in empty slots -> (...): a wrong one if there is one, else the
+    largest; `ignore_index` where every slot is empty."""
+    if _runs(ids) and not torch.compiler.is_compiling():
+        from logitless.kernels import targets_triton
+
+        return targets_triton.one_per_position(ids, ignore_index)
+    filled = ids != ignore_index
+    least, largest = (ids * filled).aminmax(dim=-1)
+    return torch.where(filled.any(-1), torch.where(least < 0, least, largest), ignore_index)
+
+
+def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ignored: int) -> Tensor:
+    """(n,) int64 targets as columns of the ids start:start + width: `width` for those of another shard, and
+    `ignored` for `ignore_index`."""
+    if _runs(targets):
+        from logitless.kernels import targets_triton
+
+        return targets_triton.shard_columns(targets, start, width, ignore_index, ignored)
+    local = targets - start
+    inside = (local >= 0) & (local < width)
+    return torch.where(targets == ignore_index, ignored, torch.where(inside, local, width))

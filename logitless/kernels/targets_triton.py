@@ -1,4 +1,4 @@
-"""Triton kernel of `targets.py`: one launch before the call's sync, where every launch is waited for."""
+"""Triton kernels of `targets.py`."""
 
 import torch
 import triton
@@ -9,6 +9,8 @@ from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import dense
 
 BLOCK, WARPS = 1024, 4
+# Positions of a program, and slots of each in one turn.
+POSITIONS, SLOTS = 16, 64
 
 
 @held
@@ -17,19 +19,15 @@ def mark_kernel(
     targets_ptr,
     others_ptr,
     marks_ptr,
-    size_ptr,  # () V, where it is SHARDED
     rows,
     V,
     ignore_index,
-    SHARDED: tl.constexpr,
     OTHERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows
     y = tl.load(targets_ptr + at, mask=inside, other=0)
-    if SHARDED:
-        V = tl.load(size_ptr)
     supervised = y != ignore_index
     outside = supervised & ((y < 0) | (y >= V))
     tl.store(marks_ptr + at, supervised.to(tl.int8), mask=inside)
@@ -40,22 +38,61 @@ def mark_kernel(
         tl.store(marks_ptr + (at + (i + 1) * rows), (other & supervised).to(tl.int8), mask=inside)
 
 
-def marked(targets: Tensor, V: int | Tensor, ignore_index: int, others: Tensor | None) -> Tensor:
+def marked(targets: Tensor, V: int, ignore_index: int, others: Tensor | None) -> Tensor:
     N, count = targets.shape[0], 0 if others is None else others.shape[0]
     marks = torch.empty(2 + count, N, dtype=torch.int8, device=targets.device)
-    targets, sharded = dense(targets, torch.int64), isinstance(V, Tensor)
-    if N:
-        mark_kernel[(triton.cdiv(N, BLOCK),)](
-            targets,
-            marks if others is None else dense(others).view(torch.int8),
-            marks,
-            V if sharded else targets,
-            N,
-            0 if sharded else V,
-            ignore_index,
-            SHARDED=sharded,
-            OTHERS=count,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+    own = marks if others is None else dense(others).view(torch.int8)
+    flags = {"OTHERS": count, "BLOCK": BLOCK, "num_warps": WARPS}
+    targets = dense(targets, torch.int64)
+    mark_kernel[(triton.cdiv(N, BLOCK),)](targets, own, marks, N, V, ignore_index, **flags)
     return marks.view(torch.bool)
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def one_per_position_kernel(
+    ids_ptr, found_ptr, rows, k, ignore_index, POSITIONS: tl.constexpr, SLOTS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * POSITIONS + tl.arange(0, POSITIONS)
+    inside = row < rows
+    least = tl.zeros([POSITIONS], tl.int64)
+    largest = tl.zeros([POSITIONS], tl.int64)
+    filled = tl.zeros([POSITIONS], tl.int32)
+    for start in range(0, k, SLOTS):
+        slot = start + tl.arange(0, SLOTS)
+        there = inside[:, None] & (slot < k)[None, :]
+        ids = tl.load(ids_ptr + row[:, None] * k + slot[None, :], mask=there, other=0)
+        one = there & (ids != ignore_index)
+        ids = tl.where(one, ids, 0)
+        least = tl.minimum(least, tl.min(ids, 1))
+        largest = tl.maximum(largest, tl.max(ids, 1))
+        filled = tl.maximum(filled, tl.max(one.to(tl.int32), 1))
+    chosen = tl.where(least < 0, least, largest)
+    tl.store(found_ptr + row, tl.where(filled > 0, chosen, ignore_index), mask=inside)
+
+
+def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
+    found = torch.empty(ids.shape[:-1], dtype=torch.int64, device=ids.device)
+    rows, k, ids = found.numel(), ids.shape[-1], dense(ids, torch.int64)
+    flags = {"POSITIONS": POSITIONS, "SLOTS": SLOTS, "num_warps": WARPS}
+    one_per_position_kernel[(triton.cdiv(rows, POSITIONS),)](ids, found, rows, k, ignore_index, **flags)
+    return found
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def shard_columns_kernel(
+    targets_ptr, columns_ptr, rows, start, width, ignore_index, ignored, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(targets_ptr + at, mask=at < rows, other=0)
+    column = tl.where((y >= start) & (y < start + width), y - start, width)
+    tl.store(columns_ptr + at, tl.where(y == ignore_index, ignored, column), mask=at < rows)
+
+
+def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ignored: int) -> Tensor:
+    rows, targets = targets.shape[0], dense(targets, torch.int64)
+    columns = torch.empty_like(targets)
+    grid, numbers = (triton.cdiv(rows, BLOCK),), (rows, start, width, ignore_index, ignored)
+    shard_columns_kernel[grid](targets, columns, *numbers, BLOCK=BLOCK, num_warps=WARPS)
+    return columns

@@ -253,7 +253,7 @@ class DistillationLoss(LogitsLoss):
         names = ("teacher_logps", "ids") if self.support in SUPPORTS else ("topk_logprobs", "topk_ids")
         return dict(zip(names, (values.detach(), ids.long()), strict=True))
 
-    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
         return topk_faults(inputs["topk_ids"], inputs["topk_logprobs"], V, self.shared_vocabulary)
 
 

@@ -106,7 +106,7 @@ class ORPOLoss(UnreferencedLoss):
             targets = torch.where(inputs["completion"], targets, more)
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
-    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
         """Labels of the NLL that contradict the completion."""
         count, remedy = inputs["contradicting"], "pass the labels of prompt and completion together"
         if count is None:

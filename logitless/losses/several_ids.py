@@ -15,6 +15,7 @@ from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
+from logitless.kernels.targets import one_per_position
 from logitless.losses.declarations import made
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight
@@ -100,13 +101,6 @@ class TopkNumbers(IdsNumbers):
         return self.k
 
 
-def one_per_position(ids: Tensor, filled: Tensor, ignore_index: int) -> Tensor:
-    """(..., k) ids, and which slots have one -> (...): a wrong one if there is one, else the largest;
-    `ignore_index` where there is none."""
-    least, largest = (ids * filled).aminmax(dim=-1)
-    return torch.where(filled.any(-1), torch.where(least < 0, least, largest), ignore_index)
-
-
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
     """Targets that say which positions count, and nothing else."""
     any_id = 0 if ignore_index != 0 else 1
@@ -143,10 +137,9 @@ def logprobs_of_ids(
         expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
         loss.check_call((), cu_seqlens=cu_seqlens)
         ids = shifted(ids, loss.ignore_index, -2, cu_seqlens)
-    filled = ids != loss.ignore_index
-    targets = one_per_position(ids, filled, loss.ignore_index)
+    targets = one_per_position(ids, loss.ignore_index)
     # Any negative id is an empty slot.
-    slots = ids if loss.ignore_index < 0 else torch.where(filled, ids, -1)
+    slots = ids if loss.ignore_index < 0 else torch.where(ids == loss.ignore_index, -1, ids)
     return loss.numbers(hidden, weight, targets, bias, slots, cu_seqlens)
 
 

@@ -147,7 +147,7 @@ class SupportDistillation(LinearLoss):
         )
         return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
 
-    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int | Tensor) -> list[Fault]:
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
         return topk_faults(inputs["ids"], inputs["teacher_logps"], V, self.shared_vocabulary)
 
     def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:

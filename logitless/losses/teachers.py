@@ -44,20 +44,19 @@ def check_topk(values: Tensor, ids: Tensor, shape: torch.Size) -> None:
 def topk_faults(
     ids: Tensor | None,
     values: Tensor | None,
-    V: int | Tensor,
+    V: int,
     shared: int | None,
 ) -> list[Fault]:
     """What of a teacher's best ids (N, k) and their log-probabilities only the device can tell.
 
-    `V` ids are in the vocabulary; a tensor where the host does not know yet. `shared`: the first ids, that
-    alone have a meaning to both.
+    `V` ids are in the vocabulary. `shared`: the first ids, that alone have a meaning to both.
     """
     if ids is None:
         return []
     if shared is not None:
-        V = V.clamp(max=shared) if isinstance(V, Tensor) else min(V, shared)
+        V = min(V, shared)
     outside, above = wrong_slots(ids, values, V).unbind()
-    name, expected = "teacher_logprobs_topk", f"ids in [0, {'{V}' if isinstance(V, Tensor) else V})"
+    name, expected = "teacher_logprobs_topk", f"ids in [0, {V})"
     expected += "" if shared is None else f" and below shared_vocabulary={shared}"
     remedy = "give log-probabilities, normalized over the vocabulary, not logits"
     return [

@@ -1,8 +1,19 @@
-"""Sums over a group of processes that autograd differentiates, where every rank computes the same loss."""
+"""What the ranks of a call exchange.
+
+Sums that autograd differentiates, where every rank computes the same loss; and integers, as what is wrong on
+one rank must end the call on all.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class GroupSum(torch.autograd.Function):
@@ -49,3 +60,32 @@ def gather(x: Tensor, group) -> Tensor:
     found[group.rank()] = x
     dist.all_reduce(found, group=group)
     return found
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The members of `tp_group` and `cp_group`, if any: every rank of a grid of both."""
+
+    groups: tuple["ProcessGroup", ...] = ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(group.size() for group in self.groups)
+
+    @property
+    def place(self) -> int:
+        """Of this rank in a `table`."""
+        place, before = 0, 1
+        for group in self.groups:
+            place, before = place + before * group.rank(), before * group.size()
+        return place
+
+    def table(self, numbers: Tensor) -> Tensor:
+        """(n,) integers of this rank -> (ranks, n): those of each."""
+        count = numbers.shape[0]
+        for group in self.groups:
+            numbers = gather(numbers, group)
+        return numbers.view(-1, count)
+
+
+ALONE = Peers()

@@ -24,6 +24,7 @@ from torch import Tensor
 from logitless.kernels import shards as kernels
 from logitless.kernels.cross_entropy import TokenBuffers
 from logitless.kernels.head import Head
+from logitless.kernels.targets import shard_columns
 from logitless.parallel.collectives import GroupShared, GroupSum, gather
 
 if TYPE_CHECKING:
@@ -117,17 +118,32 @@ class Shards(NamedTuple):
     sizes: tuple[int, ...]  # rows of each
     unrounded: bool  # whether a kernel of every rank can read unrounded logits
 
+    @property
+    def V(self) -> int:
+        """Ids in the whole vocabulary."""
+        return sum(self.sizes)
+
+    @staticmethod
+    def code(weight: Tensor, *, unrounded: bool) -> int:
+        """What a rank tells of its shard (V_r, H): twice its rows, plus one if it reads unrounded ones."""
+        return 2 * weight.shape[0] + unrounded
+
     @classmethod
     def read(cls, codes: Sequence[int]) -> Self:
-        """From the codes of `ShardedVocabulary.codes_of`."""
+        """From the codes of all ranks."""
         return cls(tuple(code // 2 for code in codes), all(code % 2 for code in codes))
+
+    @classmethod
+    def gathered(cls, code: int, group: "ProcessGroup", device: torch.device) -> Self:
+        """From this rank's code, at the price of a host sync."""
+        return cls.read(gather(torch.full((1,), code, device=device), group)[:, 0].tolist())
 
 
 @dataclass(frozen=True)
 class ShardedVocabulary(WholeVocabulary):
     """Rank r of the group has the next `sizes[r]` rows of the head.
 
-    The sizes are found anew in every call, as a shard may be resized or replaced: they are read together with
+    The sizes are checked in every call, as a shard may be resized or replaced: they are read together with
     the number of supervised tokens.
     """
 
@@ -135,16 +151,6 @@ class ShardedVocabulary(WholeVocabulary):
     sizes: tuple[int, ...]
 
     sharded = True
-
-    @staticmethod
-    def sizes_of(weight: Tensor, group: "ProcessGroup") -> Tensor:
-        """(ranks,) from this rank's rows of the head (V_r, H), not yet read by the host."""
-        return ShardedVocabulary.codes_of(weight, group, unrounded=False) // 2
-
-    @staticmethod
-    def codes_of(weight: Tensor, group: "ProcessGroup", *, unrounded: bool) -> Tensor:
-        """(ranks,) `Shards` on their way: twice the rows, plus one where the rank reads unrounded logits."""
-        return gather(torch.full((1,), 2 * weight.shape[0] + unrounded, device=weight.device), group)[:, 0]
 
     @property
     def rank(self) -> int:
@@ -171,9 +177,7 @@ class ShardedVocabulary(WholeVocabulary):
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
         """Targets as this shard's columns: its width for another shard's, `IGNORED` if ignored."""
-        local = targets - self.start
-        inside = (local >= 0) & (local < self.width)
-        return torch.where(targets == ignore_index, IGNORED, torch.where(inside, local, self.width)), IGNORED
+        return shard_columns(targets, self.start, self.width, ignore_index, IGNORED), IGNORED
 
     def local(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x[self.start : self.start + self.width]

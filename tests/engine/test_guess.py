@@ -1,6 +1,8 @@
 """`Guess`: a first product that is begun before the rows are counted changes no number, and costs no second
 one where the guess is right."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
-from logitless.engine import guess, passes, projection
+from logitless.engine import guess, passes
 from logitless.engine.gathered import GatheredProjection
 from logitless.engine.guess import LIKELY
 from logitless.engine.projection import Projection
@@ -33,13 +35,13 @@ def guessing(monkeypatch):
 @pytest.fixture
 def begun(monkeypatch):
     """One entry for each product that was begun early."""
-    plans, begin = [], Projection.begin
+    plans, init = [], guess.Begun.__init__
 
-    def spy(self, plan):
+    def spy(self, head, plan):
         plans.append(plan)
-        begin(self, plan)
+        init(self, head, plan)
 
-    monkeypatch.setattr(Projection, "begin", spy)
+    monkeypatch.setattr(guess.Begun, "__init__", spy)
     return plans
 
 
@@ -162,13 +164,13 @@ def test_a_right_guess_costs_no_product(run, begun, monkeypatch):
     """Nor is a chunk's first part multiplied twice."""
     rows = []
     for owner in (Projection, GatheredProjection):
-        multiply = owner.multiply
+        project = owner.project
 
-        def spy(self, chunk, multiply=multiply):
+        def spy(self, chunk, project=project):
             rows.append(len(chunk.logits))
-            multiply(self, chunk)
+            project(self, chunk)
 
-        monkeypatch.setattr(owner, "multiply", spy)
+        monkeypatch.setattr(owner, "project", spy)
     x = Operands()
     results(run, x, x.targets)
     walked, rows[:] = list(rows), []
@@ -181,14 +183,14 @@ def test_a_right_guess_costs_no_product(run, begun, monkeypatch):
 
 
 def test_the_product_comes_before_the_counts_are_read(monkeypatch):
-    order, sent, multiply = [], guess._sent, Projection.multiply
+    order, sent, project = [], guess._sent, Projection.project
 
     def slow(numbers):
         arrived = sent(numbers)
         return lambda: (order.append("read"), arrived())[1]
 
     monkeypatch.setattr(guess, "_sent", slow)
-    monkeypatch.setattr(Projection, "multiply", lambda *x: (order.append("product"), multiply(*x)))
+    monkeypatch.setattr(Projection, "project", lambda *x: (order.append("product"), project(*x)))
     x = Operands()
     for _ in range(LIKELY):
         results(of_targets, x, x.targets)
@@ -199,20 +201,23 @@ def test_the_product_comes_before_the_counts_are_read(monkeypatch):
 
 @pytest.mark.parametrize("run", CALLS)
 def test_what_is_thrown_away_is_freed_before_anything_takes_its_place(run, monkeypatch):
-    alive, opened, head_of = [], projection.Projection.open, guess.Guess.head
+    buffers, alive = [], []
+    for owner in (Projection, GatheredProjection):
+        new_buffer = owner.new_buffer
 
-    def asked(self, plan, rows):
-        head = head_of(self, plan, rows)
-        alive.append((head, self._begun))
-        return head
+        def spy(self, plan, new_buffer=new_buffer, **options):
+            alive.append(sum(x() is not None for x in buffers))
+            found = new_buffer(self, plan, **options)
+            buffers.append(weakref.ref(found[0]))
+            return found
 
-    monkeypatch.setattr(guess.Guess, "head", asked)
+        monkeypatch.setattr(owner, "new_buffer", spy)
     x = Operands()
     for _ in range(LIKELY):
         results(run, x, x.targets)
+    alive.clear()
     results(run, x, torch.where(torch.arange(N) % 3 == 0, -100, x.targets))
-    assert alive[-1] == (None, None)
-    assert opened is projection.Projection.open
+    assert len(alive) > 1 and not any(alive)
 
 
 @pytest.mark.parametrize("run", [of_targets, of_several_ids, of_gathered_columns])
@@ -236,14 +241,15 @@ def test_what_is_not_begun(begun):
     x = Operands()
     three, whole = x.hidden.view(4, 10, H), x.targets.view(4, 10)
     reference = {"ref_hidden": three.detach(), "ref_weight": x.weight.detach()}
-    policy = GRPOLoss(loss_type="dapo", beta=0.1)
+    policy, sequences = GRPOLoss(loss_type="dapo", beta=0.1), GRPOLoss(importance_sampling_level="sequence")
 
     for _ in range(LIKELY + 1):
         linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
         DPOLoss()(three, x.weight, whole, ref_logps=torch.zeros(4))
         policy(three, x.weight, whole, advantages=torch.ones(4), **reference)
+        sequences(three, x.weight, whole, advantages=torch.ones(4))
         linear_cross_entropy(x.hidden[:0], x.weight, x.targets[:0])
-    assert policy.scope == "token"
+    assert policy.scope == "token" and sequences.scope == "group"
     assert not begun
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss
-from logitless.engine.gradients import spared_bytes
-from logitless.engine.passes import choose_rows, plan_for
+from logitless.engine.choose import choose_rows
+from logitless.engine.passes import plan_for
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Facts, Pass, Plan, Step, chunk_rows, make_plan
 from tests.engine.calls import call
 
@@ -274,15 +274,24 @@ def test_what_sums_d_weight(frozen):
     """Several chunks, in a dtype of its own that one does without."""
     hidden = torch.zeros(1, 4000).expand(4700, -1).requires_grad_()
     weight, targets = torch.zeros(30, 4000, requires_grad=not frozen), torch.randint(30, (4700,))
-    for dtype, accum_dtype, static, main in itertools.product(
-        (torch.bfloat16, torch.float32), (None, torch.float32), (False, True), (None, weight)
+    for dtype, accum_dtype, wide in itertools.product(
+        (torch.bfloat16, torch.float32), (None, torch.float32), (False, True)
     ):
         h, w = hidden.to(dtype), weight.detach().to(dtype).requires_grad_(not frozen)
         made, rows = choose_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
-        spared = spared_bytes(made, static=static, main=main)
-        own_sum = dtype == torch.bfloat16 and accum_dtype is None and not static and main is None
-        assert spared == (4 * 30 * 4000 if own_sum and not frozen else 0)
-        assert plan_for(made, rows, Pass.SOLVE, spared=spared).chunks == (1 if spared else 2)
+        own_sum = dtype == torch.bfloat16 and accum_dtype is None and not wide
+        assert plan_for(made, rows, Pass.SOLVE, wide=wide).chunks == (1 if own_sum and not frozen else 2)
+        assert plan_for(made, rows, Pass.NUMBERS, wide=wide).chunks == 2
+
+
+def test_a_main_gradient_is_summed_in_chunks():
+    hidden = torch.zeros(1, 4000, dtype=torch.bfloat16).expand(4700, -1).requires_grad_()
+    weight = torch.zeros(30, 4000, dtype=torch.bfloat16, requires_grad=True)
+    operands = hidden, weight, torch.randint(30, (4700,))
+    assert CrossEntropyLoss()(*operands).plan.chunks == 1
+    main = torch.zeros(30, 4000)
+    options = {"accumulate_into": main, "accumulate_now": True}
+    assert CrossEntropyLoss()(*operands, **options).plan.chunks == 2
 
 
 def test_good_chunks_fall():

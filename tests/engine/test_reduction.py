@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
-from logitless.engine.passes import choose_rows
+from logitless.engine.choose import choose_rows
 from logitless.engine.reduction import metric_factors, power_of_two, unit_counts, unit_factors
 from tests.engine.calls import call
 

@@ -28,6 +28,7 @@ INTEGERS = (
     "V",
     "common",
     "ignore_index",
+    "ignored",
     "columns",
     "length",
     "write",
@@ -38,12 +39,12 @@ INTEGERS = (
     "rank",
     "ranks",
 )
-INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr", "size_ptr")
+INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr", "found_ptr")
 INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
 SLOTS, RUN_SLOTS, RUN_BLOCK, COMPARED = 8, 2, 2048, 64
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
-MARK_BLOCK = 1024
+MARK_BLOCK, POSITIONS, POSITION_SLOTS = 1024, 16, 64
 
 
 class Combination(NamedTuple):
@@ -158,8 +159,10 @@ def gathered_combinations() -> Iterator[Combination]:
 
 
 def target_combinations() -> Iterator[Combination]:
-    for others, sharded in itertools.product((0, 2), (False, True)):
-        yield combination("mark_kernel", {}, {"OTHERS": others, "SHARDED": sharded, "BLOCK": MARK_BLOCK})
+    for others in (0, 2):
+        yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
+    yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
+    yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 
 
 def slot_combinations() -> Iterator[Combination]:
@@ -253,7 +256,8 @@ def source(number: int, c: Combination) -> Source:
         targets_triton,
     )
 
-    assert MARK_BLOCK == targets_triton.BLOCK
+    sizes = targets_triton.BLOCK, targets_triton.POSITIONS, targets_triton.SLOTS
+    assert (MARK_BLOCK, POSITIONS, POSITION_SLOTS) == sizes
     assert (FEWEST_SLOTS, MOST_SLOTS) == (slots_triton.FEWEST, slots.MOST_SLOTS)
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     tiles = gathered_triton.SLOTS, gathered_triton.BLOCK, gathered_triton.RUN_SLOTS, gathered_triton.RUN_BLOCK

@@ -1,26 +1,56 @@
-"""Which targets are supervised, and which are no ids."""
+"""Which targets are supervised, which are no ids, and which are columns of a shard."""
 
 import pytest
 import torch
 
-from logitless.kernels.targets import marked
+from logitless.kernels.targets import marked, one_per_position, shard_columns
 from tests.kernels.support import DEVICE, Random, strided
 
 
 @pytest.mark.parametrize("N", [0, 1, 7, 3000])
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_against_the_definition(N, ignore_index, sharded):
+def test_marks(N, ignore_index):
     V, random = 11, Random(N)
     targets = random.integers(V + 4, N) - 2
     targets[::3] = ignore_index
     others = random.uniform(2, N) < 0.5
     supervised = targets != ignore_index
     outside = supervised & ((targets < 0) | (targets > V - 1))
-    size = torch.tensor(V, device=DEVICE) if sharded else V
     for kind in (torch.int64, torch.int32):
-        found = marked(strided(targets.to(kind)), size, ignore_index)
+        found = marked(strided(targets.to(kind)), V, ignore_index)
         assert found.dtype == torch.bool and torch.equal(found, torch.stack((supervised, outside)))
-        found = marked(targets.to(kind), size, ignore_index, strided(others))
+        found = marked(targets.to(kind), V, ignore_index, strided(others))
         assert torch.equal(found[:2], torch.stack((supervised, outside)))
         assert torch.equal(found[2:], others & supervised)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 70), (300, 2), (3, 5, 64)], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 0, 5])
+def test_one_of_several_ids(shape, ignore_index):
+    """A wrong one, which must be found, before any other; none of empty slots."""
+    random = Random(shape[0])
+    ids = random.integers(40, *shape) + 1
+    ids[..., ::2] = ignore_index
+    ids[1::3] = ignore_index
+    if ids.numel():
+        ids[0, ..., 0] = -7
+    expected = []
+    for row in ids.reshape(-1, shape[-1]).tolist():
+        filled = [x for x in row if x != ignore_index]
+        expected.append(ignore_index if not filled else min(filled) if min(filled) < 0 else max(filled))
+    for x in (ids, strided(ids)):
+        found = one_per_position(x, ignore_index)
+        assert found.dtype == torch.int64 and found.shape == shape[:-1]
+        assert found.flatten().tolist() == expected
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 3000])
+@pytest.mark.parametrize("ignore_index", [-100, 0, 5])
+@pytest.mark.parametrize("start", [0, 4])
+def test_columns_of_a_shard(n, ignore_index, start):
+    width, ids = 6, Random(n).integers(14, n)
+    ids[::3] = ignore_index
+    columns = range(start, start + width)
+    expected = [-100 if y == ignore_index else y - start if y in columns else width for y in ids.tolist()]
+    found = shard_columns(strided(ids), start, width, ignore_index, -100)
+    assert found.device.type == DEVICE.type and found.tolist() == expected

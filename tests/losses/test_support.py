@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from logitless import DistillationLoss, check, linear_logprobs, linear_topk
 from logitless.losses import teachers
-from logitless.parallel.vocabulary import Shards
 from tests import reference
 from tests.cases import covering_array, one_row_warning
 from tests.ranks import in_processes
@@ -450,13 +449,13 @@ def test_a_count_of_tokens_hides_no_wrong_id(compact):
             )
 
 
-def test_shards_are_counted_before_ids_are_refused():
+def test_ids_beyond_a_shared_vocabulary_are_refused():
     values, ids = given(4, 3, 30)
     ids[2, 1] = 30
     for shared, wrong in ((None, [2]), (40, [2]), (1, ids.ge(1).any(1).nonzero()[:, 0].tolist())):
-        outside, above = teachers.topk_faults(ids, values, torch.tensor(30), shared)
+        outside, above = teachers.topk_faults(ids, values, 30, shared)
         assert outside.count.nonzero()[:, 0].tolist() == wrong and not above.count.any()
-        assert outside.of_shards(Shards((10, 20), False)).expected == "ids in [0, 30)" + (
+        assert outside.expected == f"ids in [0, {min(30, shared or 30)})" + (
             f" and below shared_vocabulary={shared}" if shared else ""
         )
 

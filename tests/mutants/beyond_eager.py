@@ -29,7 +29,7 @@ MUTANTS = [
         prefix="graph: ",
     ),
     *of_file(
-        PASSES,
+        "engine/choose.py",
         "tests/losses/test_own_loss.py",
         ("packed groups of equal sizes", "choose_rows", "(grouped and not loss.compact and packed)", "False"),
         prefix="all rows: ",

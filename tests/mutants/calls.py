@@ -50,7 +50,7 @@ MUTANTS = [
         prefix="calls: ",
     ),
     *of_file(
-        "engine/passes.py",
+        "engine/choose.py",
         TEST_BAD_CALLS,
         ("any id is a mark", "_seen_outside", "(least != greatest or least >= 0)", "False"),
         ("only -100 is a mark", "_seen_outside", "if (ids == -100).any() else least", "if True else least"),

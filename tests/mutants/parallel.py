@@ -91,7 +91,7 @@ MUTANTS = [
         prefix="parallel: ",
     ),
     *of_file(
-        "engine/passes.py",
+        "engine/choose.py",
         TEST_CONTEXT_PARALLEL,
         (
             "tokens of a slice as normalizer",
@@ -120,19 +120,21 @@ MUTANTS = [
         (
             "a fault told to nobody",
             "_Meeting.told",
-            "self.peers.table(numbers[1:])",
-            "self.peers.table(numbers[1:] * 0)",
+            "torch.cat((*own, numbers))",
+            "torch.cat((*own, numbers[:1], numbers[1:] * 0))",
         ),
         (
             "a fault of no rank's name",
             "_Meeting.settle",
-            "zip(table[::width], table[i::width])",
-            "zip(table[i::width], table[i::width])",
+            "row[0] >> 32: row[i]",
+            "row[i]: row[i]",
         ),
+        ("another rank's rows", "_Meeting.settle", "rows[place][2]", "rows[0][2] + 1"),
+        ("an old size of the vocabulary", "_Meeting.settle", "raise OtherSize(shards.V)", "pass"),
         (
             "an asserted fault of this rank alone",
             "select_rows",
-            "peers.table(numbers[1:]).sum(0)[1:] if",
+            "peers.table(numbers[1:]).sum(0) if",
             "numbers[1:] if",
         ),
         prefix="parallel: ",

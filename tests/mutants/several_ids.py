@@ -4,6 +4,7 @@ from tests.mutants.mutant import of_file
 
 TEST_IDS = "tests/losses/test_several_ids.py"
 TEST_SUPPORT = "tests/losses/test_support.py"
+TEST_TARGETS = "tests/kernels/test_targets.py"
 TEST_SELECT = "tests/kernels/test_select.py"
 TEST_SLOTS = "tests/kernels/test_slots.py"
 TEST_KERNELS_ENGINE = "tests/kernels/test_engine.py -k gathered"
@@ -317,9 +318,35 @@ MUTANTS = [
         prefix="gathered: ",
     ),
     *of_file(
-        "engine/passes.py",
+        "engine/choose.py",
         TEST_SUPPORT,
         ("faults of tokens come last", "choose_rows", ", *marking]", "]"),
+        prefix="several ids: ",
+    ),
+    *of_file(
+        "kernels/targets.py",
+        TEST_IDS,
+        ("negative ids pass", "one_per_position", "torch.where(least < 0, least, largest)", "largest"),
+        prefix="several ids: ",
+    ),
+    *of_file(
+        "kernels/targets_triton.py",
+        TEST_TARGETS,
+        ("a wrong id unseen", "one_per_position_kernel", "tl.where(least < 0, least, largest)", "largest"),
+        ("empty slots taken for ids", "one_per_position_kernel", "ids = tl.where(one, ids, 0)", "pass"),
+        (
+            "a filled slot of another turn",
+            "one_per_position_kernel",
+            "tl.maximum(filled, tl.max(one.to(tl.int32), 1))",
+            "tl.max(one.to(tl.int32), 1)",
+        ),
+        ("columns of the next shard", "shard_columns_kernel", "(y < start + width)", "(y <= start + width)"),
+        (
+            "ignored ones are columns",
+            "shard_columns_kernel",
+            "tl.where(y == ignore_index, ignored, column)",
+            "column",
+        ),
         prefix="several ids: ",
     ),
     *of_file(
@@ -344,12 +371,6 @@ MUTANTS = [
     *of_file(
         "losses/several_ids.py",
         TEST_IDS,
-        (
-            "negative ids pass",
-            "one_per_position",
-            "torch.where(least < 0, least, largest)",
-            "largest",
-        ),
         (
             "ties of rounded logits",
             "linear_topk",
