@@ -182,21 +182,16 @@ def test_a_right_guess_costs_no_product(run, begun, monkeypatch):
     assert begun and rows == walked
 
 
-def test_the_product_comes_before_the_counts_are_read(monkeypatch):
-    order, sent, project = [], guess._sent, Projection.project
-
-    def slow(numbers):
-        arrived = sent(numbers)
-        return lambda: (order.append("read"), arrived())[1]
-
-    monkeypatch.setattr(guess, "_sent", slow)
+def test_the_product_comes_before_the_tokens_are_counted(monkeypatch):
+    order, choose, project = [], passes.choose_rows, Projection.project
+    monkeypatch.setattr(passes, "choose_rows", lambda *x: (order.append("count"), choose(*x))[1])
     monkeypatch.setattr(Projection, "project", lambda *x: (order.append("product"), project(*x)))
     x = Operands()
-    for _ in range(LIKELY):
-        results(of_targets, x, x.targets)
-    order.clear()
-    results(of_targets, x, x.targets)
-    assert order[:2] == ["product", "read"]
+    for expected in (*["count", "product"] * LIKELY, "product", "count"):
+        if not order:
+            results(of_targets, x, x.targets)
+            del order[2:]
+        assert order.pop(0) == expected
 
 
 @pytest.mark.parametrize("run", CALLS)
