@@ -3,13 +3,14 @@
 With a sharded head it says too how large the vocabulary is.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from logitless.engine.call import Call
-from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, select_rows
+from logitless.engine.rows import TOLIST, Grouping, OtherSize, Rows, Shard, select_rows
 from logitless.engine.spec import Fault
 from logitless.kernels.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
@@ -20,13 +21,18 @@ _SIZES: dict[tuple[str, int], int] = {}
 MOST_SIZES = 1024
 
 
-def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
+def choose_rows(
+    call: Call, read: Callable[[Tensor], list[int]] = TOLIST, shard: Shard | None = None
+) -> tuple[Call, Rows]:
     """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`).
 
     A call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
     """
     if call.vocabulary.sharded and shard is None:
-        return _of_shards(call)
+        return _of_shards(call, read)
+    if call.loss.unmasked and shard is None:
+        N = call.targets.shape[0]
+        return call, Rows(N, N, 0, None, None, None)
     loss, targets, V = call.loss, call.targets, call.V if shard is None else shard.V
     found = [] if loss.faults is None else loss.faults(targets, call.inputs, V)
     marking = [fault for fault in found if fault.count.dim()]
@@ -49,30 +55,30 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
-    options = {"compact": loss.compact, "peers": peers, "shard": shard}
+    options = {"compact": loss.compact, "peers": peers, "shard": shard, "read": read}
     rows = select_rows(marks, faults, grouping, cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 
-def _of_shards(call: Call) -> tuple[Call, Rows]:
+def _of_shards(call: Call, read: Callable[[Tensor], list[int]]) -> tuple[Call, Rows]:
     """The same of a sharded head. Until all ranks have met, its vocabulary has the size of the last call."""
     group = call.loss.tp_group
     code = Shards.code(call.weight, unrounded=call.unrounded)
     if not call.loss.compact:
         shards = Shards.gathered(code, group, call.targets.device)
-        call, rows = choose_rows(call, Shard(group, code, shards.V, sure=True))
+        call, rows = choose_rows(call, read, Shard(group, code, shards.V, sure=True))
         return call.with_shards(shards), rows._replace(shards=shards)
     known = group.group_name, code
     shard = Shard(group, code, _SIZES.get(known, 0), sure=False)
     try:
-        return choose_rows(call, shard)
+        return choose_rows(call, read, shard)
     except OtherSize as other:
         if len(_SIZES) >= MOST_SIZES:
             _SIZES.clear()
         _SIZES[known] = other.V
-        return choose_rows(call, shard._replace(V=other.V, sure=True))
+        return choose_rows(call, read, shard._replace(V=other.V, sure=True))
 
 
 def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:

@@ -1,13 +1,13 @@
-"""The first product of a call, begun before the rows of the call are chosen.
+"""The first product of a call, begun before the host knows how many rows there are.
 
-Until then the GPU would wait: the host counts tokens, reads the counts, plans and allocates. Where the last
-few calls of an equal loss had no token to leave out, the GPU is given the first chunk of all rows at once,
-and the tokens are counted beside it. Of a wrong guess the product is thrown away: nothing but time depends on
-it.
+Between the counts and the first product the GPU would wait for the host, which reads the counts, plans and
+allocates. Where the last few calls of an equal loss had no token to leave out, the GPU is given the first
+chunk of all rows before the counts are read. Of a wrong guess the product is thrown away: nothing but time
+depends on it.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.plan import Pass, Plan
 from logitless.engine.projection import Projection
-from logitless.engine.rows import Rows
+from logitless.engine.rows import TOLIST, Rows
 from logitless.engine.side_stream import side_stream
 
 # A guess that is wrong costs a product, so it takes as many calls in a row to make the next one.
@@ -31,22 +31,25 @@ class Guess:
     Args:
         calls: the heads; of several none is begun.
         purpose: of the pass.
+        begin: rows -> a head that has begun with them.
 
     Attributes:
-        likely: whether the first product is worth to be begun.
+        read: what brings the counts to the host, for `select_rows`.
     """
 
-    def __init__(self, calls: Sequence[Call], purpose: Pass):
-        self._call, self._begun = calls[0], None
-        self._key = self._call.loss.identity, self._call.weight.shape
-        streak = _STREAKS.get(self._key, 0)
-        self.likely = streak >= LIKELY and len(calls) == 1 and _may_begin(self._call, purpose)
+    def __init__(self, calls: Sequence[Call], purpose: Pass, begin: Callable[[Rows], "Begun"]):
+        call, self.read = calls[0], TOLIST
+        self._key, self._begun = (call.loss.identity, call.weight.shape), None
+        if _STREAKS.get(self._key, 0) >= LIKELY and len(calls) == 1 and _may_begin(call, purpose):
+            N = call.targets.shape[0]
+            self.read = partial(self._read_beside, begin, Rows(N, N, 0, None, None, None))
 
-    def begin(self, begun: Callable[[Call, Rows], "Begun"]) -> AbstractContextManager:
-        """Begin; what runs in the context runs beside the product."""
-        N, beside = self._call.targets.shape[0], side_stream(self._call.targets.device, useful=True)
-        self._begun = begun(self._call, Rows(N, N, 0, None, None, None))
-        return beside
+    def _read_beside(self, begin: Callable[[Rows], "Begun"], rows: Rows, numbers: Tensor) -> list[int]:
+        """The numbers; the copy waits for nothing that is queued after them."""
+        beside = side_stream(numbers.device, useful=True)
+        self._begun = begin(rows)
+        with beside:
+            return numbers.tolist()
 
     def head(self, plan: Plan, rows: Rows) -> "Begun | None":
         """What was begun, if it is the plan of these rows; and the next guess learns of them."""
@@ -93,7 +96,7 @@ def _may_begin(call: Call, purpose: Pass) -> bool:
     """Whether the product can come first, and the GPU would wait for it otherwise."""
     loss = call.loss
     alone = loss.tp_group is None and loss.cp_group is None and call.layers is None
-    return alone and loss.compact and _waits(call.targets) and loss.objective.projects_first(call, purpose)
+    return alone and _waits(call.targets) and loss.objective.projects_first(call, purpose)
 
 
 def _waits(x: Tensor) -> bool:

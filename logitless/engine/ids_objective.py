@@ -225,9 +225,10 @@ class TopkObjective(IdsObjective):
         reader.vocabulary.combine(stats, reader.targets)
         ids = best(chunk.logits, k, reader, maxima)
         logps = (reader.take_out(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
-        kept = (chunk.targets != chunk.ignored)[:, None]
-        found = {"ids": torch.where(kept, ids, 0), "logps": torch.where(kept, logps, 0.0)}
-        self._keep(chunk, found | {"lse": stats.lse, "entropy": stats.entropy})
+        if not self.call.loss.compact:
+            kept = (chunk.targets != chunk.ignored)[:, None]
+            ids, logps = torch.where(kept, ids, 0), torch.where(kept, logps, 0.0)
+        self._keep(chunk, {"ids": ids, "logps": logps, "lse": stats.lse, "entropy": stats.entropy})
 
 
 def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:

@@ -5,7 +5,6 @@ operator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,9 +64,8 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
     static = static or len(calls) > 1
     wide = static or main is not None
     planned = partial(plan_for, purpose=Pass.SOLVE, heads=len(calls), wide=wide)
-    guess = Guess(calls, Pass.SOLVE)
-    with guess.begin(partial(_begin, planned, gradients=True)) if guess.likely else nullcontext():
-        chosen = [choose_rows(call) for call in calls]
+    guess = Guess(calls, Pass.SOLVE, partial(_begin, calls[0], planned, gradients=True))
+    chosen = [choose_rows(call, guess.read) for call in calls]
     gradients = Gradients([call for call, _ in chosen], static=static, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
     for call, rows in chosen:
@@ -113,9 +111,8 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> l
 def token_numbers(call: Call) -> Numbers:
     """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
     planned, vectors = partial(plan_for, purpose=Pass.NUMBERS), keeps_vectors(call)
-    guess, N = Guess([call], Pass.NUMBERS), call.targets.shape[0]
-    with guess.begin(partial(_begin, planned, gradients=vectors)) if guess.likely else nullcontext():
-        call, rows = choose_rows(call)
+    guess = Guess([call], Pass.NUMBERS, partial(_begin, call, planned, gradients=vectors))
+    (call, rows), N = choose_rows(call, guess.read), call.targets.shape[0]
     plan = planned(call, rows)
     objective = call.loss.objective.reading(call, rows, plan)
     head = guess.head(plan, rows) or PROJECTIONS[plan.columns > 0](call, rows, gradients=vectors)
@@ -165,7 +162,7 @@ def token_gradients(
     return deferred, gradients
 
 
-def _begin(planned: Callable[[Call, Rows], Plan], call: Call, rows: Rows, *, gradients: bool) -> Begun:
+def _begin(call: Call, planned: Callable[[Call, Rows], Plan], rows: Rows, *, gradients: bool) -> Begun:
     """A head that has projected the first chunk of some rows."""
     plan = planned(call, rows)
     return Begun(PROJECTIONS[plan.columns > 0](call, rows, gradients=gradients), plan)

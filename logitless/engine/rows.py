@@ -1,6 +1,7 @@
 """Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ from logitless.parallel.vocabulary import Shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+# How numbers come to the host: at once.
+TOLIST = methodcaller("tolist")
 
 
 class Grouping(NamedTuple):
@@ -103,6 +108,7 @@ def select_rows(
     compact: bool,
     peers: Peers = ALONE,
     shard: Shard | None = None,
+    read: Callable[[Tensor], list[int]] = TOLIST,  # brings numbers to the host
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
 
@@ -129,7 +135,7 @@ def select_rows(
             fault._replace(count=count).assert_async()
         return _every_row(N, numbers[0], grouping, layout)
     meeting = _Meeting(peers, shard) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, read)
 
 
 class _Counts(NamedTuple):
@@ -251,13 +257,14 @@ def _supervised_rows(
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
+    read: Callable[[Tensor], list[int]],
 ) -> Rows:
     N, shards, numbers = supervised.shape[0], None, counts.numbers
     if meeting is not None:
         numbers = meeting.told(numbers)
     if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
-    numbers = numbers.tolist()  # the sync
+    numbers = read(numbers)  # the sync
     if counts.marks:
         numbers = counts.added_up(numbers)
     if meeting is not None:

@@ -92,6 +92,7 @@ class LossSpec(Protocol):
     sequences_per_group: int
     metric_names: tuple[str, ...]
     sum_logits_weights: str | None
+    unmasked: bool
     roles: ClassVar[Mapping[str, Role]]
     # The Objective class that evaluates it: of per-token numbers, or of logits.
     objective: ClassVar[type]

@@ -93,6 +93,7 @@ class TopkNumbers(IdsNumbers):
     """What `TopkObjective` finds: the k best ids themselves; without gradients."""
 
     k: int = 1
+    unmasked: bool = False
 
     objective: ClassVar[type] = TopkObjective
     differentiates: ClassVar = ()
@@ -194,7 +195,7 @@ def linear_topk(
     expect(isinstance(hidden, Tensor), "hidden", "a tensor", type(hidden).__name__, remedy, TypeError)
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
-    loss = made(TopkNumbers, k=k, **head)
+    loss = made(TopkNumbers, k=k, unmasked=mask is None, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
         found, _ = loss.numbers(hidden, weight, targets, bias)
