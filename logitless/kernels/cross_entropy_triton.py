@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.kernels.exponentials_triton import exp
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 
@@ -61,12 +62,8 @@ def head_logits(
 
 
 @triton.jit
-def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
-    """What `select.py` compares products by: the larger, the larger the logit; a NaN is infinite."""
-    x = x.to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
-    return tl.where(x == x, x * sign, float("inf"))
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -194,6 +191,7 @@ def row_kernel(
         HAS_SOFTCAP,
     )
     z_y = tl.where(known, z_y, -float("inf"))
+    place = tl.where(known, y, -1).to(tl.int32)
     # Nobody may store over the target's logit before everybody has read it.
     tl.debug_barrier()
     shift = -1e30
@@ -219,11 +217,15 @@ def row_kernel(
         top = tl.max(z, 0)
         if TILE:
             # For `select_triton`, by what it compares.
-            products = compared(x, bias_ptr, cols, mask, tl.where(gain > 0.0, 1.0, -1.0), HAS_BIAS)
+            products = x.to(tl.float32)
+            if HAS_BIAS:
+                products += tl.load(bias_ptr + cols, mask=mask, other=0.0)
+            products *= tl.where(gain > 0.0, 1.0, -1.0)
             products = tl.reshape(tl.where(mask, products, -float("inf")), [BLOCK // TILE, TILE])
+            most = tl.reduce(products, 1, larger)
             tile = start // TILE + tl.arange(0, BLOCK // TILE)
             last = maxima_ptr + row * ((V + TILE - 1) // TILE) + tile
-            tl.store(last, tl.max(products, 1), mask=tile * TILE < V)
+            tl.store(last, tl.where(most == most, most, float("inf")), mask=tile * TILE < V)
         if EXTRA:
             # The arg-max is the first of equal maxima, as in torch. Earlier blocks must lie below the target,
             # later ones not above.
@@ -245,8 +247,10 @@ def row_kernel(
                     tl.store(before, (tl.load(before).to(tl.float32) * shrink).to(grad_ptr.dtype.element_ty))
             shift = top
         # Bounded below, so that p log p is 0 and not NaN at a logit of -inf; exp(-200) is 0 in fp32.
-        drop = tl.maximum(z - shift, -200.0, propagate_nan=tl.PropagateNan.ALL)
-        e = tl.where(cols == y, 0.0, tl.exp(drop))
+        drop = z - shift
+        if EXTRA:
+            drop = tl.maximum(drop, -200.0, propagate_nan=tl.PropagateNan.ALL)
+        e = tl.where(cols == place, 0.0, exp(drop))
         rest += e
         if EXTRA:
             rest_z += e * drop
@@ -344,7 +348,7 @@ def logits_gradient_kernel(
         x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
         log_p = z - lse
-        p = correction * tl.exp(log_p)
+        p = correction * exp(log_p)
         g = (g_lse - g_logp) * p
         if EXTRA:
             # p = 0 contributes nothing, though its log is -inf.

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.cross_entropy_triton import vocabulary_arguments
+from logitless.kernels.exponentials_triton import exp2
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 from logitless.kernels.product_tiles_triton import (
@@ -79,7 +80,7 @@ def read_half(
     if EXTRA and HAS_BIAS:
         # The bias of an id that is ruled out is -inf.
         d = tl.maximum(d, NEVER, propagate_nan=tl.PropagateNan.ALL)
-    e = tl.exp2(d)
+    e = exp2(d)
     if EXTRA:
         sum_d = tl.sum(e * d, 1)
     if SQUARES:

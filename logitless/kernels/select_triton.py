@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import TILE, compared
+from logitless.kernels.cross_entropy_triton import TILE
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, dense
 
@@ -25,6 +25,15 @@ from logitless.kernels.layout import check_rows, dense
 BLOCK, WARPS, SELECT_WARPS = 2048, 4, 8
 # Below the integer of every number.
 NOWHERE = tl.constexpr(-2147483648)
+
+
+@triton.jit
+def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
+    """What `select.py` compares products by: the larger, the larger the logit; a NaN is infinite."""
+    x = x.to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
+    return tl.where(x == x, x * sign, float("inf"))
 
 
 @triton.jit

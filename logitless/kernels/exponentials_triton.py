@@ -1,0 +1,22 @@
+"""Exponentials for what is computed of every logit: results below 2^-126 become 0.
+
+For those `tl.exp` and `tl.exp2` take three instructions more on NVIDIA's GPUs, where a logit takes twenty in
+all. The interpreter and Intel's Triton have no others.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+if triton.knobs.runtime.interpret or getattr(torch.version, "xpu", None) is not None:
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x)
+
+    @triton.jit
+    def exp2(x):
+        return tl.exp2(x)
+else:
+    exp, exp2 = libdevice.fast_expf, libdevice.exp2
