@@ -208,7 +208,8 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
     spared = 0
-    summed = needs.weight and purpose is not Pass.NUMBERS and call.dtype != call.stat_dtype
+    # A pass that hands out numbers has the chunks of the one that follows it.
+    summed = needs.weight and call.dtype != call.stat_dtype
     if summed and not wide and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize
     facts = Facts(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
+from logitless.kernels.targets import counted
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
 
@@ -160,8 +161,8 @@ class _Counts(NamedTuple):
 def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int) -> _Counts:
     """Counts for each of so many padded sequences, or with 0 for the call: in few launches, as the GPU waits
     for them."""
-    count, N = marks.shape
-    found = marks.view(count, sequences, N // sequences).sum(2).view(-1) if sequences else marks.sum(1)
+    count = marks.shape[0]
+    found = counted(marks, max(1, sequences))
     others = [fault.count for fault in faults[count - 1 :]]
     numbers = torch.cat((found, torch.stack(others))) if others else found
     return _Counts(numbers, count, sequences) if sequences else _Counts(numbers)

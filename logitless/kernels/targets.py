@@ -1,4 +1,5 @@
-"""What a call's targets say: which are supervised, which are no ids, and which are columns of a shard.
+"""What a call's targets say: which and how many are supervised, which are no ids, and which are columns of a
+shard.
 
 Each is one launch, as all of them come before the first product, where the GPU waits for every launch.
 """
@@ -27,6 +28,16 @@ def marked(
     supervised = targets != ignore_index
     own = torch.stack((supervised, supervised & ((targets < 0) | (targets >= V))))
     return own if others is None else torch.cat((own, others & supervised))
+
+
+def counted(marks: Tensor, parts: int = 1) -> Tensor:
+    """(m, N) bool -> (m * parts,) int64: how many of each are True, in so many parts of equal length."""
+    marks = marks.view(marks.shape[0] * parts, marks.shape[1] // parts)
+    if _runs(marks):
+        from logitless.kernels import targets_triton
+
+        return targets_triton.counted(marks)
+    return marks.sum(1)
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import dense
 
-BLOCK, WARPS = 1024, 4
+BLOCK, COUNTED, WARPS = 1024, 4096, 4
 # Positions of a program, and slots of each in one turn.
 POSITIONS, SLOTS = 16, 64
 
@@ -46,6 +46,24 @@ def marked(targets: Tensor, V: int, ignore_index: int, others: Tensor | None) ->
     targets = dense(targets, torch.int64)
     mark_kernel[(triton.cdiv(N, BLOCK),)](targets, own, marks, N, V, ignore_index, **flags)
     return marks.view(torch.bool)
+
+
+@held
+@triton.jit(do_not_specialize=["length"])
+def count_kernel(marks_ptr, counts_ptr, length, COUNTED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([COUNTED], tl.int32)
+    for start in range(0, length, COUNTED):
+        at = start + tl.arange(0, COUNTED)
+        total += tl.load(marks_ptr + row * length + at, mask=at < length, other=0).to(tl.int32)
+    tl.store(counts_ptr + row, tl.sum(total, 0).to(tl.int64))
+
+
+def counted(marks: Tensor) -> Tensor:
+    (rows, length), marks = marks.shape, dense(marks).view(torch.int8)
+    counts = torch.empty(rows, dtype=torch.int64, device=marks.device)
+    count_kernel[(rows,)](marks, counts, length, COUNTED=COUNTED, num_warps=WARPS)
+    return counts
 
 
 @held

@@ -39,12 +39,21 @@ INTEGERS = (
     "rank",
     "ranks",
 )
-INT64 = ("columns_ptr", "targets_ptr", "labels_ptr", "ids_ptr", "order_ptr", "starts_ptr", "found_ptr")
+INT64 = (
+    "columns_ptr",
+    "targets_ptr",
+    "labels_ptr",
+    "ids_ptr",
+    "order_ptr",
+    "starts_ptr",
+    "found_ptr",
+    "counts_ptr",
+)
 INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
 SLOTS, RUN_SLOTS, RUN_BLOCK, COMPARED = 8, 2, 2048, 64
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
-MARK_BLOCK, POSITIONS, POSITION_SLOTS = 1024, 16, 64
+MARK_BLOCK, COUNTED, POSITIONS, POSITION_SLOTS = 1024, 4096, 16, 64
 
 
 class Combination(NamedTuple):
@@ -162,6 +171,7 @@ def target_combinations() -> Iterator[Combination]:
     for others in (0, 2):
         yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
     yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
+    yield combination("count_kernel", {}, {"COUNTED": COUNTED})
     yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 
 
@@ -256,8 +266,8 @@ def source(number: int, c: Combination) -> Source:
         targets_triton,
     )
 
-    sizes = targets_triton.BLOCK, targets_triton.POSITIONS, targets_triton.SLOTS
-    assert (MARK_BLOCK, POSITIONS, POSITION_SLOTS) == sizes
+    assert (MARK_BLOCK, COUNTED) == (targets_triton.BLOCK, targets_triton.COUNTED)
+    assert (POSITIONS, POSITION_SLOTS) == (targets_triton.POSITIONS, targets_triton.SLOTS)
     assert (FEWEST_SLOTS, MOST_SLOTS) == (slots_triton.FEWEST, slots.MOST_SLOTS)
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     tiles = gathered_triton.SLOTS, gathered_triton.BLOCK, gathered_triton.RUN_SLOTS, gathered_triton.RUN_BLOCK

@@ -103,6 +103,9 @@ class Recorder:
         if self.name == "mark_kernel":
             marks = named["marks_ptr"].zero_()
             marks[0] = 1  # every token is supervised
+        if self.name == "count_kernel":
+            counts = named["counts_ptr"]
+            counts.copy_(named["marks_ptr"].view(len(counts), -1).sum(1))
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -152,6 +155,7 @@ def launches(monkeypatch):
         (slots_triton, "entries_kernel"),
         (slots_triton, "put_kernel"),
         (targets_triton, "mark_kernel"),
+        (targets_triton, "count_kernel"),
         (targets_triton, "one_per_position_kernel"),
     ):
         monkeypatch.setattr(module, name, Recorder(jitted(getattr(module, name)), name, found))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless.kernels.targets import marked, one_per_position, shard_columns
+from logitless.kernels.targets import counted, marked, one_per_position, shard_columns
 from tests.kernels.support import DEVICE, Random, strided
 
 
@@ -24,6 +24,18 @@ def test_marks(N, ignore_index):
         assert torch.equal(found[2:], others & supervised)
 
 
+@pytest.mark.parametrize(("m", "N", "parts"), [(1, 0, 1), (2, 1, 1), (3, 5000, 1), (2, 60, 4), (1, 12, 12)])
+def test_counts(m, N, parts):
+    marks = Random(N).uniform(m, N) < 0.7
+    expected = [
+        sum(part)
+        for row in marks.tolist()
+        for part in (row[i * N // parts : (i + 1) * N // parts] for i in range(parts))
+    ]
+    found = counted(marks, parts)
+    assert found.dtype == torch.int64 and found.tolist() == expected
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 70), (300, 2), (3, 5, 64)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5])
 def test_one_of_several_ids(shape, ignore_index):
@@ -33,6 +45,7 @@ def test_one_of_several_ids(shape, ignore_index):
     ids[..., ::2] = ignore_index
     ids[1::3] = ignore_index
     if ids.numel():
+        ids[-1, ..., 1:], ids[-1, ..., 0] = ignore_index, 17
         ids[0, ..., 0] = -7
     expected = []
     for row in ids.reshape(-1, shape[-1]).tolist():

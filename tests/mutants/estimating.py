@@ -40,7 +40,6 @@ MUTANTS = [
         "tests/engine/test_plan.py -k d_weight",
         ("sums of one dtype are spared", "plan_for", "summed and not wide", "summed"),
         ("a frozen head's sum is spared", "plan_for", "summed = needs.weight and ", "summed = "),
-        ("numbers spare a sum", "plan_for", " and purpose is not Pass.NUMBERS", ""),
         ("an fp32 head's sum is spared", "plan_for", " and call.dtype != call.stat_dtype", ""),
         ("a sum in a dtype of its own is spared", "plan_for", " and loss.accum_dtype is None", ""),
         prefix="plan: ",

@@ -75,7 +75,7 @@ MUTANTS = [
         ("row_scale has the wrong sign", "row_kernel", "row_scale_ptr + row, -1", "row_scale_ptr + row, 1"),
         ("target's entry has the wrong sign", "row_kernel", "(-others * slope_y)", "(others * slope_y)"),
         ("tail of the vocabulary unmasked", "row_kernel", 'z = tl.where(mask, z, -float("inf"))', "z = z"),
-        ("target counted among the rest", "row_kernel", "where(cols == y, 0.0, tl.exp(drop))", "exp(drop)"),
+        ("target counted among the rest", "row_kernel", "where(cols == place, 0.0, exp(drop))", "exp(drop)"),
         ("tail of the gradient unmasked", "row_kernel", "dtype.element_ty), mask=mask", "dtype.element_ty)"),
         ("ignored rows not zeroed", "row_kernel", "mask=cols < V", "mask=cols < 0"),
         (

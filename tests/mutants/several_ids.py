@@ -49,8 +49,25 @@ MUTANTS = [
         TEST_SELECT,
         ("of a negative scale", "row_kernel", "tl.where(gain > 0.0, 1.0, -1.0)", "1.0"),
         ("of the tile before", "row_kernel", "start // TILE + tl", "(start - TILE) // TILE + tl"),
-        ("without the bias", "compared", "if HAS_BIAS:", "if False:"),
-        ("a NaN is small", "compared", 'float("inf")', '-float("inf")'),
+        (
+            "without the bias",
+            "row_kernel",
+            "products += tl.load(bias_ptr + cols, mask=mask, other=0.0)",
+            "pass",
+        ),
+        (
+            "a NaN is small",
+            "row_kernel",
+            'most == most, most, float("inf")',
+            'most == most, most, -float("inf")',
+        ),
+        prefix="maxima: ",
+    ),
+    *of_file(
+        "kernels/select_triton.py",
+        TEST_SELECT,
+        ("candidates without the bias", "compared", "if HAS_BIAS:", "if False:"),
+        ("a NaN is no candidate", "compared", 'float("inf")', '-float("inf")'),
         prefix="maxima: ",
     ),
     *of_file(
@@ -340,7 +357,8 @@ MUTANTS = [
             "tl.maximum(filled, tl.max(one.to(tl.int32), 1))",
             "tl.max(one.to(tl.int32), 1)",
         ),
-        ("columns of the next shard", "shard_columns_kernel", "(y < start + width)", "(y <= start + width)"),
+        ("counts of the first marks", "count_kernel", "marks_ptr + row * length + at", "marks_ptr + at"),
+        ("the first column of a shard", "shard_columns_kernel", "(y >= start)", "(y > start)"),
         (
             "ignored ones are columns",
             "shard_columns_kernel",
