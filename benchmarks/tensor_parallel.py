@@ -2,6 +2,7 @@
 rows of the head."""
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,10 +23,10 @@ from benchmarks.policy import POLICY
 from benchmarks.policy_peers import EPSILON, OPTIONS
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import gib, sizes, text
-from benchmarks.timing import release, spread, time_ms
+from benchmarks.timing import REST, release, spread, time_ms
 from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss
 
-ROUNDS = 8
+ROUNDS = 14
 # Two roundings of bf16 gradients more than one GPU, whose own error counts twice.
 ROUNDINGS = 8 * torch.finfo(torch.bfloat16).eps
 
@@ -156,8 +157,9 @@ def measured(call: Callable, leaves: dict[str, Tensor], truth: Truth, device: to
     times = []
     for _ in range(ROUNDS):
         clear(leaves)
-        dist.barrier()
-        times.append(time_ms(step, device))
+        time.sleep(REST)
+        dist.barrier()  # after the rest, so that the ranks begin together, as in the middle of a training step
+        times.append(time_ms(step, device, rest=0.0))
     return row | spread(times[2:]) | memory(call, leaves, row)
 
 

@@ -1,5 +1,6 @@
 """Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
 
+import functools
 from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
@@ -227,9 +228,8 @@ class _Meeting(NamedTuple):
     def told(self, numbers: Tensor) -> Tensor:
         """The number of rows and of each fault -> the same of all ranks, with their names and shards."""
         code, V = (0, 0) if self.shard is None else (self.shard.code, self.shard.V)
-        own = [(dist.get_rank() << 32) + code, V]
-        own = [torch.full((1,), x, dtype=numbers.dtype, device=numbers.device) for x in own]
-        return self.peers.table(torch.cat((*own, numbers))).view(-1)
+        own = _constants((dist.get_rank() << 32) + code, V, numbers.device)
+        return self.peers.table(torch.cat((own, numbers))).view(-1)
 
     def settle(
         self, faults: Sequence[Fault], numbers: Sequence[int]
@@ -249,6 +249,12 @@ class _Meeting(NamedTuple):
             if wrong:
                 fault.raise_(max(wrong.values()), sorted(wrong))
         return shards, rows[place][2], numbers[self.peers.size * width :]
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(first: int, second: int, device: torch.device) -> Tensor:
+    """Two integers on a device, where they are the same in every call."""
+    return torch.tensor((first, second), device=device)
 
 
 def _supervised_rows(

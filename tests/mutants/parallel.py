@@ -120,8 +120,8 @@ MUTANTS = [
         (
             "a fault told to nobody",
             "_Meeting.told",
-            "torch.cat((*own, numbers))",
-            "torch.cat((*own, numbers[:1], numbers[1:] * 0))",
+            "torch.cat((own, numbers))",
+            "torch.cat((own, numbers[:1], numbers[1:] * 0))",
         ),
         (
             "a fault of no rank's name",
