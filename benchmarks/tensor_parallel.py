@@ -158,7 +158,7 @@ def measured(call: Callable, leaves: dict[str, Tensor], truth: Truth, device: to
     for _ in range(ROUNDS):
         clear(leaves)
         time.sleep(REST)
-        dist.barrier()  # after the rest, so that the ranks begin together, as in the middle of a training step
+        dist.barrier()  # after the rest: the ranks begin together, as inside a training step
         times.append(time_ms(step, device, rest=0.0))
     return row | spread(times[2:]) | memory(call, leaves, row)
 
