@@ -75,10 +75,11 @@ def _of_shards(call: Call, read: Callable[[Tensor], list[int]]) -> tuple[Call, R
     try:
         return choose_rows(call, read, shard)
     except OtherSize as other:
-        if len(_SIZES) >= MOST_SIZES:
-            _SIZES.clear()
-        _SIZES[known] = other.V
-        return choose_rows(call, read, shard._replace(V=other.V, sure=True))
+        V = other.V
+    if len(_SIZES) >= MOST_SIZES:
+        _SIZES.clear()
+    _SIZES[known] = V
+    return choose_rows(call, read, shard._replace(V=V, sure=True))
 
 
 def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:

@@ -61,8 +61,8 @@ class LinearLoss(CheckedCall):
             (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
             the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
             read in the call's one host sync; in another one where they are new, and with compact=False. Also
-            a one-dimensional DeviceMesh or, for a DTensor weight, the name of its mesh dimension. Every rank gets the loss,
-            d_hidden and its own d_weight.
+            a one-dimensional DeviceMesh or, for a DTensor weight, the name of its mesh dimension. Every rank
+            gets the loss, d_hidden and its own d_weight.
         cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
             like `tp_group`; of losses of policies, pairs and whole sequences. What comes per token is this
             rank's, shifted before it was sliced, what comes per sequence is whole. A slice may be any of the
