@@ -4,9 +4,9 @@ Both are bound by memory traffic. A program takes ROWS whole rows at a time: sev
 short, so that enough loads are under way, and with so few warps that the sum over a row seldom has
 to cross them.
 
-The backward pass starts a few programs a multiprocessor. Each walks over many rows and keeps its
-share of d_weight in registers; `column_sum_kernel` adds the shares, in a fixed order: every run
-gives the same bits.
+The backward pass starts a few programs a multiprocessor. Each walks over many rows, in two
+parts where the number of columns is no power of two, and keeps its share of d_weight in registers;
+`column_sum_kernel` adds the shares, in a fixed order: every run gives the same bits.
 """
 
 import functools
@@ -95,54 +95,72 @@ def norm_backward_kernel(
     D_WEIGHT: tl.constexpr,
     D_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # at most `columns`
+    REST: tl.constexpr,  # 0, or at least as many as there are columns behind BLOCK
     STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     lane = tl.arange(0, ROWS).to(tl.int64)
-    col = tl.arange(0, BLOCK)[None, :]
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
-        if GEMMA:
-            weight += 1.0
-    if D_WEIGHT:
-        d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    if D_BIAS:
-        d_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    cols = (tl.arange(0, BLOCK)[None, :],)
+    if REST > 0:
+        cols = cols + (BLOCK + tl.arange(0, REST)[None, :],)
+    weights, d_weights, d_biases = (), (), ()
+    for part in tl.static_range(len(cols)):
+        col = cols[part]
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
+            weights = weights + (weight + 1.0 if GEMMA else weight,)
+        none = tl.zeros([ROWS, col.shape[1]], tl.float32)
+        d_weights, d_biases = d_weights + (none,), d_biases + (none,)
     for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         each = block * ROWS + lane
         row = each[:, None]
-        mask = (row < rows) & (col < columns)
-        # Beyond the mask g is 0, so that whatever z holds there counts nothing.
-        g = tl.load(d_y_ptr + row * d_y_stride + col, mask=mask, other=0.0).to(tl.float32)
-        z = tl.load(h_ptr + row * h_stride + col, mask=mask, other=0.0).to(tl.float32)
-        if d_h_ptr is not None:
-            d_h = tl.load(d_h_ptr + row * d_h_stride + col, mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + each, mask=each < rows, other=0.0)[:, None]
         if mean_ptr is not None:
-            z -= tl.load(mean_ptr + each, mask=each < rows, other=0.0)[:, None]
-        z *= rstd
-        if D_BIAS:
-            d_bias += g
+            mean = tl.load(mean_ptr + each, mask=each < rows, other=0.0)[:, None]
+        masks = (row < rows,)
+        if REST > 0:
+            masks = masks + ((row < rows) & (cols[1] < columns),)
+        along, total = 0.0, 0.0
+        gs, zs, d_weights_now, d_biases_now = (), (), (), ()
+        for part in tl.static_range(len(cols)):
+            col, mask = cols[part], masks[part]
+            # Beyond the mask g is 0, so that whatever z holds there counts nothing.
+            g = tl.load(d_y_ptr + row * d_y_stride + col, mask=mask, other=0.0).to(tl.float32)
+            z = tl.load(h_ptr + row * h_stride + col, mask=mask, other=0.0).to(tl.float32)
+            if mean_ptr is not None:
+                z -= mean
+            z *= rstd
+            d_weights_now = d_weights_now + (d_weights[part] + g * z if D_WEIGHT else d_weights[part],)
+            d_biases_now = d_biases_now + (d_biases[part] + g if D_BIAS else d_biases[part],)
+            if weight_ptr is not None:
+                g *= weights[part]
+            along += tl.sum(g * z, 1, keep_dims=True)
+            if mean_ptr is not None:
+                total += tl.sum(g, 1, keep_dims=True)
+            gs, zs = gs + (g,), zs + (z,)
+        d_weights, d_biases = d_weights_now, d_biases_now
+        along, total = along / columns, total / columns
+        for part in tl.static_range(len(cols)):
+            col, mask = cols[part], masks[part]
+            d = gs[part] - zs[part] * along
+            if mean_ptr is not None:
+                d -= total
+            d *= rstd
+            if d_h_ptr is not None:
+                d += tl.load(d_h_ptr + row * d_h_stride + col, mask=mask, other=0.0).to(tl.float32)
+            tl.store(d_sum_ptr + row * columns + col, d.to(d_sum_ptr.dtype.element_ty), mask=mask)
+            if d_x_ptr is not None:
+                d_x = (multiplier * d).to(d_x_ptr.dtype.element_ty)
+                tl.store(d_x_ptr + row * columns + col, d_x, mask=mask)
+    for part in tl.static_range(len(cols)):
+        col = cols[part]
+        share = program.to(tl.int64) * (D_WEIGHT + D_BIAS) * columns + col
         if D_WEIGHT:
-            d_weight += g * z
-        if weight_ptr is not None:
-            g *= weight
-        d = g - z * (tl.sum(g * z, 1, keep_dims=True) / columns)
-        if mean_ptr is not None:
-            d -= tl.sum(g, 1, keep_dims=True) / columns
-        d *= rstd
-        if d_h_ptr is not None:
-            d += d_h.to(tl.float32)
-        tl.store(d_sum_ptr + row * columns + col, d.to(d_sum_ptr.dtype.element_ty), mask=mask)
-        if d_x_ptr is not None:
-            tl.store(d_x_ptr + row * columns + col, (multiplier * d).to(d_x_ptr.dtype.element_ty), mask=mask)
-    cols = tl.arange(0, BLOCK)
-    share = program.to(tl.int64) * (D_WEIGHT + D_BIAS) * columns + cols
-    if D_WEIGHT:
-        tl.store(shares_ptr + share, tl.sum(d_weight, 0), mask=cols < columns)
-    if D_BIAS:
-        tl.store(shares_ptr + share + D_WEIGHT * columns, tl.sum(d_bias, 0), mask=cols < columns)
+            tl.store(shares_ptr + share, tl.sum(d_weights[part], 0, keep_dims=True), mask=col < columns)
+        if D_BIAS:
+            at = shares_ptr + share + D_WEIGHT * columns
+            tl.store(at, tl.sum(d_biases[part], 0, keep_dims=True), mask=col < columns)
 
 
 @held
@@ -184,25 +202,34 @@ def forward_tile(columns: int) -> dict[str, int]:
 AHEAD = 96 * 1024
 
 
-def stages(loaded: int) -> int:
-    """Of a loop that loads so many bytes a turn: up to two turns ahead."""
-    return next((n for n in (3, 2) if (n - 1) * loaded <= AHEAD), 1)
+def stages(loaded: int, most: int = 3) -> int:
+    """Of a loop that loads so many bytes a turn: up to `most` - 1 turns ahead."""
+    return next((n for n in range(most, 1, -1) if (n - 1) * loaded <= AHEAD), 1)
+
+
+def parts(columns: int) -> tuple[int, int]:
+    """The largest power of two that is at most `columns`, and one that holds what is left of them, or 0.
+
+    Of 2,304 columns a single one would be 4,096: nearly half of the arithmetic for nothing.
+    """
+    block = 1 << columns.bit_length() - 1
+    return block, triton.next_power_of_2(columns - block) if columns > block else 0
 
 
 @functools.cache
 def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     """Rows, columns, warps and stages of a program, and how many a multiprocessor has.
 
-    `loaded` bytes come in for each number of h. With two turns ahead a few programs saturate the memory.
+    `loaded` bytes come in for each number of h. With three turns ahead a few programs saturate the memory.
     """
-    block = triton.next_power_of_2(columns)
-    rows, warps, programs = 1, min(block // 1024, 16), 2 if block <= 8192 else 1
-    if block <= 2048:
-        rows, warps, programs = 2048 // block, 4, 4
+    block, rest = parts(columns)
+    rows, warps, most = 1, max(4, block // 1024), 4
+    programs = 3 if block == 1024 else max(1, 4096 // block)
     if block <= 512:
-        rows, warps, programs = 1024 // block, 1, 8
-    ahead = stages(loaded * rows * block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": warps, "STAGES": ahead}, programs
+        rows, warps, most, programs = 1024 // block, 1, 3, 8
+    ahead = stages(loaded * rows * columns, most)
+    tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "num_warps": warps, "STAGES": ahead}
+    return tile, programs
 
 
 def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
