@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead
 from logitless.errors import expect
-from logitless.parallel.groups import local_parameter
+from logitless.parallel.groups import is_dtensor, local_parameter
 
 # Module that has `view_of(module) -> HeadView`, by the package of the module's class.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
@@ -84,6 +84,18 @@ class HeadView(NamedTuple):
         )
         bias = None if self.bias is None else self.bias[:rows]
         return self._replace(weight=self.weight[:rows], bias=bias, columns=columns)
+
+    def split_like(self, weight: Tensor) -> "HeadView":
+        """A whole head with its rows spread over the ranks as those of `weight`, a DTensor; detached."""
+        if is_dtensor(self.weight) or self.shape[0] != weight.shape[0]:
+            return self
+        from torch.distributed.tensor import distribute_tensor
+
+        remedy = "merge the adapter, or train without tensor parallelism"
+        expect(not self.columns, "weight", "a head without LoRA beside one in shards", "LoRA on it", remedy)
+        like = {"device_mesh": weight.device_mesh, "placements": weight.placements, "src_data_rank": None}
+        own = [None if x is None else distribute_tensor(x.detach(), **like) for x in (self.weight, self.bias)]
+        return self._replace(weight=own[0], bias=own[1])
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
         """(hidden, weight, bias) of the product.

@@ -241,7 +241,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
         self.check_one_reference(ref_logps, **model)
         if ref_hidden is not None:
-            check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
+            check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
         reference = {"ref_logps": ref_logps} if ref_hidden is None else model
         return super().__call__(hidden, weight, targets, **reference, **arguments)
 

@@ -158,7 +158,7 @@ class KTOLoss(ReferencedLoss):
                 reference = shifted(reference, 0.0, cu_seqlens=starts)
         policy = self.detached_logps(kl["kl_hidden"], *head, targets, self.head)
         if reference is None:
-            check_reference(kl["ref_hidden"], *ref_head, head[0], targets)
+            check_reference(self, kl["ref_hidden"], *ref_head, head[0], targets)
             reference = self.detached_logps(kl["ref_hidden"], *ref_head, targets, self.ref_head)
         elif per_token:
             reference = torch.where(targets == self.ignore_index, 0.0, reference)

@@ -132,7 +132,7 @@ class ReferencedLoss(ComparedLoss):
         self.check_one_reference(**reference)
         inputs = {}
         if ref_hidden is not None:
-            check_reference(ref_hidden, ref_weight, ref_bias, weight, targets)
+            check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
                 # An unreduced loss is computed from per-token numbers of the policy alone.
                 scored = shifted(targets, self.ignore_index, cu_seqlens=cu_seqlens) if shift else targets

@@ -25,7 +25,7 @@ from logitless.losses.logprobs import TokenNumbers
 from logitless.models.exchange import exchange, state_of, withdraw
 from logitless.models.heads import read_head
 from logitless.models.probes import check_head
-from logitless.parallel.groups import is_dtensor, local_parameter
+from logitless.parallel.groups import is_dtensor, local_parameter, split_over_vocabulary
 
 KEY = "logits"
 # Exchanges of a model that ask its head for deferred logits: by `patch_model`, and for TRL's fused head.
@@ -149,7 +149,10 @@ class DeferredLogits:
         return self.head(self.hidden, compute) if partitioned else compute(self.hidden)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, HeadView]:
-        """Hidden states, on the head's device and in its dtype, and the head: whole, LoRA's columns in it."""
+        """Hidden states, on the head's device and in its dtype, and the head, LoRA's columns in it.
+
+        It is whole, unless tensor parallelism splits its rows.
+        """
         view = self.view_now()
         hidden, weight = hidden.to(view.device), view.weight
         if is_dtensor(weight):
@@ -159,9 +162,8 @@ class DeferredLogits:
         elif not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(weight.dtype)
         hidden, weight, bias = view.operands(hidden)
-        if not isinstance(weight, SplitHead):
-            weight = local_parameter("weight", weight, None)
-        bias = local_parameter("bias", bias, None)
+        if not isinstance(weight, SplitHead) and not split_over_vocabulary(weight):
+            weight, bias = (local_parameter("weight", x, None) for x in (weight, bias))
         return hidden, view._replace(weight=weight, bias=bias, columns=())
 
     # What models and their losses do with logits

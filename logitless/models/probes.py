@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.operands import SplitHead
 from logitless.errors import expect
+from logitless.parallel.groups import is_dtensor
 
 # Of the logits in the probe of a head: enough that a forgotten adapter, bias or mask shows.
 SPREAD = 20.0
@@ -51,11 +52,21 @@ def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Ten
         theirs = forward(x)
         wide, weight, bias = view.operands(x)
         weight = torch.cat(weight, dim=1) if isinstance(weight, SplitHead) else weight
-        ours = nn.functional.linear(wide.to(weight.dtype), weight, bias)
+        ours = product(wide.to(weight.dtype), weight, bias)
         error = (ours.float() - theirs.float()).abs().max().item()
         most = allowed(theirs.dtype, theirs.float().abs().max().item())
     expected, remedy = f"logits that differ by at most {most:.2g}", "compute its loss without logitless"
     expect(error <= most, "model", f"{expected} from those of its head's parameters", f"{error:.2g}", remedy)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits, of whole rows or of rows that tensor parallelism has spread over the ranks."""
+    if not is_dtensor(weight):
+        return nn.functional.linear(x, weight, bias)
+    from torch.distributed.tensor import DTensor
+
+    x = DTensor.from_local(x, weight.device_mesh, run_check=False)
+    return nn.functional.linear(x, weight, bias).full_tensor()
 
 
 def check_call(model: nn.Module, forward: Callable[..., Any], deferred: Callable[..., Any]) -> str | None:

@@ -48,6 +48,18 @@ def is_dtensor(x: object) -> bool:
     return isinstance(x, DTensor)
 
 
+# What transformers and accelerate call the dimension of a mesh over which they split layers.
+TENSOR_PARALLEL = "tp"
+
+
+def split_over_vocabulary(x: object) -> bool:
+    """Whether tensor parallelism has spread a head's rows over ranks, all of which see the same tokens."""
+    if not is_dtensor(x):
+        return False
+    names = x.device_mesh.mesh_dim_names or ()
+    return TENSOR_PARALLEL in names and x.placements[names.index(TENSOR_PARALLEL)].is_shard(0)
+
+
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
     """What this rank multiplies with: the whole parameter, or with `tp_group` its rows of the vocabulary."""
     if x is None or type(x) in PLAIN:
@@ -60,6 +72,11 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
     remedy = "dequantize it before the call"
     expect(not quantized, name, "a dense tensor or a DTensor", type(x).__name__, remedy, TypeError)
     return x
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor that may be a DTensor, without gradients."""
+    return x.full_tensor() if is_dtensor(x) else x
 
 
 def gathered(x: "DTensor") -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -23,10 +24,12 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, unviewed
+from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
 from logitless.models.exchange import exchange, withdraw
 from logitless.models.logits import Deferral, DeferredLogits, deferred, undeferred
+from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
 from .adapter import Attach, ChunkedLoss, swapped
 
@@ -43,15 +46,36 @@ def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
     def attach(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
         score, prepared = score_of(chunked), hasattr(model, "_original_forward")
 
-        def answer(*args: Any) -> dict[str, Tensor]:
+        def answer(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
             # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
             # Where Accelerate has prepared the model, its autocast is around its forward pass.
             with chunked.trainer.accelerator.autocast() if prepared else nullcontext():
-                return score(*args)
+                compare_tokens(chunked, model, labels)
+                return score(hidden, head, labels, shift)
 
         return _exchanged(model, _scored_forward, answer)
 
     return attach
+
+
+def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
+    """Raises, until the first step is done, where the ranks of a tensor-parallel plan have other tokens.
+
+    The model mixes what they have then, to numbers without a meaning: in TRL's trainers that roll out, each
+    process has sequences or an order of its own.
+    """
+    if chunked.verified or ids is None or torch.compiler.is_compiling():
+        return
+    weight = model.get_output_embeddings().weight
+    if not split_over_vocabulary(weight):
+        return
+    group = weight.device_mesh.get_group(TENSOR_PARALLEL)
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, ids.tolist(), group=group)
+    expected = "the same on all ranks of a tensor-parallel plan"
+    got = f"others on each in {type(chunked.trainer).__name__}"
+    remedy = "shard the model by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
+    expect(all(x == found[0] for x in found), "input_ids", expected, got, remedy)
 
 
 def picked(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
@@ -189,8 +213,9 @@ class PickedLogits(DeferredLogits):
             return self._refused(f"mean over {dim} with requires_grad={learns}")
         head = self.view_now()
         if head.softcap is None:
-            found = (self.hidden.to(head.dtype) @ head.weight.mean(0)).float()
-            found = (found + (0.0 if head.bias is None else head.bias.float().mean())) * head.logit_scale
+            row = whole(head.weight.mean(0))
+            bias = 0.0 if head.bias is None else whole(head.bias.float().mean())
+            found = ((self.hidden.to(head.dtype) @ row).float() + bias) * head.logit_scale
         else:
             nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
             every = TokenNumbers(also=("sum_logits",), **self.budget)
@@ -209,6 +234,7 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
     if not chunked.picking:
         return stock(*args, **kwargs)
     kwargs |= {"use_cache": False, "return_dict": True}
+    compare_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
     with deferred(model, summed=False):
         out = stock(*args, **kwargs)
     logits, aux_loss = out.logits, getattr(out, "aux_loss", None)

@@ -1,0 +1,202 @@
+"""Trainers of a model that transformers splits over two processes (`tp_plan="auto"`), and over a grid of four
+beside FSDP2: the flag takes the head in shards of rows as it is, and training goes as without it."""
+
+import traceback
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
+from torch.distributed.tensor import DTensor
+
+import logitless.trl_integration as ours
+from logitless import CrossEntropyLoss
+from logitless.models import head_of, patch_model
+from logitless.parallel import groups
+from tests.ranks import on_devices
+from tests.support import uncompiled
+
+from .kinds import needs
+from .test_distillation_trainers import teacher
+from .test_distributed import rolled_out
+from .test_log_prob_trainers import words
+from .test_sft import options
+from .tiny import tiny_model, train
+
+try:
+    from transformers.distributed import DistributedConfig
+except ImportError:
+    DistributedConfig = None
+if "fsdp_size" not in getattr(DistributedConfig, "__dataclass_fields__", ()):
+    DistributedConfig = None
+pytestmark = pytest.mark.ranks
+
+# Adam would make a step of the rounding of a gradient that is zero.
+SGD = {"optim": "sgd", "learning_rate": 0.3}
+KINDS = ("SFT", "DPO", "KTO", "ORPO", "GKD")
+# TRL gives every process prompts or an order of its own.
+ROLLING = ("GRPO", "RLOO")
+# What else is tried with SFT: (family of the model, options of the trainer)
+CASES = {kind: (kind, "llama", {}) for kind in KINDS} | {
+    "tied": ("SFT", "tied", {}),
+    "cohere": ("ORPO", "cohere", {}),
+    "fused layers": ("SFT", "llama", {"use_fused_layers": True}),
+}
+GRID = ("SFT", "DPO", "ORPO")
+OTHER_TOKENS = "input_ids: expected the same on all ranks of a tensor-parallel plan, got others"
+
+
+def split_model(folder, family: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    how = {"tp_plan": "auto"}
+    if dist.get_world_size() == 4:
+        how = {"distributed_config": DistributedConfig(tp_size=2, fsdp_size=2)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a newer keyword than tp_plan
+        return transformers.AutoModelForCausalLM.from_pretrained(folder / family, **how)
+
+
+def run(case: str, folder, flag: bool) -> dict:
+    kind, family, flags = CASES.get(case, (case, "llama", {}))
+    dataset, settings, trainer = needs(kind, folder)
+    model = split_model(folder, family)
+    assert isinstance(model.lm_head.weight, DTensor)
+    config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
+    if kind in ("DPO", "GRPO", "KTO"):
+        # Else TRL spreads the reference model over all cards, whoever has them.
+        settings |= {"model_init_kwargs": {"device_map": None}}
+    settings["use_cpu"] = dist.get_backend() == "gloo"
+    flags = {name: flag for name in ("use_chunked_loss", *flags)}
+    args = config(**options(folder / "out", **settings | SGD | {"max_steps": 2} | flags))
+    with uncompiled(), mock.patch.object(groups, "gathered", refused):
+        done = train(cls, args, model, dataset, tokenizer=words(), **trainer)
+    plan = done.trainer.last_plan
+    return {
+        "losses": [log["loss"] for log in done.logs if "loss" in log],
+        "norms": [log["grad_norm"] for log in done.logs if "grad_norm" in log],
+        "gradients": [{name: groups.whole(x) for name, x in step.items()} for step in done.gradients],
+        "strategy": None if plan is None else plan.strategy,
+    }
+
+
+def refused(x):
+    raise AssertionError("a head in shards was gathered")
+
+
+def own_loop(folder) -> dict:
+    """Without a trainer: the model's own loss, ours of its head, and the patched model's."""
+    found, ids = {}, torch.arange(3, 33).view(2, 15).to("cpu" if dist.get_backend() == "gloo" else "cuda")
+    for how in ("stock", "head_of", "patched"):
+        model = split_model(folder, "cohere")
+        with uncompiled(), mock.patch.object(groups, "gathered", refused):
+            if how == "head_of":
+                hidden = model.base_model(ids).last_hidden_state
+                loss = CrossEntropyLoss()(hidden, head_of(model), ids, shift=True).loss
+            else:
+                undo = patch_model(model) if how == "patched" else None
+                loss = model(ids, labels=ids).loss
+            loss.backward()
+        gradients = {name: groups.whole(p.grad) for name, p in model.named_parameters()}
+        found[how] = {"loss": loss.item(), "gradients": gradients}
+        if how == "patched":
+            found["checked"] = undo.checked
+    return found
+
+
+def attempt(function, *args) -> dict | str:
+    # Accelerate keeps the first trainer's parallelism for the process.
+    AcceleratorState._reset_state(True)
+    try:
+        return function(*args)
+    except Exception:
+        return traceback.format_exc()  # the others are tried all the same
+
+
+def everything(folder) -> dict:
+    made = PartialState.__init__
+
+    def with_cards(self, *args, **kwargs):
+        # Accelerate splits models for processes with cards alone.
+        made(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    alone = dist.get_world_size() == 2
+    # Trainers make what they make on the CPU and move it themselves.
+    with mock.patch.object(PartialState, "__init__", with_cards), torch.device("cpu"):
+        cases = CASES if alone else GRID
+        found = {case: [attempt(run, case, folder, flag) for flag in (False, True)] for case in cases}
+        if alone:
+            found |= {"own loop": attempt(own_loop, folder)}
+            found |= {kind: attempt(run, kind, folder, True) for kind in ROLLING}
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("split")
+    for family in {family for _, family, _ in CASES.values()}:
+        tiny_model(family).save_pretrained(path / family)
+    words().save_pretrained(path / "llama")
+    teacher(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return on_devices(2, everything, folder)
+
+
+@pytest.fixture(scope="module")
+def grid(folder):
+    return on_devices(4, everything, folder)
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys() and sum(x.norm() for x in expected.values()) > 1e-2
+    for name, x in expected.items():
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-3, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def assert_trains_alike(off: dict | str, on: dict | str) -> None:
+    assert not isinstance(off, str), off
+    assert not isinstance(on, str), on
+    assert off["strategy"] is None and on["strategy"] is not None
+    for name in ("losses", "norms"):
+        assert on[name] == pytest.approx(off[name], rel=1e-4) and len(on[name]) == 2
+    for mine, theirs in zip(on["gradients"], off["gradients"], strict=True):
+        assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensor_parallel(ranks, case):
+    for found in ranks:
+        assert_trains_alike(*found[case])
+
+
+@pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
+@pytest.mark.parametrize("case", GRID)
+def test_beside_fsdp2(grid, case):
+    for found in grid:
+        assert_trains_alike(*found[case])
+
+
+@pytest.mark.parametrize("kind", ROLLING)
+def test_ranks_with_other_tokens(ranks, kind):
+    for found in ranks:
+        assert OTHER_TOKENS in str(found[kind]), found[kind]
+
+
+def test_own_loop(ranks):
+    for found in (each["own loop"] for each in ranks):
+        assert not isinstance(found, str), found
+        for how in ("head_of", "patched"):
+            assert found[how]["loss"] == pytest.approx(found["stock"]["loss"], rel=1e-5)
+            assert_same(found[how]["gradients"], found["stock"]["gradients"])
+        assert found["checked"] == "checked at step 1"
