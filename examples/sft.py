@@ -38,6 +38,7 @@ def main(
         args = SFTConfig(
             use_chunked_loss=use_chunked_loss,
             learning_rate=2e-5 if model else 3e-3,
+            pad_to_multiple_of=8,  # ranks of context parallelism take two equal chunks of a sequence each
             **settings(folder, steps, batch_size),
         )
         trainer = SFTTrainer(start, args=args, train_dataset=data(dataset, ["text"]))

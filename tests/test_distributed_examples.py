@@ -211,10 +211,30 @@ def deepspeed_env(args) -> dict[str, str]:
 
 
 # Processes of one machine; torchrun's on CPUs, which shows that the test can pass and fail.
-LAUNCHERS = {"torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]} | {
-    name: ["accelerate.commands.launch", "--config_file", f"examples/accelerate/{name}.yaml"]
-    for name in ("fsdp2", "zero3")
+ACCELERATE = {
+    "fsdp2": ["fsdp2.yaml"],
+    "zero3": ["zero3.yaml"],
+    "zero2": ["zero3.yaml", "--zero_stage", "2", "--zero3_init_flag", "false"],
+    "context_parallel": [
+        "context_parallel.yaml", "--num_processes", "2", "--parallelism_config_dp_shard_size", "1"
+    ],
+    "sequence_parallel": ["zero3.yaml"],
+}  # fmt: skip
+# Its launcher knows of the latter beside FSDP2 only, the trainer beside DeepSpeed only.
+ENVIRONMENT = {
+    "sequence_parallel": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_SP_SIZE": "2",
+        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
+    }
 }
+LAUNCHERS = {"torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]} | {
+    name: ["accelerate.commands.launch", "--config_file", f"examples/accelerate/{file}", *changes]
+    for name, (file, *changes) in ACCELERATE.items()
+}
+# TRL refuses its other trainers there.
+RUNS = [(launcher, script) for launcher in LAUNCHERS for script in ("sft", "dpo")]
+RUNS = [run for run in RUNS if not run[0].endswith("_parallel") or run[1] == "sft"]
 
 
 def free_port() -> int:
@@ -223,19 +243,22 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-@pytest.mark.parametrize("script", ["sft", "dpo"])
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "fsdp2", "zero3"])
+@pytest.mark.parametrize(
+    ("launcher", "script"),
+    [pytest.param(*run, marks=[pytest.mark.slow] if run[0] == "torchrun" else []) for run in RUNS],
+)
 def test_examples_of_trl_under_a_launcher(launcher, script):
     """With the flag and without, the logged metric goes the same way."""
     if launcher != "torchrun" and torch.cuda.device_count() < 2:
         pytest.skip("accelerate shards models for processes with cards alone")
-    if launcher == "zero3":
+    if "zero3.yaml" in LAUNCHERS[launcher][2]:
         pytest.importorskip("deepspeed")
     courses, port = [], [] if launcher == "torchrun" else ["--main_process_port", str(free_port())]
     for flag in ("--use-chunked-loss", "--no-use-chunked-loss"):
         launch = [sys.executable, "-m", *LAUNCHERS[launcher], *port]
         command = [*launch, f"examples/{script}.py", "--steps", "8", flag]
-        done = subprocess.run(command, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=280)
+        given = {"cwd": EXAMPLES.parent, "env": os.environ | ENVIRONMENT.get(launcher, {})}
+        done = subprocess.run(command, **given, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         found = re.findall(r"([\d.]+) -> ([\d.]+); (.*)", done.stdout)
         assert found and all(("TRL's own loss" in how) == flag.startswith("--no") for *_, how in found)

@@ -245,6 +245,10 @@ def apart(rank: int, group, sizes, head) -> dict:
         "teacher": lambda: JSDLoss(tp_group=group)(
             head["hidden"], cut(head["weight"], sizes, rank), **here(TEACHER)
         ),
+        "whole teacher": lambda: JSDLoss(tp_group="tp")(head["hidden"], sharded, **here(TEACHER)),
+        "whole reference": lambda: DPOLoss(tp_group="tp")(
+            head["hidden"], sharded, targets(), ref_hidden=head["hidden"], ref_weight=head["weight"]
+        ),
         "class_weights": lambda: CrossEntropyLoss(tp_group=group)(
             head["hidden"], cut(head["weight"], sizes, rank), targets(), class_weights=torch.ones(V + 1)
         ),
@@ -263,7 +267,7 @@ def apart(rank: int, group, sizes, head) -> dict:
         try:
             attempt()
             errors[name] = "nothing"
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             errors[name] = str(error)
     return found | {"errors": errors}
 
@@ -518,6 +522,8 @@ def test_divergences_stay_within_the_budget(ranks):
         "own": "tp_group: expected None for Own",
         "name": "tp_group: expected a dimension of weight's device mesh",
         "teacher": "teacher_weight: expected",
+        "whole teacher": "teacher_weight: expected .* rows with tp_group, got 47; shard both heads alike",
+        "whole reference": "ref_weight: expected a DTensor with tp_group, got Tensor; shard both heads alike",
         "class_weights": "class_weights: expected shape",
         "target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on ranks 0, 1",
         "one target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on rank 1[;:] ",

@@ -16,7 +16,7 @@ import logitless.trl_integration as ours
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 from logitless.trl_integration.head import scored
 from logitless.trl_integration.per_token import per_token_score
-from tests.ranks import in_processes
+from tests.ranks import device_type, here, on_devices
 from tests.support import uncompiled
 
 from .kinds import KINDS, needs
@@ -26,6 +26,8 @@ from .test_self_distillation_trainers import decided
 from .test_sft import options
 from .test_teacher_distillation_trainers import FUSED, IW_OPD, batches
 from .tiny import VOCAB, tiny_dataset, tiny_model, train
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 2
 # One process takes the batches of two either as two micro-batches, or, where TRL mixes what it has rolled
@@ -78,7 +80,11 @@ def run(kind: str, folder, **changes) -> dict:
     )
     settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
     # In the two processes only.
-    settings["use_fused_layers"] = kind == "DPO" and dist.is_initialized()
+    settings["use_fused_layers"] = kind == "DPO" and dist.get_world_size() == 2
+    settings["use_cpu"] = dist.get_backend() == "gloo"
+    if kind in ("DPO", "KTO", "GRPO", "RLOO"):
+        # Else TRL spreads the reference model over all cards, whoever has them.
+        settings["model_init_kwargs"] = {"device_map": None}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
@@ -97,8 +103,7 @@ def run(kind: str, folder, **changes) -> dict:
             **trainer,
         )
     assert None not in done.strategies
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    assert done.trainer.accelerator.num_processes == world
+    assert done.trainer.accelerator.num_processes == dist.get_world_size()
     return {"gradients": watch.found, "weights": done.weights, "loss": done.logs[0]["loss"]}
 
 
@@ -116,14 +121,31 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(folder):
     """One pair of processes for all tests, as most of their time goes into imports."""
-    return in_processes(2, everything, folder)
+    return on_devices(2, everything, folder)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """On the same kind of device."""
+    (found,) = on_devices(1, all_alone, folder)
+    return found
 
 
 def everything(folder) -> dict:
+    # Trainers make what they make on the CPU and move it themselves.
+    with torch.device("cpu"):
+        trainers, pair = {kind: run(kind, folder) for kind in KINDS}, iw_opd(folder / "iw_opd")
+    return {"trainers": trainers, "iw_opd": pair, "heads": all_heads()}
+
+
+def all_alone(folder) -> dict:
+    with torch.device("cpu"):
+        trainers = {kind: run(kind, folder, **ALONE[kind]) for kind in KINDS}
+    cases = [(name, score) for name in MODELS for score in SCORES]
+    ranks = [slice(rank, rank + 1) for rank in range(2)]
     return {
-        "trainers": {kind: run(kind, folder) for kind in KINDS},
-        "iw_opd": iw_opd(folder / "iw_opd"),
-        "heads": all_heads(),
+        "trainers": trainers,
+        "heads": {case: [step(scored_model(*case), case[1], rank) for rank in ranks] for case in cases},
     }
 
 
@@ -131,6 +153,7 @@ def iw_opd(folder) -> list[SimpleNamespace]:
     """TRL's pair and ours: the head is used outside of the forward that DDP watches."""
     # Trainer's own default, under which DDP walks back from the outputs of the forward
     changes = IW_OPD | {"loss_top_k": 3, "beta": 0.4, "ddp_find_unused_parameters": True}
+    changes["use_cpu"] = dist.get_backend() == "gloo"
     trainer = {"teacher_model": teacher(folder), "data_collator": batches}
     with uncompiled():
         runs = side_by_side(folder, "IWOPD", tiny_dataset(examples=32), trainer=trainer, **changes)
@@ -155,8 +178,8 @@ def assert_same_gradients(kind: str, first: dict, second: dict, alone: dict) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ddp_with_two_processes(folder, ranks, kind):
-    assert_same_gradients(kind, *(rank["trainers"][kind] for rank in ranks), run(kind, folder, **ALONE[kind]))
+def test_ddp_with_two_processes(ranks, alone, kind):
+    assert_same_gradients(kind, *(rank["trainers"][kind] for rank in ranks), alone["trainers"][kind])
 
 
 # --- the head alone, under DDP and FSDP2
@@ -172,13 +195,15 @@ SCORES = ("fused", "numbers")
 def scored_model(name: str, score: str) -> torch.nn.Module:
     """Gradients from the forward pass (`patch_model`), or from a second walk in the backward pass (what DPO
     and GRPO do)."""
-    model = base = tiny_model("tied" if name == "tied" else "llama")
-    if name.startswith("lora"):
-        torch.manual_seed(1)
-        modules = ["q_proj", "lm_head"] if name == "lora_on_the_head" else ["q_proj"]
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
-        )
+    with torch.device("cpu"):  # the same numbers everywhere
+        model = base = tiny_model("tied" if name == "tied" else "llama")
+        if name.startswith("lora"):
+            torch.manual_seed(1)
+            modules = ["q_proj", "lm_head"] if name == "lora_on_the_head" else ["q_proj"]
+            model = peft.get_peft_model(
+                model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+            )
+    model.to(torch.get_default_device())
     if score == "fused":
         ours.patch_model(base, logits_budget=2**12)
     else:
@@ -188,11 +213,11 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
 
 
 def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Tensor]:
-    labels = LABELS[rows]
+    ids, labels = here((IDS[rows], LABELS[rows]))
     if score == "fused":
-        loss = model(IDS[rows], labels=labels).loss
+        loss = model(ids, labels=labels).loss
     else:
-        logps = model(IDS[rows], labels=labels, fused_lm_head=True).log_probs
+        logps = model(ids, labels=labels, fused_lm_head=True).log_probs
         loss = -(logps * torch.arange(1.0, 15)).sum() / 50
     loss.backward()
     found = {
@@ -204,7 +229,7 @@ def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Ten
 def wrapped(model: torch.nn.Module, wrapper: str) -> torch.nn.Module:
     if wrapper == "DDP":
         return DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     for layer in base.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -225,13 +250,13 @@ def all_heads() -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_of_the_head_are_averaged(ranks, wrapper, name, score):
-    alone = [step(scored_model(name, score), score, slice(rank, rank + 1)) for rank in range(2)]
+def test_gradients_of_the_head_are_averaged(ranks, alone, wrapper, name, score):
+    first, second = alone["heads"][name, score]
     for rank in ranks:
         found = rank["heads"][wrapper, name, score]
-        assert found.keys() == alone[0].keys()
+        assert found.keys() == first.keys()
         for parameter, grad in found.items():
-            expected = (alone[0][parameter] + alone[1][parameter]) / 2
+            expected = (first[parameter] + second[parameter]) / 2
             torch.testing.assert_close(
                 grad, expected, rtol=1e-4, atol=1e-7, msg=lambda m, at=parameter: f"{at}: {m}"
             )

@@ -66,10 +66,12 @@ def run(case: str, folder, flag: bool) -> dict:
     model = split_model(folder, family)
     assert isinstance(model.lm_head.weight, DTensor)
     config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
-    if kind in ("DPO", "GRPO", "KTO"):
+    if kind in ("DPO", "KTO", "GRPO", "RLOO"):
         # Else TRL spreads the reference model over all cards, whoever has them.
         settings |= {"model_init_kwargs": {"device_map": None}}
-    settings["use_cpu"] = dist.get_backend() == "gloo"
+    settings["use_cpu"] = on_cpu = dist.get_backend() == "gloo"
+    if "teacher_model" in trainer and not on_cpu:
+        trainer["teacher_model"].cuda()
     flags = {name: flag for name in ("use_chunked_loss", *flags)}
     args = config(**options(folder / "out", **settings | SGD | {"max_steps": 2} | flags))
     with uncompiled(), mock.patch.object(groups, "gathered", refused):
