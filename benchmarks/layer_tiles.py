@@ -81,7 +81,8 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
             block, rest = norm_triton.parts(columns)
             rows = [r for r in (1, 2, 4, 8, 16) if 1024 <= r * block <= max(4096, block)]
             for r, warps, stages, programs in product(rows, (1, 2, 4, 8, 16, 32), (3, 4), (1, 2, 3, 4, 8)):
-                tile = {"ROWS": r, "BLOCK": block, "REST": rest, "num_warps": warps, "STAGES": stages}
+                tile = {"ROWS": r, "BLOCK": block, "REST": rest, "HOLD": columns <= 8192}
+                tile |= {"num_warps": warps, "STAGES": stages}
                 if 8 <= r * block / (32 * warps) <= 32 and 4 <= warps * programs <= 32:
                     label = f"rows {r} warps {warps} stages {stages} programs {programs}"
                     yield label, [patch(norm_triton, "backward_tile", lambda *_, t=tile, p=programs: (t, p))]

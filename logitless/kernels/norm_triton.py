@@ -73,6 +73,12 @@ def norm_kernel(
     tl.store(y_ptr + row * columns + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def factors(weight_ptr, col, columns, GEMMA: tl.constexpr):
+    weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
+    return weight + 1.0 if GEMMA else weight
+
+
 @held
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
@@ -97,6 +103,7 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # at most `columns`
     REST: tl.constexpr,  # 0, or at least as many as there are columns behind BLOCK
+    HOLD: tl.constexpr,  # whether registers hold the weight
     STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -107,9 +114,8 @@ def norm_backward_kernel(
     weights, d_weights, d_biases = (), (), ()
     for part in tl.static_range(len(cols)):
         col = cols[part]
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
-            weights = weights + (weight + 1.0 if GEMMA else weight,)
+        if weight_ptr is not None and HOLD:
+            weights = weights + (factors(weight_ptr, col, columns, GEMMA),)
         none = tl.zeros([ROWS, col.shape[1]], tl.float32)
         d_weights, d_biases = d_weights + (none,), d_biases + (none,)
     for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -134,7 +140,7 @@ def norm_backward_kernel(
             d_weights_now = d_weights_now + (d_weights[part] + g * z if D_WEIGHT else d_weights[part],)
             d_biases_now = d_biases_now + (d_biases[part] + g if D_BIAS else d_biases[part],)
             if weight_ptr is not None:
-                g *= weights[part]
+                g *= weights[part] if HOLD else factors(weight_ptr, col, columns, GEMMA)
             along += tl.sum(g * z, 1, keep_dims=True)
             if mean_ptr is not None:
                 total += tl.sum(g, 1, keep_dims=True)
@@ -227,9 +233,11 @@ def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     programs = 3 if block == 1024 else max(1, 4096 // block)
     if block <= 512:
         rows, warps, most, programs = 1024 // block, 1, 3, 8
+    if columns > 8192:  # registers are scarce: no weight in them, and two programs in place of loads ahead
+        warps, most, programs = 16, 1, 2
     ahead = stages(loaded * rows * columns, most)
-    tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "num_warps": warps, "STAGES": ahead}
-    return tile, programs
+    tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "HOLD": columns <= 8192}
+    return tile | {"num_warps": warps, "STAGES": ahead}, programs
 
 
 def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
