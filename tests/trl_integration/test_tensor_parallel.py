@@ -1,6 +1,7 @@
 """Trainers of a model that transformers splits over two processes (`tp_plan="auto"`), and over a grid of four
 beside FSDP2: the flag takes the head in shards of rows as it is, and training goes as without it."""
 
+import inspect
 import traceback
 import warnings
 from unittest import mock
@@ -94,7 +95,9 @@ def own_loop(folder) -> dict:
     found, ids = {}, torch.arange(3, 33).view(2, 15).to("cpu" if dist.get_backend() == "gloo" else "cuda")
     for how in ("stock", "head_of", "patched"):
         model = split_model(folder, "cohere")
-        with uncompiled(), mock.patch.object(groups, "gathered", refused):
+        # transformers 5.17 gives the mesh no name, and its heads are gathered.
+        named = model.lm_head.weight.device_mesh.mesh_dim_names is not None
+        with uncompiled(), mock.patch.object(groups, "gathered", refused if named else groups.gathered):
             if how == "head_of":
                 hidden = model.base_model(ids).last_hidden_state
                 loss = CrossEntropyLoss()(hidden, head_of(model), ids, shift=True).loss
@@ -166,6 +169,13 @@ def assert_same(found: dict, expected: dict) -> None:
         )
 
 
+# Before, the optimizer does not take DTensors beside plain tensors, nor parameters of two meshes.
+trains = pytest.mark.skipif(
+    "DTensor" not in inspect.getsource(transformers.Trainer.create_optimizer),
+    reason="this transformers' trainer does not step with a model in a tensor-parallel plan",
+)
+
+
 def assert_trains_alike(off: dict | str, on: dict | str) -> None:
     assert not isinstance(off, str), off
     assert not isinstance(on, str), on
@@ -176,12 +186,14 @@ def assert_trains_alike(off: dict | str, on: dict | str) -> None:
         assert_same(mine, theirs)
 
 
+@trains
 @pytest.mark.parametrize("case", CASES)
 def test_tensor_parallel(ranks, case):
     for found in ranks:
         assert_trains_alike(*found[case])
 
 
+@trains
 @pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
 @pytest.mark.parametrize("case", GRID)
 def test_beside_fsdp2(grid, case):
@@ -189,6 +201,7 @@ def test_beside_fsdp2(grid, case):
         assert_trains_alike(*found[case])
 
 
+@trains
 @pytest.mark.parametrize("kind", ROLLING)
 def test_ranks_with_other_tokens(ranks, kind):
     for found in ranks:
