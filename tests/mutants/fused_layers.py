@@ -118,4 +118,24 @@ MUTANTS = [
         ("undo", "Fused.__call__", "undo()", "pass"),
         prefix="fused layers: ",
     ),
+    *of_file(
+        "kernels/norm_triton.py",
+        "tests/kernels/test_norm.py",
+        (
+            "far columns are not summed",
+            "norm_backward_kernel",
+            "along += tl.sum(g * z",
+            "along = tl.sum(g * z",
+        ),
+        ("far columns have no mean", "norm_backward_kernel", "total += tl.sum(g, 1", "total = tl.sum(g, 1"),
+        ("beyond the last column", "norm_backward_kernel", "(cols[1] < columns)", "(cols[1] >= 0)"),
+        (
+            "the weight's gradient without z",
+            "norm_backward_kernel",
+            "d_weights[part] + g * z",
+            "d_weights[part] + g",
+        ),
+        ("Gemma's factor", "factors", "weight + 1.0", "weight"),
+        prefix="fused layers: ",
+    ),
 ]

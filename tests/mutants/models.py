@@ -136,7 +136,7 @@ MUTANTS = [
         "losses/heads.py",
         TEST_HEADS,
         ("two biases", "taken_apart", "bias is None", "True"),
-        ("the model's options are dropped", "taken_apart", "view.of_model", "False"),
+        ("the model's options are dropped", "taken_apart", "if view.of_model:", "if False:"),
         ("options that contradict", "_with_options", "own == default, name", "True, name"),
         ("an adapter of several positions", "without_adapter", "not columns", "True"),
         prefix="heads: ",

@@ -9,12 +9,55 @@ TEST_SHARD = "tests/losses/test_shard.py"
 TEST_SHARDS = "tests/kernels/test_shards.py"
 SEQUENCES = "parallel/sequences.py"
 VOCABULARY = "parallel/vocabulary.py"
+TEST_PLAN = "tests/trl_integration/test_tensor_parallel.py"
 
 MUTANTS = [
     *of_file(
         "parallel/groups.py",
         TEST_FSDP,
         ("gradient of a gathered head summed", "gathered", '[Partial("avg")]', '[Partial("sum")]'),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/heads.py",
+        TEST_PLAN,
+        ("a plan's head is gathered", "_with_options", "if split and loss.tp_group is None:", "if False:"),
+        (
+            "a whole teacher beside shards",
+            "taken_apart",
+            "if prefix and view.of_model and split",
+            "if False and split",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "trl_integration/head.py",
+        TEST_PLAN,
+        ("ranks with other tokens", "compare_tokens", "all(x == found[0] for x in found)", "True"),
+        (
+            "a mean of some rows",
+            "PickedLogits.mean",
+            "whole(head.weight.mean(0))",
+            "head.weight.to_local().mean(0)",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "models/logits.py",
+        TEST_PLAN,
+        ("gathered before the loss", "DeferredLogits.operands", " and not split_over_vocabulary(weight)", ""),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "engine/call.py",
+        TEST_SHARD,
+        ("a whole teacher, unseen", "_other_head", "alike or loss.tp_group is None", "True"),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/reference_model.py",
+        TEST_SHARD,
+        ("a whole reference, unseen", "check_reference", "expect(alike,", "expect(True,"),
         prefix="parallel: ",
     ),
     *of_file(

@@ -26,7 +26,7 @@ from .test_distillation_trainers import teacher
 from .test_distributed import rolled_out
 from .test_log_prob_trainers import words
 from .test_sft import options
-from .tiny import tiny_model, train
+from .tiny import VOCAB, tiny_model, train
 
 try:
     from transformers.distributed import DistributedConfig
@@ -79,8 +79,12 @@ def run(case: str, folder, flag: bool) -> dict:
         done = train(cls, args, model, dataset, tokenizer=words(), **trainer)
     plan = done.trainer.last_plan
     return {
-        "losses": [log["loss"] for log in done.logs if "loss" in log],
-        "norms": [log["grad_norm"] for log in done.logs if "grad_norm" in log],
+        # Of a policy that equals its reference, rounding decides who wins.
+        "logs": [
+            {name: x for name, x in log.items() if name != "rewards/accuracies"}
+            for log in done.logs
+            if "loss" in log
+        ],
         "gradients": [{name: groups.whole(x) for name, x in step.items()} for step in done.gradients],
         "strategy": None if plan is None else plan.strategy,
     }
@@ -145,7 +149,8 @@ def everything(folder) -> dict:
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("split")
     for family in {family for _, family, _ in CASES.values()}:
-        tiny_model(family).save_pretrained(path / family)
+        uneven = {"vocab_size": VOCAB + 1} if family == "cohere" else {}
+        tiny_model(family, **uneven).save_pretrained(path / family)
     words().save_pretrained(path / "llama")
     teacher(path)
     return path
@@ -180,8 +185,9 @@ def assert_trains_alike(off: dict | str, on: dict | str) -> None:
     assert not isinstance(off, str), off
     assert not isinstance(on, str), on
     assert off["strategy"] is None and on["strategy"] is not None
-    for name in ("losses", "norms"):
-        assert on[name] == pytest.approx(off[name], rel=1e-4) and len(on[name]) == 2
+    assert len(on["logs"]) == 2 and on["logs"][0]["grad_norm"] > 0
+    for mine, theirs in zip(on["logs"], off["logs"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     for mine, theirs in zip(on["gradients"], off["gradients"], strict=True):
         assert_same(mine, theirs)
 
