@@ -59,6 +59,8 @@ def parallel(folder: str) -> dict:
     found = {}
     for kind in ("stock", "fused"):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+        # transformers 5.17 sums in a hook, which ours honour; later ones replace the forward pass.
+        found["in a hook"] = bool(model.model.layers[0].self_attn.q_norm._backward_hooks)
         if kind == "fused":
             found["report"] = fuse_layers(model).report
         found[kind] = whole(step(model))
@@ -97,6 +99,9 @@ def test_a_tensor_parallel_plan(ranks, rank):
     assert_same(found["fused"], wanted)
     report = found["report"]
     norms = {name for layer in range(2) for name in (f"q_norm of {layer}", f"k_norm of {layer}")}
-    assert {f"{name[-6:]} of {name.split('.')[2]}" for name in report.left} == norms
-    assert set(report.left.values()) == {"a forward pass has been put on this instance"}
+    if found["in a hook"]:
+        assert not report.left
+    else:
+        assert {f"{name[-6:]} of {name.split('.')[2]}" for name in report.left} == norms
+        assert set(report.left.values()) == {"a forward pass has been put on this instance"}
     assert report.fused["model.layers.0.self_attn"] == ("apply_rotary_pos_emb",)

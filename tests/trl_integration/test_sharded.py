@@ -132,7 +132,7 @@ def everything(engine: str, folder) -> dict:
     made = PartialState.__init__
 
     def with_cards(self, *args, **kwargs):
-        # Accelerate shards models for processes with cards alone.
+        # Accelerate shards models by FSDP2 for processes with cards alone.
         made(self, *args, **kwargs)
         if engine == "fsdp2" and self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.MULTI_GPU

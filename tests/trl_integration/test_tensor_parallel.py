@@ -41,11 +41,11 @@ SGD = {"optim": "sgd", "learning_rate": 0.3}
 KINDS = ("SFT", "DPO", "KTO", "ORPO", "GKD")
 # TRL gives every process prompts or an order of its own.
 ROLLING = ("GRPO", "RLOO")
-# What else is tried with SFT: (family of the model, options of the trainer)
-CASES = {kind: (kind, "llama", {}) for kind in KINDS} | {
-    "tied": ("SFT", "tied", {}),
-    "cohere": ("ORPO", "cohere", {}),
-    "fused layers": ("SFT", "llama", {"use_fused_layers": True}),
+# (trainer, what is tried): (family of the model, flags beside the loss)
+CASES = {(kind, "llama"): ("llama", ()) for kind in KINDS} | {
+    ("SFT", "tied"): ("tied", ()),
+    ("ORPO", "cohere"): ("cohere", ()),
+    ("SFT", "fused layers"): ("llama", ("use_fused_layers",)),
 }
 GRID = ("SFT", "DPO", "ORPO")
 OTHER_TOKENS = "input_ids: expected the same on all ranks of a tensor-parallel plan, got others"
@@ -61,8 +61,8 @@ def split_model(folder, family: str) -> transformers.PreTrainedModel:
         return transformers.AutoModelForCausalLM.from_pretrained(folder / family, **how)
 
 
-def run(case: str, folder, flag: bool) -> dict:
-    kind, family, flags = CASES.get(case, (case, "llama", {}))
+def run(kind: str, what: str, folder, flag: bool) -> dict:
+    family, flags = CASES.get((kind, what), ("llama", ()))
     dataset, settings, trainer = needs(kind, folder)
     model = split_model(folder, family)
     assert isinstance(model.lm_head.weight, DTensor)
@@ -98,7 +98,7 @@ def own_loop(folder) -> dict:
     """Without a trainer: the model's own loss, ours of its head, and the patched model's."""
     found, ids = {}, torch.arange(3, 33).view(2, 15).to("cpu" if dist.get_backend() == "gloo" else "cuda")
     for how in ("stock", "head_of", "patched"):
-        model = split_model(folder, "cohere")
+        model = split_model(folder, "gemma2")
         # transformers 5.17 gives the mesh no name, and its heads are gathered.
         named = model.lm_head.weight.device_mesh.mesh_dim_names is not None
         with uncompiled(), mock.patch.object(groups, "gathered", refused if named else groups.gathered):
@@ -137,18 +137,18 @@ def everything(folder) -> dict:
     alone = dist.get_world_size() == 2
     # Trainers make what they make on the CPU and move it themselves.
     with mock.patch.object(PartialState, "__init__", with_cards), torch.device("cpu"):
-        cases = CASES if alone else GRID
-        found = {case: [attempt(run, case, folder, flag) for flag in (False, True)] for case in cases}
+        cases = CASES if alone else [(kind, "llama") for kind in GRID]
+        found = {case: [attempt(run, *case, folder, flag) for flag in (False, True)] for case in cases}
         if alone:
             found |= {"own loop": attempt(own_loop, folder)}
-            found |= {kind: attempt(run, kind, folder, True) for kind in ROLLING}
+            found |= {kind: attempt(run, kind, "llama", folder, True) for kind in ROLLING}
         return found
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("split")
-    for family in {family for _, family, _ in CASES.values()}:
+    for family in {"gemma2", *(family for family, _ in CASES.values())}:
         uneven = {"vocab_size": VOCAB + 1} if family == "cohere" else {}
         tiny_model(family, **uneven).save_pretrained(path / family)
     words().save_pretrained(path / "llama")
@@ -166,7 +166,7 @@ def grid(folder):
     return on_devices(4, everything, folder)
 
 
-def assert_same(found: dict, expected: dict) -> None:
+def check_gradients(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys() and sum(x.norm() for x in expected.values()) > 1e-2
     for name, x in expected.items():
         torch.testing.assert_close(
@@ -181,7 +181,7 @@ trains = pytest.mark.skipif(
 )
 
 
-def assert_trains_alike(off: dict | str, on: dict | str) -> None:
+def assert_same_runs(off: dict | str, on: dict | str) -> None:
     assert not isinstance(off, str), off
     assert not isinstance(on, str), on
     assert off["strategy"] is None and on["strategy"] is not None
@@ -189,22 +189,22 @@ def assert_trains_alike(off: dict | str, on: dict | str) -> None:
     for mine, theirs in zip(on["logs"], off["logs"], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     for mine, theirs in zip(on["gradients"], off["gradients"], strict=True):
-        assert_same(mine, theirs)
+        check_gradients(mine, theirs)
 
 
 @trains
-@pytest.mark.parametrize("case", CASES)
-def test_tensor_parallel(ranks, case):
+@pytest.mark.parametrize(("kind", "what"), CASES)
+def test_tensor_parallel(ranks, kind, what):
     for found in ranks:
-        assert_trains_alike(*found[case])
+        assert_same_runs(*found[kind, what])
 
 
 @trains
 @pytest.mark.skipif(DistributedConfig is None, reason="transformers does not combine it with FSDP2")
-@pytest.mark.parametrize("case", GRID)
-def test_beside_fsdp2(grid, case):
+@pytest.mark.parametrize("kind", GRID)
+def test_tensor_parallel_beside_fsdp2(grid, kind):
     for found in grid:
-        assert_trains_alike(*found[case])
+        assert_same_runs(*found[kind, "llama"])
 
 
 @trains
@@ -219,5 +219,5 @@ def test_own_loop(ranks):
         assert not isinstance(found, str), found
         for how in ("head_of", "patched"):
             assert found[how]["loss"] == pytest.approx(found["stock"]["loss"], rel=1e-5)
-            assert_same(found[how]["gradients"], found["stock"]["gradients"])
+            check_gradients(found[how]["gradients"], found["stock"]["gradients"])
         assert found["checked"] == "checked at step 1"
