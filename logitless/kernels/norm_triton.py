@@ -204,7 +204,7 @@ def forward_tile(columns: int) -> dict[str, int]:
     return {"ROWS": max(1, 1024 // block), "BLOCK": block, "num_warps": min(max(1, block // 1024), 16)}
 
 
-# Bytes that a program may load ahead: every CUDA device since Ampere has so much shared memory for it.
+# Bytes that are loaded ahead at most: every CUDA device since Ampere has so much shared memory for them.
 AHEAD = 96 * 1024
 
 
@@ -229,13 +229,12 @@ def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     `loaded` bytes come in for each number of h. With three turns ahead a few programs saturate the memory.
     """
     block, rest = parts(columns)
-    rows, warps, most = 1, max(4, block // 1024), 4
-    programs = 3 if block == 1024 else max(1, 4096 // block)
+    rows, warps, programs, most = 1, max(4, block // 1024), max(1, 4096 // block), 4
     if block <= 512:
-        rows, warps, most, programs = 1024 // block, 1, 3, 8
+        rows, warps, programs, most = 1024 // block, 1, 8, 3
     if columns > 8192:  # registers are scarce: no weight in them, and two programs in place of loads ahead
-        warps, most, programs = 16, 1, 2
-    ahead = stages(loaded * rows * columns, most)
+        warps, programs, most = 16, 2, 1
+    ahead = stages(programs * loaded * rows * columns, most)
     tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "HOLD": columns <= 8192}
     return tile | {"num_warps": warps, "STAGES": ahead}, programs
 
