@@ -50,7 +50,8 @@ class HeadView(NamedTuple):
         columns: LoRA on the head.
         softcap: as the field of the losses; None for none.
         logit_scale: as the field of the losses.
-        of_model: whether softcap and logit_scale are a model's, which a loss must not contradict.
+        of_model: whether it is a model's head: a loss must not contradict softcap and logit_scale, and gets
+            the group over which a tensor-parallel plan has split the rows.
     """
 
     weight: Tensor
