@@ -64,10 +64,10 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     The model mixes what they have then, to numbers without a meaning: in TRL's trainers that roll out, each
     process has sequences or an order of its own.
     """
-    if chunked.verified or ids is None or torch.compiler.is_compiling():
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if not split_over_vocabulary(weight) or chunked.verified:
         return
-    weight = model.get_output_embeddings().weight
-    if not split_over_vocabulary(weight):
+    if ids is None or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
     found: list = [None] * dist.get_world_size(group)
