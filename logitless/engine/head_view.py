@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead
 from logitless.errors import expect
-from logitless.parallel.groups import is_dtensor, local_parameter
+from logitless.parallel.groups import is_dtensor, local_parameter, rows_of_this_rank
 
 # Module that has `view_of(module) -> HeadView`, by the package of the module's class.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
@@ -50,8 +50,9 @@ class HeadView(NamedTuple):
         columns: LoRA on the head.
         softcap: as the field of the losses; None for none.
         logit_scale: as the field of the losses.
-        of_model: whether it is a model's head: a loss must not contradict softcap and logit_scale, and gets
-            the group over which a tensor-parallel plan has split the rows.
+        of_model: whether softcap and logit_scale are a model's, which a loss must not contradict.
+        in_shards: whether the rows of a DTensor stay where a tensor-parallel plan has put them, and the loss
+            gets its group; else the DTensor is gathered, unless the loss names the group itself.
     """
 
     weight: Tensor
@@ -60,6 +61,7 @@ class HeadView(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     of_model: bool = False
+    in_shards: bool = False
 
     @property
     def options(self) -> dict[str, float | None]:
@@ -86,17 +88,13 @@ class HeadView(NamedTuple):
         bias = None if self.bias is None else self.bias[:rows]
         return self._replace(weight=self.weight[:rows], bias=bias, columns=columns)
 
-    def split_like(self, weight: Tensor) -> "HeadView":
-        """A whole head with its rows spread over the ranks as those of `weight`, a DTensor; detached."""
+    def own_rows(self, weight: Tensor) -> "HeadView":
+        """Of a whole head the rows that this rank has of `weight`, a DTensor in shards."""
         if is_dtensor(self.weight) or self.shape[0] != weight.shape[0]:
             return self
-        from torch.distributed.tensor import distribute_tensor
-
-        remedy = "merge the adapter, or train without tensor parallelism"
-        expect(not self.columns, "weight", "a head without LoRA beside one in shards", "LoRA on it", remedy)
-        like = {"device_mesh": weight.device_mesh, "placements": weight.placements, "src_data_rank": None}
-        own = [None if x is None else distribute_tensor(x.detach(), **like) for x in (self.weight, self.bias)]
-        return self._replace(weight=own[0], bias=own[1])
+        rows = rows_of_this_rank(weight)
+        bias = None if self.bias is None else self.bias[rows]
+        return self._replace(weight=self.weight[rows], bias=bias)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
         """(hidden, weight, bias) of the product.

@@ -74,7 +74,8 @@ def norm_kernel(
 
 
 @triton.jit
-def factors(weight_ptr, col, columns, GEMMA: tl.constexpr):
+def norm_factor(weight_ptr, col, columns, GEMMA: tl.constexpr):
+    """What a normalized number is multiplied with: the weight, in Gemma's norms 1 more."""
     weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
     return weight + 1.0 if GEMMA else weight
 
@@ -115,7 +116,7 @@ def norm_backward_kernel(
     for part in tl.static_range(len(cols)):
         col = cols[part]
         if weight_ptr is not None and HOLD:
-            weights = weights + (factors(weight_ptr, col, columns, GEMMA),)
+            weights = weights + (norm_factor(weight_ptr, col, columns, GEMMA),)
         none = tl.zeros([ROWS, col.shape[1]], tl.float32)
         d_weights, d_biases = d_weights + (none,), d_biases + (none,)
     for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -140,7 +141,7 @@ def norm_backward_kernel(
             d_weights_now = d_weights_now + (d_weights[part] + g * z if D_WEIGHT else d_weights[part],)
             d_biases_now = d_biases_now + (d_biases[part] + g if D_BIAS else d_biases[part],)
             if weight_ptr is not None:
-                g *= weights[part] if HOLD else factors(weight_ptr, col, columns, GEMMA)
+                g *= weights[part] if HOLD else norm_factor(weight_ptr, col, columns, GEMMA)
             along += tl.sum(g * z, 1, keep_dims=True)
             if mean_ptr is not None:
                 total += tl.sum(g, 1, keep_dims=True)
@@ -226,17 +227,21 @@ def parts(columns: int) -> tuple[int, int]:
 def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     """Rows, columns, warps and stages of a program, and how many a multiprocessor has.
 
-    `loaded` bytes come in for each number of h. With three turns ahead a few programs saturate the memory.
+    `loaded` bytes come in for each number of h. With three turns ahead a few programs saturate the memory;
+    where registers are scarce, two programs do without, and without the weight in registers.
     """
     block, rest = parts(columns)
-    rows, warps, programs, most = 1, max(4, block // 1024), max(1, 4096 // block), 4
-    if block <= 512:
-        rows, warps, programs, most = 1024 // block, 1, 8, 3
-    if columns > 8192:  # registers are scarce: no weight in them, and two programs in place of loads ahead
-        warps, programs, most = 16, 2, 1
-    ahead = stages(programs * loaded * rows * columns, most)
-    tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "HOLD": columns <= 8192}
-    return tile | {"num_warps": warps, "STAGES": ahead}, programs
+    width = block + rest
+    rows, warps, most = 1, max(4, triton.next_power_of_2(triton.cdiv(width, 1280))), 4
+    programs = min(4, max(1, 4096 // block))
+    if width <= 512:
+        rows, warps, programs, most = 1024 // triton.next_power_of_2(width), 1, 8, 3
+    hold = columns <= 8192
+    if not hold:
+        warps, programs, most = max(warps, 16), 2, 1
+    ahead = stages(programs * loaded * rows * width, most)
+    tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "HOLD": hold, "num_warps": warps, "STAGES": ahead}
+    return tile, programs
 
 
 def _new(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from logitless.engine.head_view import same_option, view_of
 from logitless.engine.operands import SplitHead
 from logitless.errors import expect
-from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary
+from logitless.parallel.groups import TENSOR_PARALLEL
 
 # What stands before the names of a head's hidden states, weight and bias in a call.
 PREFIXES = ("", "teacher_", "ref_")
@@ -25,14 +25,14 @@ def with_heads(call: Callable, loss, targets: Tensor | None, **arguments):
 def taken_apart(loss, arguments: dict) -> tuple:
     """(loss, arguments) with every head module or `HeadView` among the arguments replaced by its tensors.
 
-    Softcap and scale that come with a model's head become the loss's own, and the group over which tensor
-    parallelism has split its rows.
+    Softcap and scale that come with a model's head become the loss's own, and the group over which the rows
+    of a view in shards are spread.
 
     Raises:
         TypeError: a module that cannot be read.
         ValueError: a bias beside a head's, or an option of the loss that contradicts the view.
     """
-    arguments = dict(arguments)
+    arguments, in_shards = dict(arguments), None
     for prefix in PREFIXES:
         name, hidden = f"{prefix}weight", arguments.get(f"{prefix}hidden")
         head = arguments.get(name)
@@ -41,10 +41,11 @@ def taken_apart(loss, arguments: dict) -> tuple:
         view, bias, remedy = view_of(head, name), arguments.get(f"{prefix}bias"), "the head brings its own"
         expect(bias is None, f"{prefix}bias", f"None beside a head as {name}", "a tensor", remedy)
         if view.of_model:
-            split = not prefix and split_over_vocabulary(view.weight)
-            loss = _with_options(loss, prefix, view.softcap, view.logit_scale, split)
-        if prefix and view.of_model and split_over_vocabulary(arguments.get("weight")):
-            view = view.split_like(arguments["weight"])
+            loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
+        if prefix == "" and view.in_shards:
+            loss, in_shards = _in_shards(loss), view.weight
+        elif in_shards is not None:
+            view = view.own_rows(in_shards)
         wide, weight, bias = view.operands(view.weight[:0] if hidden is None else hidden)
         if prefix and isinstance(weight, SplitHead):
             weight = torch.cat(weight, dim=1)
@@ -63,10 +64,13 @@ def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple
 
 
 @lru_cache(maxsize=256)
-def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float, split: bool):
+def _in_shards(loss):
+    return replace(loss, tp_group=TENSOR_PARALLEL) if loss.tp_group is None else loss
+
+
+@lru_cache(maxsize=256)
+def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
     defaults, changes = {field.name: field.default for field in fields(loss)}, {}
-    if split and loss.tp_group is None:
-        changes["tp_group"] = TENSOR_PARALLEL
     for option, value, without in (("softcap", softcap, None), ("logit_scale", logit_scale, 1.0)):
         name = f"{prefix}{option}"
         default = defaults.get(name, without)

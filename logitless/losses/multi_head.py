@@ -119,6 +119,10 @@ class MultiHeadLoss(CrossEntropyLoss):
                     if not any(x is given for given, _ in local):
                         local.append((x, local_parameter(name, x, loss.tp_group)))
                 weight, bias = (next(own for given, own in local if given is x) for x in (weight, bias))
+            # Of a DTensor and a plain tensor, one may be whole where the other is a shard.
+            rows = heads[0].weight.shape[0] if heads else weight.shape[0]
+            expected = f"{rows} rows on this rank, as {parts[0].name} has"
+            expect(weight.shape[0] == rows, part.name, expected, weight.shape[0], "shard all heads alike")
             operands = Operands(part.hidden, weight, labels, bias)
             given = prepare(loss, operands, Options(num_items), {})
             # The same hidden states are the same tensor, with one gradient, also once they are flat.

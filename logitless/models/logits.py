@@ -162,9 +162,10 @@ class DeferredLogits:
         elif not torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(weight.dtype)
         hidden, weight, bias = view.operands(hidden)
-        if not isinstance(weight, SplitHead) and not split_over_vocabulary(weight):
+        in_shards = split_over_vocabulary(weight)
+        if not isinstance(weight, SplitHead) and not in_shards:
             weight, bias = (local_parameter("weight", x, None) for x in (weight, bias))
-        return hidden, view._replace(weight=weight, bias=bias, columns=())
+        return hidden, view._replace(weight=weight, bias=bias, columns=(), in_shards=in_shards)
 
     # What models and their losses do with logits
 

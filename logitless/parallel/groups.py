@@ -57,7 +57,17 @@ def split_over_vocabulary(x: object) -> bool:
     if not is_dtensor(x):
         return False
     names = x.device_mesh.mesh_dim_names or ()
-    return TENSOR_PARALLEL in names and x.placements[names.index(TENSOR_PARALLEL)].is_shard(0)
+    if TENSOR_PARALLEL not in names:
+        return False
+    dim = names.index(TENSOR_PARALLEL)
+    return x.device_mesh.size(dim) > 1 and x.placements[dim].is_shard(0)
+
+
+def rows_of_this_rank(x: "DTensor") -> slice:
+    """Of a head's rows, those that tensor parallelism has given to this rank."""
+    mesh = x.device_mesh[TENSOR_PARALLEL]
+    each = -(-x.shape[0] // mesh.size())
+    return slice(each * mesh.get_local_rank(), each * (mesh.get_local_rank() + 1))
 
 
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
+from logitless.errors import expect
+from logitless.parallel.groups import split_over_vocabulary
 
-from .adapter import Adapter, ChunkedLoss, Seam
+from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .versions import found_in_trl
 
 SYNC = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
@@ -85,7 +87,17 @@ def teachers_entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -
     return torch.nan_to_num(-logps.exp() * logps.masked_fill(~candidates, 0.0)).sum(-1)
 
 
-Distillation = Adapter("trl:Distillation", patches={SYNC: Seam(chunked_divergence, True, True)})
+def no_plan(trainer: Any) -> None:
+    """Ranks that share a head in shards must have the same tokens; these trainers give each its own."""
+    head = base_of(trainer, trainer.model).get_output_embeddings()
+    expected, remedy = f"no tensor-parallel plan in {type(trainer).__name__}", "shard it by FSDP2 or ZeRO-3"
+    split = split_over_vocabulary(getattr(head, "weight", None))
+    expect(not split, "model", expected, "one", remedy)
+
+
+Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})
 AsyncDistillation = Adapter(
-    f"{PACKAGE}:AsyncDistillation", patches={f"{MODULE}:_chunked_jsd_loss": Seam(chunked_jsd, True, True)}
+    f"{PACKAGE}:AsyncDistillation",
+    (no_plan,),
+    patches={f"{MODULE}:_chunked_jsd_loss": Seam(chunked_jsd, True, True)},
 )

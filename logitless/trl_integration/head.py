@@ -65,17 +65,17 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     process has sequences or an order of its own.
     """
     weight = getattr(model.get_output_embeddings(), "weight", None)
-    if not split_over_vocabulary(weight) or chunked.verified:
+    if not split_over_vocabulary(weight) or "train" in chunked.verified:
         return
     if ids is None or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, ids.tolist(), group=group)
-    expected = "the same on all ranks of a tensor-parallel plan"
+    expected = "the same tokens on all ranks of its tensor-parallel plan"
     got = f"others on each in {type(chunked.trainer).__name__}"
-    remedy = "shard the model by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
-    expect(all(x == found[0] for x in found), "input_ids", expected, got, remedy)
+    remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
+    expect(all(x == found[0] for x in found), "model", expected, got, remedy)
 
 
 def picked(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
@@ -243,7 +243,8 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
     # its outputs, where a leaf has nothing behind it.
     copied = torch.clone if chunked.trainer.is_fsdp_enabled else lambda x: x.view_as(x)
     weight, bias = tree_map_only(Tensor, copied, own)
-    head, deferral = HeadView(weight, bias, of_model=True), Deferral(logits_budget=chunked.budget)
+    head = HeadView(weight, bias, of_model=True, in_shards=split_over_vocabulary(weight))
+    deferral = Deferral(logits_budget=chunked.budget)
     found = PickedLogits(hidden, head, deferral, head.shape[0], logits.gain, logits.cap, chunked)
     # FSDP looks for tensors among the outputs, to begin the backward pass there.
     return MoeCausalLMOutputWithPast(logits=found, aux_loss=aux_loss, hidden_states=(hidden,))

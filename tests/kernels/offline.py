@@ -56,6 +56,9 @@ def compile_sources(variants: Sequence, source: Callable[[object], Source], argu
             made = ASTSource(kernel, signature, constants, attributes)
             result = triton.compile(made, target=target, options={"num_warps": warps})
             assert result.asm["cubin" if cuda else "hsaco"], made
+            # What the smallest devices of a target have for a block.
+            most = 99 if cuda and int(architecture) < 90 else 227
+            assert not cuda or result.metadata.shared <= most * 1024, (kernel, result.metadata.shared)
         print(f"triton {triton.__version__}: compiled {len(chosen)} kernels for {backend} {architecture}")
 
 

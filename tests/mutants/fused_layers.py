@@ -135,7 +135,7 @@ MUTANTS = [
             "d_weights[part] + g * z",
             "d_weights[part] + g",
         ),
-        ("Gemma's factor", "factors", "weight + 1.0", "weight"),
+        ("Gemma's factor", "norm_factor", "weight + 1.0", "weight"),
         prefix="fused layers: ",
     ),
 ]

@@ -41,6 +41,8 @@ SGD = {"optim": "sgd", "learning_rate": 0.3}
 KINDS = ("SFT", "DPO", "KTO", "ORPO", "GKD")
 # TRL gives every process prompts or an order of its own.
 ROLLING = ("GRPO", "RLOO")
+# The same, and its loss has the hidden states alone.
+REFUSED = "Distillation"
 # (trainer, what is tried): (family of the model, flags beside the loss)
 CASES = {(kind, "llama"): ("llama", ()) for kind in KINDS} | {
     ("SFT", "tied"): ("tied", ()),
@@ -48,7 +50,7 @@ CASES = {(kind, "llama"): ("llama", ()) for kind in KINDS} | {
     ("SFT", "fused layers"): ("llama", ("use_fused_layers",)),
 }
 GRID = ("SFT", "DPO", "ORPO")
-OTHER_TOKENS = "input_ids: expected the same on all ranks of a tensor-parallel plan, got others"
+OTHER_TOKENS = "model: expected the same tokens on all ranks of its tensor-parallel plan, got others"
 
 
 def split_model(folder, family: str) -> transformers.PreTrainedModel:
@@ -104,7 +106,8 @@ def own_loop(folder) -> dict:
         with uncompiled(), mock.patch.object(groups, "gathered", refused if named else groups.gathered):
             if how == "head_of":
                 hidden = model.base_model(ids).last_hidden_state
-                loss = CrossEntropyLoss()(hidden, head_of(model), ids, shift=True).loss
+                loss = CrossEntropyLoss(tp_group="tp" if named else None)
+                loss = loss(hidden, head_of(model), ids, shift=True).loss
             else:
                 undo = patch_model(model) if how == "patched" else None
                 loss = model(ids, labels=ids).loss
@@ -141,7 +144,7 @@ def everything(folder) -> dict:
         found = {case: [attempt(run, *case, folder, flag) for flag in (False, True)] for case in cases}
         if alone:
             found |= {"own loop": attempt(own_loop, folder)}
-            found |= {kind: attempt(run, kind, "llama", folder, True) for kind in ROLLING}
+            found |= {kind: attempt(run, kind, "llama", folder, True) for kind in (*ROLLING, REFUSED)}
         return found
 
 
@@ -212,6 +215,11 @@ def test_tensor_parallel_beside_fsdp2(grid, kind):
 def test_ranks_with_other_tokens(ranks, kind):
     for found in ranks:
         assert OTHER_TOKENS in str(found[kind]), found[kind]
+
+
+def test_a_trainer_that_rolls_out_is_refused(ranks):
+    for found in ranks:
+        assert "model: expected no tensor-parallel plan" in str(found[REFUSED]), found[REFUSED]
 
 
 def test_own_loop(ranks):
