@@ -231,15 +231,19 @@ def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     where registers are scarce, two programs do without, and without the weight in registers.
     """
     block, rest = parts(columns)
-    width = block + rest
-    rows, warps, most = 1, max(4, triton.next_power_of_2(triton.cdiv(width, 1280))), 4
-    programs = min(4, max(1, 4096 // block))
+    width, hold = block + rest, columns <= 8192
+    rows, warps, programs, most = 1, 4, max(1, 4096 // block), 4
     if width <= 512:
         rows, warps, programs, most = 1024 // triton.next_power_of_2(width), 1, 8, 3
-    hold = columns <= 8192
-    if not hold:
-        warps, programs, most = max(warps, 16), 2, 1
-    ahead = stages(programs * loaded * rows * width, most)
+    elif width <= 1280:
+        rows, programs, most = 2, 3, 3
+    elif hold:  # at most 40 numbers a thread
+        warps = max(4, triton.next_power_of_2(triton.cdiv(width, 1280)))
+    else:
+        warps, programs, most = max(16, triton.next_power_of_2(triton.cdiv(width, 1280))), 2, 1
+    if rest:  # loads ahead have at least four bytes a thread
+        rest = max(rest, 64 * warps // rows)
+    ahead = stages(programs * loaded * rows * (block + rest), most)
     tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "HOLD": hold, "num_warps": warps, "STAGES": ahead}
     return tile, programs
 
