@@ -82,7 +82,7 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
             width, hold = block + rest, columns <= 8192
             rows = [r for r in (1, 2, 4, 8, 16) if 1024 <= r * block <= max(4096, block)]
             for r, warps, stages, programs in product(rows, (1, 2, 4, 8, 16, 32), (1, 3, 4), (1, 2, 3, 4, 8)):
-                tile = {"ROWS": r, "BLOCK": block, "REST": rest, "HOLD": hold}
+                tile = {"ROWS": r, "BLOCK": block, "CUT": block > columns, "REST": rest, "HOLD": hold}
                 tile |= {"num_warps": warps, "STAGES": stages}
                 if 8 <= r * width / (32 * warps) <= 40 and 4 <= warps * programs <= 32:
                     label = f"rows {r} warps {warps} stages {stages} programs {programs}"

@@ -4,9 +4,9 @@ Both are bound by memory traffic. A program takes ROWS whole rows at a time: sev
 short, so that enough loads are under way, and with so few warps that the sum over a row seldom has
 to cross them.
 
-The backward pass starts a few programs a multiprocessor. Each walks over many rows, in two
-parts where the number of columns is no power of two, and keeps its share of d_weight in registers;
-`column_sum_kernel` adds the shares, in a fixed order: every run gives the same bits.
+The backward pass starts a few programs a multiprocessor. Each walks over many rows, wide ones in
+two parts where the number of columns is no power of two, and keeps its share of d_weight in
+registers; `column_sum_kernel` adds the shares, in a fixed order: every run gives the same bits.
 """
 
 import functools
@@ -102,7 +102,8 @@ def norm_backward_kernel(
     D_WEIGHT: tl.constexpr,
     D_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,  # at most `columns`
+    BLOCK: tl.constexpr,
+    CUT: tl.constexpr,  # whether that is more than there are
     REST: tl.constexpr,  # 0, or at least as many as there are columns behind BLOCK
     HOLD: tl.constexpr,  # whether registers hold the weight
     STAGES: tl.constexpr,
@@ -125,7 +126,7 @@ def norm_backward_kernel(
         rstd = tl.load(rstd_ptr + each, mask=each < rows, other=0.0)[:, None]
         if mean_ptr is not None:
             mean = tl.load(mean_ptr + each, mask=each < rows, other=0.0)[:, None]
-        masks = (row < rows,)
+        masks = ((row < rows) & (cols[0] < columns) if CUT else row < rows,)
         if REST > 0:
             masks = masks + ((row < rows) & (cols[1] < columns),)
         along, total = 0.0, 0.0
@@ -217,8 +218,11 @@ def stages(loaded: int, most: int = 3) -> int:
 def parts(columns: int) -> tuple[int, int]:
     """The largest power of two that is at most `columns`, and one that holds what is left of them, or 0.
 
-    Of 2,304 columns a single one would be 4,096: nearly half of the arithmetic for nothing.
+    Of 2,304 columns a single one would be 4,096: nearly half of the arithmetic for nothing. Few columns take
+    one that holds all, as two parts would cost more.
     """
+    if columns <= 1024:
+        return triton.next_power_of_2(columns), 0
     block = 1 << columns.bit_length() - 1
     return block, triton.next_power_of_2(columns - block) if columns > block else 0
 
@@ -244,8 +248,8 @@ def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     if rest:  # loads ahead have at least four bytes a thread
         rest = max(rest, 64 * warps // rows)
     ahead = stages(programs * loaded * rows * (block + rest), most)
-    tile = {"ROWS": rows, "BLOCK": block, "REST": rest, "HOLD": hold, "num_warps": warps, "STAGES": ahead}
-    return tile, programs
+    tile = {"ROWS": rows, "BLOCK": block, "CUT": block > columns, "REST": rest, "HOLD": hold}
+    return tile | {"num_warps": warps, "STAGES": ahead}, programs
 
 
 def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
