@@ -249,6 +249,9 @@ def apart(rank: int, group, sizes, head) -> dict:
         "whole reference": lambda: DPOLoss(tp_group="tp")(
             head["hidden"], sharded, targets(), ref_hidden=head["hidden"], ref_weight=head["weight"]
         ),
+        "whole Medusa heads": lambda: MedusaLoss(tp_group="tp")(
+            head["hidden"], medusa_heads(lambda x: x), targets(), base_weight=sharded
+        ),
         "class_weights": lambda: CrossEntropyLoss(tp_group=group)(
             head["hidden"], cut(head["weight"], sizes, rank), targets(), class_weights=torch.ones(V + 1)
         ),
@@ -524,6 +527,7 @@ def test_divergences_stay_within_the_budget(ranks):
         "teacher": "teacher_weight: expected",
         "whole teacher": "teacher_weight: expected .* rows with tp_group, got 47; shard both heads alike",
         "whole reference": "ref_weight: expected a DTensor with tp_group, got Tensor; shard both heads alike",
+        "whole Medusa heads": "head_0: expected .* rows on this rank, as base has, got 47; shard all",
         "class_weights": "class_weights: expected shape",
         "target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on ranks 0, 1",
         "one target": r"targets: expected ids in \[0, 47\) or ignore_index, got 24 outside on rank 1[;:] ",

@@ -21,13 +21,13 @@ MUTANTS = [
     *of_file(
         "losses/heads.py",
         TEST_PLAN,
-        ("a plan's head is gathered", "_with_options", "if split and loss.tp_group is None:", "if False:"),
         (
-            "a whole teacher beside shards",
+            "a plan's head has no group",
             "taken_apart",
-            "if prefix and view.of_model and split",
-            "if False and split",
+            "loss, in_shards = _in_shards(loss), view.weight",
+            "pass",
         ),
+        ("a whole teacher beside shards", "taken_apart", "view = view.own_rows(in_shards)", "pass"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -45,7 +45,35 @@ MUTANTS = [
     *of_file(
         "models/logits.py",
         TEST_PLAN,
-        ("gathered before the loss", "DeferredLogits.operands", " and not split_over_vocabulary(weight)", ""),
+        ("gathered before the loss", "DeferredLogits.operands", " and not in_shards", ""),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "parallel/groups.py",
+        TEST_PLAN,
+        (
+            "rows of the first rank",
+            "rows_of_this_rank",
+            "slice(each * mesh.get_local_rank(), each",
+            "slice(0, each",
+        ),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "trl_integration/distillation.py",
+        TEST_PLAN,
+        ("a plan that rolls out", "no_plan", "not split, ", "True, "),
+        prefix="parallel: ",
+    ),
+    *of_file(
+        "losses/multi_head.py",
+        TEST_SHARD,
+        (
+            "whole heads beside a base in shards",
+            "MultiHeadLoss.solve_parts",
+            "weight.shape[0] == rows, part",
+            "True, part",
+        ),
         prefix="parallel: ",
     ),
     *of_file(
