@@ -79,11 +79,10 @@ def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
                     )
         else:
             block, rest = norm_triton.parts(columns)
-            width, hold = block + rest, columns <= 8192
+            width, ours = block + rest, norm_triton.backward_tile(columns, 4)[0]
             rows = [r for r in (1, 2, 4, 8, 16) if 1024 <= r * block <= max(4096, block)]
             for r, warps, stages, programs in product(rows, (1, 2, 4, 8, 16, 32), (1, 3, 4), (1, 2, 3, 4, 8)):
-                tile = {"ROWS": r, "BLOCK": block, "CUT": block > columns, "REST": rest, "HOLD": hold}
-                tile |= {"num_warps": warps, "STAGES": stages}
+                tile = ours | {"ROWS": r, "num_warps": warps, "STAGES": stages}
                 if 8 <= r * width / (32 * warps) <= 40 and 4 <= warps * programs <= 32:
                     label = f"rows {r} warps {warps} stages {stages} programs {programs}"
                     yield label, [patch(norm_triton, "backward_tile", lambda *_, t=tile, p=programs: (t, p))]

@@ -210,7 +210,7 @@ def deepspeed_env(args) -> dict[str, str]:
     return prepare_deepspeed_cmd_env(args)[1]
 
 
-# Processes of one machine; torchrun's on CPUs, which shows that the test can pass and fail.
+# (file, changes) of each launch by accelerate.
 ACCELERATE = {
     "fsdp2": ["fsdp2.yaml"],
     "zero3": ["zero3.yaml"],
@@ -220,7 +220,7 @@ ACCELERATE = {
     ],
     "sequence_parallel": ["zero3.yaml"],
 }  # fmt: skip
-# Its launcher knows of the latter beside FSDP2 only, the trainer beside DeepSpeed only.
+# Accelerate's launcher takes its options beside FSDP2 alone, and DeepSpeed must be what runs it.
 ENVIRONMENT = {
     "sequence_parallel": {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
@@ -228,6 +228,7 @@ ENVIRONMENT = {
         "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
     }
 }
+# Processes of one machine; torchrun's on CPUs, which shows that the test can pass and fail.
 LAUNCHERS = {"torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]} | {
     name: ["accelerate.commands.launch", "--config_file", f"examples/accelerate/{file}", *changes]
     for name, (file, *changes) in ACCELERATE.items()

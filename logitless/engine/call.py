@@ -145,7 +145,9 @@ def prepare(
                 x = x.reshape(-1, *x.shape[targets.dim() :])
             if loss.roles[name] is Role.VOCABULARY and loss.tp_group is None:
                 check_vocabulary_input(name, x, weight.shape[0])
-            flat[name] = _other_head(loss, name, x, weight) if loss.roles[name] is Role.HEAD else x
+            flat[name] = (
+                local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
+            )
     if options.shift:
         targets = shifted(targets, loss.ignore_index, targets.dim() - 1, cu_seqlens)
     num_items = options.num_items
@@ -176,14 +178,6 @@ def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence
     elif role in PER_TOKEN:
         fits, expected = x.shape[: len(shape)] == shape, f"a shape that starts with targets' {tuple(shape)}"
         expect(fits, name, expected, tuple(x.shape), "give one entry per token")
-
-
-def _other_head(loss: LossSpec, name: str, x: Tensor, weight: Tensor) -> Tensor:
-    """What this rank has of a teacher's or a reference's head."""
-    x = local_parameter(name, x.detach(), loss.tp_group)
-    alike, expected = x.shape[0] == weight.shape[0], f"{weight.shape[0]} rows with tp_group"
-    expect(alike or loss.tp_group is None, name, expected, x.shape[0], "shard both heads alike")
-    return x
 
 
 def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead
 from logitless.errors import expect
-from logitless.parallel.groups import is_dtensor, local_parameter, rows_of_this_rank
+from logitless.parallel.groups import is_dtensor, local_parameter, sharded_like
 
 # Module that has `view_of(module) -> HeadView`, by the package of the module's class.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
@@ -88,13 +88,12 @@ class HeadView(NamedTuple):
         bias = None if self.bias is None else self.bias[:rows]
         return self._replace(weight=self.weight[:rows], bias=bias, columns=columns)
 
-    def own_rows(self, weight: Tensor) -> "HeadView":
-        """Of a whole head the rows that this rank has of `weight`, a DTensor in shards."""
+    def split_like(self, weight: Tensor) -> "HeadView":
+        """A whole head as a DTensor in shards like `weight`, of this rank's rows; nothing is copied."""
         if is_dtensor(self.weight) or self.shape[0] != weight.shape[0]:
             return self
-        rows = rows_of_this_rank(weight)
-        bias = None if self.bias is None else self.bias[rows]
-        return self._replace(weight=self.weight[rows], bias=bias)
+        bias = None if self.bias is None else sharded_like(self.bias, weight)
+        return self._replace(weight=sharded_like(self.weight, weight), bias=bias)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
         """(hidden, weight, bias) of the product.

@@ -103,7 +103,7 @@ def norm_backward_kernel(
     D_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CUT: tl.constexpr,  # whether that is more than there are
+    CUT: tl.constexpr,  # whether BLOCK is more than `columns`
     REST: tl.constexpr,  # 0, or at least as many as there are columns behind BLOCK
     HOLD: tl.constexpr,  # whether registers hold the weight
     STAGES: tl.constexpr,
@@ -236,15 +236,15 @@ def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     """
     block, rest = parts(columns)
     width, hold = block + rest, columns <= 8192
-    rows, warps, programs, most = 1, 4, max(1, 4096 // block), 4
+    # At most 40 numbers a thread.
+    warps = max(4, triton.next_power_of_2(triton.cdiv(width, 1280)))
+    rows, programs, most = 1, max(1, 4096 // block), 4
     if width <= 512:
         rows, warps, programs, most = 1024 // triton.next_power_of_2(width), 1, 8, 3
     elif width <= 1280:
         rows, programs, most = 2, 3, 3
-    elif hold:  # at most 40 numbers a thread
-        warps = max(4, triton.next_power_of_2(triton.cdiv(width, 1280)))
-    else:
-        warps, programs, most = max(16, triton.next_power_of_2(triton.cdiv(width, 1280))), 2, 1
+    elif not hold:
+        warps, programs, most = max(16, warps), 2, 1
     if rest:  # loads ahead have at least four bytes a thread
         rest = max(rest, 64 * warps // rows)
     ahead = stages(programs * loaded * rows * (block + rest), most)

@@ -21,6 +21,7 @@ from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support
 from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
+from logitless.parallel.groups import check_alike
 
 # Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its
 # cancellation.
@@ -214,6 +215,8 @@ class DistillationLoss(LogitsLoss):
         if teacher_hidden is not None:
             check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
             teacher = self._shared(teacher, weight.shape[0])
+            if self.tp_group is not None:
+                check_alike("teacher_weight", teacher_weight, weight)
             inputs |= teacher
         else:
             inputs |= self._best_ids(teacher_logprobs_topk, shape)

@@ -32,7 +32,7 @@ def taken_apart(loss, arguments: dict) -> tuple:
         TypeError: a module that cannot be read.
         ValueError: a bias beside a head's, or an option of the loss that contradicts the view.
     """
-    arguments, in_shards = dict(arguments), None
+    arguments, split = dict(arguments), None
     for prefix in PREFIXES:
         name, hidden = f"{prefix}weight", arguments.get(f"{prefix}hidden")
         head = arguments.get(name)
@@ -43,9 +43,9 @@ def taken_apart(loss, arguments: dict) -> tuple:
         if view.of_model:
             loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
         if prefix == "" and view.in_shards:
-            loss, in_shards = _in_shards(loss), view.weight
-        elif in_shards is not None:
-            view = view.own_rows(in_shards)
+            loss, split = _in_shards(loss), view.weight
+        elif split is not None:
+            view = view.split_like(split)
         wide, weight, bias = view.operands(view.weight[:0] if hidden is None else hidden)
         if prefix and isinstance(weight, SplitHead):
             weight = torch.cat(weight, dim=1)

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
 from logitless.errors import expect
+from logitless.parallel.groups import split_over_vocabulary
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -18,6 +19,12 @@ def find_head(model: nn.Module) -> nn.Module:
     expected = "a causal language model with an LM head"
     expect(isinstance(found, nn.Module), "model", expected, type(model).__name__, remedy)
     return found
+
+
+def split_head(model: nn.Module) -> Tensor | None:
+    """The weight of a head whose rows tensor parallelism has spread over the ranks; None for any other."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return weight if split_over_vocabulary(weight) else None
 
 
 def read_head(head: nn.Module) -> HeadView:

@@ -63,11 +63,14 @@ def split_over_vocabulary(x: object) -> bool:
     return x.device_mesh.size(dim) > 1 and x.placements[dim].is_shard(0)
 
 
-def rows_of_this_rank(x: "DTensor") -> slice:
-    """Of a head's rows, those that tensor parallelism has given to this rank."""
-    mesh = x.device_mesh[TENSOR_PARALLEL]
+def sharded_like(x: Tensor, other: "DTensor") -> "DTensor":
+    """What every rank has whole, with its rows where tensor parallelism has put those of `other`: a view."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = other.device_mesh[TENSOR_PARALLEL]
     each = -(-x.shape[0] // mesh.size())
-    return slice(each * mesh.get_local_rank(), each * (mesh.get_local_rank() + 1))
+    own = x[each * mesh.get_local_rank() : each * (mesh.get_local_rank() + 1)]
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
 
 
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
@@ -82,6 +85,17 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
     remedy = "dequantize it before the call"
     expect(not quantized, name, "a dense tensor or a DTensor", type(x).__name__, remedy, TypeError)
     return x
+
+
+def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
+    """A teacher's or a reference's head beside the trained one, with `tp_group`.
+
+    A DTensor's shape is the whole head's, a plain tensor's that of this rank's rows. So two of one kind are
+    compared, as all ranks see the same of them.
+    """
+    kinds = ["a DTensor" if is_dtensor(each) else "a plain tensor" for each in (x, weight)]
+    found, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))
+    expect(found == expected, name, f"{expected} with tp_group", found, "shard both heads alike")
 
 
 def whole(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
 from logitless.errors import expect
-from logitless.parallel.groups import split_over_vocabulary
+from logitless.models.heads import split_head
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .versions import found_in_trl
@@ -89,10 +89,9 @@ def teachers_entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -
 
 def no_plan(trainer: Any) -> None:
     """Ranks that share a head in shards must have the same tokens; these trainers give each its own."""
-    head = base_of(trainer, trainer.model).get_output_embeddings()
+    whole = split_head(base_of(trainer, trainer.model)) is None
     expected, remedy = f"no tensor-parallel plan in {type(trainer).__name__}", "shard it by FSDP2 or ZeRO-3"
-    split = split_over_vocabulary(getattr(head, "weight", None))
-    expect(not split, "model", expected, "one", remedy)
+    expect(whole, "model", expected, "one", remedy)
 
 
 Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})

@@ -28,6 +28,7 @@ from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
 from logitless.models.exchange import exchange, withdraw
+from logitless.models.heads import split_head
 from logitless.models.logits import Deferral, DeferredLogits, deferred, undeferred
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
@@ -64,10 +65,8 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     The model mixes what they have then, to numbers without a meaning: in TRL's trainers that roll out, each
     process has sequences or an order of its own.
     """
-    weight = getattr(model.get_output_embeddings(), "weight", None)
-    if not split_over_vocabulary(weight) or "train" in chunked.verified:
-        return
-    if ids is None or torch.compiler.is_compiling():
+    weight = split_head(model)
+    if weight is None or ids is None or "train" in chunked.verified or torch.compiler.is_compiling():
         return
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
     found: list = [None] * dist.get_world_size(group)

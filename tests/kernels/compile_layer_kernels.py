@@ -90,7 +90,7 @@ def run_norms(rows: int) -> None:
     kinds = ["llama", "single", "gemma", "layer", "layer without bias"]
     positions = ["alone", "before", "scaled", "after", "y alone"]
     for dtype, kind, position, H, weight in AllPairs(
-        [dtypes, kinds, positions, [64, 1001, 2304, 5376], [True, True, False]]
+        [dtypes, kinds, positions, [64, 1001, 2304, 5376, 8450], [True, True, False]]
     ):
         x, residual, w = (
             nothing(*s, dtype=d, aligned=H % 2 == 0) for s, d in zip(((rows, H), (rows, H), (H,)), dtype)

@@ -43,6 +43,7 @@ SHAPES = {
     "19x64": (19, 64),
     "2x1536": (2, 1536),
     "3x1100": (3, 1100),
+    "2x8450": (2, 8450),  # in registers without the weight
 }
 MODULES = {
     "llama": (LlamaRMSNorm, "llama"),

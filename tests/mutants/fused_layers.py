@@ -128,6 +128,18 @@ MUTANTS = [
             "along = tl.sum(g * z",
         ),
         ("far columns have no mean", "norm_backward_kernel", "total += tl.sum(g, 1", "total = tl.sum(g, 1"),
+        (
+            "one part beyond the last",
+            "norm_backward_kernel",
+            "(cols[0] < columns) if CUT",
+            "(cols[0] >= 0) if CUT",
+        ),
+        (
+            "a weight that is read again",
+            "norm_backward_kernel",
+            "if HOLD else norm_factor(weight_ptr, col, columns, GEMMA)",
+            "if HOLD else 1.0",
+        ),
         ("beyond the last column", "norm_backward_kernel", "(cols[1] < columns)", "(cols[1] >= 0)"),
         (
             "the weight's gradient without z",

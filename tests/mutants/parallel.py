@@ -24,10 +24,10 @@ MUTANTS = [
         (
             "a plan's head has no group",
             "taken_apart",
-            "loss, in_shards = _in_shards(loss), view.weight",
+            "loss, split = _in_shards(loss), view.weight",
             "pass",
         ),
-        ("a whole teacher beside shards", "taken_apart", "view = view.own_rows(in_shards)", "pass"),
+        ("a whole teacher beside shards", "taken_apart", "view = view.split_like(split)", "pass"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -51,18 +51,13 @@ MUTANTS = [
     *of_file(
         "parallel/groups.py",
         TEST_PLAN,
-        (
-            "rows of the first rank",
-            "rows_of_this_rank",
-            "slice(each * mesh.get_local_rank(), each",
-            "slice(0, each",
-        ),
+        ("rows of the first rank", "sharded_like", "x[each * mesh.get_local_rank() :", "x[0 :"),
         prefix="parallel: ",
     ),
     *of_file(
         "trl_integration/distillation.py",
         TEST_PLAN,
-        ("a plan that rolls out", "no_plan", "not split, ", "True, "),
+        ("a plan that rolls out", "no_plan", "expect(whole,", "expect(True,"),
         prefix="parallel: ",
     ),
     *of_file(
@@ -77,15 +72,15 @@ MUTANTS = [
         prefix="parallel: ",
     ),
     *of_file(
-        "engine/call.py",
+        "parallel/groups.py",
         TEST_SHARD,
-        ("a whole teacher, unseen", "_other_head", "alike or loss.tp_group is None", "True"),
+        ("whole heads beside shards", "check_alike", "found == expected", "True"),
         prefix="parallel: ",
     ),
     *of_file(
         "losses/reference_model.py",
         TEST_SHARD,
-        ("a whole reference, unseen", "check_reference", "expect(alike,", "expect(True,"),
+        ("a whole reference, unseen", "check_reference", "loss.tp_group is not None", "False"),
         prefix="parallel: ",
     ),
     *of_file(

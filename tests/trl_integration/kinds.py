@@ -1,10 +1,15 @@
 """What each kind of trainer needs for a run of a few steps: its data, its settings, and how close two runs
 come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+from accelerate import DistributedType, PartialState
 from datasets import Dataset
 
 from .test_distillation_trainers import FUSED, collate, teacher
@@ -60,6 +65,32 @@ def needs(kind: str, folder: Path) -> tuple[Dataset, dict[str, Any], dict[str, A
     data |= dict.fromkeys(("DPO", "ORPO", "CPO"), preference_dataset)
     data |= dict.fromkeys(("SDFT", "SDPO"), privileged_dataset)
     return data.get(kind, prompt_dataset)(), settings, trainer
+
+
+def for_ranks(kind: str) -> dict[str, Any]:
+    """Settings of a config in one of several processes."""
+    found = {"use_cpu": dist.get_backend() == "gloo"}
+    if kind in ("DPO", "KTO", "GRPO", "RLOO"):
+        # Else TRL spreads the reference model over all cards, whoever has them.
+        found["model_init_kwargs"] = {"device_map": None}
+    return found
+
+
+@contextmanager
+def with_cards() -> Iterator[None]:
+    """Accelerate shards models for processes with cards alone: those of gloo pass for them.
+
+    Trainers make what they make on the CPU and move it themselves.
+    """
+    made = PartialState.__init__
+
+    def passing(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    with mock.patch.object(PartialState, "__init__", passing), torch.device("cpu"):
+        yield
 
 
 def tolerances(kind: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from logitless.trl_integration.per_token import per_token_score
 from tests.ranks import device_type, here, on_devices
 from tests.support import uncompiled
 
-from .kinds import KINDS, needs
+from .kinds import KINDS, for_ranks, needs
 from .test_distillation_trainers import teacher
 from .test_log_prob_trainers import assert_same, side_by_side, words
 from .test_self_distillation_trainers import decided
@@ -81,10 +81,7 @@ def run(kind: str, folder, **changes) -> dict:
     settings |= {"train_sampling_strategy": "sequential"} if kind in ("SFT", "GKD") else {}
     # In the two processes only.
     settings["use_fused_layers"] = kind == "DPO" and dist.get_world_size() == 2
-    settings["use_cpu"] = dist.get_backend() == "gloo"
-    if kind in ("DPO", "KTO", "GRPO", "RLOO"):
-        # Else TRL spreads the reference model over all cards, whoever has them.
-        settings["model_init_kwargs"] = {"device_map": None}
+    settings |= for_ranks(kind)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))

@@ -7,13 +7,11 @@ import traceback
 import warnings
 from collections.abc import Iterable
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import DistributedType, PartialState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -22,7 +20,7 @@ import logitless.trl_integration as ours
 from tests.ranks import on_devices
 from tests.support import uncompiled
 
-from .kinds import needs
+from .kinds import for_ranks, needs, with_cards
 from .test_distillation_trainers import teacher
 from .test_distributed import rolled_out
 from .test_log_prob_trainers import words
@@ -100,12 +98,9 @@ def run(engine: str, kind: str, folder, **flags) -> dict:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     start = {name: x.detach().clone() for name, x in model.named_parameters()}
     config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
-    if kind in ("DPO", "GRPO"):
-        # Else TRL spreads the reference model over all cards, whoever has them.
-        settings |= {"model_init_kwargs": {"device_map": None}}
-    if engine == "fsdp2" and "teacher_model" in trainer and dist.get_backend() != "gloo":
+    settings |= for_ranks(kind)
+    if engine == "fsdp2" and "teacher_model" in trainer and not settings["use_cpu"]:
         trainer["teacher_model"].cuda()  # under FSDP2, TRL leaves it where it is
-    settings["use_cpu"] = dist.get_backend() == "gloo"
     args = config(**options(folder / "out", **settings | ENGINES[engine] | SGD | flags))
     with uncompiled(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -129,16 +124,8 @@ def both(engine: str, kind: str, folder) -> list[dict] | str:
 
 
 def everything(engine: str, folder) -> dict:
-    made = PartialState.__init__
-
-    def with_cards(self, *args, **kwargs):
-        # Accelerate shards models by FSDP2 for processes with cards alone.
-        made(self, *args, **kwargs)
-        if engine == "fsdp2" and self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    # Trainers make what they make on the CPU and move it themselves.
-    with mock.patch.object(PartialState, "__init__", with_cards), torch.device("cpu"):
+    # Accelerate takes DeepSpeed's processes as they are.
+    with with_cards() if engine == "fsdp2" else torch.device("cpu"):
         return {kind: both(engine, kind, folder) for kind in KINDS}
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +20,7 @@ from logitless.parallel import groups
 from tests.ranks import on_devices
 from tests.support import uncompiled
 
-from .kinds import needs
+from .kinds import for_ranks, needs, with_cards
 from .test_distillation_trainers import teacher
 from .test_distributed import rolled_out
 from .test_log_prob_trainers import words
@@ -69,11 +68,8 @@ def run(kind: str, what: str, folder, flag: bool) -> dict:
     model = split_model(folder, family)
     assert isinstance(model.lm_head.weight, DTensor)
     config, cls = getattr(ours, f"{kind}Config"), rolled_out(getattr(ours, f"{kind}Trainer"))
-    if kind in ("DPO", "KTO", "GRPO", "RLOO"):
-        # Else TRL spreads the reference model over all cards, whoever has them.
-        settings |= {"model_init_kwargs": {"device_map": None}}
-    settings["use_cpu"] = on_cpu = dist.get_backend() == "gloo"
-    if "teacher_model" in trainer and not on_cpu:
+    settings |= for_ranks(kind)
+    if "teacher_model" in trainer and not settings["use_cpu"]:
         trainer["teacher_model"].cuda()
     flags = {name: flag for name in ("use_chunked_loss", *flags)}
     args = config(**options(folder / "out", **settings | SGD | {"max_steps": 2} | flags))
@@ -129,17 +125,8 @@ def attempt(function, *args) -> dict | str:
 
 
 def everything(folder) -> dict:
-    made = PartialState.__init__
-
-    def with_cards(self, *args, **kwargs):
-        # Accelerate splits models for processes with cards alone.
-        made(self, *args, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
     alone = dist.get_world_size() == 2
-    # Trainers make what they make on the CPU and move it themselves.
-    with mock.patch.object(PartialState, "__init__", with_cards), torch.device("cpu"):
+    with with_cards():
         cases = CASES if alone else [(kind, "llama") for kind in GRID]
         found = {case: [attempt(run, *case, folder, flag) for flag in (False, True)] for case in cases}
         if alone:
