@@ -6,7 +6,9 @@ PY := $(VENV)/bin/python
 JOBS ?= 2
 GPU_JOBS ?= 8
 # What runs on a GPU where there is one; everything else runs on the CPU anyway.
-GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel)
+GPU_TESTS = $(wildcard tests/kernels tests/engine tests/losses tests/parallel) $(LAYER_KERNELS)
+# The tests of the fused layers' kernels; the others in tests/layers run models on the CPU.
+LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,norm rope gated fused_kernels layer_devices compile_layers))
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
@@ -18,7 +20,7 @@ demo: $(VENV)/.ready
 # A file's tests run in one process (loadfile), which starts the ranks that they share once.
 test: $(VENV)/.ready $(TRITONS:%=$(VENV)/triton-%/.ready) lint
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
-	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(JOBS) tests/kernels $(LAYER_KERNELS)
 
 # What `make test` leaves out as well: every kernel for every target, and what is marked slow,
 # such as every causal language model of transformers against docs/models.md, which `python -m tests.models.every` writes.

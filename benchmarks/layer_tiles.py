@@ -36,7 +36,7 @@ def sweep(operator: Operator, device: torch.device, deadline: float, say: Callab
 
 def variants(operator: Operator, direction: str) -> Iterator[tuple[str, list]]:
     """Other tiles for an operator's launcher: what to print, and the patches that bring it about."""
-    from logitless.kernels import gated_triton, norm_triton, qk_norm_rope_triton, rope_triton
+    from logitless.layers import gated_triton, norm_triton, qk_norm_rope_triton, rope_triton
 
     patch = mock.patch.object
     if operator.name.startswith("gated"):

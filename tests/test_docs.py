@@ -114,7 +114,7 @@ def test_messages_to_look_up_are_the_librarys():
 
 
 def test_the_page_of_fused_layers_has_the_tests_table():
-    from tests.models.every_fused import families
+    from tests.layers.every_fused import families
 
     assert f"<!-- families -->\n{families()}\n<!-- /families -->" in TEXTS["docs/layers.md"]
 

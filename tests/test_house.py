@@ -175,7 +175,7 @@ def newly_loaded(*statements: str) -> list[set[str]]:
 
 def test_the_import_is_light():
     """Seconds depend on the machine (0.1 to 0.2 for these modules, with their bytecode): they are counted."""
-    layers = "from logitless.kernels import rope; from logitless.models import fuse_layers"
+    layers = "from logitless.layers import rope; from logitless.models import fuse_layers"
     loaded, with_layers = newly_loaded("import logitless", layers)
     assert {name for name in loaded if not name.startswith("logitless")} == set()
     assert len(loaded) <= 90

@@ -1,18 +1,3 @@
-"""The operators. Those of a model's layers are public; the others belong to the losses."""
-
-# At once and not when they are asked for: `rope` and `gated` are modules too, and would otherwise be one or
-# the other, depending on what was imported before. No Triton comes with them.
-from logitless.kernels.gated import gated
-from logitless.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
-from logitless.kernels.rope import qk_norm_rope, rope
-
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "gated",
-    "layer_norm",
-    "qk_norm_rope",
-    "rms_norm",
-    "rms_norm_add",
-    "rope",
-]
+"""The operators of the losses: each is one file with its launcher and its PyTorch twin, its Triton kernels in
+`*_triton.py`. The fused layers, in `logitless.layers`, share `launch` and `operands`. Internal: the engine
+and `parallel` call them, users do not. Importing them loads no Triton."""

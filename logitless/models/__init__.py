@@ -10,7 +10,7 @@ _HOMES = {
     "HeadView": "logitless.engine.head_view",
     "Patch": "logitless.models.patch",
     "check_trainer_arguments": "logitless.models.patch",
-    "fuse_layers": "logitless.models.fuse",
+    "fuse_layers": "logitless.layers.fuse",
     "head_of": "logitless.models.views",
     "patch_model": "logitless.models.patch",
 }

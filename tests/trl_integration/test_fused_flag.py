@@ -8,7 +8,8 @@ import transformers
 import trl
 
 import logitless.trl_integration as ours
-from logitless.models import fuse_layers, fused_forwards
+from logitless.layers import fused_forwards
+from logitless.models import fuse_layers
 from logitless.models.exchange import state_of
 from logitless.trl_integration import apply_to
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.kernels.compile_layer_kernels import variants
 from tests.kernels.offline import INTERPRETED, TRITONS, by_target, check_compilation
+from tests.layers.compile_layer_kernels import variants
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without TRITON_INTERPRET")
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiled in the run without
 @pytest.mark.parametrize("version", TRITONS)
 def test_compiles(version, tmp_path, everything):
     numbers = by_target(range(len(variants())), version, everything=everything)
-    check_compilation("tests.kernels.compile_layer_kernels", numbers, version, tmp_path)
+    check_compilation("tests.layers.compile_layer_kernels", numbers, version, tmp_path)
 
 
 def test_nothing_depends_on_the_batch():

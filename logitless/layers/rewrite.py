@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from logitless.models.source import Unknown, tree_of
-from logitless.models.statements import (
+from logitless.layers.source import Unknown, tree_of
+from logitless.layers.statements import (
     Known,
     assign,
     call_of,

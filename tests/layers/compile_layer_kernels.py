@@ -1,6 +1,6 @@
 """Compiles the kernels of norm, rope and gated for one target, as their launchers ask for it; needs no GPU.
 
-    python -m tests.kernels.compile_layer_kernels cuda 90        # or: hip gfx942
+    python -m tests.layers.compile_layer_kernels cuda 90        # or: hip gfx942
 
 The public functions run forward and backward on tensors without memory, over covering arrays of dtypes,
 options and sizes. A recorder in the kernels' place notes what each launch would have been compiled for.
@@ -78,7 +78,7 @@ def differentiate(results: Tensor | tuple[Tensor, ...]) -> None:
 
 
 def run_norms(rows: int) -> None:
-    from logitless.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
+    from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 
     dtypes = [
         (BF16, BF16, BF16),
@@ -115,7 +115,7 @@ def run_norms(rows: int) -> None:
 
 
 def run_ropes(tokens: int) -> None:
-    from logitless.kernels.rope import qk_norm_rope, rope
+    from logitless.layers.rope import qk_norm_rope, rope
 
     dtypes = [(BF16, BF16, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32), (BF16, FP32, FP32)]
     heads = [(16, 8, 128, 128), (14, 2, 64, 32), (32, 32, 96, 96), (8, 4, 256, 256)]
@@ -136,7 +136,7 @@ def run_ropes(tokens: int) -> None:
 
 
 def run_gated(rows: int) -> None:
-    from logitless.kernels.gated import ACTIVATIONS, gated
+    from logitless.layers.gated import ACTIVATIONS, gated
 
     dtypes = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)]
     for dtype, activation, packed, columns in AllPairs([dtypes, list(ACTIVATIONS), [False, True], [96, 101]]):
@@ -148,7 +148,8 @@ def run_gated(rows: int) -> None:
 
 def variants(rows: int = 6) -> dict[Variant, object]:
     """What the launchers ask for with so many rows or tokens, and the kernel that it is asked of."""
-    from logitless.kernels import gated_triton, norm_triton, operands, qk_norm_rope_triton, rope_triton
+    from logitless.kernels import operands
+    from logitless.layers import gated_triton, norm_triton, qk_norm_rope_triton, rope_triton
 
     kernels = {
         norm_triton: ("norm_kernel", "norm_backward_kernel", "column_sum_kernel"),

@@ -11,9 +11,10 @@ import torch
 import transformers
 from torch import nn
 
-from logitless.models import bodies, exchange, fuse, fuse_layers, fused_forwards, patch_model
+from logitless.layers import bodies, fuse, fused_forwards
+from logitless.models import exchange, fuse_layers, patch_model
 from logitless.models.exchange import state_of
-from tests.models.tiny import IDS, assert_same, step, tiny, twin
+from tests.layers.tiny import IDS, assert_same, step, tiny, twin
 
 OPERATORS = ("add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated")
 

@@ -6,14 +6,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from logitless.kernels import norm
+from logitless.layers import norm
 from logitless.models import fuse_layers
-from tests.kernels.layer_support import hardware_rounding  # noqa: F401
 from tests.kernels.support import DEVICE, INTERPRETED
-from tests.models.tiny import IDS, assert_same, error, step, tiny, twin
+from tests.layers.layer_support import hardware_rounding  # noqa: F401
+from tests.layers.tiny import IDS, assert_same, error, step, tiny, twin
 
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cpu" and not INTERPRETED, reason="the twins are tested in tests/models"
+    DEVICE.type == "cpu" and not INTERPRETED, reason="test_fused_models.py tests the twins"
 )
 BF16 = torch.bfloat16
 

@@ -5,8 +5,9 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from logitless.models import bodies, fuse_layers, fused_forwards
-from tests.models.tiny import Step, assert_same, step, tiny
+from logitless.layers import bodies, fused_forwards
+from logitless.models import fuse_layers
+from tests.layers.tiny import Step, assert_same, step, tiny
 from tests.ranks import in_processes
 
 

@@ -10,19 +10,19 @@ from types import FunctionType
 from torch import nn
 
 from logitless.errors import expect
-from logitless.models import fused_forwards
-from logitless.models.bodies import (
+from logitless.layers import fused_forwards
+from logitless.layers.bodies import (
     Rotation,
     activation_agrees,
     activation_of,
     norm_of,
     rotations_of,
 )
+from logitless.layers.fused_forwards import KEY
+from logitless.layers.rewrite import Rewritten, rewrite
+from logitless.layers.source import Unknown, forward_of
+from logitless.layers.statements import Known
 from logitless.models.exchange import exchange, state_of
-from logitless.models.fused_forwards import KEY
-from logitless.models.rewrite import Rewritten, rewrite
-from logitless.models.source import Unknown, forward_of
-from logitless.models.statements import Known
 
 # Modules that one would expect to be fused: a report gives a reason for those that are not.
 EXPECTED = re.compile("Norm|MLP|Mlp|FeedForward|Attention|DecoderLayer|Experts")

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from logitless.models import fuse_layers
-from tests.models.tiny import ADD_NORM, FAMILIES, ROPE, SIZES, assert_same, disturb, error, step, tiny, twin
+from tests.layers.tiny import ADD_NORM, FAMILIES, ROPE, SIZES, assert_same, disturb, error, step, tiny, twin
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

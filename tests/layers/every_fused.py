@@ -1,7 +1,7 @@
 """Every language model of transformers, tiny: whether loss and gradients with fused layers are its own.
 
-python -m tests.models.every_fused            compares them and prints what was found
-python -m tests.models.every_fused --write    and writes the tables of docs/layers.md
+python -m tests.layers.every_fused            compares them and prints what was found
+python -m tests.layers.every_fused --write    and writes the tables of docs/layers.md
 """
 
 import sys
@@ -15,8 +15,8 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from logitless.models import fuse_layers
+from tests.layers.tiny import FAMILIES, disturb
 from tests.models import every
-from tests.models.tiny import FAMILIES, disturb
 
 PAGE = Path(__file__).parents[2] / "docs" / "layers.md"
 Gradients = dict[str, torch.Tensor]  # those of the parameters, and the loss as "loss"

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from logitless.kernels.launch import held
-from logitless.kernels.norm_triton import AHEAD, column_sum, stages
 from logitless.kernels.operands import multiprocessors
-from logitless.kernels.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
+from logitless.layers.norm_triton import AHEAD, column_sum, stages
+from logitless.layers.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
 
 # Warps of a program whose heads have up to 128 numbers, or more.
 SHORT_WARPS, LONG_WARPS = 4, 2

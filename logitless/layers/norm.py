@@ -209,7 +209,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, bias, form):
         ctx.set_materialize_grads(False)
         if _runs_triton(x, residual, weight, bias):
-            from logitless.kernels import norm_triton
+            from logitless.layers import norm_triton
 
             with on_device(x):
                 y, h, mean, rstd = norm_triton.forward(x, residual, weight, bias, form)
@@ -238,7 +238,7 @@ class _Norm(torch.autograd.Function):
             bias_dtype if ctx.needs_input_grad[3] else None,
         )
         if _runs_triton(h, d_y, d_h, weight):
-            from logitless.kernels import norm_triton
+            from logitless.layers import norm_triton
 
             backward = norm_triton.backward
         else:

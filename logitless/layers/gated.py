@@ -86,7 +86,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(a, b)
         ctx.activation = activation
         if all_triton(a, b):
-            from logitless.kernels import gated_triton
+            from logitless.layers import gated_triton
 
             with on_device(a):
                 return gated_triton.forward(*_halves(a, b), activation)
@@ -99,7 +99,7 @@ class _Gated(torch.autograd.Function):
             return None, None, None
         a, b = ctx.saved_tensors
         if all_triton(a, b, d_out):
-            from logitless.kernels import gated_triton
+            from logitless.layers import gated_triton
 
             backward = gated_triton.backward
         else:

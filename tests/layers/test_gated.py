@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from logitless.kernels.gated import ACTIVATIONS, gated
-from tests.kernels.layer_support import (
+from logitless.layers.gated import ACTIVATIONS, gated
+from tests.kernels.support import DEVICE, INTERPRETED
+from tests.layers.layer_support import (
     STRIDES,
     assert_as_good,
     hardware_rounding,  # noqa: F401
@@ -14,7 +15,6 @@ from tests.kernels.layer_support import (
     randn,
     strided,
 )
-from tests.kernels.support import DEVICE, INTERPRETED
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Dtypes of a and b.
@@ -226,7 +226,7 @@ def test_addresses_in_64_bits():
 @pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reason="the kernels' grid")
 def test_any_length_fits_the_grid(monkeypatch):
     """CUDA allows 2^31 - 1 blocks along the first dimension and 65,535 along the others."""
-    from logitless.kernels import gated_triton
+    from logitless.layers import gated_triton
 
     found = []
 
@@ -279,6 +279,6 @@ def test_refused(error, message, change):
 def test_names_are_the_kernels_names():
     if not INTERPRETED and DEVICE.type != "cuda":
         pytest.importorskip("triton")
-    from logitless.kernels import gated_triton
+    from logitless.layers import gated_triton
 
     assert list(ACTIVATIONS) == list(gated_triton.KINDS)

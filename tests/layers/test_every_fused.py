@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.models.every_fused import classes, compare
+from tests.layers.every_fused import classes, compare
 
 
 @pytest.mark.slow

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from logitless.kernels.gated import gated
-from logitless.kernels.norm import add_layer_norm, add_rms_norm
-from logitless.kernels.rope import qk_norm_rope, rope
-from tests.kernels.layer_support import outcome, randn
+from logitless.layers.gated import gated
+from logitless.layers.norm import add_layer_norm, add_rms_norm
+from logitless.layers.rope import qk_norm_rope, rope
+from tests.layers.layer_support import outcome, randn
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 TABLES = [randn(1, 5, 16, seed=8), randn(1, 5, 16, seed=9)]

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from logitless.models import bodies
-from logitless.models.bodies import (
+from logitless.layers import bodies
+from logitless.layers.bodies import (
     NORMS,
     ROTATIONS,
     Norm,
@@ -19,7 +19,7 @@ from logitless.models.bodies import (
     norm_of,
     rotation_of,
 )
-from logitless.models.source import Unknown, fingerprint
+from logitless.layers.source import Unknown, fingerprint
 
 NORM_CLASSES = {
     "llama.LlamaRMSNorm": Norm("llama"),

@@ -11,15 +11,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_phi3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from logitless.kernels.rope import qk_norm_rope, rope
+from logitless.layers.rope import qk_norm_rope, rope
 from tests.cases import covering_array
-from tests.kernels.layer_support import (
+from tests.kernels.support import DEVICE
+from tests.layers.layer_support import (
     assert_as_good,
     hardware_rounding,  # noqa: F401
     outcome,
     randn,
 )
-from tests.kernels.support import DEVICE
 
 EPS = 1e-3  # large enough that forgetting it shows
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

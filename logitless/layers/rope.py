@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from logitless.kernels.norm import ROUNDINGS
 from logitless.kernels.operands import (
     all_triton,
     check_choice,
@@ -32,6 +31,7 @@ from logitless.kernels.operands import (
     on_device,
     widest,
 )
+from logitless.layers.norm import ROUNDINGS
 
 
 class Form(NamedTuple):
@@ -170,7 +170,7 @@ class _Rope(torch.autograd.Function):
         ctx.save_for_backward(cos, sin, *((q, k) if form.normalized else (None, None)), q_weight, k_weight)
         ctx.form = form
         if all_triton(q, k, cos, sin, q_weight, k_weight):
-            from logitless.kernels import rope_triton
+            from logitless.layers import rope_triton
 
             with on_device(q):
                 return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, form)
@@ -185,12 +185,12 @@ class _Rope(torch.autograd.Function):
         first, second = (d_k, d_q) if d_q is None else (d_q, d_k)
         runs_triton = all_triton(first, second, cos, sin, q, k, q_weight, k_weight)
         if runs_triton and not ctx.form.normalized:
-            from logitless.kernels import rope_triton
+            from logitless.layers import rope_triton
 
             d_q, d_k = rope_triton.backward(d_q, d_k, cos, sin, ctx.form)
             return d_q, d_k, None, None, None, None, None
         if runs_triton:
-            from logitless.kernels import qk_norm_rope_triton
+            from logitless.layers import qk_norm_rope_triton
 
             backward = qk_norm_rope_triton.backward
         else:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from logitless.kernels import add_layer_norm, add_rms_norm, gated, qk_norm_rope, rms_norm_add
-from logitless.models.bodies import Norm, Rotation, activation_of, angles, normalized, rotated
+from logitless.layers import add_layer_norm, add_rms_norm, gated, qk_norm_rope, rms_norm_add
+from logitless.layers.bodies import Norm, Rotation, activation_of, angles, normalized, rotated
 from logitless.models.exchange import state_of
 
 KEY = "layers"

@@ -1,6 +1,6 @@
 """Which norms, rotations and activations we know: by their source, and by trying them on a few numbers.
 
-The table holds fingerprints of the source (`python -m logitless.models.bodies CLASS` prints one), so a body
+The table holds fingerprints of the source (`python -m logitless.layers.bodies CLASS` prints one), so a body
 that transformers changes is left alone until somebody has looked at it. The trial is made whenever a model is
 fused: what a table says of a module must be what the module computes.
 """
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.kernels import gated, layer_norm, rms_norm, rope
-from logitless.models.source import Unknown, fingerprint, forward_of, tree_of
+from logitless.layers import gated, layer_norm, rms_norm, rope
+from logitless.layers.source import Unknown, fingerprint, forward_of, tree_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -10,10 +10,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from logitless.kernels import norm
-from logitless.kernels.norm import ROUNDINGS, add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
+from logitless.layers import norm
+from logitless.layers.norm import ROUNDINGS, add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from tests.cases import covering_array
-from tests.kernels.layer_support import (
+from tests.kernels.support import DEVICE, INTERPRETED
+from tests.layers.layer_support import (
     STRIDES,
     assert_as_good,
     hardware_rounding,  # noqa: F401
@@ -21,7 +22,6 @@ from tests.kernels.layer_support import (
     randn,
     strided,
 )
-from tests.kernels.support import DEVICE, INTERPRETED
 
 EPS = 1e-3  # large enough that forgetting it shows
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -412,7 +412,7 @@ def test_compiles_into_one_graph(position):
 @pytest.mark.parametrize("shape", [(1, 5), (256, 16), (300, 33), (1025, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_column_sum(dtype, shape):
-    from logitless.kernels.norm_triton import column_sum
+    from logitless.layers.norm_triton import column_sum
 
     shares = randn(*shape, seed=0)
     torch.testing.assert_close(column_sum(shares, dtype), shares.double().sum(0).to(dtype))
