@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from logitless import kernels
+from logitless import layers
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 # Of the picture: numbers in a token's vector.
@@ -92,18 +92,18 @@ def norms(make: Maker) -> Iterator[Operator]:
         return F.layer_norm(h, h.shape[-1:], weight, bias), h
 
     def ours_fp32(x, residual, weight):
-        return kernels.add_rms_norm(x, residual, weight, out_dtype=BF16)
+        return layers.add_rms_norm(x, residual, weight, out_dtype=BF16)
 
     def ours_after(x, residual, weight):
-        return (kernels.rms_norm_add(x, residual, weight, rounding="gemma"),)
+        return (layers.rms_norm_add(x, residual, weight, rounding="gemma"),)
 
     def alone(x, weight):
-        return (kernels.rms_norm(x, weight),)
+        return (layers.rms_norm(x, weight),)
 
     for rows, H in ((16384, 1024), (8192, 4096), (8192, 2560)):
-        yield operator("add_rms_norm", rows, H, kernels.add_rms_norm, add, 8, 8, residual=BF16)
+        yield operator("add_rms_norm", rows, H, layers.add_rms_norm, add, 8, 8, residual=BF16)
     for H in WIDTHS:
-        yield operator("add_rms_norm", ROWS, H, kernels.add_rms_norm, add, 8, 8, residual=BF16, width=H)
+        yield operator("add_rms_norm", ROWS, H, layers.add_rms_norm, add, 8, 8, residual=BF16, width=H)
     yield operator(
         "add_rms_norm fp32 residual", 16384, 1024, ours_fp32, add_fp32, 12, 16, residual=FP32, weight=FP32
     )
@@ -114,7 +114,7 @@ def norms(make: Maker) -> Iterator[Operator]:
         lambda x, residual, weight: (residual + rms(x, weight, gemma=True),), 6, 6, residual=BF16,
     )  # fmt: skip
     yield operator(
-        "add_layer_norm", 8192, 4096, kernels.add_layer_norm, add_layer, 8, 8, residual=BF16, bias=True
+        "add_layer_norm", 8192, 4096, layers.add_layer_norm, add_layer, 8, 8, residual=BF16, bias=True
     )
 
 
@@ -141,9 +141,9 @@ def ropes(make: Maker) -> Iterator[Operator]:
         def ours(q, k, **weights):
             q, k = q.transpose(1, 2), k.transpose(1, 2)
             return (
-                kernels.qk_norm_rope(q, k, cos, sin, **weights)
+                layers.qk_norm_rope(q, k, cos, sin, **weights)
                 if normalized
-                else kernels.rope(q, k, cos, sin)
+                else layers.rope(q, k, cos, sin)
             )
 
         def stock(q, k, q_weight=None, k_weight=None):
@@ -187,7 +187,7 @@ def gates(make: Maker) -> Iterator[Operator]:
             return (act(a) * b,)
 
         def ours(**leaves):
-            return (kernels.gated(**leaves, activation=activation),)
+            return (layers.gated(**leaves, activation=activation),)
 
         kind = f"gated {activation}{' packed' if packed else ''}"
         moved = 6 * rows * columns, 10 * rows * columns
