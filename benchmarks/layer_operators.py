@@ -141,9 +141,7 @@ def ropes(make: Maker) -> Iterator[Operator]:
         def ours(q, k, **weights):
             q, k = q.transpose(1, 2), k.transpose(1, 2)
             return (
-                layers.qk_norm_rope(q, k, cos, sin, **weights)
-                if normalized
-                else layers.rope(q, k, cos, sin)
+                layers.qk_norm_rope(q, k, cos, sin, **weights) if normalized else layers.rope(q, k, cos, sin)
             )
 
         def stock(q, k, q_weight=None, k_weight=None):

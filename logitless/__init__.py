@@ -8,14 +8,19 @@ from logitless._version import __version__
 from logitless.losses import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from logitless.checking import CheckReport, check
-    from logitless.estimating import Estimate, estimate
+    from logitless.tools.check import CheckReport, check
+    from logitless.tools.estimate import Estimate, estimate
 
 __all__ = ["CheckReport", "Estimate", "__version__", "check", "estimate"]
 __all__ += losses.__all__  # a form that type checkers know
 
 # What training does not need is loaded with its first use.
-_LATER = {"CheckReport": "checking", "check": "checking", "Estimate": "estimating", "estimate": "estimating"}
+_LATER = {
+    "CheckReport": "tools.check",
+    "check": "tools.check",
+    "Estimate": "tools.estimate",
+    "estimate": "tools.estimate",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 
 import logitless
-from logitless.doctor import examine
 from logitless.losses.base import LinearLoss
+from logitless.tools.doctor import examine
 
 BASES = ("LogitsLoss", "TokenLoss")
 LOSSES = {

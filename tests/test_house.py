@@ -179,7 +179,7 @@ def test_the_import_is_light():
     loaded, with_layers = newly_loaded("import logitless", layers)
     assert {name for name in loaded if not name.startswith("logitless")} == set()
     assert len(loaded) <= 90
-    assert not {"logitless.checking", "logitless.estimating", "logitless.models"} & loaded
+    assert not {"logitless.tools.check", "logitless.tools.estimate", "logitless.models"} & loaded
     assert not set(HEAVY) & with_layers
 
 
@@ -200,6 +200,6 @@ def test_lint_runs_what_holds_the_rest():
 
 
 def test_what_is_loaded_later_is_there():
-    assert logitless.check.__module__ == "logitless.checking" and logitless.estimate is logitless.estimate
+    assert logitless.check.__module__ == "logitless.tools.check" and logitless.estimate is logitless.estimate
     assert {name for name in logitless.__all__ if not hasattr(logitless, name)} == set()
     assert not hasattr(logitless, "surprise")

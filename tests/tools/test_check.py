@@ -8,7 +8,7 @@ import torch
 
 import logitless
 from logitless import CrossEntropyLoss, LogitsLoss, MedusaHeads, MultiTokenLoss, Term, TokenLoss
-from logitless.checking import MANY_CHUNKS, MOST_LOGITS, ONE_CHUNK
+from logitless.tools.check import MANY_CHUNKS, MOST_LOGITS, ONE_CHUNK
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, LossCase
 from tests.support import DEVICE, uncompiled
@@ -276,14 +276,14 @@ def test_the_same_tensor_has_one_gradient():
 
 def test_the_call_of_many_chunks_has_several(monkeypatch):
     plans = []
-    original = logitless.checking.run_calls
+    original = logitless.tools.check.run_calls
 
     def run_calls(heads, mode):
         outcome = original(heads, mode)
         plans.append(outcome.plan)
         return outcome
 
-    monkeypatch.setattr(logitless.checking, "run_calls", run_calls)
+    monkeypatch.setattr(logitless.tools.check, "run_calls", run_calls)
     for name in ("cross-entropy", "DPO", "JSD", "multi-token"):
         plans.clear()
         assert checked(name).ok

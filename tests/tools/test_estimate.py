@@ -21,11 +21,11 @@ from logitless import (
     MultiTokenLoss,
     Term,
     TokenLoss,
-    doctor,
     linear_logprobs,
 )
 from logitless.__main__ import main, parser
 from logitless.engine.plan import MIB
+from logitless.tools import doctor
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, TEACHER_H, B, H, K, LossCase, V
 from tests.support import DEVICE, uncompiled
@@ -183,7 +183,7 @@ def test_several_chunks_sum_in_fp32():
     assert whole.gradient_bytes == (40 + V) * H * 2
 
 
-SWEEP = json.loads((Path(__file__).parents[1] / "benchmarks" / "results" / "sweep-h200.json").read_text())
+SWEEP = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "sweep-h200.json").read_text())
 # tokens -> MiB at the peak beyond the inputs
 MEASURED = {
     section["shape"]["N"]: row["peak_bytes"] / MIB

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome, replaced, run_calls
-from logitless.engine.leaves import Leaves, flat
-from logitless.engine.oracle import Oracle, logits_bytes
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
 from logitless.errors import expect
 from logitless.losses.base import LinearLoss
 from logitless.losses.inputs import HeadWeight
+from logitless.tools.leaves import Leaves, flat
+from logitless.tools.oracle import Oracle, logits_bytes
 
 MOST_LOGITS = 2**30
 ONE_CHUNK, MANY_CHUNKS = "one chunk", "many chunks"

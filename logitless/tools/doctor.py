@@ -6,13 +6,13 @@ from importlib import metadata
 import torch
 
 from logitless._version import __version__
-from logitless.checking import check
 from logitless.engine.budget import default_budget
 from logitless.engine.plan import MIB
 from logitless.kernels import divergence, fused_projection
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.losses import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss
 from logitless.losses.base import LinearLoss
+from logitless.tools.check import check
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft")
 # Sequences, tokens of each, hidden size, vocabulary: large enough for several chunks.

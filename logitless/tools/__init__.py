@@ -1,0 +1,7 @@
+"""What a user asks about a loss, beside training with it: whether it is right, and what it takes.
+
+`check` compares a loss with its definition over full logits, which `oracle` computes on the copies that
+`leaves` makes; `estimate` plans a call without memory; `doctor` says what runs fast on this machine.
+Called by users, as `logitless.check` and `logitless.estimate`, and by `python -m logitless`. No other package
+of the library imports this one, and `import logitless` does not load it.
+"""
