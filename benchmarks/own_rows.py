@@ -397,10 +397,11 @@ def wide(x: object) -> object:
     return x.detach().float().requires_grad_(x.requires_grad) if floats else x
 
 
-# The kernels that are products: noted when they are launched, as what reads their numbers comes after them.
+# The kernels that are products, by the ends of their modules' names, as trees differ in the packages. Noted
+# when they are launched, as what reads their numbers comes after them.
 KERNELS = (
-    ("logitless.kernels.fused_projection_triton", "read_kernel"),
-    ("logitless.kernels.fused_gradient_triton", "gradient_kernel"),
+    (".fused_projection_triton", "read_kernel"),
+    (".fused_gradient_triton", "gradient_kernel"),
 )
 
 
@@ -420,9 +421,9 @@ def products() -> Iterator[list[float]]:
     """Notes when each matrix product returns, wherever in the library it is called."""
     returned: list[float] = []
     originals = [(torch, name, getattr(torch, name)) for name in ("mm", "addmm")]
-    for module, name in KERNELS:
-        if loaded := sys.modules.get(module):  # a tree before it had that has none
-            originals.append((loaded, name, getattr(loaded, name)))
+    for ending, name in KERNELS:
+        loaded = [module for path, module in sys.modules.items() if path.endswith(ending)]
+        originals.extend((module, name, getattr(module, name)) for module in loaded)
 
     def noting(product: Callable) -> Callable:
         @functools.wraps(product)

@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.engine.call import Call
 from logitless.engine.rows import TOLIST, Grouping, OtherSize, Rows, Shard, select_rows
 from logitless.engine.spec import Fault
-from logitless.kernels.targets import marked
+from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
 

@@ -15,7 +15,7 @@ from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.terms import UnitFactors, metric_sums, reduced
-from logitless.kernels.gathered import add_rows, first_slots, gathered_logits, weighted_rows
+from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logits, weighted_rows
 
 
 class GatheredProjection(Projection):

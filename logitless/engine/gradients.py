@@ -9,8 +9,8 @@ from torch import Tensor
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.projection import Projection
+from logitless.kernels.head.scale import scale
 from logitless.kernels.matmul import accumulate
-from logitless.kernels.scale import scale
 
 
 @dataclass

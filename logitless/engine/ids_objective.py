@@ -22,12 +22,12 @@ from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
 from logitless.errors import expect
-from logitless.kernels import cross_entropy as kernels
-from logitless.kernels import select as selection
-from logitless.kernels import slots
-from logitless.kernels.cross_entropy import TokenBuffers
-from logitless.kernels.gathered import weighted_rows
-from logitless.kernels.slots import Upstream
+from logitless.kernels.head import cross_entropy as kernels
+from logitless.kernels.head import select as selection
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.ids import slots
+from logitless.kernels.ids.gathered import weighted_rows
+from logitless.kernels.ids.slots import Upstream
 
 # A column that no head has.
 NOWHERE = 2**31 - 1

@@ -81,11 +81,9 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
         if loss.tp_group is not None:
             V, vocabulary = 0, ShardedVocabulary(loss.tp_group, ())  # see `Call.with_shards`
         projected = (tensors[weight] if frozen is None else frozen, inputs.get("ref_weight"))
-        unrounded = (
-            dtype in fused_projection.PRODUCT_DTYPES
-            and loss.objective.takes_unrounded(loss, stat)
-            and fused_projection.serves(dtype, tensors[hidden].shape[1], *projected)
-        )
+        unrounded = fused_projection.serves(
+            dtype, tensors[hidden].shape[1], *projected
+        ) and loss.objective.takes_unrounded(loss, stat)
         trained = [needs[slot] for slot in (hidden, weight, *layers)]
         wanted = Needs(needs[hidden], needs[weight], bias is not None and needs[bias], any(trained[2:]))
         calls.append(

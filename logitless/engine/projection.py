@@ -11,8 +11,8 @@ from logitless.engine.local_autograd import identity_hooks
 from logitless.engine.plan import Plan
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection
+from logitless.kernels.head.scale import scale
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
-from logitless.kernels.scale import scale
 
 
 class Projection:

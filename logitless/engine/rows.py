@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
-from logitless.kernels.targets import counted
+from logitless.kernels.head.targets import counted
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
 

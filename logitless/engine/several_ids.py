@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.kernels import cross_entropy as kernels
-from logitless.kernels import slots
-from logitless.kernels.cross_entropy import TokenBuffers
-from logitless.kernels.head import Head
+from logitless.kernels.head import cross_entropy as kernels
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.transform import Head
+from logitless.kernels.ids import slots
 from logitless.parallel.vocabulary import WholeVocabulary
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import expect
-from logitless.kernels.head import Head
+from logitless.kernels.head.transform import Head
 from logitless.parallel.sequences import WholeSequences
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors
-from logitless.kernels import cross_entropy as kernels
-from logitless.kernels import slots
-from logitless.kernels.cross_entropy import TokenBuffers
+from logitless.kernels.head import cross_entropy as kernels
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.ids import slots
 from logitless.kernels.matmul import project
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY
 

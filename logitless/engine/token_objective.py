@@ -23,10 +23,10 @@ from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
-from logitless.kernels import cross_entropy as kernels
 from logitless.kernels import fused_projection as fused
-from logitless.kernels import select as selection
-from logitless.kernels.cross_entropy import TokenBuffers
+from logitless.kernels.head import cross_entropy as kernels
+from logitless.kernels.head import select as selection
+from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.matmul import piece_bytes, project
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 
@@ -120,7 +120,9 @@ class TokenObjective:
         if call.unrounded and reads_in_product(call, purpose):
             keeps_vectors = linear and not (call.needs.weight or call.needs.bias)
             stored = call.trainable and (purpose is not Pass.NUMBERS or keeps_vectors)
-            return Costs(fused.row_bytes(call.width, stored=stored), 0, linear, rereads=False)
+            return Costs(
+                fused.row_bytes(call.weight.device, call.width, stored=stored), 0, linear, rereads=False
+            )
         device, dtype, width = call.weight.device, call.logits_dtype, call.width
         fixed = kernels.twin_bytes(device, dtype, width, budget)
         fixed += piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])

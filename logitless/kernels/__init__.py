@@ -1,3 +1,57 @@
-"""The operators of the losses: each is one file with its launcher and its PyTorch twin, its Triton kernels in
-`*_triton.py`. The fused layers, in `logitless.layers`, share `launch` and `operands`. Internal: the engine
-and `parallel` call them, users do not. Importing them loads no Triton."""
+"""The operators of the losses, and which of their implementations runs on a device.
+
+`head` has what reads and writes a chunk of logits, `ids` the same for several ids per token: each operator is
+a launcher with a PyTorch twin, and has portable Triton kernels in `*_triton.py`. `fused_projection` is the
+front of the products with an epilogue, whose kernels are for one GPU generation each, as in `hopper`.
+`launch`, `operands`, `layout` and `matmul` serve all. Called by the engine, `parallel` and `layers`.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The packages of this one for a GPU generation, by the major number of its compute capability. Newer GPUs can
+# run Hopper's kernels, but none was tried.
+GENERATIONS = {9: "hopper"}
+
+
+@functools.cache
+def _triton_runs(device_type: str) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    # Triton's own switch for running kernels in its interpreter, which is how they are tested without a GPU.
+    return device_type in ("cuda", "xpu") or (
+        device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    )
+
+
+def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the portable Triton kernels run here; elsewhere their PyTorch twins do."""
+    return dtype in TRITON_DTYPES and _triton_runs(device.type) and not _computes_shapes_alone()
+
+
+def _computes_shapes_alone() -> bool:
+    """Whether a FakeTensorMode is on, whose tensors have no memory that a kernel could read."""
+    if torch.compiler.is_compiling():
+        return False  # the compiler's own, which calls no kernel
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@functools.cache
+def fused_products(device: torch.device) -> ModuleType | None:
+    """The products with an epilogue for the GPU generation of `device`, or None where there are none.
+
+    A package of a generation has `DTYPES`, what it multiplies, and `read`, `write` and `row_bytes` as
+    `fused_projection.py` describes them. It is loaded here, and Triton with it.
+    """
+    if device.type != "cuda" or torch.version.hip or not _triton_runs(device.type):
+        return None
+    generation, _ = torch.cuda.get_device_capability(device)
+    if generation not in GENERATIONS:
+        return None
+    return importlib.import_module(f"logitless.kernels.{GENERATIONS[generation]}")

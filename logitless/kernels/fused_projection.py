@@ -8,28 +8,17 @@
 The logits are those of the accumulators, in fp32 and never rounded. Whoever reads the same rows twice, with
 another grad mode or another number of rows, must see the same logits: hence one rule of device, dtypes and
 head says whether the kernels run (`serves`), and what they cannot do beside them is done from logits in fp32.
-There is no twin: elsewhere `project` and the row kernels of `cross_entropy.py` do the same, which is what the
-tests compare with.
+A GPU generation has kernels of its own, and most have none (`kernels.fused_products`). There is no twin:
+elsewhere `project` and the row kernels of `head/cross_entropy.py` do the same, which is what the tests
+compare with.
 """
-
-import functools
 
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
-from logitless.kernels.head import Head
-
-# Those that the kernels were tried with.
-PRODUCT_DTYPES = (torch.bfloat16,)
-
-
-@functools.cache
-def _has_tensor_copies(device: torch.device) -> bool:
-    """Hopper, whose tensor descriptors the kernels use. Newer cards have them too; none was tried."""
-    return (
-        device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
-    )
+from logitless.kernels import fused_products, uses_triton
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.transform import Head
 
 
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
@@ -39,7 +28,8 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
     model's may have others.
     """
     return H * dtype.itemsize % 16 == 0 and all(
-        _has_tensor_copies(head.device)
+        (products := fused_products(head.device)) is not None
+        and dtype in products.DTYPES
         and uses_triton(head.device, dtype)
         and head.shape[-1] * dtype.itemsize % 16 == 0
         and head.is_contiguous()
@@ -49,12 +39,9 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
     )
 
 
-def row_bytes(V: int, *, stored: bool) -> int:
+def row_bytes(device: torch.device, V: int, *, stored: bool) -> int:
     """Memory that a row takes: partial sums, and its gradient where that is stored."""
-    from logitless.kernels.fused_projection_triton import PARTIALS
-    from logitless.kernels.product_tiles_triton import BLOCK_N
-
-    return 4 * PARTIALS * -(-V // BLOCK_N) + (2 * V if stored else 0)
+    return fused_products(device).row_bytes(V, stored=stored)
 
 
 def new_place(weight: Tensor, rows: int) -> Tensor:
@@ -87,10 +74,8 @@ def read(
 ) -> Tensor | None:
     """Fill `out` and `gradient`, and return `row_scale` (C,): d logp / d logits = row_scale[:, None] *
     gradient."""
-    from logitless.kernels import fused_projection_triton as kernels
-
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
-    return kernels.read(hidden, weight, targets, out, **options, sums=sums)
+    return fused_products(hidden.device).read(hidden, weight, targets, out, **options, sums=sums)
 
 
 def write(
@@ -107,7 +92,6 @@ def write(
     ignore_index: int = -100,
 ) -> None:
     """Fill `gradient` with d loss / d logits; ignored rows get zeros."""
-    from logitless.kernels import fused_gradient_triton as kernels
-
     options = {"gradient": gradient, "head": head, "bias": bias, "ignore_index": ignore_index}
-    kernels.write_gradient(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)
+    products = fused_products(hidden.device)
+    products.write(hidden, weight, targets, stats, grads, class_weights=class_weights, **options)

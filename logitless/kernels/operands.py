@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless import errors
-from logitless.kernels.cross_entropy import TRITON_DTYPES, uses_triton
+from logitless.kernels import TRITON_DTYPES, uses_triton
 
 # These run several times a decoder layer: a message is put together only where it is raised.
 

@@ -12,7 +12,7 @@ from logitless.engine.logits_objective import LogitsObjective
 from logitless.engine.terms import Term
 from logitless.engine.token_objective import TokenObjective
 from logitless.errors import expect
-from logitless.kernels.head import Head
+from logitless.kernels.head.transform import Head
 from logitless.losses.linear import LinearLoss
 from logitless.losses.output import LossOutput
 

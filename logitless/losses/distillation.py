@@ -13,8 +13,8 @@ from logitless.engine.operands import masked
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
-from logitless.kernels import divergence as kernels
-from logitless.kernels.divergence import NOTHING
+from logitless.kernels.head import divergence as kernels
+from logitless.kernels.head.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.heads import with_heads

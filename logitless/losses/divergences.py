@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from logitless.kernels import divergence as kernels
+from logitless.kernels.head import divergence as kernels
 
 
 class Options(Protocol):

@@ -18,7 +18,7 @@ from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
-from logitless.kernels.head import Head
+from logitless.kernels.head.transform import Head
 from logitless.losses.agreement import check_agreement
 from logitless.losses.declarations import check_class, check_fields, identity_of
 from logitless.losses.heads import with_heads

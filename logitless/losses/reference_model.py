@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import expect
-from logitless.kernels.head import Head
+from logitless.kernels.head.transform import Head
 from logitless.losses.base import TokenLoss
 from logitless.losses.logprobs import linear_logprobs
 from logitless.parallel.groups import check_alike

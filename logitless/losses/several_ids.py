@@ -15,7 +15,7 @@ from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
-from logitless.kernels.targets import one_per_position
+from logitless.kernels.head.targets import one_per_position
 from logitless.losses.declarations import made
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight

@@ -12,9 +12,9 @@ from logitless.engine.spec import Fault
 from logitless.engine.support_objective import SupportObjective
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
-from logitless.kernels import divergence as kernels
-from logitless.kernels.divergence import NOTHING
-from logitless.kernels.head import Head
+from logitless.kernels.head import divergence as kernels
+from logitless.kernels.head.divergence import NOTHING
+from logitless.kernels.head.transform import Head
 from logitless.losses.declarations import made
 from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.linear import LinearLoss

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from logitless.engine.spec import Fault
 from logitless.errors import expect, warn
-from logitless.kernels.gathered import wrong_slots
+from logitless.kernels.ids.gathered import wrong_slots
 
 
 def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:

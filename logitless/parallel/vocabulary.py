@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.kernels import shards as kernels
-from logitless.kernels.cross_entropy import TokenBuffers
-from logitless.kernels.head import Head
-from logitless.kernels.targets import shard_columns
+from logitless.kernels.head import shards as kernels
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.targets import shard_columns
+from logitless.kernels.head.transform import Head
 from logitless.parallel.collectives import GroupShared, GroupSum, gather
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import torch
 from logitless._version import __version__
 from logitless.engine.budget import default_budget
 from logitless.engine.plan import MIB
-from logitless.kernels import divergence, fused_projection
-from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels import fused_projection, uses_triton
+from logitless.kernels.head import divergence
 from logitless.losses import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss
 from logitless.losses.base import LinearLoss
 from logitless.tools.check import check

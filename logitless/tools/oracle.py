@@ -23,7 +23,7 @@ from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
-from logitless.kernels.slots import once
+from logitless.kernels.ids.slots import once
 
 # Numbers that the engine does not differentiate, whatever a loss does with them.
 CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")

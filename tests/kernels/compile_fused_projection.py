@@ -40,8 +40,9 @@ def variants() -> list[Variant]:
 
 
 def source(variant: Variant) -> Source:
-    from logitless.kernels import fused_gradient_triton, fused_projection_triton, row_partials_triton
-    from logitless.kernels.product_tiles_triton import BLOCK_K, BLOCK_M, BLOCK_N, TILE, WARPS
+    from logitless.kernels.head import row_partials_triton
+    from logitless.kernels.hopper import fused_gradient_triton, fused_projection_triton
+    from logitless.kernels.hopper.product_tiles_triton import BLOCK_K, BLOCK_M, BLOCK_N, TILE, WARPS
 
     modules = fused_projection_triton, fused_gradient_triton, row_partials_triton
     found = [getattr(module, variant.kernel, None) for module in modules]

@@ -253,18 +253,16 @@ def signature(argument_names: list[str], c: Combination) -> dict[str, str]:
 def source(number: int, c: Combination) -> Source:
     """Every other one as a launch with 16-byte aligned pointers, strides and vocabulary is specialized, and
     one as a launch without."""
-    from logitless.kernels import (
+    from logitless.kernels.head import (
         cross_entropy_triton,
         divergence_shard_triton,
         divergence_triton,
-        gathered_triton,
         scale_triton,
         select_triton,
         shards_triton,
-        slots,
-        slots_triton,
         targets_triton,
     )
+    from logitless.kernels.ids import gathered_triton, slots, slots_triton
 
     assert (MARK_BLOCK, COUNTED) == (targets_triton.BLOCK, targets_triton.COUNTED)
     assert (POSITIONS, POSITION_SLOTS) == (targets_triton.POSITIONS, targets_triton.SLOTS)

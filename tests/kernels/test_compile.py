@@ -114,27 +114,25 @@ class Recorder:
 def launches(monkeypatch):
     """What the launchers ask for, while nothing is computed."""
     pytest.importorskip("triton")
-    from logitless.kernels import (
+    from logitless.kernels import TRITON_DTYPES
+    from logitless.kernels.head import (
         cross_entropy,
         cross_entropy_triton,
         divergence,
         divergence_shard_triton,
         divergence_triton,
-        gathered,
-        gathered_triton,
         scale,
         scale_triton,
         select,
         select_triton,
-        slots,
-        slots_triton,
         targets,
         targets_triton,
     )
+    from logitless.kernels.ids import gathered, gathered_triton, slots, slots_triton
 
     found = set()
     for module in (cross_entropy, divergence, gathered, scale, select, slots, targets):
-        monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in cross_entropy.TRITON_DTYPES)
+        monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in TRITON_DTYPES)
     for module, name in (
         (cross_entropy_triton, "row_kernel"),
         (cross_entropy_triton, "logits_gradient_kernel"),

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from logitless.kernels import cross_entropy as kernels
-from logitless.kernels.cross_entropy import (
+import logitless
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import (
     TokenBuffers,
     allocate_stats,
     logits_gradient,
@@ -21,7 +22,7 @@ from logitless.kernels.cross_entropy import (
     single_pass,
     token_statistics,
 )
-from logitless.kernels.head import Head
+from logitless.kernels.head.transform import Head
 from tests.cases import DTYPES, covering_array
 from tests.kernels.support import DEVICE, INTERPRETED, TWINS, Random, rounded
 from tests.support import assert_close, relative_error
@@ -509,7 +510,7 @@ def test_a_row_of_the_gradient_adds_up_to_nothing(center):
 
 def test_fake_tensors_take_the_twin(monkeypatch):
     """They have no memory that a kernel could read."""
-    monkeypatch.setattr(kernels, "_triton_runs", lambda device: True)
-    assert kernels.uses_triton(torch.device("cuda"), torch.float32)
+    monkeypatch.setattr(logitless.kernels, "_triton_runs", lambda device: True)
+    assert uses_triton(torch.device("cuda"), torch.float32)
     with FakeTensorMode():
-        assert not kernels.uses_triton(torch.device("cuda"), torch.float32)
+        assert not uses_triton(torch.device("cuda"), torch.float32)

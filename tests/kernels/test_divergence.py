@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from logitless.kernels import divergence as kernels
-from logitless.kernels.cross_entropy import uses_triton
-from logitless.kernels.head import Head
+from logitless.kernels import uses_triton
+from logitless.kernels.head import divergence as kernels
+from logitless.kernels.head.transform import Head
 from logitless.parallel.vocabulary import ShardedVocabulary
 from tests import reference
 from tests.cases import covering_array

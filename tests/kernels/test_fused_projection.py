@@ -11,8 +11,8 @@ import torch
 import logitless
 from logitless import CrossEntropyLoss, DPOLoss, ORPOLoss, linear_logprobs
 from logitless.kernels import fused_projection as fused
-from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats
-from logitless.kernels.head import Head
+from logitless.kernels.head.cross_entropy import TokenBuffers, allocate_stats
+from logitless.kernels.head.transform import Head
 from tests.kernels.support import DEVICE, INTERPRETED
 from tests.support import relative_error
 
@@ -35,9 +35,12 @@ SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3))
 
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch):
-    from logitless.kernels import fused_projection_triton, product_tiles_triton
+    from logitless.kernels import hopper
+    from logitless.kernels.hopper import fused_projection_triton, product_tiles_triton
 
     if INTERPRETED:
+        monkeypatch.setattr(hopper, "DTYPES", (DTYPE,))
+        monkeypatch.setattr(fused, "fused_products", lambda device: hopper)
         for name, size in {"BM": BM, "BN": BN, "BK": BK}.items():
             monkeypatch.setitem(product_tiles_triton.TILE, name, size)
             monkeypatch.setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
@@ -191,7 +194,7 @@ def test_a_row_without_a_target_here():
 
 def test_a_target_elsewhere_is_no_tie(monkeypatch):
     """Right behind the last tile: a row that ties is read again, and here would be for nothing."""
-    from logitless.kernels import fused_projection_triton
+    from logitless.kernels.hopper import fused_projection_triton
 
     finish, again = fused_projection_triton.finish_kernel, []
 
@@ -264,8 +267,7 @@ def test_same_bits_again():
     assert all(torch.equal(x, getattr(second, name)) for name, x in first.items())
 
 
-def test_what_it_does_not_serve(monkeypatch):
-    monkeypatch.setattr(fused, "_has_tensor_copies", lambda device: True)
+def test_what_it_does_not_serve():
     weight = torch.zeros(16, 24, dtype=DTYPE, device=DEVICE)
     assert fused.serves(DTYPE, 24, weight) and fused.serves(DTYPE, 24, weight, None)
     assert not fused.serves(DTYPE, 23, weight) and not fused.serves(DTYPE, 24, weight, weight[:, 1:])
@@ -279,9 +281,7 @@ def test_what_it_does_not_serve(monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    """The kernels for this device, and how often each ran."""
-    monkeypatch.setattr(fused, "PRODUCT_DTYPES", (DTYPE,))
-    monkeypatch.setattr(fused, "_has_tensor_copies", lambda device: True)
+    """How often each kernel ran."""
     ran = {"read": 0, "write": 0}
 
     def counted(name, function):
@@ -377,7 +377,7 @@ def test_a_pair_beyond_the_budget_is_walked_twice(served):
     whole = DPOLoss(logits_dtype=FP32, beta=0.5)(hidden, weight, targets, **reference)
     assert served["write"] == 0
     expected = torch.autograd.grad(whole.loss, (hidden, weight))
-    cut = DPOLoss(logits_dtype=FP32, beta=0.5, logits_budget=4 * fused.row_bytes(IDS, stored=True))(
+    cut = DPOLoss(logits_dtype=FP32, beta=0.5, logits_budget=4 * fused.row_bytes(DEVICE, IDS, stored=True))(
         hidden, weight, targets, **reference
     )
     assert cut.plan.strategy == "recompute" and served["write"] >= 2
@@ -396,7 +396,7 @@ def test_sums_of_logits_come_from_the_sum_of_the_head(served, monkeypatch, softc
     monkeypatch.setattr(fused, "read", lambda *args, **how: given.append(how) or counted(*args, **how))
     hidden, weight, targets, _ = pairs()
     weight.requires_grad_()
-    chunks = {"logits_budget": 4 * fused.row_bytes(IDS, stored=True), "logits_dtype": FP32}
+    chunks = {"logits_budget": 4 * fused.row_bytes(DEVICE, IDS, stored=True), "logits_dtype": FP32}
     loss = ORPOLoss(softcap=softcap, **chunks)(hidden, weight, targets)
     z = hidden.double() @ weight.double().t()
     z = z if softcap is None else softcap * torch.tanh(z / softcap)

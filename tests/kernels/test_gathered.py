@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless.kernels import gathered
+from logitless.kernels.ids import gathered
 from tests.cases import dtypes
 from tests.kernels.support import DEVICE, INTERPRETED, Random, poisoned, strided
 from tests.support import assert_close

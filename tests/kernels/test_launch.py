@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 from triton.knobs import HookChain  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from logitless.kernels import launch, scale_triton  # noqa: E402
+import logitless  # noqa: E402
+from logitless.kernels import launch  # noqa: E402
+from logitless.kernels.head import scale_triton  # noqa: E402
 from logitless.kernels.launch import OF_CHUNKS, Held  # noqa: E402
 from tests.kernels.offline import INTERPRETED, jitted  # noqa: E402
 from tests.support import DEVICE  # noqa: E402
@@ -144,8 +146,9 @@ def test_another_device(kernel, monkeypatch):
 
 def kernels() -> dict[str, object]:
     """All that are launched, by name."""
-    names = sorted(path.stem for path in Path(launch.__file__).parent.glob("*_triton.py"))
-    modules = [vars(importlib.import_module(f"logitless.kernels.{name}")) for name in names]
+    library = Path(logitless.__file__).parent
+    paths = sorted(path.relative_to(library.parent) for path in library.rglob("*_triton.py"))
+    modules = [vars(importlib.import_module(".".join(path.with_suffix("").parts))) for path in paths]
     return {name: x for module in modules for name, x in module.items() if name.endswith("_kernel")}
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from logitless.kernels.scale import scale
+from logitless.kernels.head.scale import scale
 from tests.cases import DTYPES
 from tests.kernels.support import DEVICE, Random, poisoned, rounded
 
@@ -49,7 +49,7 @@ def test_strides(per_row):
 def test_any_length_fits_the_grid(monkeypatch):
     """CUDA allows 65,535 blocks along the second dimension; one row of 2^28 numbers must not lie along it."""
     pytest.importorskip("triton")
-    from logitless.kernels import scale_triton
+    from logitless.kernels.head import scale_triton
 
     class Grid:
         def __getitem__(self, grid):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from logitless.kernels import select as file
-from logitless.kernels.cross_entropy import allocate_stats, token_statistics
-from logitless.kernels.head import Head
-from logitless.kernels.select import select
+from logitless.kernels.head import select as file
+from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics
+from logitless.kernels.head.select import select
+from logitless.kernels.head.transform import Head
 from tests.cases import dtypes
 from tests.kernels.support import DEVICE, Random
 

@@ -84,14 +84,15 @@ def operands(bias: bool) -> dict[str, Tensor | None]:
 def prepared() -> dict[str, int]:
     """The kernels for this rank's device, and how often each runs."""
     if device_type() == "cpu":
-        from logitless.kernels import fused_projection_triton, product_tiles_triton
+        from logitless.kernels import hopper
+        from logitless.kernels.hopper import fused_projection_triton, product_tiles_triton
 
         for name, size in TILES.items():
             product_tiles_triton.TILE[name] = size
             setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
         fused_projection_triton.BLOCK_N = TILES["BN"]
-        fused.PRODUCT_DTYPES = (FP32,)
-        fused._has_tensor_copies = lambda device: True
+        hopper.DTYPES = (FP32,)
+        fused.fused_products = lambda device: hopper
     ran = {"r": 0, "w": 0}
 
     def counted(name: str) -> None:
@@ -111,7 +112,7 @@ def prepared() -> dict[str, int]:
 def everything() -> dict:
     """What a rank finds: numbers and gradients of each case, and which kernels ran."""
     ran, group, rank = prepared(), dist.group.WORLD, dist.get_rank()
-    dtype = fused.PRODUCT_DTYPES[0]
+    dtype = FP32 if device_type() == "cpu" else torch.bfloat16
 
     def mine(name: str, x):
         x = x.split(SIZES)[rank] if name in ("weight", "bias", *SHARDED) and x is not None else x

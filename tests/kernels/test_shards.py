@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats, logprob_gradient, token_statistics
-from logitless.kernels.head import Head
-from logitless.kernels.shards import combine, combine_gradient
+from logitless.kernels.head.cross_entropy import (
+    TokenBuffers,
+    allocate_stats,
+    logprob_gradient,
+    token_statistics,
+)
+from logitless.kernels.head.shards import combine, combine_gradient
+from logitless.kernels.head.transform import Head
 from tests.kernels.support import DEVICE, TWINS
 
 LEVELS = {

@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless import linear_logprobs
-from logitless.kernels import cross_entropy, slots
-from logitless.kernels.cross_entropy import (
+from logitless.kernels.head import cross_entropy
+from logitless.kernels.head.cross_entropy import (
     TokenBuffers,
     allocate_stats,
     logits_gradient,
     token_statistics,
 )
-from logitless.kernels.head import Head
-from logitless.kernels.slots import Upstream
+from logitless.kernels.head.transform import Head
+from logitless.kernels.ids import slots
+from logitless.kernels.ids.slots import Upstream
 from tests.cases import covering_array, dtypes
 from tests.kernels.support import DEVICE, INTERPRETED, Random, offset, poisoned, strided
 from tests.support import assert_close
@@ -393,7 +394,8 @@ class Launches(TorchDispatchMode):
 def test_few_launches(monkeypatch):
     """A call of two chunks without gradients: 13 launches of PyTorch, which were 250, and eight kernels."""
     pytest.importorskip("triton")
-    from logitless.kernels import cross_entropy_triton, slots_triton, targets, targets_triton
+    from logitless.kernels.head import cross_entropy_triton, targets, targets_triton
+    from logitless.kernels.ids import slots_triton
 
     launched, marks = [], torch.tensor([[1], [0]], dtype=torch.int8, device=DEVICE)
 

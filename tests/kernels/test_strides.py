@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import (
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import (
     TokenBuffers,
     allocate_stats,
     logits_gradient,
     logprob_gradient,
     token_statistics,
-    uses_triton,
 )
-from logitless.kernels.divergence import fused_divergence, sharded_divergence
-from logitless.kernels.head import Head
+from logitless.kernels.head.divergence import fused_divergence, sharded_divergence
+from logitless.kernels.head.scale import scale
+from logitless.kernels.head.transform import Head
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
-from logitless.kernels.scale import scale
 from tests.kernels.support import DEVICE, LAYOUTS, Random, poisoned
 
 C, V, H, IGNORED = 6, 37, 5, -7

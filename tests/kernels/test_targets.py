@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless.kernels.targets import counted, marked, one_per_position, shard_columns
+from logitless.kernels.head.targets import counted, marked, one_per_position, shard_columns
 from tests.kernels.support import DEVICE, Random, strided
 
 

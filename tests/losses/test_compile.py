@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from logitless import CrossEntropyLoss, DPOLoss, MedusaHeads, RLOOLoss, linear_cross_entropy, linear_logprobs
-from logitless.kernels.cross_entropy import twin_bytes
+from logitless.kernels.head.cross_entropy import twin_bytes
 from tests.losses import every_loss
 from tests.support import DEVICE, EngineCalls, relative_error, uncompiled
 

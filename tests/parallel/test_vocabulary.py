@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from logitless.kernels.cross_entropy import TokenBuffers
-from logitless.kernels.head import Head
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.transform import Head
 from logitless.parallel.vocabulary import (
     IGNORED,
     WHOLE_VOCABULARY,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import complement, head_logits, log1p, vocabulary_arguments
+from logitless.kernels.head.cross_entropy_triton import complement, head_logits, log1p, vocabulary_arguments
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, check_written, dense
 

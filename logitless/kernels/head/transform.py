@@ -3,7 +3,7 @@
     z = softcap * tanh(logit_scale * (x + bias) / softcap) / temperature        (with a softcap)
     z = logit_scale * (x + bias) / temperature                                  (without)
 
-`Head` holds the three numbers; `Head.logits` is the PyTorch form, `kernels/cross_entropy_triton.py` holds the
+`Head` holds the three numbers; `Head.logits` is the PyTorch form, `cross_entropy_triton.py` holds the
 Triton one.
 """
 

@@ -7,13 +7,13 @@ PyTorch's own mixed-dtype multiplication reaches a quarter of an H200's memory b
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels import uses_triton
 
 
 def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """`out[n, m] = x[n, m] * factor`, with `factor` 0-d or `[n]`; `out` may be `x`."""
     if uses_triton(x.device, x.dtype) and x.stride(-1) == out.stride(-1) == 1:
-        from logitless.kernels import scale_triton
+        from logitless.kernels.head import scale_triton
 
         return scale_triton.scale(x, factor, out)
     # At least one dimension: a 0-d factor would be rounded to the dtype of x first.

@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenBuffers, stat_names, uses_triton
-from logitless.kernels.head import Head
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import TokenBuffers, stat_names
+from logitless.kernels.head.transform import Head
 
 # Logits of several shards count as equal within so many rounding errors of their log-sum-exp.
 TIE = 4
@@ -36,7 +37,7 @@ def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ig
         ignore_index: what stands in `columns` for an ignored target.
     """
     if _has_kernel(shards, out):
-        from logitless.kernels import shards_triton
+        from logitless.kernels.head import shards_triton
 
         shards_triton.combine(shards, columns, out, rank, ignore_index, **LIMITS)
     else:
@@ -57,7 +58,7 @@ def combine_gradient(
     """Fill `out`, set the target's entry in `gradient`, and return the factor (C,) with which it is that of
     the whole vocabulary."""
     if _has_kernel(shards, out):
-        from logitless.kernels import shards_triton
+        from logitless.kernels.head import shards_triton
 
         options = {"gradient": gradient, "factor": factor, "head": head}
         return shards_triton.combine(shards, columns, out, rank, ignore_index, **LIMITS, **options)

@@ -8,8 +8,9 @@ Triton kernels (`select_triton.py`) read a row once; the PyTorch twin takes a fe
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import twin_bytes, twin_rows, uses_triton
-from logitless.kernels.head import Head
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import twin_bytes, twin_rows
+from logitless.kernels.head.transform import Head
 
 # The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
 MOST_IDS = 128
@@ -25,7 +26,7 @@ def new_maxima(logits: Tensor, k: int) -> Tensor | None:
     """Room for what `token_statistics` finds in passing and `select` needs; None where the twin selects."""
     if not _runs(logits.device, logits.dtype, logits.shape[1], k):
         return None
-    from logitless.kernels import select_triton
+    from logitless.kernels.head import select_triton
 
     return select_triton.new_maxima(logits)
 
@@ -40,7 +41,7 @@ def select(
 ) -> Tensor:
     """(C, k) int64 ids of the largest logits after the head's transform. A NaN counts as infinite."""
     if _runs(logits.device, logits.dtype, logits.shape[1], k) and logits.numel():
-        from logitless.kernels import select_triton
+        from logitless.kernels.head import select_triton
 
         return select_triton.select(logits, k, sign=_sign(head), bias=bias, maxima=maxima)
     ids = torch.empty((logits.shape[0], k), dtype=torch.int64, device=logits.device)

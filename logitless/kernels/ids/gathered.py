@@ -14,7 +14,7 @@ A negative id is an empty slot. Everything is summed in promote(dtype, fp32), in
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels import uses_triton
 
 # A log-probability that a server rounded may lie so far above 0.
 ROUNDING = 1e-3
@@ -33,7 +33,7 @@ def wrong_slots(
 ) -> Tensor:
     """(2, n) bool: which tokens have an id outside of [0, V), and which a number above 0, or a NaN."""
     if uses_triton(values.device, values.dtype) and ids.numel():
-        from logitless.kernels import gathered_triton
+        from logitless.kernels.ids import gathered_triton
 
         return gathered_triton.wrong_slots(ids, values, V, ROUNDING)
     outside = ((ids < 0) | (ids >= V)) & (values != -torch.inf)
@@ -52,7 +52,7 @@ def first_slots(
     An id counts in its first slot alone: its other slots become empty ones.
     """
     if dtype == torch.float32 and uses_triton(values.device, values.dtype) and ids.numel():
-        from logitless.kernels import gathered_triton
+        from logitless.kernels.ids import gathered_triton
 
         return gathered_triton.first_slots(ids, values, start, width)
     first = values != -torch.inf
@@ -72,7 +72,7 @@ def gathered_logits(
 ) -> Tensor:
     """The products of the ids; 0 in empty slots."""
     if _runs(weight, ids, hidden):
-        from logitless.kernels import gathered_triton
+        from logitless.kernels.ids import gathered_triton
 
         return gathered_triton.gathered_logits(hidden, weight, ids, out)
     wide = hidden.to(out.dtype)
@@ -96,7 +96,7 @@ def weighted_rows(
     if out is None:
         out = coefficients.new_empty(ids.shape[0], weight.shape[1])
     if _runs(weight, ids):
-        from logitless.kernels import gathered_triton
+        from logitless.kernels.ids import gathered_triton
 
         return gathered_triton.weighted_rows(weight, ids, coefficients, out, base, factor)
     coefficients = torch.where(ids >= 0, coefficients, 0.0)
@@ -119,7 +119,7 @@ def add_rows(
 ) -> None:
     """Add each token's coefficient * hidden to the rows of its ids."""
     if _runs(hidden, ids, total) and total.dtype != torch.float64:
-        from logitless.kernels import gathered_triton
+        from logitless.kernels.ids import gathered_triton
 
         gathered_triton.add_rows(total, ids, coefficients, hidden, first=first)
         return

@@ -4,7 +4,7 @@ are taken relative to, and a row's numbers from the partial sums of its tiles.""
 import triton
 import triton.language as tl
 
-from logitless.kernels.cross_entropy_triton import head_logits, numbers_of_row
+from logitless.kernels.head.cross_entropy_triton import head_logits, numbers_of_row
 from logitless.kernels.launch import OF_CHUNKS, held
 
 LOG2E = tl.constexpr(1.4426950408889634)

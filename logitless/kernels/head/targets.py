@@ -7,7 +7,7 @@ Each is one launch, as all of them come before the first product, where the GPU 
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import uses_triton
+from logitless.kernels import uses_triton
 
 
 def _runs(targets: Tensor) -> bool:
@@ -22,7 +22,7 @@ def marked(
 ) -> Tensor:
     """(2 + m, N) bool: supervised; supervised and outside [0, V); supervised and marked by the others."""
     if _runs(targets):
-        from logitless.kernels import targets_triton
+        from logitless.kernels.head import targets_triton
 
         return targets_triton.marked(targets, V, ignore_index, others)
     supervised = targets != ignore_index
@@ -34,7 +34,7 @@ def counted(marks: Tensor, parts: int = 1) -> Tensor:
     """(m, N) bool -> (m * parts,) int64: how many of each are True, in so many parts of equal length."""
     marks = marks.view(marks.shape[0] * parts, marks.shape[1] // parts)
     if _runs(marks):
-        from logitless.kernels import targets_triton
+        from logitless.kernels.head import targets_triton
 
         return targets_triton.counted(marks)
     return marks.sum(1)
@@ -44,7 +44,7 @@ def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
     """(..., k) int64 ids, `ignore_index` in empty slots -> (...): a wrong one if there is one, else the
     largest; `ignore_index` where every slot is empty."""
     if _runs(ids) and not torch.compiler.is_compiling():
-        from logitless.kernels import targets_triton
+        from logitless.kernels.head import targets_triton
 
         return targets_triton.one_per_position(ids, ignore_index)
     filled = ids != ignore_index
@@ -56,7 +56,7 @@ def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ig
     """(n,) int64 targets as columns of the ids start:start + width: `width` for those of another shard, and
     `ignored` for `ignore_index`."""
     if _runs(targets):
-        from logitless.kernels import targets_triton
+        from logitless.kernels.head import targets_triton
 
         return targets_triton.shard_columns(targets, start, width, ignore_index, ignored)
     local = targets - start

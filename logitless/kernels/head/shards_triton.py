@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import complement, left_out_of_log, log1p
+from logitless.kernels.head.cross_entropy_triton import complement, left_out_of_log, log1p
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 

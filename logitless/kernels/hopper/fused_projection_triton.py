@@ -17,11 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import vocabulary_arguments
-from logitless.kernels.exponentials_triton import exp2
-from logitless.kernels.launch import OF_CHUNKS, held
-from logitless.kernels.layout import check_written, dense
-from logitless.kernels.product_tiles_triton import (
+from logitless.kernels.head.cross_entropy_triton import vocabulary_arguments
+from logitless.kernels.head.exponentials_triton import exp2
+from logitless.kernels.head.row_partials_triton import (
+    NEVER,
+    TIED,
+    above_shift,
+    again_kernel,
+    finish_kernel,
+    shift_kernel,
+)
+from logitless.kernels.hopper.product_tiles_triton import (
     BLOCK_N,
     LAUNCH,
     TILE,
@@ -30,14 +36,8 @@ from logitless.kernels.product_tiles_triton import (
     halves_of_product,
     programs_of,
 )
-from logitless.kernels.row_partials_triton import (
-    NEVER,
-    TIED,
-    above_shift,
-    again_kernel,
-    finish_kernel,
-    shift_kernel,
-)
+from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.layout import check_written, dense
 
 ROWS, TILES = 16, 64  # of a program that puts partial sums together
 BLOCK_H = 1024
@@ -171,6 +171,10 @@ def read_kernel(
                 tl.store(at + 3 * partial_stride, plain + plain_r, mask=here)
             if SQUARES:
                 tl.store(at + (3 + SUM) * partial_stride, sum_sq + sum_sq_r, mask=here)
+
+
+def row_bytes(V: int, *, stored: bool) -> int:
+    return 4 * PARTIALS * -(-V // BLOCK_N) + (2 * V if stored else 0)
 
 
 def read(

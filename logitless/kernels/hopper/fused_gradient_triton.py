@@ -6,10 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import complement, head_logits, vocabulary_arguments
-from logitless.kernels.launch import OF_CHUNKS, held
-from logitless.kernels.layout import check_rows, dense
-from logitless.kernels.product_tiles_triton import (
+from logitless.kernels.head.cross_entropy_triton import complement, head_logits, vocabulary_arguments
+from logitless.kernels.hopper.product_tiles_triton import (
     LAUNCH,
     TILE,
     aligned,
@@ -17,6 +15,8 @@ from logitless.kernels.product_tiles_triton import (
     halves_of_product,
     programs_of,
 )
+from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.layout import check_rows, dense
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def gradient_kernel(
         gradient_half(right, n0 + BN // 2, numbers, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
 
 
-def write_gradient(
+def write(
     features: Tensor,
     weight: Tensor,
     targets: Tensor,

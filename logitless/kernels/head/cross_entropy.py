@@ -6,7 +6,7 @@
                        cross-entropy primitive
     logits_gradient    logits -> d loss / d logits, in place, from the gradients of those per-token numbers
 
-With z the logits after the head transform (`kernels/head.py`), p = softmax(z) and y the target:
+With z the logits after the head transform (`kernels/head/transform.py`), p = softmax(z) and y the target:
 
     d logp = onehot(y) - p      d entropy = -p (log p + entropy)
     d lse = p                   d sum_logits = class_weights
@@ -21,18 +21,14 @@ fp64 vectors beside fp32 logits count as fp32 and beside fp64 logits keep their 
 stride; a row of logits, or of their gradient, is in one piece.
 """
 
-import functools
-import importlib.util
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from logitless.kernels.head import Head
-
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from logitless.kernels import uses_triton
+from logitless.kernels.head.transform import Head
 
 
 @dataclass
@@ -84,27 +80,6 @@ def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: tor
     return TokenBuffers(**{name: torch.empty(n, dtype=dtype, device=device) for name in stat_names(names)})
 
 
-@functools.cache
-def _triton_runs(device_type: str) -> bool:
-    if importlib.util.find_spec("triton") is None:
-        return False
-    # Triton's own switch for running kernels in its interpreter, which is how they are tested without a GPU.
-    return device_type in ("cuda", "xpu") or (
-        device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    )
-
-
-def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype in TRITON_DTYPES and _triton_runs(device.type) and not _computes_shapes_alone()
-
-
-def _computes_shapes_alone() -> bool:
-    """Whether a FakeTensorMode is on, whose tensors have no memory that a kernel could read."""
-    if torch.compiler.is_compiling():
-        return False  # the compiler's own, which calls no kernel
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
 def single_pass(gradient_dtype: torch.dtype) -> bool:
     """Whether `logprob_gradient` may store unnormalized exponentials: not in fp16, whose largest number is
     exp(11)."""
@@ -124,7 +99,7 @@ def token_statistics(
 ) -> None:
     """Fill `out`; 0 in ignored rows. Of a target beyond V, logps is -inf and is_top1 the largest logit."""
     if uses_triton(logits.device, logits.dtype):
-        from logitless.kernels import cross_entropy_triton
+        from logitless.kernels.head import cross_entropy_triton
 
         cross_entropy_triton.row_pass(
             logits,
@@ -154,7 +129,7 @@ def logprob_gradient(
     """Fill `out` and `gradient`, and return `row_scale` [C]: d logp / d logits = row_scale[:, None] *
     gradient."""
     if uses_triton(logits.device, logits.dtype):
-        from logitless.kernels import cross_entropy_triton
+        from logitless.kernels.head import cross_entropy_triton
 
         return cross_entropy_triton.row_pass(
             logits,
@@ -184,7 +159,7 @@ def logits_gradient(
 ) -> None:
     """Fill `gradient` with d loss / d logits; ignored rows get zeros."""
     if uses_triton(logits.device, logits.dtype):
-        from logitless.kernels import cross_entropy_triton
+        from logitless.kernels.head import cross_entropy_triton
 
         cross_entropy_triton.logits_gradient(
             logits,

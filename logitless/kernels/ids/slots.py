@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenBuffers, uses_triton
-from logitless.kernels.head import Head
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.transform import Head
 
 MOST_SLOTS = 256
 # What stands in the chunk for a logit that was taken out: exp() of it is 0 beside any other. No dtype
@@ -64,7 +65,7 @@ def take_out(
 ) -> Tensor:
     """(n, k) logits of the columns after the head's transform, -inf in empty slots."""
     if _runs(logits, columns):
-        from logitless.kernels import slots_triton
+        from logitless.kernels.ids import slots_triton
 
         return slots_triton.take_out(logits, columns, taken_out(logits.dtype, head), head=head, bias=bias)
     there, at = _found(columns, logits.shape[1])
@@ -91,7 +92,7 @@ def numbers(
     options = {"head": head, "bias": bias}
     taken, width = taken_out(logits.dtype, head), logits.shape[1]
     if exchange is None and _runs(z, ids):
-        from logitless.kernels import slots_triton
+        from logitless.kernels.ids import slots_triton
 
         options |= {"targets": targets, "ignore_index": ignore_index}
         slots_triton.numbers(z, ids, stats, out, taken, width, **options)
@@ -120,7 +121,7 @@ def entries(
     """
     ids, logps = known["ids"], known["logps"]
     if _runs(logps, ids):
-        from logitless.kernels import slots_triton
+        from logitless.kernels.ids import slots_triton
 
         options = {"head": head, "targets": targets, "ignore_index": ignore_index, "least": LEAST_REST}
         return slots_triton.entries(known, upstream, **options)
@@ -150,7 +151,7 @@ def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
     """Write a value per slot (n, k), or one for all, into its column of (n, V); equal columns have equal
     values, and negative ones none."""
     if _runs(matrix, columns):
-        from logitless.kernels import slots_triton
+        from logitless.kernels.ids import slots_triton
 
         slots_triton.put(matrix, columns, values)
         return

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.cross_entropy_triton import TILE
+from logitless.kernels.head.cross_entropy_triton import TILE
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_rows, dense
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.divergence_triton import (
+from logitless.kernels.head.divergence_triton import (
     BLOCK,
     FORWARD,
     LOG2E,

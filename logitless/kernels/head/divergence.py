@@ -22,8 +22,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from logitless.kernels.cross_entropy import TokenBuffers, allocate_stats, token_statistics, uses_triton
-from logitless.kernels.head import Head
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import TokenBuffers, allocate_stats, token_statistics
+from logitless.kernels.head.transform import Head
 
 # Log-probability of what is not there: exp() of it is 0 in every dtype, and unlike -inf it makes no NaN.
 NOTHING = -1e4
@@ -109,7 +110,7 @@ def fused_divergence(
     Both distributions are over the ids that both vocabularies have, the cross-entropy over all of the
     student's.
     """
-    from logitless.kernels import divergence_triton
+    from logitless.kernels.head import divergence_triton
 
     return DivergenceStats(
         *divergence_triton.divergence_pass(
@@ -164,7 +165,7 @@ def sharded_divergence(
 ) -> DivergenceStats:
     """`fused_divergence` of a shard: three passes as there, and what each of them sums crosses the ranks
     after it."""
-    from logitless.kernels import divergence_shard_triton
+    from logitless.kernels.head import divergence_shard_triton
 
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
