@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from logitless.engine.chunk import Chunk
 from logitless.engine.gradients import Gradients
-from logitless.engine.objective import Objective
+from logitless.engine.objectives.base import Objective
 from logitless.engine.plan import Plan
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows

@@ -14,11 +14,11 @@ from torch import Tensor
 from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
 from logitless.engine.choose import choose_rows
-from logitless.engine.gathered import GatheredProjection
 from logitless.engine.gradients import Gradients
 from logitless.engine.guess import Begun, Guess
 from logitless.engine.loop import run
-from logitless.engine.objective import Objective, settled
+from logitless.engine.objectives.base import Objective, settled
+from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors

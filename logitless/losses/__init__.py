@@ -1,4 +1,10 @@
-"""The losses, and what is needed to write another."""
+"""The losses, and what is needed to write another.
+
+A family of losses is a file: its terms, its inputs and their checks. `base` is what an author of a loss
+needs, `linear` what every call has in common, `heads` an LM head as a module; `declarations`, `inputs` and
+`keywords` are the signatures. Called by users, who find all that is public in `logitless`, by models and by
+trainers.
+"""
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.plan import BudgetWarning, Plan

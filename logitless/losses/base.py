@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.logits_objective import LogitsObjective
+from logitless.engine.objectives.logits import LogitsObjective
+from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.terms import Term
-from logitless.engine.token_objective import TokenObjective
 from logitless.errors import expect
 from logitless.kernels.head.transform import Head
 from logitless.losses.linear import LinearLoss

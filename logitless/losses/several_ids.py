@@ -10,7 +10,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
-from logitless.engine.ids_objective import IdsObjective, TopkObjective
+from logitless.engine.objectives.ids import IdsObjective, TopkObjective
 from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term

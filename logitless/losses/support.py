@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.objectives.support import SupportObjective
 from logitless.engine.spec import Fault
-from logitless.engine.support_objective import SupportObjective
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import divergence as kernels

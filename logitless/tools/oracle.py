@@ -14,9 +14,9 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.call import Call, Given
 from logitless.engine.function import Mode, Outcome
-from logitless.engine.ids_objective import IdsObjective
-from logitless.engine.logits_objective import LogitsObjective
-from logitless.engine.objective import batch_of
+from logitless.engine.objectives.base import batch_of
+from logitless.engine.objectives.ids import IdsObjective
+from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import Span
 from logitless.engine.reduction import metric_factors, unit_counts, unit_factors

@@ -16,8 +16,8 @@ from logitless import (
     linear_topk,
 )
 from logitless.engine import guess, passes
-from logitless.engine.gathered import GatheredProjection
 from logitless.engine.guess import LIKELY
+from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
 from logitless.losses.logprobs import TokenNumbers
 from tests.engine.calls import call

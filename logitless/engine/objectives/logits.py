@@ -18,7 +18,7 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
-from logitless.engine.objective import Costs, Report, batch_of, logits_bytes, settled
+from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes, settled
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import metric_factors, unit_counts

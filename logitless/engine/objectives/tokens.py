@@ -14,9 +14,9 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.ids_objective import best
 from logitless.engine.local_autograd import grad_and_value
-from logitless.engine.objective import Costs, Report, batch_of
+from logitless.engine.objectives.base import Costs, Report, batch_of
+from logitless.engine.objectives.ids import best
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import grad_and_value
-from logitless.engine.objective import Costs, Report, batch_of, logits_bytes
+from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows

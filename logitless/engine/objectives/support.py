@@ -9,9 +9,9 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.gathered import GatheredObjective
-from logitless.engine.ids_objective import SLOT_BYTES, IdsObjective, best
-from logitless.engine.objective import Costs, logits_bytes
+from logitless.engine.objectives.base import Costs, logits_bytes
+from logitless.engine.objectives.gathered import GatheredObjective
+from logitless.engine.objectives.ids import SLOT_BYTES, IdsObjective, best
 from logitless.engine.plan import Pass, Plan
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows

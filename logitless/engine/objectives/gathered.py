@@ -9,8 +9,8 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.ids_objective import IdsObjective
-from logitless.engine.objective import Report, batch_of
+from logitless.engine.objectives.base import Report, batch_of
+from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
