@@ -270,6 +270,7 @@ def test_same_bits_again():
 def test_what_it_does_not_serve():
     weight = torch.zeros(16, 24, dtype=DTYPE, device=DEVICE)
     assert fused.serves(DTYPE, 24, weight) and fused.serves(DTYPE, 24, weight, None)
+    assert not fused.serves(torch.float16, 24, weight)  # a dtype that the kernels were not tried with
     assert not fused.serves(DTYPE, 23, weight) and not fused.serves(DTYPE, 24, weight, weight[:, 1:])
     assert not fused.serves(DTYPE, 24, weight, weight.t()) and not fused.serves(
         DTYPE, 24, weight.flatten()[1:][:16]
