@@ -8,11 +8,13 @@ a CPU.
 
 import itertools
 import json
+import platform
 import random
 import sys
 import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +24,6 @@ import typer
 from logitless import BudgetWarning
 from tests.cases import DTYPES
 from tests.losses.test_cross_entropy import FACTORS, check_case, has_effect
-from tests.mutants.running import environment, shard
 from tests.support import DEVICE
 
 GRID = (
@@ -38,6 +39,20 @@ GRID = (
     "compact",
 )
 IGNORED = (0.0, 0.5, 1.0)
+
+
+def shard(text: str) -> tuple[int, int]:
+    """ "2/3" -> (2, 3)."""
+    k, n = map(int, text.split("/"))
+    if not 1 <= k <= n:
+        raise ValueError
+    return k, n
+
+
+def environment() -> dict[str, str]:
+    """What a record was made with."""
+    versions = {name: version(name) for name in ("torch", "triton")}
+    return {"python": platform.python_version(), **versions, "device": str(DEVICE)}
 
 
 def cases() -> list[tuple[dict, str]]:

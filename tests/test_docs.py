@@ -69,10 +69,6 @@ def test_no_block_is_overlooked():
     assert len(left_out) <= 6 and all(len(reason) > 20 for reason in left_out)
 
 
-def test_the_readme_is_short():
-    assert len(TEXTS["README.md"].splitlines()) <= 150
-
-
 def anchors(page: Path) -> set[str]:
     """Of a page's headings, as the site names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

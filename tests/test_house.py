@@ -1,7 +1,6 @@
-"""Limits that keep the library readable, and what importing it may load.
+"""Imports of the library: no circles, and what importing it may load.
 
-The kernels are long by nature and excepted where a rule says so. `engine/test_call_path.py` counts the
-functions that a call passes; `make lint` holds the contracts between the folders.
+`make lint` checks the contracts between the folders.
 """
 
 import ast
@@ -13,7 +12,6 @@ import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -25,99 +23,15 @@ MODULES = {
     for path in sorted(LIBRARY.rglob("*.py"))
 }
 
-FILE_LINES, TRITON_LINES, FUNCTION_LINES, PARAMETERS, COLUMNS = 300, 450, 60, 8, 110
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers")
-OPERATORS = ("custom_op", "triton_op", "register_fake", "register_kernel", "register_autograd")
-
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class Function(NamedTuple):
-    path: Path
-    node: FunctionNode
-    at_top: bool
-
-    @property
-    def lines(self) -> int:
-        """Without signature and docstring."""
-        body = self.node.body[1:] if ast.get_docstring(self.node) is not None else self.node.body
-        return body[-1].end_lineno - body[0].lineno + 1 if body else 0
-
-    @property
-    def parameters(self) -> int:
-        arguments = self.node.args
-        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        return sum(x.arg not in ("self", "cls") for x in named) + sum(
-            map(bool, (arguments.vararg, arguments.kwarg))
-        )
-
-    @property
-    def is_operator(self) -> bool:
-        return any(
-            word in ast.unparse(decorator) for decorator in self.node.decorator_list for word in OPERATORS
-        )
-
-    @property
-    def is_public_call(self) -> bool:
-        return self.node.name == "__call__" or (self.at_top and self.node.name in logitless.__all__)
-
-    def __str__(self) -> str:
-        return f"{place(self.path)}:{self.node.lineno} {self.node.name}"
 
 
 def place(path: Path) -> str:
     return str(path.relative_to(LIBRARY.parent))
 
 
-def functions() -> Iterator[Function]:
-    """Those outside `kernels/`, nested ones and methods among them."""
-    for path in MODULES.values():
-        if path.is_relative_to(LIBRARY / "kernels"):
-            continue
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, FunctionNode):
-                yield Function(path, node, node in tree.body)
-
-
 def listed(found: list[str]) -> str:
     return f"{len(found)} of them:\n" + "\n".join(found)
-
-
-def test_files_are_short():
-    sizes = {path: len(path.read_text().splitlines()) for path in MODULES.values()}
-    limits = {
-        path: TRITON_LINES if path.name.endswith("_triton.py") else FILE_LINES for path in MODULES.values()
-    }
-    found = [f"{place(path)}: {size} lines" for path, size in sizes.items() if size > limits[path]]
-    assert not found, listed(found)
-
-
-def test_functions_are_short():
-    found = [
-        f"{function}: {function.lines} lines" for function in functions() if function.lines > FUNCTION_LINES
-    ]
-    assert not found, listed(found)
-
-
-def test_functions_take_few_parameters():
-    found = [
-        f"{function}: {function.parameters} parameters"
-        for function in functions()
-        if function.parameters > PARAMETERS and not function.is_operator and not function.is_public_call
-    ]
-    assert not found, listed(found)
-
-
-def test_lines_are_short():
-    found = [
-        f"{place(path)}:{number}: {len(line)} columns"
-        for path in MODULES.values()
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if len(line) > COLUMNS
-    ]
-    assert not found, listed(found)
 
 
 def test_no_code_is_left_out_of_formatting():
@@ -174,22 +88,18 @@ def newly_loaded(*statements: str) -> list[set[str]]:
 
 
 def test_the_import_is_light():
-    """Seconds depend on the machine (0.1 to 0.2 for these modules, with their bytecode): they are counted."""
+    """No module beyond torch's own, none of the tools, and nothing heavy with the fused layers either."""
     layers = "from logitless.layers import rope; from logitless.models import fuse_layers"
     loaded, with_layers = newly_loaded("import logitless", layers)
     assert {name for name in loaded if not name.startswith("logitless")} == set()
-    assert len(loaded) <= 90
     assert not {"logitless.tools.check", "logitless.tools.estimate", "logitless.models"} & loaded
     assert not set(HEAVY) & with_layers
 
 
 def test_lint_runs_what_holds_the_rest():
-    """Lines of at most COLUMNS everywhere, format, and imports that go downwards."""
+    """Rules, format, and imports that go downwards."""
     root = LIBRARY.parent
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]
-    rules = settings["ruff"]["lint"]
-    assert settings["ruff"]["line-length"] == COLUMNS and "E" in rules["select"]
-    assert not {"E", "E5", "E501"} & {*rules["ignore"], *rules.get("per-file-ignores", {})}
     assert settings["importlinter"]["exclude_type_checking_imports"] is False
     layers = next(x for x in settings["importlinter"]["contracts"] if x["type"] == "layers")
     folders = {path.name for path in LIBRARY.iterdir() if (path / "__init__.py").exists()}

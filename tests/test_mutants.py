@@ -1,164 +1,234 @@
-"""The list of mutants keeps up with the code."""
+"""Generated mutants: what is changed and what is left alone, which tests run, what is reported."""
 
-import re
-import shlex
-import sys
-from dataclasses import replace
+import json
+import subprocess
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from typer.testing import CliRunner
 
-from tests.mutants import MUTANTS, table
-from tests.mutants.__main__ import share
-from tests.mutants.mutant import CPU_TESTS, ON_CPU_ALONE, RANKS, WITHOUT_TWIN, Mutant
-from tests.mutants.running import COPIED, Job, run
+pytest.importorskip("cosmic_ray", reason="cosmic-ray is in the dev extra")
+
+import typer  # noqa: E402
+
+from tests.mutants import __main__ as command  # noqa: E402
+from tests.mutants.generate import first_valid, places, sample  # noqa: E402
+from tests.mutants.running import select_tests  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_applies(mutant):
-    broken = mutant.applied((ROOT / mutant.path).read_text())
-    compile(broken, mutant.path, "exec")
-    files = [test.partition("::")[0] for test in shlex.split(mutant.tests) if test.startswith("tests/")]
-    assert all((ROOT / file).exists() for file in files)
-
-
-def test_names_are_unique():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
-
-
-def test_what_is_said_of_mutants_is_said_of_some():
-    """An entry that has gone stale would do nothing."""
-    functions = {(mutant.file, mutant.function) for mutant in MUTANTS}
-    assert {(file, name) for file, names in ON_CPU_ALONE.items() for name in names} <= functions
-    tests = {mutant.tests for mutant in MUTANTS}
-    assert {*RANKS, *CPU_TESTS} <= tests
-    assert all(any(name in command for command in tests) for name in WITHOUT_TWIN)
-
-
-def test_the_table_of_former_mutants_is_true():
-    assert not table.problems()
-    assert table.PAGE.read_text() == table.page(), "run python -m tests.mutants.table"
-
-
-SOURCE = dedent("""
-    LIMIT = {"a": lambda x: x + 1}
-
-    @wraps(1)
-    def f(x):
-        y = x + 1
-        def inner():
-            return x + 2
-        return y
-
-    if LIMIT:
-        class C:
-            size: int = 1
-
-            def f(self, x=1):
-                return x + 1
-
-    @f.register
-    def _(x): return 1
-
-    @f.register
-    def _(x): return 2
-""")
+def mutants(source: str, file: str = "it.py") -> set[tuple[str, str]]:
+    """(before, after) of every variant at every place."""
+    found = (first_valid(file, source, [x]) for variants in places(file, source).values() for x in variants)
+    return {(mutant.before, " ".join(mutant.after.split())) for mutant in found if mutant is not None}
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "line"),
+    ("source", "expected"),
     [
-        ("LIMIT", "x + 1", 2),
-        ("f", "wraps(1)", 4),
-        ("f", "x + 1", 6),
-        ("f.inner", "x", 8),
-        ("C", "int = 1", 13),
-        ("C.f", "x + 1", 16),
-        ("C.f", "x=1", 15),
-        ("_", "2", 22),
+        ("if a: b()", {"if not a: b()"}),
+        ("x = a if b else c", {"x = a if not b else c"}),
+        ("x = not a", {"x = a"}),
+        ("x = -a", {"x = a"}),
+        ("x = ~a", {"x = a"}),
+        ("x = a == b", {"x = a != b"}),
+        ("x = a is not None", {"x = a is None"}),
+        ("x = a < b", {"x = a <= b", "x = a > b", "x = a >= b"}),
+        ("x = a + b", {"x = a - b"}),
+        ("x = a * b", {"x = a / b"}),
+        ("x = a // b", {"x = a * b"}),
+        ("x = a and b", {"x = a or b"}),
+        ("x = f(True)", {"x = f(False)"}),
+        ("for x in y: break", {"for x in y: continue"}),
+        ("x = 3", {"x = 4", "x = 2"}),
+        ("@jit\ndef f(): return 3", {"def f(): return 4", "def f(): return 2"}),
     ],
 )
-def test_a_change_within_one_function(function, old, line):
-    broken = Mutant("it", "file.py", function, old, "BROKEN", "").applied(SOURCE)
-    before, after = SOURCE.splitlines(), broken.splitlines()
-    assert [number for number, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b] == [line]
-    assert after[line - 1] == before[line - 1].replace(old, "BROKEN")
-
-
-def test_lines_may_come_and_go():
-    mutant = Mutant("it", "file.py", "_", "    return 2", "", "")
-    text = "def _():\n    return 1\n\ndef _():\n    return 2\n"
-    assert mutant.applied(text) == text.replace("    return 2", "")
-    two_lines = replace(mutant, new="    x = 2\n    return x")
-    assert two_lines.applied(text) == text.replace("    return 2", "    x = 2\n    return x")
+def test_operators(source, expected):
+    assert {after for _, after in mutants(source)} == expected
 
 
 @pytest.mark.parametrize(
-    ("function", "old", "message"),
+    "source",
     [
-        ("g", "x + 1", "expected g in logitless/file.py, got nothing of that name"),
-        ("inner", "x + 2", "expected inner in logitless/file.py, got nothing of that name"),
-        ("C.size", "x + 2", "expected `old` once in C.size in logitless/file.py, got it 0 times"),
-        ("f", "x + 3", "expected `old` once in f in logitless/file.py, got it 0 times"),
-        ("f", "return", "expected `old` once in f in logitless/file.py, got it 2 times"),
-        ("_", "return", "expected `old` once in _ in logitless/file.py, got it 2 times"),
+        "x: Array[3]",
+        "def f(x: Array[3], *, y: 'A') -> Array[3]: pass",
+        "@cache(3, on=True)\ndef f(): pass",
+        "def f():\n    '''Returns 3.'''",
+        "raise ValueError(3 + 4)",
+        "x = f'{3 + 4}'",
+        "expect(x, 'x', 3, a + b, 4)",
+        "warn(3)",
+        "expected, remedy = 3, 4",
+        "budget = 3",
+        "def f(budget_bytes=3): pass",
+        "BLOCK, WARPS = 3, 4",
+        "f(num_warps=3)",
+        "f(*a, **b)",
+        "if TYPE_CHECKING: import x",
     ],
 )
-def test_what_does_not_apply_is_refused(function, old, message):
-    with pytest.raises(ValueError, match=re.escape(f"mutant 'it': {message}; bring it up to date.")):
-        Mutant("it", "file.py", function, old, "BROKEN", "").applied(SOURCE)
+def test_what_is_left_out(source):
+    assert mutants(source) == set()
 
 
-def empty_project() -> dict[str, str]:
-    """A file in every place that is copied."""
-    return {name if "." in name else f"{name}/empty": "" for name in COPIED}
-
-
-def test_runs(tmp_path, monkeypatch):
-    """Each mutant in a copy of its own, which is what is imported."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "logitless"]:
-        monkeypatch.delitem(sys.modules, name)
-    files = {
-        **empty_project(),
-        "logitless/__init__.py": "",
-        "logitless/it.py": "def f():\n    return 1\n",
-        "tests/__init__.py": "",
-        "tests/test_it.py": "from logitless.it import f\ndef test_f():\n    assert f() > 0\n",
+def test_what_stands_beside_what_is_left_out():
+    assert mutants("x: Array[3] = 4") == {("x: Array[3] = 4", f"x: Array[3] = {x}") for x in (3, 5)}
+    assert {after for _, after in mutants("expect(a + b, 'x', 3, 4)")} == {"expect(a - b, 'x', 3, 4)"}
+    assert {after for _, after in mutants("x = f(tile - 3)")} == {
+        "x = f(tile + 3)",
+        "x = f(tile - 2)",
+        "x = f(tile - 4)",
     }
+    assert mutants("x = 3", "budget.py") == set()
+
+
+SOURCES = {
+    "small.py": "x = a + b\n",
+    "large.py": "\n".join(f"x{i} = a{i} + b{i}" for i in range(40)),
+    "empty.py": "",
+}
+
+
+def test_the_sample():
+    """Seeded, one mutant a place, at least one of every file, and the rest in proportion."""
+    drawn = sample(SOURCES, 20, 0)
+    assert drawn == sample(SOURCES, 20, 0) != sample(SOURCES, 20, 1)
+    assert len({(mutant.file, mutant.line) for mutant in drawn}) == 20
+    assert {"small.py", "large.py"} == {mutant.file for mutant in drawn}
+    assert len(sample(SOURCES, 1000, 0)) == 41
+    alone = sample({"large.py": SOURCES["large.py"]}, 10, 0)
+    assert {mutant.line for mutant in alone} <= {mutant.line for mutant in drawn if mutant.file == "large.py"}
+    for mutant in drawn:
+        before, after = SOURCES[mutant.file].splitlines(), mutant.code.splitlines()
+        (changed,) = [i for i, (a, b) in enumerate(zip(before, after, strict=True), 1) if a != b]
+        assert changed == mutant.line and after[changed - 1] == mutant.after
+
+
+def test_every_folder_of_the_library_has_tests():
+    one_of_each = {path.parent: path for path in sorted(ROOT.rglob("logitless/**/*.py"))}
+    assert len(one_of_each) > 5
+    for path in one_of_each.values():
+        assert select_tests(ROOT, str(path.relative_to(ROOT))), path
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
     for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    changes = {
-        "return -1": "caught",
-        "return 2": "SURVIVES",
-        "import time; time.sleep(60)": "OUT OF TIME",
-        "import os; os.abort()": "caught",
-        "import os; os._exit(9)": "ERROR",
-        "return (": "ERROR",
-    }
-    mutants = [Mutant(change, "it.py", "f", "return 1", change, "tests/test_it.py") for change in changes]
-    jobs = [
-        Job("tests/test_it.py", False, False),
-        *(Job(mutant.tests, False, False, mutant) for mutant in mutants),
-    ]
-    found = {result.name: result.state for result in run(jobs, tmp_path, at_once=2, limit=4, warm=())}
-    assert found == changes | {"tests/test_it.py": "SURVIVES"}
-    assert (tmp_path / "logitless/it.py").read_text() == files["logitless/it.py"]
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
 
 
-def test_shares_of_a_run():
-    shares = [share(MUTANTS, k, 3) for k in (1, 2, 3)]
-    assert sorted(mutant.name for part in shares for mutant in part) == sorted(x.name for x in MUTANTS)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+def test_the_tests_of_a_file(tmp_path):
+    """Own name, imports, a word of the name; the folder above, where there is none of the file's own."""
+    in_losses = ("losses/test_kto.py", "losses/test_other.py")
+    files = (*in_losses, "engine/test_all.py", "engine/test_plan.py", "test_top.py")
+    write(tmp_path, {f"tests/{file}": "" for file in files})
+    write(tmp_path, {"tests/engine/test_uses.py": "from logitless.engine.deep import loop"})
+    library = ("top.py", "losses/kto.py", "engine/deep/loop.py", "engine/plan_steps.py")
+    write(tmp_path, {f"logitless/{file}": "" for file in library})
+
+    def found(file: str) -> list[str]:
+        return [test.removeprefix("tests/") for test in select_tests(tmp_path, f"logitless/{file}")]
+
+    assert found("losses/kto.py") == [*in_losses]
+    assert found("engine/deep/loop.py")[0] == "engine/test_uses.py"
+    assert found("engine/plan_steps.py")[0] == "engine/test_plan.py"
+    assert set(found("engine/plan_steps.py")) == {f for f in files if "/" in f} | {"engine/test_uses.py"}
+    assert "test_top.py" in found("top.py")
+    write(tmp_path, {"logitless/alone/it.py": "@triton.jit\ndef f(): pass"})
+    (tmp_path / "tests/test_top.py").unlink()
+    with pytest.raises(ValueError, match=r"file: expected tests for logitless/alone/it.py, got none; add"):
+        found("alone/it.py")
 
 
-def test_a_library_from_elsewhere_is_refused(tmp_path):
-    for name in map(tmp_path.joinpath, empty_project()):
-        name.parent.mkdir(exist_ok=True)
-        name.touch()
-    (result,) = run([Job("tests", False, False)], tmp_path, at_once=1, limit=4, warm=("logitless",))
-    assert result.state == "ERROR" and "expected logitless" in result.line
+PROJECT = {
+    "logitless/__init__.py": "",
+    "logitless/it.py": """
+        def large(x):
+            return x > 10
+
+        def untested(x):
+            return x > 10
+
+        def wait(x):
+            while x:
+                pass
+    """,
+    "tests/__init__.py": "",
+    "tests/test_it.py": """
+        from logitless.it import large, wait
+
+        def test_large():
+            assert large(11) and not large(10)
+
+        def test_wait():
+            wait(0)
+    """,
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    write(tmp_path / "project", PROJECT)
+    commit(tmp_path / "project")
+    return tmp_path / "project"
+
+
+def commit(folder: Path) -> None:
+    identity = ("-c", "user.name=it", "-c", "user.email=it@example.org")
+    for arguments in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "it")):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+
+
+def invoke(project: Path, *arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(command.main)
+    done = CliRunner().invoke(app, ["--root", str(project), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def outcomes(record: Path) -> dict[int, set[str]]:
+    """Line -> what became of its mutants."""
+    found = {}
+    for row in json.loads(record.read_text())["mutants"]:
+        found.setdefault(row["line"], set()).add(row["outcome"])
+    return found
+
+
+def test_a_run(project, tmp_path, monkeypatch):
+    """What is tested is caught, in a loop too; what is not survives; an interrupted run goes on."""
+    monkeypatch.setattr("tests.mutants.running.GRACE", 1)
+    record = tmp_path / "record.json"
+    options = ["--limit", "1", "--json", str(record)]
+    output = invoke(project, "logitless/it.py", *options)
+    assert outcomes(record) == {3: {"caught"}, 6: {"survived"}, 9: {"timed out"}}
+    assert "survived  logitless/it.py:6 " in output and " mutants caught (" in output
+    assert (project / "logitless/it.py").read_text() == dedent(PROJECT["logitless/it.py"])
+
+    rows = json.loads(record.read_text())
+    kept, dropped = rows["mutants"][:-1], rows["mutants"][-1]
+    record.write_text(json.dumps({**rows, "mutants": kept}))
+    assert invoke(project, "logitless/it.py", *options).count(" s  logitless") == 1
+    assert json.loads(record.read_text())["mutants"][-1]["line"] == dropped["line"]
+    done = CliRunner()
+    app = typer.Typer()
+    app.command()(command.main)
+    other = done.invoke(app, ["--root", str(project), "--seed", "1", "--json", str(record)])
+    assert other.exit_code == 2 and "another's" in other.output
+
+
+def test_two_trees_of_tests(project, tmp_path):
+    """The same mutants under the tests of another commit; a test that fails anyway catches nothing."""
+    write(project, {"tests/test_it.py": "def test_it():\n    pass\n"})
+    commit(project)
+    write(project, {"tests/test_it.py": "def test_it():\n    assert False\n"})
+    commit(project)
+    for tests, outcome in (("HEAD~1", "survived"), ("HEAD", "unclear")):
+        record = tmp_path / f"{outcome}.json"
+        options = ("--library", "HEAD~2", "--tests", tests, "--count", "2", "--json", str(record))
+        invoke(project, *options)
+        assert set.union(*outcomes(record).values()) == {outcome}

@@ -81,8 +81,3 @@ def test_the_tiny_model_is_made_before_the_process_group():
     for name in EXAMPLES:
         source = (Path(__file__).parents[1] / "examples" / f"{name}.py").read_text()
         assert source.index("or tiny_model(") < source.index("Config(\n") and source.count("tiny_model(") < 3
-
-
-def test_examples_are_short():
-    for name in EXAMPLES:
-        assert len((Path(tiny_start.__file__).parent / f"{name}.py").read_text().splitlines()) < 80

@@ -1,131 +1,180 @@
-"""`make mutants`: break the library in one small way at a time, and see that the tests notice.
+"""`make mutants`: the share of mutants that the tests catch, and those that survive.
 
-    python -m tests.mutants                                     all
-    python -m tests.mutants kernels/ "softcap"                  by a part of the name or of the file
-    python -m tests.mutants --jobs 16 --shard 2/3 --json 2.json
+    python -m tests.mutants --count 300 --seed 0 --jobs 2 --json record.json
+    python -m tests.mutants engine/ losses/kto.py                only files whose name contains one of these
+    python -m tests.mutants --library v1 --tests v1              the tests of one commit ...
+    python -m tests.mutants --library v1 --tests HEAD            ... against another's, on the same mutants
 
-Every mutant is applied to a temporary copy of the repository, in which a few fast tests then run; they must
-fail. A mutant that survives is a missing test. Mutants of Triton code run in its interpreter, or on a GPU.
+The library and the tests are those of a commit: what is not committed is not seen. With --json the record is
+written after each mutant, and the same command goes on where it was interrupted.
 """
 
-import argparse
+import compileall
+import io
 import json
-import os
+import py_compile
+import queue
+import shutil
+import subprocess
 import sys
-import time
+import tarfile
+import tempfile
 from collections import Counter
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from threading import Lock
+from typing import Annotated
 
-import torch
+import typer
 
-from tests.mutants import MUTANTS
-from tests.mutants.mutant import Mutant
-from tests.mutants.running import (
-    CAUGHT,
-    CORE,
-    ENVIRONMENT,
-    SURVIVES,
-    TRAINERS,
-    Job,
-    Result,
-    environment,
-    run,
-    shard,
-)
+from tests.mutants.generate import Mutant, sample
+from tests.mutants.running import needs_interpreter, run, select_tests
 
 ROOT = Path(__file__).parents[2]
-WITH_TRAINERS = ("logitless/models/", "logitless/trl_integration/")
+CAUGHT, TIMED_OUT, SURVIVED = "caught", "timed out", "survived"
+# A test failed that fails without the mutant, too.
+UNCLEAR = "unclear"
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutants",
-        description="Break the code in small ways, one at a time, and expect a test to notice each.",
-    )
-    parser.add_argument("parts", nargs="*", help="only mutants whose name or file contains one of these")
-    parser.add_argument("--jobs", type=int, default=2, help="how many to run at once (%(default)s)")
-    parser.add_argument("--limit", type=float, default=180, help="seconds for each (%(default)s)")
-    parser.add_argument(
-        "--shard", type=shard, default=(1, 1), metavar="K/N", help="the K-th of N equal shares"
-    )
-    parser.add_argument("--json", type=Path, help="file for the record, written after each mutant")
-    return parser.parse_args()
+def git(*arguments: str, root: Path) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True).stdout
 
 
-def share(mutants: list[Mutant], k: int, n: int) -> list[Mutant]:
-    """Those of one test command go to as few shares as possible: each share runs it without a mutant, too."""
-    ordered = sorted(mutants, key=lambda mutant: (mutant.interpreted, mutant.tests))
-    return ordered[len(ordered) * (k - 1) // n : len(ordered) * k // n]
+def extract(folder: Path, commit: str, *paths: str, root: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(git("archive", commit, *paths, root=root))) as archive:
+        archive.extractall(folder, filter="data")
 
 
-def jobs_for(mutants: list[Mutant]) -> list[Job]:
-    """The clean runs first: a test that fails anyway catches nothing."""
-    found = [Job(mutant.tests, mutant.interpreted, mutant.on_cpu, mutant) for mutant in mutants]
-    return [*dict.fromkeys(replace(job, mutant=None) for job in found), *found]
+def make_tree(folder: Path, library: str, tests: str, root: Path) -> Path:
+    """The repository as of the commit `tests`, with the library of the commit `library`."""
+    extract(folder, tests, root=root)
+    shutil.rmtree(folder / "logitless")
+    extract(folder, library, "logitless", root=root)
+    # Bytecode is compared with the source's hash: times are too coarse for files that change so quickly.
+    mode = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(folder / "logitless", quiet=2, invalidation_mode=mode)
+    return folder
 
 
-def write(path: Path, options: argparse.Namespace, results: list[Result], start: float) -> None:
-    def row(result: Result) -> dict:
-        mutant = result.job.mutant
-        where = {"file": mutant.path, "function": mutant.function} if mutant else {}
-        where |= {"without the GPU": True} if result.job.on_cpu and torch.cuda.is_available() else {}
-        found = {"state": result.state, "seconds": round(result.seconds, 1), "line": result.line}
-        return {"name": result.name, **where, "tests": result.job.tests, **found}
+class Runner:
+    """Runs mutants, each in a tree that no other one uses at the time."""
 
-    record = {
-        "command": sys.argv[1:],
-        "environment": environment(),
-        "seconds": round(time.perf_counter() - start),
-        "clean": [row(result) for result in results if not result.job.mutant],
-        "mutants": [row(result) for result in results if result.job.mutant],
+    def __init__(self, trees: list[Path], limit: float) -> None:
+        self.limit = limit
+        self.clean, *others = trees
+        self.free = queue.SimpleQueue()
+        for tree in others:
+            self.free.put(tree)
+        self.lock = Lock()
+        self.passed: dict[tuple, bool] = {}
+
+    def __call__(self, mutant: Mutant) -> dict:
+        """The mutant's entry in the record."""
+        tree = self.free.get()
+        path = tree / mutant.file
+        source = path.read_text()
+        interpret = needs_interpreter(source)
+        tests = select_tests(tree, mutant.file)
+        try:
+            path.write_text(mutant.code)
+            result = run(tree, tests, self.limit, interpret=interpret)
+        finally:
+            path.write_text(source)
+            self.free.put(tree)
+        if result.timed_out:
+            outcome = TIMED_OUT if self.passes(*tests, limit=self.limit, interpret=interpret) else UNCLEAR
+        elif result.failed:
+            test = result.failed if result.failed.startswith("tests/") else tests[0]
+            outcome = CAUGHT if self.passes(test, limit=1, interpret=interpret) else UNCLEAR
+        else:
+            outcome = SURVIVED
+        return {**entry(mutant), "outcome": outcome, "test": result.failed, "seconds": result.seconds}
+
+    def passes(self, *tests: str, limit: float, interpret: bool) -> bool:
+        """Whether the tests pass, as far as they come within the limit, without a mutant."""
+        run_of = (tests, limit, interpret)
+        with self.lock:
+            if run_of not in self.passed:
+                self.passed[run_of] = not run(self.clean, tests, limit, interpret=interpret).failed
+            return self.passed[run_of]
+
+
+def entry(mutant: Mutant) -> dict:
+    """What names a mutant in the record."""
+    return {name: value for name, value in asdict(mutant).items() if name != "code"}
+
+
+def describe(row: dict) -> str:
+    return f"{row['file']}:{row['line']} {row['operator']}: {row['before']} -> {row['after']}"
+
+
+def summarize(rows: list[dict]) -> str:
+    """The survivors, and the score: caught mutants, those that timed out among them, of all clear ones."""
+    counts = Counter(row["outcome"] for row in rows)
+    caught = counts[CAUGHT] + counts[TIMED_OUT]
+    clear = caught + counts[SURVIVED]
+    lines = [f"{row['outcome']:9} {describe(row)}" for row in rows if row["outcome"] in (SURVIVED, UNCLEAR)]
+    score = f"{caught} of {clear} mutants caught ({caught / max(clear, 1):.1%})"
+    return "\n".join([*sorted(lines), f"{score}, {counts[TIMED_OUT]} by time; {counts[UNCLEAR]} unclear."])
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in ("cosmic-ray", "torch", "triton", "transformers", "trl", "pytest"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def main(
+    files: Annotated[list[str] | None, typer.Argument(help="Only files whose name contains one.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Mutants to draw.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Mutants to run at once.")] = 2,
+    limit: Annotated[float, typer.Option(help="CPU seconds of tests for each mutant.")] = 90,
+    library: Annotated[str, typer.Option(help="Commit whose library is mutated.")] = "HEAD",
+    tests: Annotated[str, typer.Option(help="Commit whose tests run.")] = "HEAD",
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the record.")] = None,
+    root: Annotated[Path, typer.Option(hidden=True)] = ROOT,
+) -> None:
+    """Change one place of the library at a time, and expect a test to fail."""
+    commits = {
+        name: git("rev-parse", "--short=12", f"{commit}^{{commit}}", root=root).decode().strip()
+        for name, commit in (("library", library), ("tests", tests))
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def main() -> None:
-    options, start = arguments(), time.perf_counter()
-    os.environ.update(ENVIRONMENT)
-    chosen = [
-        m for m in MUTANTS if not options.parts or any(x in m.name or x in m.path for x in options.parts)
-    ]
-    chosen = share(chosen, *options.shard)
-    for mutant in chosen:
-        mutant.applied((ROOT / mutant.path).read_text())
-    trainers = any(mutant.path.startswith(WITH_TRAINERS) for mutant in chosen)
-    warm = CORE + TRAINERS if trainers else CORE
-    results = []
-    for result in run(jobs_for(chosen), ROOT, at_once=options.jobs, limit=options.limit, warm=warm):
-        results.append(result)
-        state = result.state if result.job.mutant else "passes" if result.state == SURVIVES else "FAILS"
-        of = "" if result.job.mutant else " without a mutant"
-        print(f"{state:11} {result.seconds:4.0f} s  {result.name}{of}: {result.line[:150]}", flush=True)
-        if options.json is not None:
-            write(options.json, options, results, start)
-    raise SystemExit(0 if summary(results, time.perf_counter() - start) else 1)
-
-
-def summary(results: list[Result], seconds: float) -> bool:
-    """Prints what became of the mutants, by folder, and which no test caught; whether there are none."""
-    # What fails without a mutant catches none.
-    dirty = {r.job for r in results if not r.job.mutant and r.state != SURVIVES}
-    rows, bad = {}, [result for result in results if not result.job.mutant and result.state != SURVIVES]
-    for result in results:
-        if (mutant := result.job.mutant) is not None:
-            caught = result.state == CAUGHT and replace(result.job, mutant=None) not in dirty
-            state = "caught" if caught else "not caught"
-            rows.setdefault(mutant.file.rpartition("/")[0] or ".", Counter())[state] += 1
-            bad += [] if caught else [result]
-    total = sum(rows.values(), Counter())
-    print(f"\n{'folder':20}{'caught':>8}{'not caught':>12}")
-    for folder, counts in [*sorted(rows.items()), ("all", total)]:
-        print(f"{folder:20}{counts['caught']:8}{counts['not caught']:12}")
-    for result in bad:
-        print(f"\n{result.state if result.job.mutant else 'FAILS without a mutant'}: {result.name}")
-        print(f"    {result.job.tests}\n    {result.line}")
-    print(f"\n{total['caught']} of {total.total()} mutants caught, in {seconds:.0f} s.")
-    return not bad
+    record = {**commits, "files": files or [], "count": count, "seed": seed, "limit": limit}
+    record |= {"versions": versions(), "mutants": []}
+    if json_file is not None and json_file.exists():
+        before = json.loads(json_file.read_text())
+        if {**before, "mutants": []} != record:
+            raise typer.BadParameter(f"expected a record of this command, got another's: {json_file}")
+        record = before
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = [Path(folder, str(job)) for job in range(jobs + 1)]
+        for tree in trees:
+            make_tree(tree, *commits.values(), root=root)
+        names = (str(path.relative_to(trees[0])) for path in sorted(trees[0].rglob("logitless/**/*.py")))
+        sources = {
+            name: (trees[0] / name).read_text()
+            for name in names
+            if not files or any(part in name for part in files)
+        }
+        drawn = sample(sources, count, seed)
+        waiting = [m for m in drawn if not any(entry(m).items() <= row.items() for row in record["mutants"])]
+        runner = Runner(trees, limit)
+        with ThreadPoolExecutor(jobs) as pool:
+            for future in as_completed([pool.submit(runner, mutant) for mutant in waiting]):
+                row = future.result()
+                record["mutants"].append(row)
+                typer.echo(f"{row['outcome']:9} {row['seconds']:5.0f} s  {describe(row)}  {row['test']}")
+                if json_file is not None:
+                    json_file.write_text(json.dumps(record, indent=1) + "\n")
+    typer.echo("\n" + summarize(record["mutants"]))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
