@@ -157,7 +157,7 @@ def main(
         trees = [Path(folder, str(job)) for job in range(jobs + 1)]
         for tree in trees:
             make_tree(tree, *commits.values(), root=root)
-        names = (str(path.relative_to(trees[0])) for path in sorted(trees[0].rglob("logitless/**/*.py")))
+        names = (str(path.relative_to(trees[0])) for path in sorted(trees[0].glob("logitless/**/*.py")))
         sources = {
             name: (trees[0] / name).read_text()
             for name in names
