@@ -8,7 +8,7 @@ import torch
 from logitless._version import __version__
 from logitless.engine.budget import default_budget
 from logitless.engine.plan import MIB
-from logitless.kernels import fused_projection, uses_triton
+from logitless.kernels import GENERATIONS, fused_projection, uses_triton
 from logitless.kernels.head import divergence
 from logitless.losses import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss
 from logitless.losses.base import LinearLoss
@@ -61,13 +61,14 @@ def accelerated(device: torch.device) -> list[str]:
     slow = [name for name in dtypes if name not in fast]
     head = torch.empty(16, 16, dtype=torch.bfloat16, device=device)
     product = fused_projection.serves(head.dtype, head.shape[1], head)
+    elsewhere = f"no, on {', '.join(GENERATIONS.values()).title()} alone"
     kernels = [name for name in divergence.FUSED if divergence.has_kernel(name, device, torch.bfloat16)]
     return [
         f"Triton kernels: {', '.join(fast) or 'none'}; PyTorch twins, in the same chunks: "
         f"{', '.join(slow) or 'none'}",
         f"divergences of a teacher as one kernel: {', '.join(kernels) or 'none'}; "
         "other losses of logits: torch.compile, chunk by chunk",
-        f"projected and read in one kernel (bf16): {'yes' if product else 'no, on Hopper alone'}",
+        f"projected and read in one kernel (bf16): {'yes' if product else elsewhere}",
     ]
 
 
