@@ -14,7 +14,7 @@ import typer  # noqa: E402
 
 from tests.mutants import __main__ as command  # noqa: E402
 from tests.mutants.generate import first_valid, places, sample  # noqa: E402
-from tests.mutants.running import select_tests  # noqa: E402
+from tests.mutants.running import run, select_tests  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 
@@ -219,6 +219,26 @@ def test_a_run(project, tmp_path, monkeypatch):
     app.command()(command.main)
     other = done.invoke(app, ["--root", str(project), "--seed", "1", "--json", str(record)])
     assert other.exit_code == 2 and "another's" in other.output
+
+
+CASES = """
+    import pytest
+
+    @pytest.mark.parametrize("case", range(6))
+    def test_first(case):
+        assert case != {failing}
+
+    def test_second():
+        assert False
+"""
+
+
+@pytest.mark.parametrize(("failing", "failed"), [(0, "first[0]"), (1, "second"), (5, "second")])
+def test_one_case_of_every_test_comes_first(tmp_path, failing, failed):
+    write(tmp_path, {"tests/test_it.py": CASES.format(failing=failing)})
+    assert (
+        run(tmp_path, ["tests/test_it.py"], 30, interpret=False).failed == f"tests/test_it.py::test_{failed}"
+    )
 
 
 def test_two_trees_of_tests(project, tmp_path):
