@@ -1,10 +1,12 @@
 """Errors in one form, `argument: expected X, got Y; remedy.`, and warnings that point at the caller's own
 line."""
 
+import math
 import os
 import sys
 import warnings
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 import torch
 
@@ -34,6 +36,17 @@ def check_choice(argument: str, value: object, choices: Iterable) -> None:
         repr(value),
         "pick one of these",
     )
+
+
+def check_number(
+    argument: str, value: object, expected: str = "a finite number", *, whole: bool = False
+) -> None:
+    """Raise unless the value is a finite number (with `whole`: an integer), not text and not a bool."""
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        raise TypeError(f"{argument}: expected {expected}, got {value!r}; pass a number.")
+    if not math.isfinite(value):
+        remedy = "check the computation that it comes from"
+        raise ValueError(f"{argument}: expected {expected}, got {value}; {remedy}.")
 
 
 def warn(message: str, category: type[Warning]) -> None:

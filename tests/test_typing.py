@@ -153,7 +153,7 @@ def choices(loss: type, field: str) -> set[str]:
 DISPATCHED = {
     "loss_type of DPO": (dpo.DPOLoss, "loss_type", dpo_types.DPO_TYPES),
     "f_divergence_type": (dpo.DPOLoss, "f_divergence_type", dpo_types.DIVERGENCES),
-    "loss_type of KTO": (kto.KTOLoss, "loss_type", kto.KTO_LOSSES),
+    "loss_type of KTO": (kto.KTOLoss, "loss_type", kto.KTO_MARGINS),
     "loss_type of CPO": (reference_free.CPOLoss, "loss_type", reference_free.CPO_LOSSES),
     "loss_type of GRPO": (logitless.GRPOLoss, "loss_type", grpo_types.SURROGATES),
     "importance_sampling_level": (logitless.GRPOLoss, "importance_sampling_level", grpo_types.LEVELS),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.engine.operands import Operands, SplitHead, shifted
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
-from logitless.errors import expect
+from logitless.errors import check_number, expect
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WholeSequences
 from logitless.parallel.vocabulary import Shards, WholeVocabulary
@@ -191,6 +191,7 @@ def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device
         expected, remedy = f"None with reduction={loss.reduction!r}", "only reduction='mean' divides by it"
         expect(False, "num_items", expected, given, remedy)
     if not isinstance(given, Tensor):
+        check_number("num_items", given, "a finite number or a 0-d tensor")
         given = torch.full((), given, dtype=dtype, device=device)
     expect(given.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
     return given.to(device)

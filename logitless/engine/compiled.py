@@ -46,7 +46,7 @@ def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | No
     losses, metrics = terms
     sums = metric_sums(metrics)
     if factors.loss is not None:
-        return Evaluation(reduced(losses, factors.loss), sums)
+        return Evaluation(reduced(losses, factors), sums)
     values = unreduced(losses)
     return Evaluation((values if upstream is None else values * upstream).sum(), sums, values)
 

@@ -121,13 +121,17 @@ def _check_floats(name: str, x: object) -> None:
     expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, remedies[name], TypeError)
     expected, got = "a dense bfloat16, float16, float32 or float64 tensor", f"{x.dtype}, {x.layout}"
     dense = x.dtype in FLOATS and x.layout == torch.strided
-    expect(dense, name, expected, got, "dequantize it (or cast it) before the call", TypeError)
+    remedy = "dequantize it (or cast it) before the call"
+    if name != "bias" and x.dtype in INTEGERS[:2] and x.layout == torch.strided:
+        # Token ids where floats belong: an order such as that of F.cross_entropy.
+        remedy = "the order is (hidden, weight, targets), with the token ids last"
+    expect(dense, name, expected, got, remedy, TypeError)
 
 
 def _check_ids(targets: object) -> None:
     kind = type(targets).__name__
     expect(isinstance(targets, Tensor), "targets", "an int64 tensor", kind, "pass token ids", TypeError)
-    remedy = "pass token ids, not probabilities or a mask"
+    remedy = "pass token ids, not probabilities or a mask; the order is (hidden, weight, targets)"
     expect(
         targets.dtype in INTEGERS, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError
     )

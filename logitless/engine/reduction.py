@@ -30,7 +30,8 @@ def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitF
     if deferred is None:
         deferred = power_of_two(factors[loss.unit])
     own = {unit: factor / deferred for unit, factor in factors.items()}
-    return UnitFactors(own, _inverses(counts, call.stat_dtype, 1.0)), deferred
+    counted = None if call.num_items is None else loss.unit
+    return UnitFactors(own, _inverses(counts, call.stat_dtype, 1.0), counted), deferred
 
 
 def metric_factors(counts: dict[str, int | Tensor], dtype: torch.dtype) -> dict[str | None, Number]:

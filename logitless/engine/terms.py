@@ -51,6 +51,7 @@ class UnitFactors(NamedTuple):
 
     loss: Factors | None  # None where the loss is not reduced
     metrics: Factors
+    num_items_unit: str | None = None  # the unit that `num_items` counts; None: the call has none
 
     def tensors(self, like: Tensor) -> "UnitFactors":
         """All as 0-d tensors: a compiled function would take every new number for a new program."""
@@ -65,15 +66,25 @@ class UnitFactors(NamedTuple):
                 for unit, x in factors.items()
             }
 
-        return UnitFactors(convert(self.loss), convert(self.metrics))
+        return self._replace(loss=convert(self.loss), metrics=convert(self.metrics))
 
 
 def reduced(
-    terms: Mapping[str, Term], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
+    terms: Mapping[str, Term], factors: UnitFactors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> Tensor:
-    """The one place where the loss is reduced: each term's sum, times the factor of its unit; 0-d."""
+    """The one place where the loss is reduced: each term's sum, times the factor of its unit; 0-d.
+
+    Raises:
+        ValueError: the call has `num_items`, and no term is divided by it.
+    """
+    unit = factors.num_items_unit
+    if unit is not None and all(term.over != unit for term in terms.values()):
+        units = ", ".join(sorted({str(term.over) for term in terms.values()}))
+        expected = f"None for a loss without a term over {unit!r}, the unit that it counts"
+        remedy = "leave it out, or set the loss's `unit` to the one that it counts"
+        expect(False, "num_items", expected, f"a number beside terms over {units}", remedy)
     first, *others = [
-        sequences.sum_unless_whole(values.sum() * factors[over], over) for values, over in terms.values()
+        sequences.sum_unless_whole(values.sum() * factors.loss[over], over) for values, over in terms.values()
     ]
     return sum(others, first)
 

@@ -2,14 +2,17 @@
 
 import functools
 import inspect
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from typing import ClassVar, get_origin
+from types import NoneType, UnionType
+from typing import ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import check_number, expect
 
 _CHECKED: set[type] = set()
 
@@ -41,6 +44,79 @@ def _is_class_variable(kind: object) -> bool:
     return kind is ClassVar or get_origin(kind) is ClassVar or (isinstance(kind, str) and "ClassVar" in kind)
 
 
+class NumericField(NamedTuple):
+    """What a field that is annotated as a number, or as a sequence of numbers, may hold."""
+
+    whole: bool  # an integer
+    several: bool  # a sequence
+    others: tuple  # values that are allowed beside numbers, such as None
+
+    @property
+    def expected(self) -> str:
+        """A noun phrase for an error."""
+        if self.several:
+            number = "a sequence of whole numbers" if self.whole else "a sequence of finite numbers"
+        else:
+            number = "a whole number" if self.whole else "a finite number"
+        return " or ".join([number, *map(repr, self.others)])
+
+
+def numeric_fields(cls: type) -> Mapping[str, NumericField]:
+    """The numeric fields of a loss class by name, from its annotations and those of its bases."""
+    found: dict[str, NumericField] = {}
+    for parent in reversed(cls.__mro__):
+        for name, annotation in inspect.get_annotations(parent).items():
+            found.pop(name, None)
+            field = _numeric_field(_resolved(annotation, parent))
+            if field is not None:
+                found[name] = field
+    return found
+
+
+def _resolved(annotation: object, owner: type) -> object:
+    """An annotation that may be a text; a text that cannot be evaluated names no number."""
+    if not isinstance(annotation, str):
+        return annotation
+    module = sys.modules.get(owner.__module__)
+    try:
+        return eval(annotation, dict(vars(module)) if module else {})
+    except Exception:
+        return None
+
+
+def _numeric_field(annotation: object) -> NumericField | None:
+    union = get_origin(annotation) in (Union, UnionType)
+    numbers, several, others = set(), False, []
+    for option in get_args(annotation) if union else (annotation,):
+        if option in (int, float):
+            numbers.add(option)
+        elif option is NoneType:
+            others.append(None)
+        elif get_origin(option) is Literal:
+            others.extend(get_args(option))
+        elif get_origin(option) in (Sequence, tuple, list):
+            several = True
+            numbers.update(get_args(option))
+        else:
+            return None
+    numbers.discard(Ellipsis)
+    if not numbers or not numbers <= {int, float}:
+        return None
+    return NumericField(numbers == {int}, several, tuple(others))
+
+
+def check_numbers(loss) -> None:
+    """Numeric fields hold numbers: no text, no bool, no NaN and no infinity."""
+    for name, field in loss.numeric.items():
+        value = getattr(loss, name)
+        if any(value is other or value == other for other in field.others):
+            continue
+        if field.several and not isinstance(value, tuple):
+            raise TypeError(f"{name}: expected {field.expected}, got {value!r}; pass a tuple of numbers.")
+        for number in value if field.several else (value,):
+            check_number(name, number, field.expected, whole=field.whole)
+
+
 def check_fields(loss) -> None:
     """Fields are constants: hashable, of the right kind, and no tensors."""
     for field in fields(loss):
@@ -53,6 +129,7 @@ def check_fields(loss) -> None:
     budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
     number = isinstance(budget, int) and not isinstance(budget, bool) if budget is not None else True
     expect(number, "logits_budget", "a whole number of bytes or None", repr(budget), remedy, TypeError)
+    check_numbers(loss)
     expect(budget is None or budget > 0, "logits_budget", "a positive number of bytes", budget, remedy)
     expect(loss.temperature > 0, "temperature", "a positive number", loss.temperature, "use 1.0 for none")
     softcap = loss.softcap

@@ -62,8 +62,9 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     targets (N,) and `cu_seqlens` (2B + 1,). Besides the keywords of every loss it takes one of `ref_logps`
     and `ref_hidden`, which get no gradient: `ref_logps` is (2B,) per sequence, with the weights of `ld_alpha`
     already in the sums, or per token, in targets' shape; `ref_hidden` (2B, T, H') comes with `ref_weight` (V,
-    H') and `ref_bias` (V,). `num_items` is the number of pairs. With `cp_group`, `ld_alpha` takes
-    `position_ids`, int like targets: each token's position in its whole sequence.
+    H') and `ref_bias` (V,). `num_items` is the number of pairs, or of chosen tokens for "sft" alone. With
+    `cp_group`, `ld_alpha` takes `position_ids`, int like targets: each token's position in its whole
+    sequence.
 
     Metrics carry TRL's names: `rewards/*`, `logps/*` (sums), `logits/*` (means over the completion tokens and
     the vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
@@ -91,12 +92,12 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         expect(len(names) > 0, "loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
         for name in names:
             check_choice("loss_type", name, DPO_TYPES)
-        weights = (1.0,) * len(names) if self.loss_weights is None else tuple(map(float, self.loss_weights))
+        weights = (1.0,) * len(names) if self.loss_weights is None else self.loss_weights
+        object.__setattr__(self, "loss_type", names)
+        object.__setattr__(self, "loss_weights", tuple(weights) if isinstance(weights, list) else weights)
+        super().__post_init__()
         expected = f"{len(names)} numbers, one per loss_type"
         expect(len(weights) == len(names), "loss_weights", expected, len(weights), "give each its weight")
-        object.__setattr__(self, "loss_type", names)
-        object.__setattr__(self, "loss_weights", weights)
-        super().__post_init__()
         self._check_numbers()
         self._check_combinations()
 
@@ -155,6 +156,10 @@ class DPOLoss(ReferencedLoss, PairedLoss):
     @property
     def scope(self) -> str:
         return "batch" if SORTED & set(self.loss_type) else "group"
+
+    @property
+    def unit(self) -> str:
+        return "chosen_tokens" if set(self.loss_type) == {"sft"} else "pairs"
 
     @property
     def observes(self) -> tuple[str, ...]:

@@ -11,18 +11,20 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import shifted
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, check_number, expect
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import taken_apart, with_heads
 from logitless.losses.inputs import HeadWeight, ReferenceInputs
+from logitless.losses.numerics import sigmoid
 from logitless.losses.preference import PairedLoss, ReferencedLoss, mean_over
 from logitless.losses.reference_model import check_reference
 
 KTOType = Literal["kto", "apo_zero_unpaired"]
-# Losses of (desirable, undesirable) sequences, of the reward beta * log-ratio and beta * KL.
-KTO_LOSSES: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "kto": lambda reward, kl: ((kl - reward).sigmoid(), (reward - kl).sigmoid()),
-    "apo_zero_unpaired": lambda reward, kl: ((-reward).sigmoid(), reward.sigmoid()),
+# By how much the policy prefers a sequence, from the reward beta * log-ratio and beta * KL. The loss of a
+# desirable sequence is sigma(-margin), that of an undesirable one sigma(margin).
+KTO_MARGINS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kto": lambda reward, kl: reward - kl,
+    "apo_zero_unpaired": lambda reward, kl: reward,
 }
 
 
@@ -79,14 +81,15 @@ class KTOLoss(ReferencedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("loss_type", self.loss_type, KTO_LOSSES)
+        check_choice("loss_type", self.loss_type, KTO_MARGINS)
         expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps, labels = batch.sum_by_sequence(stats.logps), batch.labels
         reward = self.beta * (logps - self.sequence_ref_logps(batch))
-        desirable, undesirable = KTO_LOSSES[self.loss_type](reward, self.beta * batch.kl)
-        losses = torch.where(labels, self.desirable_weight * desirable, self.undesirable_weight * undesirable)
+        margin = KTO_MARGINS[self.loss_type](reward, self.beta * batch.kl)
+        losses = sigmoid(torch.where(labels, -margin, margin))
+        losses = torch.where(labels, self.desirable_weight * losses, self.undesirable_weight * losses)
         metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
         mean_logits, tokens = stats.sum_logits / batch.V, batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):
@@ -129,8 +132,12 @@ class KTOLoss(ReferencedLoss):
             kl = self.resolved(weight)._mean_log_ratio(kl, (weight, bias), ref_head, shift)
         options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
         if isinstance(kl, Tensor):
+            got = f"shape {tuple(kl.shape)}"
+            expect(kl.numel() == 1, "kl", "a number, a 0-d tensor or a mapping", got, "average it first")
             kl = kl.detach().to(**options).reshape(())
         else:
+            if kl is not None:
+                check_number("kl", kl, "a finite number, a 0-d tensor or a mapping")
             kl = torch.full((), kl or 0.0, **options)
         inputs = {"labels": labels.bool(), "kl": kl.clamp(min=0)}
         out = super().__call__(hidden, weight, targets, bias=bias, shift=shift, **inputs, **arguments)

@@ -20,7 +20,13 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head.transform import Head
 from logitless.losses.agreement import check_agreement
-from logitless.losses.declarations import check_class, check_fields, identity_of
+from logitless.losses.declarations import (
+    NumericField,
+    check_class,
+    check_fields,
+    identity_of,
+    numeric_fields,
+)
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadWeight, Reduction
 from logitless.losses.keywords import CheckedCall
@@ -118,12 +124,14 @@ class LinearLoss(CheckedCall):
     faults: ClassVar[Callable | None] = None
     # The values of the fields as a text, which Dynamo guards on; empty for a loss made inside a graph.
     identity: ClassVar[str] = ""
-    # Derived from the declarations above.
+    # Derived from the declarations above, and from the annotations of the fields.
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
+    numeric: ClassVar[Mapping[str, NumericField]] = MappingProxyType({})
 
     def __init_subclass__(cls, **options) -> None:
         super().__init_subclass__(**options)
         cls.roles = MappingProxyType(roles_of(cls))
+        cls.numeric = MappingProxyType(numeric_fields(cls))
         complete = cls.terms is not LinearLoss.terms  # not a base of other losses
         if complete and cls.scope == "token":
             got = f"{cls.sequence_inputs} with scope 'token'"

@@ -71,8 +71,8 @@ class MultiHeadLoss(CrossEntropyLoss):
 
     def __post_init__(self) -> None:
         coefficients = getattr(self, "coefficients", None)
-        if coefficients is not None:
-            object.__setattr__(self, "coefficients", tuple(map(float, coefficients)))
+        if isinstance(coefficients, list):
+            object.__setattr__(self, "coefficients", tuple(coefficients))
         super().__post_init__()
         reduction, remedy = repr(self.reduction), "sum over the heads"
         expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", reduction, remedy)

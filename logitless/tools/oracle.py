@@ -48,7 +48,7 @@ class Oracle:
         rows = rows_in_order(call)
         factors, _ = unit_factors(call, rows, 1.0)
         terms, metrics = self._terms(call, rows)
-        loss = reduced(terms, factors.loss)
+        loss = reduced(terms, factors)
         settled = _settled(call, metrics, factors.metrics)
         return loss, torch.stack([loss.detach() / call.coefficient, *settled])
 

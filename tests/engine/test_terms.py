@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from logitless import LogitsLoss, Term, TokenLoss
 from logitless.engine import terms as module
-from logitless.engine.terms import means, metric_sums, reduced, unreduced
+from logitless.engine.terms import UnitFactors, means, metric_sums, reduced, unreduced
 from tests.support import DEVICE, EngineCalls
 
 H, V = 4, 11
@@ -547,7 +547,7 @@ def test_reduced():
         "c": Term(values, over=None),
         "d": Term(values.sum(), over=None),
     }
-    assert float(reduced(terms, factors)) == 3.5 + 14.0 + 7.0 + 7.0
+    assert float(reduced(terms, UnitFactors(factors, {}))) == 3.5 + 14.0 + 7.0 + 7.0
 
 
 def test_means():

@@ -49,7 +49,8 @@ class BrierLoss(LogitsLoss):
 
     def terms(self, logits, batch):
         p = logits.softmax(-1)
-        target = p.gather(1, batch.targets.clamp(min=0)[:, None])[:, 0]
+        columns, _ = batch.columns(batch.targets)
+        target = p.gather(1, columns[:, None])[:, 0]
         return {"brier": Term(p.square().sum(-1) - 2 * target + 1)}, {"top": Term(p.amax(-1))}
 
 

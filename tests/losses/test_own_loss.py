@@ -32,7 +32,8 @@ class FocalLoss(TokenLoss):
 class BrierLoss(LogitsLoss):
     def terms(self, logits: Tensor, batch: Batch):
         p = logits.softmax(-1)
-        target = p.gather(1, batch.targets.clamp(min=0)[:, None])[:, 0]
+        columns, _ = batch.columns(batch.targets)
+        target = p.gather(1, columns[:, None])[:, 0]
         return {"brier": Term(p.square().sum(-1) - 2 * target + 1)}, {}
 
 

@@ -21,6 +21,7 @@ from logitless import (
 )
 from logitless.engine.head_view import HeadView
 from logitless.models import head_of, patch_model
+from logitless.models.probes import check_head
 
 from ..trl_integration.tiny import VOCAB, tiny_model
 
@@ -350,3 +351,14 @@ def test_several_ids_of_a_head_module():
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert torch.equal(linear_topk(hidden, head, 2).ids, plain.topk(2).indices)
+
+
+def test_a_bias_of_minus_infinity_rules_an_id_out():
+    linear = head()
+    with torch.no_grad():
+        linear.bias[0] = -torch.inf
+    check_head(linear, linear.forward, linear.weight[:1])
+    with torch.no_grad():
+        linear.bias[0] = torch.nan
+    with pytest.raises(ValueError, match="^model: expected logits that differ by at most"):
+        check_head(linear, linear.forward, linear.weight[:1])

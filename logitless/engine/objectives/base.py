@@ -149,4 +149,5 @@ def settled(call: Call, reports: Sequence[Report], factors: Factors) -> tuple[Te
         # a rank walks is its own affair.
         total = call.sequences.sum(total)
     found = means([report.metrics for report in reports], factors, call.sequences)
+    total = total.to(call.stat_dtype)  # a loss of logits in a wider dtype than the operands' is wider
     return total, [found[name].to(call.stat_dtype) for name in call.loss.metric_names]

@@ -114,7 +114,7 @@ class GatheredObjective(IdsObjective):
         numbers = logits[rows], self.stats["teacher_logps"][rows]
         found = call.loss.kernel(*numbers, factors, gradient)
         terms, metrics = map(batch_of(call, self.rows, span).masked, found)
-        self.reports.append(Report(reduced(terms, self.factors.loss), metric_sums(metrics)))
+        self.reports.append(Report(reduced(terms, self.factors), metric_sums(metrics)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         rows = slice(chunk.step.start, chunk.step.stop)

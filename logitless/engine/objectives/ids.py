@@ -151,7 +151,7 @@ class IdsObjective:
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
             terms, metrics = evaluate_terms(call.loss, stats | variables, batch)
-            return reduced(terms, self.factors.loss), metric_sums(metrics)
+            return reduced(terms, self.factors), metric_sums(metrics)
 
         gradients, report = grad_and_value(total, {name: stats[name] for name in names})
         for name, gradient in gradients.items():

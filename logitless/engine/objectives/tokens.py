@@ -207,7 +207,7 @@ class TokenObjective:
 
         def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
             terms, metrics = evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
-            return reduced(terms, self.factors.loss, sequences), metric_sums(metrics)
+            return reduced(terms, self.factors, sequences), metric_sums(metrics)
 
         gradients, report = grad_and_value(total, {name: getattr(stats, name) for name in names})
         for name, gradient in gradients.items():
