@@ -103,8 +103,9 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> l
     """The numbers of `solved_names`; d_logps is d loss / d logps."""
     names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
     if "d_logps" in names:
+        known = call.trainable and "logps" in call.loss.differentiates
         zero = torch.zeros_like(numbers["logps"])
-        numbers["d_logps"] = objective.grads.logps * deferred if call.trainable else zero
+        numbers["d_logps"] = objective.grads.logps * deferred if known else zero
     return [rows.scattered(numbers[name], N) for name in names]
 
 

@@ -61,7 +61,11 @@ def _ratio(total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def _reduce(values: Tensor, reduction: str, count: Tensor | float) -> Tensor:
-    return {"sum": lambda: values.sum(), "mean": lambda: _ratio(values.sum(), count)}[reduction]()
+    return {
+        "none": lambda: values,
+        "sum": lambda: values.sum(),
+        "mean": lambda: _ratio(values.sum(), count),
+    }[reduction]()
 
 
 def _padded(values: Tensor, cu_seqlens: Tensor | None, fill: float) -> Tensor:
@@ -312,7 +316,7 @@ def dpo(
             reorder the pairs.
         discopop_tau: `τ`.
         reference_free: `π_ref = 0`.
-        reduction: "mean" or "sum", over pairs, and for sft over chosen tokens.
+        reduction: "mean" or "sum", over pairs, and for sft over chosen tokens; "none" without sft.
         num_items: normalizer of the mean, in pairs; a number or a 0-d tensor.
         ignore_index: target of the tokens that do not count.
         softcap, logit_scale, temperature: as in `head_logits`; the temperature is also that of the reference.
@@ -529,7 +533,9 @@ def cpo(
 
     nlls, nll_count = -_halves(tokens.logps)[0], _halves(tokens.mask)[0].sum()
     pairs = len(delta) if num_items is None else num_items
-    loss = _reduce(losses, reduction, pairs) + cpo_alpha * _reduce(nlls, reduction, nll_count)
+    loss = _reduce(losses, reduction, pairs)
+    if cpo_alpha:
+        loss = loss + cpo_alpha * _reduce(nlls, reduction, nll_count)
     return loss, _pair_metrics(tokens, logps, beta * rewards, _ratio(nlls.sum(), nll_count))
 
 

@@ -1,0 +1,70 @@
+"""`python -m tests.random --seed 1 --minutes 20`: random calls and trainers for as long as one likes.
+
+Each find is printed once, shrunk, with a line that runs it again. Ends with 1 where there was one.
+"""
+
+import itertools
+import re
+import time
+import traceback
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from tests.random import known
+from tests.random.search import SEARCHED, search
+
+EXAMPLES = {"losses": 200, "trainers": 5}
+
+
+class Part(Enum):
+    LOSSES = "losses"
+    TRAINERS = "trainers"
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="Another seed draws other examples.")] = 1,
+    minutes: Annotated[float, typer.Option(help="When to stop.")] = 20.0,
+    only: Annotated[Part | None, typer.Option(help="Losses or trainers alone.")] = None,
+    name: Annotated[str, typer.Option(help="What to search, by a part of its name.")] = "",
+    with_known: Annotated[bool, typer.Option("--known", help="Also what meets a known fault.")] = False,
+) -> None:
+    if with_known:
+        for faults in known.KNOWN.values():
+            faults.clear()
+    searches, end, finds, runs = [], time.monotonic() + 60 * minutes, set(), 0
+    if only is not Part.TRAINERS:
+        from tests.random.test_losses import SEARCHES, WRONG
+
+        searches += [("losses", *item) for item in (SEARCHES | WRONG).items()]
+    if only is not Part.LOSSES:
+        from tests.random.test_trainers import SEARCHES
+
+        searches += [("trainers", *item) for item in SEARCHES.items()]
+    searches = [item for item in searches if name in item[1]]
+    for turn in itertools.count():
+        for part, title, (cases, check) in searches:
+            if time.monotonic() > end:
+                print(f"seed {seed}: {runs} searches, {len(finds)} finds")
+                raise typer.Exit(1 if finds else 0)
+            runs += 1
+            try:
+                search(cases, check, SEARCHED, max_examples=EXAMPLES[part], seed=seed * 1_000_000 + turn)
+            except Exception as error:  # whatever a call may end in
+                for one in getattr(error, "exceptions", [error]):
+                    report(title, one, finds)
+
+
+def report(title: str, error: Exception, finds: set[tuple[str, str]]) -> None:
+    """Prints a find, unless one like it was printed before."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    key = title, re.sub(r"[\d.e+-]+", "#", f"{place.name} {error}")[:80]
+    if key in finds:
+        return
+    finds.add(key)
+    again = [note for note in getattr(error, "__notes__", ()) if note.startswith("from ")]
+    print(f"== {title}\n{type(error).__name__}: {error}", *again, sep="\n", end="\n\n", flush=True)
+
+
+typer.run(main)

@@ -1,0 +1,240 @@
+"""Stock TRL and the flag, one step each, with options drawn at random, on tiny models whose heads are peaked."""
+
+import functools
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field, fields
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import strategies as st
+
+import logitless.trl_integration as ours
+from logitless.trl_integration import apply_to
+from tests.random.known import unknown
+from tests.random.losses import merged, some
+from tests.random.search import REPEATED, search
+from tests.trl_integration.kinds import needs
+from tests.trl_integration.test_every_trainer import adapted
+from tests.trl_integration.test_log_prob_trainers import stock, words
+from tests.trl_integration.test_sft import options
+from tests.trl_integration.tiny import Run, assert_same_gradients, tiny_model, train
+
+RTOL = 1e-3
+SHARED = some(gradient_accumulation_steps=[2], per_device_train_batch_size=[1, 2], gradient_checkpointing=[True])
+ROLLED = merged(
+    some(
+        beta=[0.0, 0.5],
+        num_iterations=[2],
+        epsilon=[0.05],
+        temperature=[0.7, 1.5],
+        mask_truncated_completions=[True],
+        num_generations=[2],
+        max_completion_length=[3],
+        gradient_accumulation_steps=[2],
+    )
+)
+DISTILLED = some(beta=[0.0, 0.3, 1.0], temperature=[0.7, 2.0])
+# By kind of trainer: the options of its config that change a loss.
+OPTIONS = {
+    "SFT": merged(
+        SHARED,
+        some(
+            loss_type=["dft", "nll"],
+            label_smoothing_factor=[0.2],
+            padding_free=[True],
+            packing=[True],
+            max_length=[8, None],
+            completion_only_loss=[False],
+            pad_to_multiple_of=[8],
+        ),
+    ),
+    "DPO": merged(
+        SHARED,
+        some(
+            loss_type=[
+                *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
+                *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", ["sigmoid", "sft"]),
+            ],
+            loss_weights=[[0.5, 2.0]],
+            label_smoothing=[0.1],
+            beta=[0.5],
+            f_divergence_type=["forward_kl", "js_divergence", "alpha_divergence"],
+            f_alpha_divergence_coef=[0.3],
+            ld_alpha=[0.5],
+            use_weighting=[True],
+            precompute_ref_log_probs=[True],
+            padding_free=[True],
+            max_length=[12],
+        ),
+    ),
+    "KTO": merged(
+        some(
+            loss_type=["apo_zero_unpaired"],
+            beta=[0.5],
+            desirable_weight=[2.0],
+            undesirable_weight=[0.5],
+            precompute_ref_log_probs=[True],
+            max_length=[12],
+            gradient_accumulation_steps=[2],
+        )
+    ),
+    "GRPO": merged(
+        ROLLED,
+        some(
+            loss_type=["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"],
+            epsilon_high=[1.5],
+            delta=[1.2],
+            importance_sampling_level=["sequence"],
+            entropy_coef=[0.2],
+            use_adaptive_entropy=[True],
+            top_entropy_quantile=[0.5],
+            off_policy_mask_threshold=[0.01],
+            use_bias_correction_kl=[True],
+            cast_lm_head_to_fp32=[True],
+            scale_rewards=["batch", "none"],
+        ),
+    ),
+    "RLOO": merged(ROLLED, some(normalize_advantages=[True], reward_clip_range=[(0.1, 0.5)], epsilon_high=[0.4])),
+    "ORPO": merged(SHARED, some(beta=[0.5, 1.0], max_length=[16])),
+    "CPO": merged(
+        SHARED,
+        some(
+            loss_type=["hinge", "ipo", "simpo", "alphapo"],
+            cpo_alpha=[0.0, 0.5],
+            label_smoothing=[0.1],
+            simpo_gamma=[0.7],
+            alpha=[0.2],
+            beta=[0.5],
+        ),
+    ),
+    "TPO": merged(SHARED, some(loss_type=["hinge", "ipo", "tpo-l"], tpo_alpha=[0.0, 2.0], label_smoothing=[0.1])),
+    "GKD": merged(SHARED, DISTILLED),
+    "GOLD": merged(SHARED, DISTILLED),
+    "Distillation": DISTILLED,
+    "IWOPD": merged(DISTILLED, some(distillation_objective=["reverse_kl", "iw_opd"], loss_top_k=[0, 5], loss_add_tail=[False])),
+    "SDFT": some(distillation_alpha=[0.0, 0.5, 1.0], distillation_mode=["full_logits", "sampled_token"], temperature=[0.7]),
+    "SDPO": some(distillation_alpha=[0.0, 0.5, 1.0], distillation_mode=["full_logits", "sampled_token"], beta=[0.1]),
+    "OnlineDPO": some(loss_type=["ipo"], beta=[0.5], temperature=[0.7], missing_eos_penalty=[0.5]),
+    "GMPO": ROLLED,
+    "A2PO": some(beta1=[0.1], beta2=[0.3], temperature=[0.7]),
+}
+FAMILIES = ("llama", "tied", "gemma2", "granite", "cohere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training step.
+
+    Attributes:
+        kind: the trainer's name without "Trainer".
+        options: of its config.
+        family: of the model.
+        lora: whether the model is adapted.
+        applied: the flag is put on by `apply_to`, else by our pair.
+    """
+
+    kind: str
+    options: dict = field(default_factory=dict)
+    family: str = "llama"
+    lora: bool = False
+    applied: bool = False
+    steps: int = 1
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        empty = Case(kind=self.kind)
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {name: x for name, x in given.items() if name == "kind" or x != getattr(empty, name)}
+        return f"Case({', '.join(f'{name}={x!r}' for name, x in given.items())})"
+
+
+@st.composite
+def cases(draw, kind: str) -> Case:
+    chosen = draw(OPTIONS[kind])
+    return Case(
+        kind=kind,
+        options=chosen,
+        family=draw(st.sampled_from(FAMILIES)),
+        lora=draw(st.booleans()),
+        applied=draw(st.booleans()),
+        steps=chosen.get("num_iterations", 1),
+        seed=draw(st.integers(0, 100)),
+    )
+
+
+@functools.cache
+def folder(family: str) -> Path:
+    path = Path(tempfile.mkdtemp(prefix=f"logitless-{family}-"))
+    tiny_model(family, initializer_range=0.35).save_pretrained(path / "model")
+    words().save_pretrained(path / "model")
+    return path
+
+
+def step(case: Case, flag: bool) -> Run:
+    path = folder(case.family)
+    dataset, settings, given = needs(case.kind, path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path / "model")
+    torch.manual_seed(case.seed)
+    with torch.no_grad():  # so that it is not the reference that a trainer loads
+        for p in model.parameters():
+            p += 0.05 * p.std() * torch.randn_like(p)
+    if case.kind == "OnlineDPO" and not case.lora:  # whose reference is a copy of the model otherwise
+        given["ref_model"] = transformers.AutoModelForCausalLM.from_pretrained(path / "model")
+    model = adapted(model) if case.lora else model
+    in_pair = flag and not case.applied
+    config = getattr(ours, f"{case.kind}Config") if in_pair else stock(f"{case.kind}Config")
+    trainer = getattr(ours, f"{case.kind}Trainer") if in_pair else stock(f"{case.kind}Trainer")
+    settings = settings | {"max_steps": case.steps, "seed": case.seed, "learning_rate": 1e-3} | case.options
+    settings |= {"use_chunked_loss": True, "logits_budget": 2**14} if in_pair else {}
+
+    def build(*args, **kwargs):
+        made = trainer(*args, **kwargs)
+        if flag and case.applied:
+            apply_to(made, logits_budget=2**14)
+        return made
+
+    torch.manual_seed(case.seed)
+    return train(build, config(**options(path / "out", **settings)), model, dataset, tokenizer=words(), **given)
+
+
+def check(case: Case) -> None:
+    """Compares a step with the flag to stock TRL's: logs and gradients, or the refusal."""
+    try:
+        with redirect_stdout(StringIO()):
+            _check(case)
+    except Exception as error:
+        error.add_note(f"from tests.random.test_trainers import *; check({case!r})")
+        raise
+
+
+def _check(case: Case) -> None:
+    try:
+        theirs = step(case, flag=False)
+    except Exception:  # what stock TRL refuses or cannot do
+        with pytest.raises(Exception):  # noqa: B017
+            step(case, flag=True)
+        return
+    try:
+        mine = step(case, flag=True)
+    except (ValueError, TypeError) as error:
+        assert ": expected " in str(error), f"not refused by name: {error}"
+        return
+    for theirs_logged, logged in zip(theirs.logs, mine.logs, strict=True):
+        assert theirs_logged.keys() == logged.keys()
+        for name, value in theirs_logged.items():
+            if "time" not in name:
+                expected = pytest.approx(value, rel=RTOL, abs=1e-4, nan_ok=True)
+                assert logged[name] == expected, f"logged {name}: {logged[name]}, stock {value}"
+    assert_same_gradients(theirs, mine, rtol=RTOL)
+
+
+SEARCHES = {kind: (cases(kind).filter(unknown), lambda case: check(case)) for kind in OPTIONS}
+
+
+@pytest.mark.parametrize("kind", SEARCHES)
+def test_step(kind):
+    search(*SEARCHES[kind], REPEATED, max_examples=2)
