@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 4
 JSD, FORWARD, REVERSE, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MODES = {"jsd": JSD.value, "forward_kl": FORWARD.value, "reverse_kl": REVERSE.value}
 # Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
-NOTHING, DRIFT = tl.constexpr(-1e4), tl.constexpr(80.0)
+NOTHING, DRIFT = tl.constexpr(-1e30), tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -110,7 +110,12 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
         if MODE == EVEN:
             shrunk = log2_of_one_and(0.5 * ratio - 0.5)
         else:
-            shrunk = tl.log2(1.0 + tl.where(above, 1.0 - beta, beta) * (ratio - 1.0))
+            smaller = tl.where(above, 1.0 - beta, beta)
+            # The first form is exactly 0 where s = t; the second one keeps the digits of a small share of the
+            # larger.
+            near = 1.0 + smaller * (ratio - 1.0)
+            far = tl.where(above, beta, 1.0 - beta) + smaller * ratio
+            shrunk = tl.log2(tl.where(ratio > 0.5, near, far))
         # log m/s and log m/t; the difference of the former and a huge d would have no digits.
         to_s, to_t = tl.where(above, shrunk + d, shrunk), tl.where(above, shrunk, shrunk - d)
         ours = s * to_s
