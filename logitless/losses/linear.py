@@ -12,7 +12,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.main_gradient import check_main_gradient, check_now
-from logitless.engine.operands import Operands, SplitHead, masked
+from logitless.engine.operands import Operands, SplitHead, check_mask, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
@@ -194,6 +194,11 @@ class LinearLoss(CheckedCall):
         """Slices of sequences cannot be shifted: the last token of one predicts another rank's first."""
         expect(False, "shift", "False with cp_group", True, "shift whole sequences before they are sliced")
 
+    def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
+        """Targets with `ignore_index` where the mask of a call is off."""
+        check_mask(mask, "token_weights" if "token_weights" in self.keywords else None)
+        return masked(targets, mask, self.ignore_index)
+
     def __call__(
         self,
         hidden: Tensor,
@@ -223,8 +228,8 @@ class LinearLoss(CheckedCall):
             shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
                 position i predicts targets[i + 1], and the last position of every sequence nothing.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            mask: like targets, and shifted with them; where it is off (0), the target is not supervised, as
-                if it were `ignore_index`.
+            mask: like targets, and shifted with them; bool, or integers that are 0 or 1. Where it is off (0),
+                the target is not supervised, as if it were `ignore_index`.
             accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
                 pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
                 other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
@@ -245,7 +250,7 @@ class LinearLoss(CheckedCall):
             self.check_call([name for name in inputs if name not in self.internal_inputs])
         if mask is not None:
             self.check_call((), targets=targets, mask=mask)
-            targets = masked(targets, mask, self.ignore_index)
+            targets = self.masked(targets, mask)
         if not isinstance(weight, Tensor | SplitHead):
             now = {"accumulate_now": accumulate_now, "accumulate_into": accumulate_into, **inputs}
             given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **now}

@@ -135,7 +135,8 @@ class ReferencedLoss(ComparedLoss):
             check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
                 # An unreduced loss is computed from per-token numbers of the policy alone.
-                scored = shifted(targets, self.ignore_index, cu_seqlens=cu_seqlens) if shift else targets
+                scored = targets.long()
+                scored = shifted(scored, self.ignore_index, cu_seqlens=cu_seqlens) if shift else scored
                 ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
                 # Beside the unshifted labels, with which the call will shift them.
                 ref_logps = ref_logps.roll(1, -1) if shift else ref_logps

@@ -11,7 +11,7 @@ from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
 from logitless.engine.ids_objective import IdsObjective, TopkObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
+from logitless.engine.operands import INTEGERS, Operands, SplitHead, check_mask, masked, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
@@ -105,11 +105,13 @@ class TopkNumbers(IdsNumbers):
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
     """Targets that say which positions count, and nothing else."""
     any_id = 0 if ignore_index != 0 else 1
+    every = torch.full(shape, any_id, dtype=torch.int64, device=device)
     if mask is None:
-        return torch.full(shape, any_id, dtype=torch.int64, device=device)
+        return every
     expected = f"shape {tuple(shape)}, one entry per token"
     expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
-    return torch.where(mask.bool(), any_id, ignore_index)
+    check_mask(mask)
+    return masked(every, mask, ignore_index)
 
 
 def check_ids(ids: Tensor, hidden: Tensor) -> None:
