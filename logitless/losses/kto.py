@@ -91,8 +91,8 @@ class KTOLoss(ReferencedLoss):
         metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
         mean_logits, tokens = stats.sum_logits / batch.V, batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):
-            metrics[f"rewards/{side}"] = mean_over(reward, these)
-            metrics[f"logps/{side}"] = mean_over(logps, these)
+            metrics[f"rewards/{side}"] = mean_over(reward, these, of="sequences")
+            metrics[f"logps/{side}"] = mean_over(logps, these, of="sequences")
             metrics[f"logits/{side}"] = mean_over(mean_logits, those)
         return {"kto": Term(losses, over="sequences")}, metrics
 

@@ -40,9 +40,9 @@ def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
 
 
-def mean_over(values: Tensor, mask: Tensor) -> Term:
+def mean_over(values: Tensor, mask: Tensor, of: str = "tokens") -> Term:
     """The mean of the values where `mask` is on. Elsewhere they take no part, not even infinite ones."""
-    return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype))
+    return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype), of=of)
 
 
 def chosen_nll(stats: TokenStats, batch: Batch) -> Tensor:

@@ -215,10 +215,13 @@ OF_PAIRS = {
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("over", ["pairs", "tokens"])
 @pytest.mark.parametrize(("values", "right"), OF_PAIRS.values(), ids=OF_PAIRS)
-def test_values_of_a_loss_of_pairs(values, right, over, reduction):
-    """One per row, sequence or pair; `over` is the divisor alone."""
+def test_values_of_a_loss_of_pairs(values, right, over, reduction, request):
+    """One per row, sequence or pair, as `of` says; `over` is the divisor alone."""
+    of = {"rows": "tokens", "sequences": "sequences", "pairs": "pairs"}.get(
+        request.node.callspec.id.split("-")[0]
+    )
     loss = own(
-        lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES
+        lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over, of)}, {}), **SEQUENCES
     )(reduction=reduction)
     arguments = head(4, 5)
     if right:
@@ -229,6 +232,39 @@ def test_values_of_a_loss_of_pairs(values, right, over, reduction):
         match=r"^terms: expected 'own' of Own as values of shape .*per row.*per sequence.*per pair.*, got ",
     ):
         loss(*arguments)
+
+
+@pytest.mark.parametrize("of", [None, "tokens", "pairs", "words"])
+def test_what_a_value_is_of_is_declared(of):
+    """By the shape alone it could not be told where there are as many tokens as sequences."""
+    loss = own(
+        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x), over="tokens", of=of)}, {}), **SEQUENCES
+    )()
+    with pytest.raises(
+        ValueError, match=f"^terms: expected of= what 'own' of Own has .* got {of!r}; pass Term"
+    ):
+        loss(*head(4, 5))
+
+
+def test_values_of_sequences_where_there_are_as_many_tokens():
+    """An ignored token's sequence has a value all the same, and its mean a weight of its own."""
+
+    def terms(x, batch):
+        sums = batch.sum_by_sequence(x) + 1
+        metrics = {"mean": Term(sums, over=torch.ones_like(sums), of="sequences"), "rows": Term(1 + x)}
+        return {"own": Term(sums, over="tokens", of="sequences")}, metrics
+
+    hidden, weight, targets = head(4, 1)
+    targets[1] = -100
+    for options in ({}, {"compact": False}, {"reduction": "none"}):
+        kind = own(terms, scope="group", unit="sequences", metric_names=("mean", "rows"))
+        out = kind(**options)(hidden, weight, targets)
+        logps = (hidden @ weight.T).log_softmax(-1)[:, 0].gather(1, targets.clamp(min=0))[:, 0]
+        sums = torch.where(targets[:, 0] == -100, 0.0, logps) + 1
+        value = sums if options.get("reduction") else sums.sum() / 3
+        assert torch.allclose(out.loss, value), options
+        assert out.metrics["mean"].item() == pytest.approx(sums.mean().item()), options
+        assert out.metrics["rows"].item() == pytest.approx((1 + logps[targets[:, 0] != -100]).mean().item())
 
 
 @pytest.mark.parametrize("length", [4, 2])
@@ -432,7 +468,9 @@ def test_one_pair_shows_nothing(wrong):
 
     def values(x, batch):
         sums = batch.sum_by_sequence(x)
-        return {"own": Term(sums.mean()[None] if wrong == "one number" else sums[:2], over="pairs")}, {}
+        if wrong == "one number":
+            return {"own": Term(sums.mean()[None], over="pairs")}, {}
+        return {"own": Term(sums[:2], over="pairs", of="sequences")}, {}
 
     loss = own(values, **SEQUENCES)()
     loss(*head(2, 5))
