@@ -33,6 +33,8 @@ class LogitsObjective:
     """See `objective.Objective`."""
 
     in_product: ClassVar = False
+    statistics: ClassVar = ()  # it sees the logits themselves
+    differentiable: ClassVar = ()
 
     call: Call
     rows: Rows

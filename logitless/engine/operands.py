@@ -143,21 +143,21 @@ def holds_flags(x: Tensor) -> bool:
     return x.dtype == torch.bool or x.dtype in INTEGERS
 
 
-def check_mask(mask: Tensor, weights: str | None = None) -> None:
-    """Refuse a mask of another dtype than bool or integers; `weights` names the input that takes weights."""
+def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None = None) -> Tensor:
+    """Targets with `ignore_index` where the mask is off, and `WRONG_MASK` where an integer one is not 0 or 1.
+
+    Args:
+        targets: (...) integers.
+        mask: (...), bool or integers.
+        ignore_index: what the targets of tokens that do not count become.
+        weights: the argument of the call that takes weights of tokens, if it has one.
+    """
+    expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
+    expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
     if not holds_flags(mask):
         remedy = "pass mask != 0 if it holds 0 and 1, mask == 0 if it is additive (0 keeps, -inf drops)"
         remedy += "" if weights is None else f", and weights of the tokens as {weights}"
         expect(False, "mask", MASKS, mask.dtype, remedy, TypeError)
-
-
-def masked(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
-    """Targets with `ignore_index` where the mask, of their shape, is off.
-
-    `WRONG_MASK` where an integer mask is neither 0 nor 1.
-    """
-    expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
-    expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
 
 

@@ -12,7 +12,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.main_gradient import check_main_gradient, check_now
-from logitless.engine.operands import Operands, SplitHead, check_mask, masked
+from logitless.engine.operands import Operands, SplitHead, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
@@ -20,7 +20,7 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, expect
 from logitless.kernels.head import Head
 from logitless.losses.agreement import check_agreement
-from logitless.losses.declarations import check_class, check_fields, identity_of
+from logitless.losses.declarations import check_class, check_fields, check_statistics, identity_of
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadWeight, Reduction
 from logitless.losses.keywords import CheckedCall
@@ -103,6 +103,9 @@ class LinearLoss(CheckedCall):
     reference: ClassVar[bool] = False
     return_logps: ClassVar[bool] = False
     return_predictions: ClassVar[bool] = False
+    # See `TokenLoss`.
+    differentiates: ClassVar[tuple[str, ...]] = ()
+    observes: ClassVar[tuple[str, ...]] = ()
     # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
     sum_logits_weights: ClassVar[str | None] = None
     # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
@@ -131,9 +134,12 @@ class LinearLoss(CheckedCall):
             expect(
                 not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError
             )
+        if complete:
+            check_statistics(cls, cls.differentiates, cls.observes)
 
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
+        check_statistics(type(self), self.differentiates, self.observes)
         check_fields(self)
         if not torch.compiler.is_compiling():
             object.__setattr__(self, "identity", identity_of(self))
@@ -196,8 +202,8 @@ class LinearLoss(CheckedCall):
 
     def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
         """Targets with `ignore_index` where the mask of a call is off."""
-        check_mask(mask, "token_weights" if "token_weights" in self.keywords else None)
-        return masked(targets, mask, self.ignore_index)
+        weights = "token_weights" if "token_weights" in self.keywords else None
+        return masked(targets, mask, self.ignore_index, weights)
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
 from logitless.engine.ids_objective import IdsObjective, TopkObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead, check_mask, masked, shifted
+from logitless.engine.operands import INTEGERS, Operands, SplitHead, masked, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
@@ -110,7 +110,6 @@ def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: t
         return every
     expected = f"shape {tuple(shape)}, one entry per token"
     expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
-    check_mask(mask)
     return masked(every, mask, ignore_index)
 
 

@@ -1,5 +1,6 @@
 """What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -316,12 +317,8 @@ def test_a_statistic_that_is_not_declared(name, reduction):
 @pytest.mark.parametrize(
     ("by", "name"),
     [
-        *(
-            (by, name)
-            for by in ("observes", "differentiates")
-            for name in ("entropy", "sum_logits", "log_sum_sq_probs")
-        ),
-        ("observes", "is_top1"),
+        *itertools.product(("observes", "differentiates"), ("entropy", "sum_logits")),
+        *itertools.product(("observes",), ("log_sum_sq_probs", "is_top1")),
     ],
 )
 def test_a_statistic_that_is_declared(name, by, reduction):
@@ -333,6 +330,55 @@ def test_a_statistic_that_is_declared(name, by, reduction):
         reduction=reduction
     )
     assert loss(*head(6)).metrics["seen"].isfinite()
+
+
+def nll(self, stats, batch):
+    return {"own": Term(-stats.logps)}, {}
+
+
+@pytest.mark.parametrize("by", ["attribute", "property"])
+@pytest.mark.parametrize(
+    ("field", "names", "message"),
+    [
+        ("differentiates", ("logps", "log_sum_sq_probs"), "any of logps, lse, .*observes"),
+        ("differentiates", ("logps", "is_top1"), "any of logps, lse, .*observes"),
+        ("differentiates", ("logps", "entropi"), "any of logps, lse, .*leave it out"),
+        ("differentiates", "entropy", "a tuple of names .* write"),
+        ("observes", ("perplexity",), "any of logps, lse, lse_residual, entropy, .*leave it out"),
+    ],
+)
+def test_statistics_that_are_not_there_are_refused_in_the_class(field, names, message, by):
+    value = names if by == "attribute" else property(lambda self: names)
+    with pytest.raises(TypeError, match=f"^{field}: expected {message}"):
+        made = type("Own", (TokenLoss,), {"terms": nll, field: value})
+        assert by == "property"  # known where the loss is made
+        made()
+
+
+@pytest.mark.parametrize("name", ["logps", "lse", "entropy", "sum_logits"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_statistic_that_may_be_differentiated_is(name, reduction):
+    """Against autograd of full logits."""
+
+    def terms(self, stats, batch):
+        return {"own": Term(getattr(stats, name).square())}, {}
+
+    loss = type("Own", (TokenLoss,), {"terms": terms, "differentiates": (name,)})(reduction=reduction)
+    hidden, weight, targets = head(6)
+    z = hidden @ weight.T
+    log_p = z.log_softmax(-1)
+    truth = {
+        "logps": log_p.gather(1, targets[:, None])[:, 0],
+        "lse": z.logsumexp(-1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "sum_logits": z.sum(-1),
+    }[name].square()
+    value = {"mean": truth.mean(), "sum": truth.sum(), "none": truth}[reduction]
+    upstream = torch.linspace(1, 2, value.numel(), device=DEVICE).view(value.shape)
+    expected = torch.autograd.grad(value, (hidden, weight), upstream)
+    out = loss(hidden, weight, targets).loss
+    for x, y in zip(torch.autograd.grad(out, (hidden, weight), upstream), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_only_one_of_two_neighbours_is_declared():
