@@ -38,7 +38,7 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_statistics(cls: type, differentiates: object, observes: object) -> None:
-    """The per-token numbers that a loss names must be there, and those that it differentiates have a gradient.
+    """Refuse per-token numbers that are not there, and those to differentiate that have no gradient.
 
     Checked where the class is defined, and of properties where the loss is made.
     """

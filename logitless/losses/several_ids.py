@@ -188,7 +188,7 @@ def linear_topk(
         ValueError: shapes or options that do not fit together; k above V, or below 1.
         TypeError: an unknown option, or an argument of another type.
     """
-    check_options(head, OPTIONS)
+    check_options(head, OPTIONS, ("bias", "mask"))
     whole = isinstance(k, int) and not isinstance(k, bool)
     expect(whole, "k", "a whole number", repr(k), "say how many ids", TypeError)
     expect(k >= 1, "k", "at least 1", k, "say how many ids")
