@@ -215,7 +215,7 @@ def sharded_divergence(
         "bias": bias,
         "teacher_bias": teacher_bias,
     }
-    sums = torch.empty(2, len(labels), device=student.device)
+    sums = torch.empty(2, len(labels), dtype=torch.float32, device=student.device)
     divergence_shard_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
     if factors is not None:

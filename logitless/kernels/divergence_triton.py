@@ -299,7 +299,8 @@ def biases(
     plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
     plain = plain and min(head.logit_scale, teacher_head.logit_scale) > 0
     widths = (student.shape[1], common)
-    empty = [torch.zeros(0 if plain else width, device=student.device) for width in widths]
+    options = {"dtype": torch.float32, "device": student.device}
+    empty = [torch.zeros(0 if plain else width, **options) for width in widths]
     given = zip(empty, (bias, teacher_bias), strict=True)
     return plain, [zeros if x is None else dense(x, torch.float32) for zeros, x in given]
 
@@ -320,7 +321,7 @@ def divergence_pass(
     teacher_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
     (C, V), common = student.shape, min(student.shape[1], teacher.shape[1])
-    found = [torch.empty(C, device=student.device) for _ in range(5)]
+    found = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5)]
     plain, vectors = biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
@@ -328,7 +329,7 @@ def divergence_pass(
         student,
         teacher,
         grad,
-        torch.full((C,), -1, device=student.device) if labels is None else dense(labels),
+        torch.full((C,), -1, dtype=torch.int64, device=student.device) if labels is None else dense(labels),
         found[0] if factors is None else dense(factors),
         *vectors,
         *found,

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from logitless import JSDLoss
 from logitless.kernels import divergence as kernels
 from logitless.kernels.cross_entropy import uses_triton
 from logitless.kernels.head import Head
@@ -428,3 +429,25 @@ def test_shards_are_the_whole(case):
             assert torch.allclose(x, expected, rtol=1e-4, atol=1e-5), name
     if case["write"]:
         assert relative_error(torch.cat(pieces, 1), whole) < (1e-4 if grad_dtype == torch.float32 else 5e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_another_default_dtype(default):
+    """Loss and gradient of three tokens, bit for bit: neither buffers nor factors are of that dtype."""
+    random = Random()
+    hidden, teacher, weight = random.normal(3, 8), random.normal(3, 8), random.normal(40, 8)
+    head = weight.clone().requires_grad_()
+
+    def results():
+        loss = JSDLoss(temperature=1.3)(hidden, head, teacher_hidden=teacher, teacher_weight=weight).loss
+        return loss.detach(), *torch.autograd.grad(loss, head)
+
+    expected = results()
+    torch.set_default_dtype(default)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
