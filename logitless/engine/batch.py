@@ -200,12 +200,20 @@ class Batch:
         """(n,) ids -> their columns of the logits, 0 where this rank has none, and whether it has one."""
         return self.vocabulary.find(ids, self.V)
 
-    def is_of_groups(self, values: Tensor, over: object) -> bool:
-        """Whether a term has a value per sequence or pair, also where there are as many tokens."""
-        if self.segments is None or not isinstance(over, str):
-            return False
-        sequences = self.segments.lengths.shape[0]
-        return values.shape == ({"sequences": sequences, "pairs": sequences // 2}.get(over),)
+    @property
+    def unit_lengths(self) -> dict[str, int]:
+        """How many values a term of each unit has."""
+        lengths = {"tokens": self.targets.shape[0]}
+        if self.segments is not None:
+            sequences = self.segments.lengths.shape[0]
+            lengths["sequences"] = sequences
+            if sequences % 2 == 0:
+                lengths["pairs"] = sequences // 2
+        return lengths
+
+    def is_of_groups(self, term: Any) -> bool:
+        """Whether a `Term` has a value per sequence or pair, also where there are as many tokens."""
+        return term.unit != "tokens" and term.values.shape == (self.unit_lengths.get(term.unit),)
 
     def masked(self, terms: Mapping) -> dict:
         """Terms with the per-token values of unsupervised rows set to zero."""
@@ -217,6 +225,8 @@ class Batch:
             return torch.where(self.ignored, 0.0, x) if per_token else x
 
         return {
-            name: term if self.is_of_groups(*term) else type(term)(*map(mask, term))
+            name: term
+            if self.is_of_groups(term)
+            else term._replace(values=mask(term.values), over=mask(term.over))
             for name, term in terms.items()
         }

@@ -149,7 +149,7 @@ def prepare(
                 local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
             )
     if options.shift:
-        targets = shifted(targets, loss.ignore_index, targets.dim() - 1, cu_seqlens)
+        targets = shifted(targets.long(), loss.ignore_index, targets.dim() - 1, cu_seqlens)
     num_items = options.num_items
     return Given(
         loss=loss,

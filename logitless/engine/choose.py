@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import Call
+from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.rows import TOLIST, Grouping, OtherSize, Rows, Shard, select_rows
 from logitless.engine.spec import Fault
+from logitless.errors import expect
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -39,6 +41,8 @@ def choose_rows(
     others = torch.stack([fault.count for fault in marking]) if marking else None
     marks = marked(targets, V, loss.ignore_index, others)
     expected, remedy = f"ids in [0, {V}) or ignore_index", "fix the labels or set ignore_index"
+    if not loss.compact:
+        expected += " (and a mask of 0 and 1, where it is one of integers)"
     seen = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
     faults = [Fault(marks[1], "targets", expected, "{count} outside", remedy, seen), *marking]
     if call.num_items is not None and loss.reduction == "mean":
@@ -88,6 +92,10 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     ids = targets[outside]
     if not ids.numel():  # they are on other ranks
         return "", remedy
+    wrong_mask = (ids == WRONG_MASK).sum().item()
+    expect(
+        not wrong_mask, "mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0"
+    )
     least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
     row = outside.nonzero()[0, 0].item()
     seen = f": the least is {least}, the greatest {greatest}; "

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from logitless.errors import expect
+from logitless.kernels.head import targets as kernels
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# What an entry of an integer mask that is neither 0 nor 1 makes of its target: no id, and read as a fault
+# with the others (`choose.py`).
+WRONG_MASK = torch.iinfo(torch.int64).min
+MASKS = "booleans, or integers that are 0 or 1"
 
 
 class SplitHead(NamedTuple):
@@ -137,11 +142,27 @@ def _check_ids(targets: object) -> None:
     )
 
 
-def masked(targets: Tensor, mask: Tensor, ignore_index: int) -> Tensor:
-    """Targets with `ignore_index` where the mask, of their shape, is off."""
+def holds_flags(x: Tensor) -> bool:
+    """Whether the dtype is one of flags: floats would be read by their truth value."""
+    return x.dtype == torch.bool or x.dtype in INTEGERS
+
+
+def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None = None) -> Tensor:
+    """Targets with `ignore_index` where the mask is off, and `WRONG_MASK` where an integer one is not 0 or 1.
+
+    Args:
+        targets: (...) integers.
+        mask: (...), bool or integers.
+        ignore_index: what the targets of tokens that do not count become.
+        weights: the argument of the call that takes weights of tokens, if it has one.
+    """
     expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
     expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
-    return torch.where(mask.bool(), targets, ignore_index)
+    if not holds_flags(mask):
+        remedy = "pass mask != 0 if it holds 0 and 1, mask == 0 if it is additive (0 keeps, -inf drops)"
+        remedy += "" if weights is None else f", and weights of the tokens as {weights}"
+        expect(False, "mask", MASKS, mask.dtype, remedy, TypeError)
+    return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -180,7 +180,7 @@ def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compa
     N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
     length = N // max(1, sequences)
     if not compact:
-        counts = torch.full((sequences,), length, device=device)
+        counts = torch.full((sequences,), length, dtype=torch.int64, device=device)
     elif counts is None:
         counts = supervised.view(sequences, length).sum(1)
     order = None
@@ -254,7 +254,7 @@ class _Meeting(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _constants(first: int, second: int, device: torch.device) -> Tensor:
     """Two integers on a device, where they are the same in every call."""
-    return torch.tensor((first, second), device=device)
+    return torch.tensor((first, second), dtype=torch.int64, device=device)
 
 
 def _supervised_rows(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from logitless.engine.spec import LossSpec
 
 UNITS = ("tokens", "sequences", "pairs", "chosen_tokens")
+# Units of more than one token.
+GROUPS = ("sequences", "pairs")
 
 
 class Term(NamedTuple):
@@ -28,10 +30,20 @@ class Term(NamedTuple):
         over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences);
             None leaves the sum as it is. In a metric it may be a tensor like the values, such as a mask: its
             own sum over the call divides theirs.
+        of: "tokens", "sequences" or "pairs": what there is one value of each, in a loss whose scope is not
+            "token". None: of sequences or pairs where `over` says so, else of tokens.
     """
 
     values: Tensor
     over: str | Tensor | None = "tokens"
+    of: str | None = None
+
+    @property
+    def unit(self) -> str:
+        """What there is one value of each."""
+        if self.of is not None:
+            return self.of
+        return self.over if isinstance(self.over, str) and self.over in GROUPS else "tokens"
 
 
 # Statistics that need not be declared.
@@ -84,7 +96,8 @@ def reduced(
         remedy = "leave it out, or set the loss's `unit` to the one that it counts"
         expect(False, "num_items", expected, f"a number beside terms over {units}", remedy)
     first, *others = [
-        sequences.sum_unless_whole(values.sum() * factors.loss[over], over) for values, over in terms.values()
+        sequences.sum_unless_whole(term.values.sum() * factors.loss[term.over], term.over)
+        for term in terms.values()
     ]
     return sum(others, first)
 
@@ -92,8 +105,8 @@ def reduced(
 def metric_sums(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], Tensor]:
     """A slice's share of the metrics (`Sums`): a few launches for all, as these are what such sums cost."""
     names: dict[str | None, list[str]] = {}
-    for name, (_, over) in metrics.items():
-        names.setdefault(OWN if isinstance(over, Tensor) else over, []).append(name)
+    for name, term in metrics.items():
+        names.setdefault(OWN if isinstance(term.over, Tensor) else term.over, []).append(name)
     found = {}
     for unit, chosen in names.items():
         values = [metrics[name].values.detach() for name in chosen]
@@ -186,19 +199,20 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
     expected = f"the metrics that {name}.terms returns, {sorted(metrics)}"
     declared, remedy = sorted(loss.metric_names), "declare them on the class"
     expect(set(metrics) == set(loss.metric_names), "metric_names", expected, declared, remedy)
-    lengths = {"row": batch.targets.shape[0]}
-    if batch.segments is not None:
-        sequences = batch.segments.lengths.shape[0]
-        lengths |= {"sequence": sequences} | ({} if sequences % 2 else {"pair": sequences // 2})
+    lengths = batch.unit_lengths
     for key, term in (*terms.items(), *metrics.items()):
         whose = f"{key!r} of {name}"
         remedy = "wrap the values in Term"
         expect(isinstance(term, Term), "terms", f"a Term as {whose}", type(term).__name__, remedy, TypeError)
         _check_values(whose, term, lengths, in_metric=key in metrics)
+        if loss.scope != "token" and term.values.dim() and term.values.shape[0] != lengths.get(term.unit):
+            expected = f"of= what {whose} has one value of each, as its over= is not"
+            remedy = "pass Term(values, over, of='tokens'), or another of " + ", ".join(map(repr, lengths))
+            expect(False, "terms", expected, repr(term.of), remedy)
 
 
 def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:
-    values, over = term
+    values, over, _ = term
     kind, expected = type(values).__name__, f"a tensor of values for {whose}"
     expect(isinstance(values, Tensor), "terms", expected, kind, "pass a tensor", TypeError)
     if isinstance(over, Tensor):
@@ -211,6 +225,7 @@ def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metr
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
     if not fits and not (values.dim() == 0 and over is None):
         # The text is made here alone: Dynamo would take the lengths in it for constants.
-        shapes = " or ".join(f"({length},), one per {unit}" for unit, length in lengths.items())
+        names = {"tokens": "row", "sequences": "sequence", "pairs": "pair"}
+        shapes = " or ".join(f"({length},), one per {names[unit]}" for unit, length in lengths.items())
         remedy = "return unreduced values: a mean over a slice is no part of the mean over the call"
         expect(False, "terms", f"{whose} as values of shape {shapes}", tuple(values.shape), remedy)

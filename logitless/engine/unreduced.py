@@ -26,7 +26,7 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
         return values, metrics, {}, outcome.plan
     batch, dtype = _whole_batch(given), numbers["lse"].dtype
     terms, metrics = evaluate_terms(loss, numbers, batch)
-    values, units = unreduced(terms), [term.over for term in terms.values()]
+    values, first = unreduced(terms), next(iter(terms.values()))
     supervised, chosen = batch.supervised.sum(), 0
     if given.sequence_count:
         chosen = (batch.supervised & batch.is_chosen).sum()
@@ -35,7 +35,7 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
     found = means([metric_sums(metrics)], factors, loss.sequences)
     found = [found[name].to(dtype) for name in loss.metric_names]
     stacked = torch.stack(found) if found else values.new_zeros(0)
-    per_token = values.shape == given.targets.shape and not batch.is_of_groups(values, units[0])
+    per_token = values.shape == given.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
     names = numbers if loss.return_logps else ("predictions",) if loss.return_predictions else ()
     return values, stacked, {name: numbers[name].detach() for name in names}, outcome.plan

@@ -19,7 +19,7 @@ from torch import Tensor
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether this device multiplies `dtype` matrices into fp32 ones; asked of the device itself, once."""
     probe = torch.ones(16, 16, device=device_type, dtype=dtype)
-    wide = torch.ones(16, 16, device=device_type)
+    wide = torch.ones(16, 16, device=device_type, dtype=torch.float32)
     try:
         torch.mm(probe, probe, out_dtype=torch.float32)
         torch.addmm(wide, probe, probe, out_dtype=torch.float32, out=wide)
@@ -63,7 +63,7 @@ def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     if d_logits.device.type != "cpu" or d_logits.dtype == torch.promote_types(d_logits.dtype, torch.float32):
         return torch.mm(d_logits, weight, out=out)
     # Half-precision products of a CPU may sum a long row in half precision.
-    total = torch.zeros(out.shape, device=out.device)
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for piece in _vocabulary_pieces(weight.shape[0]):
         total.addmm_(d_logits[:, piece].float(), weight[piece].float())
     return out.copy_(total)

@@ -118,6 +118,7 @@ def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:
 
 
 OPTIONS = tuple(field.name for field in fields(CrossEntropyLoss))
+ARGUMENTS = ("targets", "bias", "class_weights", "token_weights", "shift", "mask", "num_items")
 
 
 def linear_cross_entropy(
@@ -165,7 +166,7 @@ def linear_cross_entropy(
         ValueError: shapes or options that do not fit together, or a target outside the vocabulary.
         TypeError: an unknown option, or an argument of another type.
     """
-    check_options(head, OPTIONS)
+    check_options(head, OPTIONS, ARGUMENTS)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
     loss = made(CrossEntropyLoss, ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}

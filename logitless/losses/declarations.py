@@ -40,6 +40,30 @@ def check_class(cls: type, base: type) -> None:
     _CHECKED.add(cls)
 
 
+def check_statistics(cls: type, differentiates: object, observes: object) -> None:
+    """Refuse per-token numbers that are not there, and those to differentiate that have no gradient.
+
+    Checked where the class is defined, and of properties where the loss is made.
+    """
+    objective = cls.objective
+    for field, given, known, which in (
+        ("differentiates", differentiates, objective.differentiable, "a gradient"),
+        ("observes", observes, objective.statistics, "them"),
+    ):
+        if isinstance(given, property):
+            continue
+        several = isinstance(given, (tuple, list))
+        expected = f"a tuple of names in {cls.__name__}"
+        expect(several, field, expected, repr(given), f"write ({given!r},)", TypeError)
+        for name in given:
+            if name not in known:
+                expected = f"any of {', '.join(known) or 'none'} in {cls.__name__}, which have {which}"
+                remedy = "leave it out"
+                if field == "differentiates" and name in objective.statistics:
+                    remedy = "put it into observes and take it as a constant, or write a LogitsLoss"
+                expect(False, field, expected, repr(name), remedy, TypeError)
+
+
 def _is_class_variable(kind: object) -> bool:
     return kind is ClassVar or get_origin(kind) is ClassVar or (isinstance(kind, str) and "ClassVar" in kind)
 

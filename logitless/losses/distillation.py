@@ -9,7 +9,6 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
-from logitless.engine.operands import masked
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
@@ -222,9 +221,11 @@ class DistillationLoss(LogitsLoss):
             inputs |= self._best_ids(teacher_logprobs_topk, shape)
         counted = targets
         if targets is None:
-            counted = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+            # Any id but `ignore_index`: every token counts.
+            any_id = 0 if self.ignore_index != 0 else 1
+            counted = torch.full(shape, any_id, dtype=torch.int64, device=hidden.device)
         if mask is not None:
-            counted = masked(counted, mask, self.ignore_index)
+            counted = self.masked(counted, mask)
         call = super().__call__ if loss is self else loss
         return call(hidden, weight, counted, **inputs, **arguments)
 

@@ -213,9 +213,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
             values = values - self.entropy_coef * entropy if self.entropy_coef else values
             values = batch.sum_by_sequence(values) if self.unit == "sequences" else values
             return {"policy": Term(values, over=self.unit)}
+        of = "tokens"
         if self.cp_group is not None and self.scope != "token" and self.unit == "sequences":
-            values = batch.sum_by_sequence(values)  # as `context_parallel` demands
-        terms = {"policy": Term(values, over=self.unit)}
+            values, of = batch.sum_by_sequence(values), "sequences"  # as `context_parallel` demands
+        terms = {"policy": Term(values, over=self.unit, of=of)}
         if self.entropy_coef:
             weight = batch.entropy_weight if kept is None else 1 / batch.total(kept.sum()).clamp(min=1)
             weight = 1.0 if self.reduction == "sum" else weight

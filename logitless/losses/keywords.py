@@ -17,6 +17,31 @@ ALONE = "pass the hidden states alone, such as outputs.last_hidden_state"
 MODELS = {"teacher": "teacher", "reference": "ref"}
 
 
+MASK = "mask", "pass it as mask", "set the targets to ignore_index where it is off"
+# Names that other libraries have for arguments of ours, and close by spelling to other ones: the argument,
+# what to do where a call takes it, and where it does not.
+SYNONYMS = {
+    "attention_mask": MASK,
+    "completion_mask": MASK,
+    "loss_mask": MASK,
+    "padding_mask": MASK,
+    "labels": ("targets", "pass them as targets (shift=True takes unshifted labels)", ""),
+    "position_ids": (
+        "cu_seqlens",
+        "pass the boundaries of the packed sequences as cu_seqlens",
+        "take a loss whose call has cu_seqlens",
+    ),
+    "teacher_logits": (
+        "teacher_hidden",
+        "pass teacher_hidden and teacher_weight, of which they are the product",
+        "take a DistillationLoss, with teacher_hidden and teacher_weight",
+    ),
+    "num_items_in_batch": ("num_items", "pass it as num_items", "leave it out"),
+    "ce_weight": ("class_weights", "pass it as class_weights", "take a loss whose call has class_weights"),
+    "old_per_token_logps": ("old_logps", "pass it as old_logps", "take a loss whose call has old_logps"),
+}
+
+
 class CheckedCall:
     """A loss that refuses what its call does not take, in one form and before anything is computed."""
 
@@ -36,7 +61,9 @@ class CheckedCall:
         unknown = [name for name in given if name not in self.keywords]
         if unknown:
             taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
-            remedy = self._remedy(unknown[0]) or meant(unknown[0], self.keywords)
+            name = unknown[0]
+            remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
+            remedy = remedy or meant(name, self.keywords)
             expect(False, "inputs", taken, ", ".join(unknown), remedy, TypeError)
         for name, x in tensors.items():
             if x is not None and not isinstance(x, Tensor):
@@ -71,12 +98,20 @@ def call_keywords(cls: type) -> tuple[str, ...]:
     return tuple(sorted(names - set(cls.internal_inputs)))
 
 
-def check_options(given: Iterable[str], known: tuple[str, ...]) -> None:
-    """Refuse names of options that the constructor of a loss would not know."""
+def check_options(given: Iterable[str], known: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
+    """Refuse `given` names that are no options of a loss; `arguments`: what a function takes beside them."""
     unknown = [name for name in given if name not in known]
     if unknown:
-        remedy = meant(unknown[0], known)
+        remedy = synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments))
         expect(False, "options", f"any of {', '.join(known)}", ", ".join(unknown), remedy, TypeError)
+
+
+def synonym(name: str, known: Iterable[str]) -> str:
+    """A remedy for another library's name of an argument; empty for other names."""
+    if name not in SYNONYMS:
+        return ""
+    argument, taken, other = SYNONYMS[name]
+    return taken if argument in known else other
 
 
 def meant(name: str, choices: Iterable[str]) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
-from logitless.engine.operands import shifted
+from logitless.engine.operands import MASKS, holds_flags, shifted
+from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, check_number, expect
 from logitless.losses.base import LossOutput
@@ -41,14 +42,14 @@ class KTOLoss(ReferencedLoss):
         desirable_weight: w_d.
         undesirable_weight: w_u.
 
-    The call takes hidden (B, T, H) and targets (B, T), or packed ones with `cu_seqlens`; `labels` (B,) bool
-    (True: desirable); a reference, as `DPOLoss` does; and for "kto" the reference point `kl`: the mean
-    log-ratio of unrelated completions, detached and clamped at 0. It is a number or a 0-d tensor, averaged
-    over the ranks by the caller; or a mapping from which two more passes compute it, without gradient, with
-    kl_hidden (B', T', H), kl_targets (B', T') and either ref_logps, (B',) or (B', T'), or ref_hidden
-    (B', T', H'), whose head is the call's `ref_weight` and `ref_bias`. Packed, these are (N', H), (N',) and
-    (N', H') with kl_cu_seqlens (B' + 1,). `shift=True` goes for kl_targets and for ref_logps per token, too;
-    `mask` does not: set what does not count in kl_targets to `ignore_index`.
+    The call takes hidden (B, T, H) and targets (B, T), or packed ones with `cu_seqlens`; `labels` (B,) bool,
+    or integers that are 0 or 1 (True: desirable); a reference, as `DPOLoss` does; and for "kto" the reference
+    point `kl`: the mean log-ratio of unrelated completions, detached and clamped at 0. It is a number or a
+    0-d tensor, averaged over the ranks by the caller; or a mapping from which two more passes compute it,
+    without gradient, with kl_hidden (B', T', H), kl_targets (B', T') and either ref_logps, (B',) or (B', T'),
+    or ref_hidden (B', T', H'), whose head is the call's `ref_weight` and `ref_bias`. Packed, these are (N',
+    H), (N',) and (N', H') with kl_cu_seqlens (B' + 1,). `shift=True` goes for kl_targets and for ref_logps
+    per token, too; `mask` does not: set what does not count in kl_targets to `ignore_index`.
     `num_items` is the number of sequences.
 
     Metrics: rewards/chosen, rewards/rejected (means over the desirable and the undesirable sequences),
@@ -85,7 +86,7 @@ class KTOLoss(ReferencedLoss):
         expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, labels = batch.sum_by_sequence(stats.logps), batch.labels
+        logps, labels = batch.sum_by_sequence(stats.logps), batch.labels.bool()
         reward = self.beta * (logps - self.sequence_ref_logps(batch))
         margin = KTO_MARGINS[self.loss_type](reward, self.beta * batch.kl)
         losses = sigmoid(torch.where(labels, -margin, margin))
@@ -93,8 +94,8 @@ class KTOLoss(ReferencedLoss):
         metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
         mean_logits, tokens = stats.sum_logits / batch.V, batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):
-            metrics[f"rewards/{side}"] = mean_over(reward, these)
-            metrics[f"logps/{side}"] = mean_over(logps, these)
+            metrics[f"rewards/{side}"] = mean_over(reward, these, of="sequences")
+            metrics[f"logps/{side}"] = mean_over(logps, these, of="sequences")
             metrics[f"logits/{side}"] = mean_over(mean_logits, those)
         return {"kto": Term(losses, over="sequences")}, metrics
 
@@ -122,6 +123,8 @@ class KTOLoss(ReferencedLoss):
         self.check_call(arguments, hidden=hidden, targets=targets, labels=labels)
         expected, got = "shape (B,), one bool per sequence", tuple(labels.shape)
         expect(labels.dim() == 1, "labels", expected, got, "True for a desirable sequence")
+        remedy = "pass labels > 0, True for a desirable sequence"
+        expect(holds_flags(labels), "labels", MASKS, labels.dtype, remedy, TypeError)
         needs_kl = self.loss_type == "kto"
         expected = "a number, a 0-d tensor or a mapping" if needs_kl else f"None for {self.loss_type}"
         expect((kl is not None) == needs_kl, "kl", expected, kl, "it is the reference point of 'kto' alone")
@@ -139,11 +142,22 @@ class KTOLoss(ReferencedLoss):
             if kl is not None:
                 check_number("kl", kl, "a finite number, a 0-d tensor or a mapping")
             kl = torch.full((), kl or 0.0, **options)
-        inputs = {"labels": labels.bool(), "kl": kl.clamp(min=0)}
+        inputs = {"labels": labels, "kl": kl.clamp(min=0)}
         out = super().__call__(hidden, weight, targets, bias=bias, shift=shift, **inputs, **arguments)
         margin = out.metrics["rewards/chosen"] - out.metrics["rewards/rejected"]
-        out.metrics["rewards/margins"] = torch.where(labels.any() & ~labels.all(), margin, 0.0)
+        flags = labels.bool()
+        out.metrics["rewards/margins"] = torch.where(flags.any() & ~flags.all(), margin, 0.0)
         return out
+
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
+        """Integer labels that are neither 0 nor 1."""
+        labels = inputs["labels"]
+        if labels.dtype == torch.bool:
+            return []
+        count = (labels != labels.bool()).sum()
+        return [
+            Fault(count, "labels", MASKS, "{count} others", "pass labels > 0, True for a desirable sequence")
+        ]
 
     def _mean_log_ratio(
         self,
@@ -154,7 +168,7 @@ class KTOLoss(ReferencedLoss):
     ) -> Tensor:
         """Of the unrelated completions that `kl` describes: the mean over sequences of sums over tokens."""
         sequences = self._check_kl(kl)
-        targets, starts, reference = kl["kl_targets"], kl.get("kl_cu_seqlens"), kl.get("ref_logps")
+        targets, starts, reference = kl["kl_targets"].long(), kl.get("kl_cu_seqlens"), kl.get("ref_logps")
         per_token = reference is None or self.is_per_token(reference, targets)
         if not per_token:
             expected, got = f"shape ({sequences},) or {tuple(targets.shape)} in kl", tuple(reference.shape)

@@ -24,6 +24,7 @@ from logitless.losses.declarations import (
     NumericField,
     check_class,
     check_fields,
+    check_statistics,
     identity_of,
     numeric_fields,
 )
@@ -109,6 +110,9 @@ class LinearLoss(CheckedCall):
     reference: ClassVar[bool] = False
     return_logps: ClassVar[bool] = False
     return_predictions: ClassVar[bool] = False
+    # See `TokenLoss`.
+    differentiates: ClassVar[tuple[str, ...]] = ()
+    observes: ClassVar[tuple[str, ...]] = ()
     # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
     sum_logits_weights: ClassVar[str | None] = None
     # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
@@ -139,9 +143,12 @@ class LinearLoss(CheckedCall):
             expect(
                 not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError
             )
+        if complete:
+            check_statistics(cls, cls.differentiates, cls.observes)
 
     def __post_init__(self) -> None:
         check_class(type(self), LinearLoss)
+        check_statistics(type(self), self.differentiates, self.observes)
         check_fields(self)
         if not torch.compiler.is_compiling():
             object.__setattr__(self, "identity", identity_of(self))
@@ -202,6 +209,11 @@ class LinearLoss(CheckedCall):
         """Slices of sequences cannot be shifted: the last token of one predicts another rank's first."""
         expect(False, "shift", "False with cp_group", True, "shift whole sequences before they are sliced")
 
+    def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
+        """Targets with `ignore_index` where the mask of a call is off."""
+        weights = "token_weights" if "token_weights" in self.keywords else None
+        return masked(targets, mask, self.ignore_index, weights)
+
     def __call__(
         self,
         hidden: Tensor,
@@ -231,8 +243,8 @@ class LinearLoss(CheckedCall):
             shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
                 position i predicts targets[i + 1], and the last position of every sequence nothing.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            mask: like targets, and shifted with them; where it is off (0), the target is not supervised, as
-                if it were `ignore_index`.
+            mask: like targets, and shifted with them; bool, or integers that are 0 or 1. Where it is off (0),
+                the target is not supervised, as if it were `ignore_index`.
             accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
                 pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
                 other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
@@ -253,7 +265,7 @@ class LinearLoss(CheckedCall):
             self.check_call([name for name in inputs if name not in self.internal_inputs])
         if mask is not None:
             self.check_call((), targets=targets, mask=mask)
-            targets = masked(targets, mask, self.ignore_index)
+            targets = self.masked(targets, mask)
         if not isinstance(weight, Tensor | SplitHead):
             now = {"accumulate_now": accumulate_now, "accumulate_into": accumulate_into, **inputs}
             given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **now}

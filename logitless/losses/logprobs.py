@@ -89,6 +89,7 @@ class TokenNumbers(TokenLoss):
 
 
 OPTIONS = tuple(field.name for field in fields(TokenNumbers))
+ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens")
 
 
 class LogprobsOptions(HeadOptions, total=False):
@@ -167,7 +168,7 @@ def linear_logprobs(
         ValueError: shapes or options that do not fit together, or an id outside the vocabulary.
         TypeError: an unknown option, or an argument of another type.
     """
-    check_options(head, OPTIONS)
+    check_options(head, OPTIONS, ARGUMENTS)
     remedy = "leave it out, as every token stands alone"
     expect(shift or cu_seqlens is None, "cu_seqlens", "None without shift", type(cu_seqlens).__name__, remedy)
     several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers, Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import Operands, SplitHead, masked
+from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
 from logitless.losses.agreement import check_agreement
@@ -91,7 +91,7 @@ class MultiHeadLoss(CrossEntropyLoss):
     ) -> LossOutput:
         """The weighted sum of the parts, with each one's own loss and accuracy as metrics."""
         if mask is not None:
-            targets = masked(targets, mask, self.ignore_index)
+            targets = self.masked(targets, mask)
         remedy = "pass the labels of whole sequences"
         expect(targets.dim() > 0, "targets", "shape (B, T)", tuple(targets.shape), remedy)
         if cu_seqlens is not None:
@@ -111,7 +111,7 @@ class MultiHeadLoss(CrossEntropyLoss):
                 "train it whole, or take linear_logprobs of each head",
             )
             expect(whole, "weight", "a tensor (V, H)", type(part.weight).__name__, remedy, TypeError)
-            labels = ahead(targets, part.offset, self.ignore_index, cu_seqlens)
+            labels = ahead(targets.long(), part.offset, self.ignore_index, cu_seqlens)
             # A head that several parts share is gathered once, and gets one gradient.
             weight, bias = part.weight, part.bias
             if loss.tp_group is not None or type(weight) not in PLAIN:

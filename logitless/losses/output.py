@@ -2,16 +2,27 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 from torch import Tensor
 
 from logitless.engine.plan import Plan
+from logitless.errors import expect
+
+_OF_THE_LOSS = "{0}: expected a tensor, got the LossOutput of a call; take its .loss, as in out.loss.{0}()."
+
+
+def _no_number(self, *others: object) -> Never:
+    """A tuple would repeat or join itself where a loss is meant."""
+    expect(False, "out", "a tensor", "the LossOutput of a call", "take its .loss", TypeError)
 
 
 class LossOutput(NamedTuple):
     """What a loss returns. Its `logps` and `predictions` are those of `tokens`.
+
+    It is a tuple and no number: arithmetic with it, `.backward()` and `.item()` raise TypeError and
+    AttributeError, and say to take `.loss`.
 
     Attributes:
         loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
@@ -40,6 +51,19 @@ class LossOutput(NamedTuple):
         AttributeError unless the loss has `return_predictions=True`.
         """
         return self._asked_for("predictions", "return_predictions")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
+    __truediv__ = __rtruediv__ = __neg__ = __pos__ = __abs__ = __pow__ = __float__ = _no_number
+
+    @property
+    def backward(self) -> Never:
+        """Refused: it is the loss's."""
+        raise AttributeError(_OF_THE_LOSS.format("backward"))
+
+    @property
+    def item(self) -> Never:
+        """Refused: it is the loss's."""
+        raise AttributeError(_OF_THE_LOSS.format("item"))
 
     def _asked_for(self, name: str, option: str) -> Tensor:
         if name not in self.tokens:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.operands import masked, shifted
+from logitless.engine.operands import shifted
 from logitless.engine.segments import cached_property
 from logitless.errors import expect
 from logitless.losses.agreement import check_agreement
@@ -37,7 +37,7 @@ class Layout:
         padded, got = targets.dim() == 2, tuple(targets.shape)
         expect(self.packed or padded, "targets", "shape (B, T)", got, "or pass flat tokens with cu_seqlens")
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.targets = self.aligned(targets, ignore_index)
+        self.targets = self.aligned(targets.long(), ignore_index)
         self.counted = self.targets != ignore_index
         self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
         if self.packed:
@@ -143,7 +143,7 @@ class PolicyLoss(TokenLoss):
                 tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
                 check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         if mask is not None:
-            targets = masked(targets, mask, self.ignore_index)
+            targets = self.masked(targets, mask)
         layout = Layout(hidden, targets, self.ignore_index, cu_seqlens, shift=shift, slices=slices)
         inputs = self.laid_out(layout, advantages, **given)
         return super().__call__(

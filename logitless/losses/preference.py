@@ -40,9 +40,9 @@ def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * logsigmoid(x) - label_smoothing * logsigmoid(-x)
 
 
-def mean_over(values: Tensor, mask: Tensor) -> Term:
+def mean_over(values: Tensor, mask: Tensor, of: str = "tokens") -> Term:
     """The mean of the values where `mask` is on. Elsewhere they take no part, not even infinite ones."""
-    return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype))
+    return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype), of=of)
 
 
 def chosen_nll(stats: TokenStats, batch: Batch) -> Tensor:
@@ -135,7 +135,8 @@ class ReferencedLoss(ComparedLoss):
             check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
                 # An unreduced loss is computed from per-token numbers of the policy alone.
-                scored = shifted(targets, self.ignore_index, cu_seqlens=cu_seqlens) if shift else targets
+                scored = targets.long()
+                scored = shifted(scored, self.ignore_index, cu_seqlens=cu_seqlens) if shift else scored
                 ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
                 # Beside the unshifted labels, with which the call will shift them.
                 ref_logps = ref_logps.roll(1, -1) if shift else ref_logps

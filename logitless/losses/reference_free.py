@@ -93,6 +93,7 @@ class ORPOLoss(UnreferencedLoss):
         self.check_call(arguments, **tensors)
         inputs = {"cu_seqlens": cu_seqlens}
         if nll_targets is not None:
+            targets, nll_targets = targets.long(), nll_targets.long()
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
             remedy = "set what does not count to ignore_index in targets and nll_targets"
             expect(arguments.get("mask") is None, "mask", "None beside nll_targets", "a tensor", remedy)

@@ -11,7 +11,7 @@ from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
 from logitless.engine.objectives.ids import IdsObjective, TopkObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead, shifted
+from logitless.engine.operands import INTEGERS, Operands, SplitHead, masked, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
@@ -105,11 +105,12 @@ class TopkNumbers(IdsNumbers):
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
     """Targets that say which positions count, and nothing else."""
     any_id = 0 if ignore_index != 0 else 1
+    every = torch.full(shape, any_id, dtype=torch.int64, device=device)
     if mask is None:
-        return torch.full(shape, any_id, dtype=torch.int64, device=device)
+        return every
     expected = f"shape {tuple(shape)}, one entry per token"
     expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
-    return torch.where(mask.bool(), any_id, ignore_index)
+    return masked(every, mask, ignore_index)
 
 
 def check_ids(ids: Tensor, hidden: Tensor) -> None:
@@ -187,7 +188,7 @@ def linear_topk(
         ValueError: shapes or options that do not fit together; k above V, or below 1.
         TypeError: an unknown option, or an argument of another type.
     """
-    check_options(head, OPTIONS)
+    check_options(head, OPTIONS, ("bias", "mask"))
     whole = isinstance(k, int) and not isinstance(k, bool)
     expect(whole, "k", "a whole number", repr(k), "say how many ids", TypeError)
     expect(k >= 1, "k", "at least 1", k, "say how many ids")

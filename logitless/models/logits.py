@@ -243,7 +243,7 @@ class DeferredLogits:
                 f"cross_entropy of shape {tuple(self.shape)}, size_average={size_average}, reduce={reduce}"
             )
         if not self.deferral.summed:
-            return torch.zeros((), device=self.device)
+            return torch.zeros((), dtype=torch.float32, device=self.device)
         own = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         loss = CrossEntropyLoss(**own, logits_budget=self.deferral.logits_budget)
 

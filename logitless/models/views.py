@@ -62,8 +62,8 @@ def _features(backbone: nn.Module, hidden: Tensor, stock: Any, *args: Any, **kwa
 
 def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
     # Whole numbers are exact in every dtype.
-    numbers = torch.arange(float(weight.shape[1])).remainder(61).add(1)
-    hidden = numbers.to(weight.device, torch.float64)[None, None]
+    numbers = torch.arange(weight.shape[1], dtype=torch.float64).remainder(61).add(1)
+    hidden = numbers.to(weight.device)[None, None]
     ids, reason = torch.zeros(1, 1, dtype=torch.int64, device=weight.device), type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
         undo, deferral = exchange(backbone, "features", _features, hidden), deferral_of(model)

@@ -32,7 +32,8 @@ def global_num_items(
     """
     distributed = dist.is_available() and dist.is_initialized()
     if not isinstance(items, Tensor):
-        items = torch.tensor(items, device=_device(group) if distributed else None)
+        dtype = torch.float32 if isinstance(items, float) else torch.int64
+        items = torch.tensor(items, dtype=dtype, device=_device(group) if distributed else None)
     elif items.dim():
         items = (items != ignore_index).sum()
     if not distributed:
@@ -40,7 +41,8 @@ def global_num_items(
     group = group.get_group() if hasattr(group, "get_group") else group
     total = items.detach().clone()
     dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
+    # A quotient of integers has the default dtype, which may be bf16.
+    return total.to(torch.promote_types(total.dtype, torch.float32)) / dist.get_world_size(group)
 
 
 def _device(group: "ProcessGroup | DeviceMesh | None") -> torch.device | str:

@@ -65,7 +65,9 @@ class SlicedSequences(WholeSequences):
 
     def everyones(self, x: Tensor) -> Tensor:
         # The slices differ in length, which the host must know: a sync.
-        sizes = gather(torch.tensor([x.shape[0]], device=x.device), self.group)[:, 0].tolist()
+        sizes = gather(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device), self.group)[
+            :, 0
+        ].tolist()
         parts = gather(torch.nn.functional.pad(x, (0, max(sizes) - x.shape[0])), self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
@@ -73,7 +75,9 @@ class SlicedSequences(WholeSequences):
         return not self.sum(torch.tensor(not condition, dtype=torch.int64, device=device)).item()
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
-        return self.sum(torch.stack([torch.as_tensor(x, device=device) for x in tokens])).unbind()
+        return self.sum(
+            torch.stack([torch.as_tensor(x, dtype=torch.int64, device=device) for x in tokens])
+        ).unbind()
 
 
 WHOLE_SEQUENCES = WholeSequences()

@@ -136,7 +136,9 @@ class Shards(NamedTuple):
     @classmethod
     def gathered(cls, code: int, group: "ProcessGroup", device: torch.device) -> Self:
         """From this rank's code, at the price of a host sync."""
-        return cls.read(gather(torch.full((1,), code, device=device), group)[:, 0].tolist())
+        return cls.read(
+            gather(torch.full((1,), code, dtype=torch.int64, device=device), group)[:, 0].tolist()
+        )
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,8 @@ def _upstream(value: Tensor) -> Tensor:
     """1 for a reduced loss, else random numbers, always the same."""
     if value.dim() == 0:
         return torch.ones_like(value)
-    random = torch.randn(value.shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    random = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
     return random.to(value)
 
 

@@ -77,7 +77,7 @@ def main_losses(device: torch.device, dtype: torch.dtype) -> list[tuple[LinearLo
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
 
     targets = torch.randint(V, (B, T), generator=generator, device=device)
     targets[:, -3:] = -100

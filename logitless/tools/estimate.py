@@ -174,7 +174,7 @@ def estimate(
             given["teacher_hidden"] = made(*shape, size)
             given["teacher_weight"] = made(teacher_vocab_size or vocab_size, size)
     if teacher_topk is not None:
-        best = torch.full((*shape, teacher_topk), -1.0, device=device)
+        best = torch.full((*shape, teacher_topk), -1.0, dtype=torch.float32, device=device)
         given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
     targets = inputs.pop("targets", torch.zeros(shape, dtype=torch.int64, device=device))
     given = _required(loss, targets, count, given) | given | inputs
@@ -204,7 +204,7 @@ def _device(given: torch.device | str | None) -> torch.device:
     """A device whose memory and kernels can be asked for."""
     try:
         device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
-        there = torch.empty(0, device=device).device.type != "meta"
+        there = torch.empty(0, dtype=torch.float32, device=device).device.type != "meta"
     except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
         there = False
     expect(there, "device", "a device of this machine", given, "estimate where the call will run")
@@ -213,7 +213,7 @@ def _device(given: torch.device | str | None) -> torch.device:
 
 def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[str, object]) -> dict:
     """The small inputs that a loss of the library does not go without."""
-    tokens = torch.zeros(targets.shape, device=targets.device)
+    tokens = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
     made: dict[str, object] = {}
     if isinstance(loss, PolicyLoss):
         made["advantages"] = tokens.new_zeros(sequences)

@@ -1,5 +1,6 @@
 """What an own loss hands back is checked once, by shape: every form that is refused, with its text."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -215,10 +216,13 @@ OF_PAIRS = {
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("over", ["pairs", "tokens"])
 @pytest.mark.parametrize(("values", "right"), OF_PAIRS.values(), ids=OF_PAIRS)
-def test_values_of_a_loss_of_pairs(values, right, over, reduction):
-    """One per row, sequence or pair; `over` is the divisor alone."""
+def test_values_of_a_loss_of_pairs(values, right, over, reduction, request):
+    """One per row, sequence or pair, as `of` says; `over` is the divisor alone."""
+    of = {"rows": "tokens", "sequences": "sequences", "pairs": "pairs"}.get(
+        request.node.callspec.id.split("-")[0]
+    )
     loss = own(
-        lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over=over)}, {}), **SEQUENCES
+        lambda x, batch: ({"own": Term(values(x, batch.sum_by_sequence(x)), over, of)}, {}), **SEQUENCES
     )(reduction=reduction)
     arguments = head(4, 5)
     if right:
@@ -229,6 +233,39 @@ def test_values_of_a_loss_of_pairs(values, right, over, reduction):
         match=r"^terms: expected 'own' of Own as values of shape .*per row.*per sequence.*per pair.*, got ",
     ):
         loss(*arguments)
+
+
+@pytest.mark.parametrize("of", [None, "tokens", "pairs", "words"])
+def test_what_a_value_is_of_is_declared(of):
+    """By the shape alone it could not be told where there are as many tokens as sequences."""
+    loss = own(
+        lambda x, batch: ({"own": Term(batch.sum_by_sequence(x), over="tokens", of=of)}, {}), **SEQUENCES
+    )()
+    with pytest.raises(
+        ValueError, match=f"^terms: expected of= what 'own' of Own has .* got {of!r}; pass Term"
+    ):
+        loss(*head(4, 5))
+
+
+def test_values_of_sequences_where_there_are_as_many_tokens():
+    """An ignored token's sequence has a value all the same, and its mean a weight of its own."""
+
+    def terms(x, batch):
+        sums = batch.sum_by_sequence(x) + 1
+        metrics = {"mean": Term(sums, over=torch.ones_like(sums), of="sequences"), "rows": Term(1 + x)}
+        return {"own": Term(sums, over="tokens", of="sequences")}, metrics
+
+    hidden, weight, targets = head(4, 1)
+    targets[1] = -100
+    for options in ({}, {"compact": False}, {"reduction": "none"}):
+        kind = own(terms, scope="group", unit="sequences", metric_names=("mean", "rows"))
+        out = kind(**options)(hidden, weight, targets)
+        logps = (hidden @ weight.T).log_softmax(-1)[:, 0].gather(1, targets.clamp(min=0))[:, 0]
+        sums = torch.where(targets[:, 0] == -100, 0.0, logps) + 1
+        value = sums if options.get("reduction") else sums.sum() / 3
+        assert torch.allclose(out.loss, value), options
+        assert out.metrics["mean"].item() == pytest.approx(sums.mean().item()), options
+        assert out.metrics["rows"].item() == pytest.approx((1 + logps[targets[:, 0] != -100]).mean().item())
 
 
 @pytest.mark.parametrize("length", [4, 2])
@@ -280,12 +317,8 @@ def test_a_statistic_that_is_not_declared(name, reduction):
 @pytest.mark.parametrize(
     ("by", "name"),
     [
-        *(
-            (by, name)
-            for by in ("observes", "differentiates")
-            for name in ("entropy", "sum_logits", "log_sum_sq_probs")
-        ),
-        ("observes", "is_top1"),
+        *itertools.product(("observes", "differentiates"), ("entropy", "sum_logits")),
+        *itertools.product(("observes",), ("log_sum_sq_probs", "is_top1")),
     ],
 )
 def test_a_statistic_that_is_declared(name, by, reduction):
@@ -297,6 +330,55 @@ def test_a_statistic_that_is_declared(name, by, reduction):
         reduction=reduction
     )
     assert loss(*head(6)).metrics["seen"].isfinite()
+
+
+def nll(self, stats, batch):
+    return {"own": Term(-stats.logps)}, {}
+
+
+@pytest.mark.parametrize("by", ["attribute", "property"])
+@pytest.mark.parametrize(
+    ("field", "names", "message"),
+    [
+        ("differentiates", ("logps", "log_sum_sq_probs"), "any of logps, lse, .*observes"),
+        ("differentiates", ("logps", "is_top1"), "any of logps, lse, .*observes"),
+        ("differentiates", ("logps", "entropi"), "any of logps, lse, .*leave it out"),
+        ("differentiates", "entropy", "a tuple of names .* write"),
+        ("observes", ("perplexity",), "any of logps, lse, lse_residual, entropy, .*leave it out"),
+    ],
+)
+def test_statistics_that_are_not_there_are_refused_in_the_class(field, names, message, by):
+    value = names if by == "attribute" else property(lambda self: names)
+    with pytest.raises(TypeError, match=f"^{field}: expected {message}"):
+        made = type("Own", (TokenLoss,), {"terms": nll, field: value})
+        assert by == "property"  # known where the loss is made
+        made()
+
+
+@pytest.mark.parametrize("name", ["logps", "lse", "entropy", "sum_logits"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_statistic_that_may_be_differentiated_is(name, reduction):
+    """Against autograd of full logits."""
+
+    def terms(self, stats, batch):
+        return {"own": Term(getattr(stats, name).square())}, {}
+
+    loss = type("Own", (TokenLoss,), {"terms": terms, "differentiates": (name,)})(reduction=reduction)
+    hidden, weight, targets = head(6)
+    z = hidden @ weight.T
+    log_p = z.log_softmax(-1)
+    truth = {
+        "logps": log_p.gather(1, targets[:, None])[:, 0],
+        "lse": z.logsumexp(-1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "sum_logits": z.sum(-1),
+    }[name].square()
+    value = {"mean": truth.mean(), "sum": truth.sum(), "none": truth}[reduction]
+    upstream = torch.linspace(1, 2, value.numel(), device=DEVICE).view(value.shape)
+    expected = torch.autograd.grad(value, (hidden, weight), upstream)
+    out = loss(hidden, weight, targets).loss
+    for x, y in zip(torch.autograd.grad(out, (hidden, weight), upstream), expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_only_one_of_two_neighbours_is_declared():
@@ -432,7 +514,9 @@ def test_one_pair_shows_nothing(wrong):
 
     def values(x, batch):
         sums = batch.sum_by_sequence(x)
-        return {"own": Term(sums.mean()[None] if wrong == "one number" else sums[:2], over="pairs")}, {}
+        if wrong == "one number":
+            return {"own": Term(sums.mean()[None], over="pairs")}, {}
+        return {"own": Term(sums[:2], over="pairs", of="sequences")}, {}
 
     loss = own(values, **SEQUENCES)()
     loss(*head(2, 5))

@@ -48,8 +48,9 @@ INT64 = (
     "starts_ptr",
     "found_ptr",
     "counts_ptr",
+    "masked_ptr",
 )
-INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr")
+INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
 SLOTS, RUN_SLOTS, RUN_BLOCK, COMPARED = 8, 2, 2048, 64
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
@@ -171,6 +172,7 @@ def target_combinations() -> Iterator[Combination]:
     for others in (0, 2):
         yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
     yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
+    yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": MARK_BLOCK})
     yield combination("count_kernel", {}, {"COUNTED": COUNTED})
     yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from logitless import JSDLoss
 from logitless.kernels import uses_triton
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.transform import Head
@@ -217,6 +218,55 @@ def test_twin_of_any_gap(gap):
     assert kernels.jsd(apart[:1], apart[1:], 0.5).item() == pytest.approx(math.log(2))
 
 
+def apart(gap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits in fp32: each has an id that the other rates so many nats lower."""
+    student, teacher = torch.zeros(2, 2, 5, device=DEVICE)
+    student[0, 1], teacher[0, 2], teacher[1, 3] = -gap, -gap, gap
+    return student, teacher
+
+
+def of_mixture(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    """log(beta t + (1 - beta) s) of log-probabilities in fp64."""
+    if beta in (0.0, 1.0):
+        return teacher if beta else student
+    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1.0, 16.0, 18.0, 200.0, 3e4])
+@pytest.mark.parametrize("alpha", [0.0, 1e-9, 0.1, 0.9, 1 - 1e-9, 1.0])
+def test_skewed_kl_of_any_gap(alpha, gap):
+    student, teacher = apart(gap)
+    z, exact = student.clone().requires_grad_(), student.double().requires_grad_()
+    values = kernels.skewed_kl(z.log_softmax(-1), teacher.log_softmax(-1), alpha)
+    s, t = exact.log_softmax(-1), teacher.double().log_softmax(-1)
+    truth = (t.exp() * (t - of_mixture(s, t, alpha)) + 0 * s).sum(-1)
+    (gradient,), (expected,) = (torch.autograd.grad(x.sum(), y) for x, y in ((values, z), (truth, exact)))
+    assert torch.allclose(values.double(), truth, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(gradient.double(), expected, rtol=1e-4, atol=2e-7)
+
+
+@needs_triton
+@pytest.mark.parametrize("gap", [1.0, 18.0, 200.0, 3e4])
+@pytest.mark.parametrize(
+    "divergence, beta",
+    [("jsd", 1e-9), ("jsd", 1e-4), ("jsd", 0.3), ("jsd", 0.999), ("forward_kl", 0.5), ("reverse_kl", 0.5)],
+)
+def test_kernel_of_any_gap(divergence, beta, gap):
+    student, teacher = apart(gap)
+    exact = student.double().requires_grad_()
+    s, t = exact.log_softmax(-1), teacher.double().log_softmax(-1)
+    m = of_mixture(s, t, beta)
+    truth = {
+        "jsd": lambda: (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1),
+        "forward_kl": lambda: (t.exp() * (t - s)).sum(-1),
+        "reverse_kl": lambda: (s.exp() * (s - t)).sum(-1),
+    }[divergence]()
+    (expected,) = torch.autograd.grad(truth.sum(), exact)
+    found = divergence_of(student, teacher, divergence, beta, gradient=student)
+    assert torch.allclose(found.soft.double(), truth, rtol=2e-5, atol=1e-7)
+    assert torch.allclose(student.double(), expected, rtol=1e-4, atol=3e-7)
+
+
 @needs_triton
 @pytest.mark.parametrize("mode", MODES)
 def test_ids_of_the_student_alone_have_no_divergence(mode):
@@ -379,3 +429,25 @@ def test_shards_are_the_whole(case):
             assert torch.allclose(x, expected, rtol=1e-4, atol=1e-5), name
     if case["write"]:
         assert relative_error(torch.cat(pieces, 1), whole) < (1e-4 if grad_dtype == torch.float32 else 5e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_another_default_dtype(default):
+    """Loss and gradient of three tokens, bit for bit: neither buffers nor factors are of that dtype."""
+    random = Random()
+    hidden, teacher, weight = random.normal(3, 8), random.normal(3, 8), random.normal(40, 8)
+    head = weight.clone().requires_grad_()
+
+    def results():
+        loss = JSDLoss(temperature=1.3)(hidden, head, teacher_hidden=teacher, teacher_weight=weight).loss
+        return loss.detach(), *torch.autograd.grad(loss, head)
+
+    expected = results()
+    torch.set_default_dtype(default)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from logitless.kernels.head.targets import counted, marked, one_per_position, shard_columns
+from logitless.kernels.head.targets import counted, marked, masked, one_per_position, shard_columns
 from tests.kernels.support import DEVICE, Random, strided
 
 
@@ -22,6 +22,24 @@ def test_marks(N, ignore_index):
         found = marked(targets.to(kind), V, ignore_index, strided(others))
         assert torch.equal(found[:2], torch.stack((supervised, outside)))
         assert torch.equal(found[2:], others & supervised)
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 7), (3000,)], ids=str)
+@pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64], ids=str)
+def test_masks(shape, kind):
+    random, wrong = Random(), -(2**63)
+    targets, mask = random.integers(40, *shape), random.integers(2, *shape).to(kind)
+    expected = torch.tensor(
+        [y if m else -7 for y, m in zip(targets.flatten().tolist(), mask.flatten().tolist())],
+        dtype=torch.int64,
+        device=DEVICE,
+    ).view(shape)
+    assert torch.equal(masked(targets, mask, -7, wrong), expected)
+    assert torch.equal(masked(strided(targets), strided(mask), -7, wrong), expected)
+    if kind != torch.bool and mask.numel():
+        for value in (2, 127, 255 if kind == torch.uint8 else -1):
+            mask.flatten()[-1:], expected.flatten()[-1:] = value, wrong
+            assert torch.equal(masked(targets, mask, -7, wrong), expected)
 
 
 @pytest.mark.parametrize(("m", "N", "parts"), [(1, 0, 1), (2, 1, 1), (3, 5000, 1), (2, 60, 4), (1, 12, 12)])

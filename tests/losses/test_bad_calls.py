@@ -158,6 +158,44 @@ def test_a_misspelt_keyword(name, wrong, right):
     assert f"perhaps {right} is meant" in refusal(name, **{wrong: numbers(B)})
 
 
+SYNONYMS = [
+    *((name, "mask") for name in ("attention_mask", "completion_mask", "loss_mask", "padding_mask")),
+    ("labels", "targets"),
+    ("position_ids", "cu_seqlens"),
+    ("teacher_logits", "teacher_hidden"),
+    ("num_items_in_batch", "num_items"),
+    ("ce_weight", "class_weights"),
+    ("old_per_token_logps", "old_logps"),
+]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("theirs", "ours"), SYNONYMS)
+def test_names_of_other_libraries(name, theirs, ours):
+    """Behind the last semicolon, where the call has such an argument: what is close by spelling trains on
+    padding, or on something else."""
+    keywords = LOSSES[name][2]
+    if theirs in keywords:
+        return  # position_ids of DPO, labels of KTO
+    remedy = refusal(name, **{theirs: numbers(B)}).rpartition(";")[2]
+    assert (ours in remedy) == (ours in keywords or ours == "targets") or "take a" in remedy, remedy
+    assert "perhaps" not in remedy and ("leave it out" in remedy) == (ours == "num_items" not in keywords)
+
+
+def test_names_of_other_libraries_in_functions():
+    operands = numbers(3, H), numbers(V, H), torch.tensor([1, -100, 2], device=DEVICE)
+    for entry, name, remedy in (
+        (linear_cross_entropy, "attention_mask", "pass it as mask"),
+        (linear_cross_entropy, "num_items_in_batch", "pass it as num_items"),
+        (linear_cross_entropy, "ce_weight", "pass it as class_weights"),
+        (linear_logprobs, "attention_mask", "set the targets to ignore_index where it is off"),
+        (linear_logprobs, "position_ids", "pass the boundaries of the packed sequences as cu_seqlens"),
+        (linear_cross_entropy, "class_weight", "perhaps class_weights is meant"),
+    ):
+        with pytest.raises(TypeError, match=f"got {name}; {remedy}.$"):
+            entry(*operands, **{name: numbers(3)})
+
+
 def test_a_misspelt_reference_is_not_called_missing():
     with pytest.raises(TypeError, match="got ref_logp; perhaps ref_logps is meant"):
         DPOLoss()(

@@ -360,3 +360,30 @@ def test_as_many_tokens_as_sequences(options):
         kl=0.1,
     ).loss
     assert found.shape == (4,) and found.all()
+
+
+ARITHMETIC = {
+    "out * 2": lambda out: out * 2,
+    "2 * out": lambda out: 2 * out,
+    "out + out": lambda out: out + out,
+    "sum([out, out])": lambda out: sum([out, out]),
+    "out - out": lambda out: out - out,
+    "out / 2": lambda out: out / 2,
+    "-out": lambda out: -out,
+    "tensor * out": lambda out: torch.ones((), device=DEVICE) * out,
+    "tensor + out": lambda out: torch.ones((), device=DEVICE) + out,
+    "float(out)": float,
+    "out.backward()": lambda out: out.backward(),
+    "out.item()": lambda out: out.item(),
+}
+
+
+@pytest.mark.parametrize("use", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_a_loss_output_is_no_number(use):
+    """A tuple would repeat and join itself."""
+    hidden, weight = torch.ones(2, 3, device=DEVICE, requires_grad=True), torch.ones(5, 3, device=DEVICE)
+    out = CrossEntropyLoss()(hidden, weight, torch.tensor([1, 4], device=DEVICE))
+    with pytest.raises((TypeError, AttributeError), match=r"expected a tensor, got the LossOutput .*\.loss"):
+        use(out)
+    loss, metrics, plan, tokens = out
+    assert (loss, metrics, plan, tokens) == tuple(out) and not hasattr(out, "backward")

@@ -253,6 +253,46 @@ def test_within_twice_the_naive_error(name, dtype):
         assert_close(ours.grads[operand], truth.grads[operand], naive.grads[operand], name=f"d_{operand}")
 
 
+@pytest.mark.parametrize("teacher", ["whole", "tail", "renormalize", "support"])
+@pytest.mark.parametrize("gap", [16.0, 18.0, 300.0, 3e4])
+@pytest.mark.parametrize("alpha", [0.0, 1e-9, 0.1, 1.0])
+def test_skewed_kl_of_any_gap(alpha, gap, teacher):
+    """In fp32; the formula is a logaddexp of full logits in fp64."""
+    hidden = torch.eye(3, device=DEVICE)[:2]
+    weight = torch.zeros(5, 3, device=DEVICE)
+    teacher_weight = torch.arange(15.0, device=DEVICE).view(5, 3) / -50  # no two ids are equally good
+    weight[1, 0], weight[2, 1], teacher_weight[1, 0], teacher_weight[3, 1] = -gap, gap, 1.0, 2.0
+    taught = (hidden @ teacher_weight.T).double().log_softmax(-1)
+    values, ids = taught.topk(2)
+    options = {"divergence": "skewed_kl", "skew_alpha": alpha}
+    inputs = {"teacher_hidden": hidden, "teacher_weight": teacher_weight}
+    if teacher in ("tail", "renormalize"):
+        inputs, options = {"teacher_logprobs_topk": (values.float(), ids)}, options | {"topk_mode": teacher}
+    elif teacher == "support":
+        options |= {"support": "teacher", "k": 2}
+
+    def cut(logps):
+        if teacher == "whole":
+            return logps
+        kept = logps.gather(1, ids)
+        if teacher == "renormalize":
+            return kept.log_softmax(-1)
+        return torch.cat((kept, logps.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)), 1)
+
+    exact = weight.double().requires_grad_()
+    s, t = cut((hidden.double() @ exact.T).log_softmax(-1)), cut(taught)
+    logs = t + math.log(alpha) if alpha else torch.full_like(t, -torch.inf)
+    m = t + 0 * s if alpha == 1 else torch.logaddexp(logs, s + math.log1p(-alpha))
+    truth = (t.exp() * (t - m)).sum(-1).mean()
+    truth.backward()
+    head = weight.clone().requires_grad_()
+    out = DistillationLoss(**options)(hidden, head, **inputs).loss
+    out.backward()
+    assert out.item() == pytest.approx(truth.item(), rel=1e-5, abs=1e-7)
+    # A log-probability of -3e4 has a rounding error of 1e-3.
+    assert torch.allclose(head.grad.double(), exact.grad, rtol=1e-4, atol=3e-7 + 1e-8 * gap)
+
+
 def test_padded_entries_take_no_part():
     """Logits of -inf, written by nobody: what lies beyond the common vocabulary changes nothing."""
     problem = Problem("larger vocabulary", seed=5)

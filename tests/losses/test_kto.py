@@ -158,3 +158,20 @@ def test_bad_kl(changes, error, message):
     kl = problem.mapping("sequence", False) | changes
     with pytest.raises(error, match=message):
         problem.call({name: x for name, x in kl.items() if x is not None})
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": False}, {"reduction": "none"}], ids=str)
+def test_metrics_of_sequences_of_one_token(options):
+    """As many sequences as tokens, one of them ignored: it has no log-ratio, and counts in the means."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator, device=DEVICE) for shape in ((4, 1, H), (V, H)))
+    targets = torch.tensor([[1], [-100], [3], [4]], device=DEVICE)
+    labels = torch.tensor([True, True, False, False], device=DEVICE)
+    reference = torch.tensor([-1.0, -2.0, -3.0, -4.0], device=DEVICE)
+    out = KTOLoss(beta=0.5, **options)(hidden, weight, targets, labels=labels, ref_logps=reference, kl=0.3)
+    logps = (hidden @ weight.T).log_softmax(-1)[:, 0].gather(1, targets.clamp(min=0))[:, 0]
+    logps = torch.where(targets[:, 0] == -100, 0.0, logps)
+    rewards = 0.5 * (logps - reference)
+    for name, values in (("rewards", rewards), ("logps", logps)):
+        assert out.metrics[f"{name}/chosen"].item() == pytest.approx(values[:2].mean().item())
+        assert out.metrics[f"{name}/rejected"].item() == pytest.approx(values[2:].mean().item())

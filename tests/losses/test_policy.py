@@ -422,7 +422,7 @@ def test_extremes_are_finite(name, what):
     if what == "no advantage":
         inputs["advantages"] = torch.zeros(4, device=DEVICE)
     elif what == "nothing counted":
-        inputs["mask"] = torch.zeros(4, T, device=DEVICE)
+        inputs["mask"] = torch.zeros(4, T, dtype=torch.int64, device=DEVICE)
     elif what.startswith("far") and "old_logps" in inputs:
         inputs["old_logps"] = inputs["old_logps"] + (100 if what == "far below" else -100)
         if settings.get("beta") and not settings.get("use_bias_correction_kl"):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import logitless as ll
 from tests import reference
-from tests.reference.distillation import NOTHING, generalized_jsd, kl, kl_to_mixture
 from tests.random.world import Case, World
+from tests.reference.distillation import NOTHING, generalized_jsd, kl, kl_to_mixture
 
 Drawn = st.SearchStrategy[dict]
 # Of one engine alone: full logits do not know them.
@@ -147,7 +147,9 @@ def multi_token(w: World, z: Tensor):
         best = reference.head_logits(products, w.eye, **head(w)).argmax(-1)
         counted = labels != w.ignore_index
         metrics[f"depth_{k}/loss"] = depth.detach()
-        metrics[f"depth_{k}/accuracy"] = ((best == labels) & counted).sum().double() / counted.sum().clamp(min=1)
+        metrics[f"depth_{k}/accuracy"] = ((best == labels) & counted).sum().double() / counted.sum().clamp(
+            min=1
+        )
         value = value + coefficient * depth
     return value, metrics, {}
 
@@ -244,7 +246,9 @@ def unrelated(w: World) -> tuple[dict[str, Tensor], Tensor]:
 def kto(w: World, z: Tensor):
     found = w.family_inputs
     point = unrelated(w)[1] if isinstance(found.get("kl"), dict) else found.get("kl") or 0.0
-    value, metrics, tokens = preference(functools.partial(reference.kto, labels=found["labels"], kl=point))(w, z)
+    value, metrics, tokens = preference(functools.partial(reference.kto, labels=found["labels"], kl=point))(
+        w, z
+    )
     return value, metrics if w.S else metrics | {"kl": torch.zeros(())}, tokens
 
 
@@ -284,8 +288,12 @@ def grpo_options() -> Drawn:
     kinds = st.one_of(
         merged(one(loss_type=["dapo", "grpo", "bnpo", "luspo"]), clipped),
         merged(one(loss_type=["dr_grpo"], max_completion_length=[7]), clipped),
-        merged(one(loss_type=["cispo"], epsilon_high=[1.5, 5.0]), some(importance_sampling_level=["sequence"])),
-        merged(one(loss_type=["sapo"]), some(sapo_temperature_neg=[2.0], importance_sampling_level=["sequence"])),
+        merged(
+            one(loss_type=["cispo"], epsilon_high=[1.5, 5.0]), some(importance_sampling_level=["sequence"])
+        ),
+        merged(
+            one(loss_type=["sapo"]), some(sapo_temperature_neg=[2.0], importance_sampling_level=["sequence"])
+        ),
         merged(one(loss_type=["vespo"]), some(vespo_k_pos=[0.5], vespo_lambda_neg=[0.5])),
     )
     others = some(
@@ -300,9 +308,7 @@ def grpo_options() -> Drawn:
 
 ROLLOUT = merged(
     one(advantages=["sequences", "tokens"]),
-    some(
-        old_logps=[0.1, 2.0], sampling_logps=[True], importance_weights=["sequences", "tokens"]
-    ),
+    some(old_logps=[0.1, 2.0], sampling_logps=[True], importance_weights=["sequences", "tokens"]),
 )
 
 
@@ -327,7 +333,9 @@ def teacher_inputs(w: World) -> dict:
 
 def teacher_logits(w: World) -> Tensor:
     found = w.family_inputs
-    options = {name.removeprefix("teacher_"): x for name, x in w.options.items() if name.startswith("teacher_")}
+    options = {
+        name.removeprefix("teacher_"): x for name, x in w.options.items() if name.startswith("teacher_")
+    }
     options |= {name: x for name, x in w.head.items() if name == "temperature"}
     model = [found[f"teacher_{name}"] for name in ("hidden", "weight", "bias")]
     return reference.head_logits(*model, **options)
@@ -420,7 +428,10 @@ def call_distillation(w: World, loss, hidden: Tensor, weight, bias: Tensor | Non
 def upstreams(w: World) -> dict[str, Tensor]:
     """Gradients of what `linear_logprobs` returns; of some of it none."""
     k = (w.case.inputs["ids"],) if "ids" in w.case.inputs else ()
-    return {name: w.random(f"upstream {name}", w.S, w.T, *(k if name == "logps" else ())) for name in w.case.inputs["used"]}
+    return {
+        name: w.random(f"upstream {name}", w.S, w.T, *(k if name == "logps" else ()))
+        for name in w.case.inputs["used"]
+    }
 
 
 def several(w: World) -> Tensor:
@@ -469,9 +480,15 @@ def topk(w: World, z: Tensor):
     counted = w.valid if w.mask is None else w.valid & w.mask
     logits = reference.head_logits(z, w.eye, **head(w))
     log_p = logits.log_softmax(-1)
-    found = {"logps": logps, "ids": ids, "entropy": -(log_p.exp() * log_p).sum(-1), "lse": logits.logsumexp(-1)}
+    found = {
+        "logps": logps,
+        "ids": ids,
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": logits.logsumexp(-1),
+    }
     zeroed = {
-        name: x.masked_fill(~counted.view(*counted.shape, *[1] * (x.dim() - 2)), 0) for name, x in found.items()
+        name: x.masked_fill(~counted.view(*counted.shape, *[1] * (x.dim() - 2)), 0)
+        for name, x in found.items()
     }
     return torch.zeros((), dtype=z.dtype), {}, zeroed
 
@@ -521,7 +538,9 @@ def own_class(names: tuple[str, ...], watched: tuple[str, ...], scope: str) -> t
 
 def make_own(w: World, **options):
     drawn = w.case.inputs
-    return own_class(drawn["differentiates"], drawn["observes"], "group" if w.case.inputs.get("group") else "token")(**options)
+    return own_class(
+        drawn["differentiates"], drawn["observes"], "group" if w.case.inputs.get("group") else "token"
+    )(**options)
 
 
 def own(w: World, z: Tensor):
@@ -589,7 +608,10 @@ def dpo_options() -> Drawn:
     types = st.one_of(
         merged(
             one(loss_type=DIFFERENCES),
-            some(f_divergence_type=["forward_kl", "js_divergence", "alpha_divergence"], f_alpha_divergence_coef=[0.3, 1.0]),
+            some(
+                f_divergence_type=["forward_kl", "js_divergence", "alpha_divergence"],
+                f_alpha_divergence_coef=[0.3, 1.0],
+            ),
         ),
         one(loss_type=OTHERS),
         one(loss_type=[("sigmoid", "sft", "bco_pair"), ("ipo", "aot")], loss_weights=[(0.5, 2.0, 1.0)]),
@@ -675,8 +697,14 @@ FAMILIES: dict[str, Family] = {
         group=2,
         takes=("mask", "shift", "num_items", "sum", "main", "tokens"),
         # Predictions are of every position that has a label.
-        fits=lambda case: "nll_targets" not in case.inputs
-        or (case.mask is None and "return_predictions" not in case.options and "return_logps" not in case.options),
+        fits=lambda case: (
+            "nll_targets" not in case.inputs
+            or (
+                case.mask is None
+                and "return_predictions" not in case.options
+                and "return_logps" not in case.options
+            )
+        ),
     ),
     "CPO": Family(
         ll.CPOLoss,
@@ -708,7 +736,9 @@ FAMILIES: dict[str, Family] = {
         ll.KTOLoss,
         kto,
         options=merged(
-            some(loss_type=["apo_zero_unpaired"], beta=[1.0], desirable_weight=[2.0], undesirable_weight=[0.3]),
+            some(
+                loss_type=["apo_zero_unpaired"], beta=[1.0], desirable_weight=[2.0], undesirable_weight=[0.3]
+            ),
             OF_REFERENCES,
         ),
         inputs=merged(REFERENCED, one(kl=[0.0, 1.5, -1.0, "mapping"])),
@@ -785,7 +815,12 @@ FAMILIES: dict[str, Family] = {
         fits=lambda case: "entropy" not in case.inputs["used"] or case.inputs.get("entropy") is True,
     ),
     "linear_topk": Family(
-        dict, topk, inputs=one(k=[1, 3, 100]), call=call_topk, takes=("mask", "flat"), fits=lambda case: not case.trained
+        dict,
+        topk,
+        inputs=one(k=[1, 3, 100]),
+        call=call_topk,
+        takes=("mask", "flat"),
+        fits=lambda case: not case.trained,
     ),
     "own TokenLoss": Family(
         make_own,
@@ -793,7 +828,9 @@ FAMILIES: dict[str, Family] = {
         inputs=merged(
             st.fixed_dictionaries(
                 {
-                    "differentiates": st.lists(st.sampled_from(STATISTICS[:4]), min_size=1, unique=True).map(tuple),
+                    "differentiates": st.lists(st.sampled_from(STATISTICS[:4]), min_size=1, unique=True).map(
+                        tuple
+                    ),
                     "observes": st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple),
                 }
             ),
@@ -803,5 +840,7 @@ FAMILIES: dict[str, Family] = {
         group=1,
         takes=SEQUENCES,
     ),
-    "own LogitsLoss": Family(Brier, brier, takes=("mask", "shift", "num_items", "none", "sum", "main", "flat")),
+    "own LogitsLoss": Family(
+        Brier, brier, takes=("mask", "shift", "num_items", "none", "sum", "main", "flat")
+    ),
 }

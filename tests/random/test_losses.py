@@ -21,13 +21,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDINGS, SLACK = 3, 8
 # Metrics that two nearly equal logits decide.
 BY_RANK = ("token_accuracy", "agreement", "mean_token_accuracy", "is_top1", "predictions")
+
+
 @st.composite
 def cases(draw, name: str) -> Case:
     """A call of the loss that is defined."""
     family = FAMILIES[name]
 
     def maybe(value, otherwise):
-        return draw(st.sampled_from((otherwise, otherwise, *(value if isinstance(value, tuple) else (value,)))))
+        return draw(
+            st.sampled_from((otherwise, otherwise, *(value if isinstance(value, tuple) else (value,))))
+        )
 
     takes = family.takes
     options = draw(family.options)
@@ -37,7 +41,9 @@ def cases(draw, name: str) -> Case:
     wide = torch.promote_types(dtype, torch.float32)
     layouts = ("padded", "packed", *(("flat",) if "flat" in takes else ()))
     layout = draw(st.sampled_from(layouts))
-    trained = draw(st.sampled_from((("hidden", "weight", "bias"), ("hidden",), ("weight",), ("hidden", "bias"), ())))
+    trained = draw(
+        st.sampled_from((("hidden", "weight", "bias"), ("hidden",), ("weight",), ("hidden", "bias"), ()))
+    )
     options |= draw(
         st.fixed_dictionaries(
             {},
@@ -52,13 +58,22 @@ def cases(draw, name: str) -> Case:
                 "logits_dtype": st.sampled_from((dtype, wide)),
                 "compact": st.just(False),
             }
-            | ({name: st.just(True) for name in ("return_logps", "return_predictions")} if "tokens" in takes else {}),
+            | (
+                {name: st.just(True) for name in ("return_logps", "return_predictions")}
+                if "tokens" in takes
+                else {}
+            ),
         )
     )
     if not takes or name.startswith("linear"):
         options.pop("reduction", None)
     main = None
-    if "main" in takes and "weight" in trained and dtype != torch.float64 and options.get("reduction") != "none":
+    if (
+        "main" in takes
+        and "weight" in trained
+        and dtype != torch.float64
+        and options.get("reduction") != "none"
+    ):
         main = maybe(("add", "now"), None)
     case = Case(
         loss=name,
@@ -180,9 +195,14 @@ def _check(case: Case) -> None:
             continue
         # The mean over positions is one product with a mean row of the head.
         by_position = "/" in name and "logits_over" in case.options
-        size = (torch.finfo(case.dtype).eps if by_position else eps) * (1 + z.abs().amax() if z.numel() else 1.0)
+        size = (torch.finfo(case.dtype).eps if by_position else eps) * (
+            1 + z.abs().amax() if z.numel() else 1.0
+        )
         close(name, found[name], value, allowed(name) + 2 * SLACK * size * name.startswith("metric"))
-    assert set(truth) - {"products"} == {name for name in found if not name.startswith("d_")}, (set(truth), set(found))
+    assert set(truth) - {"products"} == {name for name in found if not name.startswith("d_")}, (
+        set(truth),
+        set(found),
+    )
     if case.trained:
         compare_gradients(w, hiddens, truth["products"], allowed("products"), found)
 
@@ -203,7 +223,11 @@ def solve(family: Family, w: World, z: Tensor, mode=contextlib.nullcontext()) ->
 
 def upstream(w: World, value: Tensor) -> Tensor:
     factor = w.case.upstream
-    return torch.full_like(value, factor) if factor == 1 or not value.dim() else factor * w.random("upstream", *value.shape)
+    return (
+        torch.full_like(value, factor)
+        if factor == 1 or not value.dim()
+        else factor * w.random("upstream", *value.shape)
+    )
 
 
 def call(family: Family, w: World, hiddens: list[Tensor]) -> dict[str, Tensor]:
@@ -217,9 +241,17 @@ def call(family: Family, w: World, hiddens: list[Tensor]) -> dict[str, Tensor]:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(case.default_dtype)
         leaves = {"hidden": [w.ours("hidden", hidden) for hidden in hiddens]}
-        leaves["hidden"] = torch.stack(leaves["hidden"]) if len(hiddens) > 1 or case.loss == "multi-token" else leaves["hidden"][0]
+        leaves["hidden"] = (
+            torch.stack(leaves["hidden"])
+            if len(hiddens) > 1 or case.loss == "multi-token"
+            else leaves["hidden"][0]
+        )
         leaves |= {"weight": w.ours("weight", w.weight), "bias": w.ours("bias", w.bias)}
-        leaves = {name: x.detach().requires_grad_(name in case.trained) for name, x in leaves.items() if x is not None}
+        leaves = {
+            name: x.detach().requires_grad_(name in case.trained)
+            for name, x in leaves.items()
+            if x is not None
+        }
         hidden, weight, bias = leaves["hidden"], leaves["weight"], leaves.get("bias")
         if case.head == "module":
             module = torch.nn.Linear(case.H, case.V, bias=False, device="meta")
@@ -234,28 +266,49 @@ def call(family: Family, w: World, hiddens: list[Tensor]) -> dict[str, Tensor]:
         if case.shift:
             options["shift"] = True
         if case.num_items is not None:
-            options["num_items"] = case.num_items if case.seed % 2 else torch.tensor(case.num_items, device=DEVICE)
+            options["num_items"] = (
+                case.num_items if case.seed % 2 else torch.tensor(case.num_items, device=DEVICE)
+            )
         if case.layout == "packed" and (family.group or case.shift or case.loss == "multi-token"):
             options["cu_seqlens"] = w.cu_seqlens
         base = None
         if case.main:
             base = w.random("main", case.V, case.H).float().to(DEVICE)
-            options |= {"accumulate_into": base.clone(), "accumulate_now": case.main == "now", "grad_scale": case.grad_scale}
+            options |= {
+                "accumulate_into": base.clone(),
+                "accumulate_now": case.main == "now",
+                "grad_scale": case.grad_scale,
+            }
         if family.call:
             loss = family.make(**w.options) if family.make is not dict else None
             value, metrics, tokens = family.call(w, loss, hidden, weight, bias, **options)
         else:
             loss = family.make(w, **w.options) if case.loss == "own TokenLoss" else family.make(**w.options)
             extra = {name: ours_of(w, name, x) for name, x in w.family_inputs.items()}
-            value, metrics, _, tokens = loss(hidden, weight, w.ours("labels", w.labels), bias=bias, **extra, **options)
-            names = [n for n, on in (("logps", "return_logps"), ("lse", "return_logps"), ("predictions", "return_predictions")) if w.options.get(on)]
+            value, metrics, _, tokens = loss(
+                hidden, weight, w.ours("labels", w.labels), bias=bias, **extra, **options
+            )
+            names = [
+                n
+                for n, on in (
+                    ("logps", "return_logps"),
+                    ("lse", "return_logps"),
+                    ("predictions", "return_predictions"),
+                )
+                if w.options.get(on)
+            ]
             tokens = {name: tokens[name] for name in names}
         trained = [name for name, x in leaves.items() if x.requires_grad]
         assert value.dtype == case.wide, f"value: {value.dtype}, expected {case.wide}"
         if case.loss != "linear_topk":
             assert value.requires_grad == bool(trained), f"requires_grad is {value.requires_grad}"
         if trained:
-            factor = upstream(w, torch.zeros(value.shape) if value.dim() < 2 or case.layout == "padded" else torch.zeros(w.S, w.T)).to(value)
+            factor = upstream(
+                w,
+                torch.zeros(value.shape)
+                if value.dim() < 2 or case.layout == "padded"
+                else torch.zeros(w.S, w.T),
+            ).to(value)
             factor = w.lay(factor.cpu()).to(value) if value.dim() and factor.dim() > 1 else factor
             (value * factor).sum().backward() if value.dim() else value.backward(factor)
     found = {"value": value} | {f"metric {name}": x for name, x in metrics.items()}
@@ -272,18 +325,27 @@ def ours_of(w: World, name: str, x):
     return w.ours(name, x) if isinstance(x, Tensor) else x
 
 
-def compare_gradients(w: World, hiddens: list[Tensor], dz: Tensor, error: Tensor, found: dict[str, Tensor]) -> None:
+def compare_gradients(
+    w: World, hiddens: list[Tensor], dz: Tensor, error: Tensor, found: dict[str, Tensor]
+) -> None:
     """Of the operands, from that of the products: rounding of either is carried through the products."""
     case = w.case
     eps = torch.finfo(case.dtype).eps
-    error = error + 4 * eps * dz.abs() + 4 * torch.finfo(case.dtype).smallest_normal * eps * (1 + dz.abs().amax() if dz.numel() else 1.0)
+    error = (
+        error
+        + 4 * eps * dz.abs()
+        + 4 * torch.finfo(case.dtype).smallest_normal * eps * (1 + dz.abs().amax() if dz.numel() else 1.0)
+    )
     h, W = torch.stack(hiddens), w.weight
     sums = 1 + (dz[..., 0].numel() if case.options.get("accum_dtype") == case.dtype else 1)
     d_hidden = [w.lay(x) for x in dz @ W], [w.lay(x) for x in error @ W.abs()]
     single = case.loss != "multi-token"
     expected = {
         "d_hidden": tuple(x[0] if single else torch.stack(x) for x in d_hidden),
-        "d_weight": (torch.einsum("dstv,dsth->vh", dz, h), sums * torch.einsum("dstv,dsth->vh", error, h.abs())),
+        "d_weight": (
+            torch.einsum("dstv,dsth->vh", dz, h),
+            sums * torch.einsum("dstv,dsth->vh", error, h.abs()),
+        ),
         "d_bias": (dz.sum((0, 1, 2)), sums * error.sum((0, 1, 2))),
     }
     for name, (truth, allowed) in expected.items():
@@ -293,7 +355,12 @@ def compare_gradients(w: World, hiddens: list[Tensor], dz: Tensor, error: Tensor
         assert found[name] is not None, f"{name}: None"
         assert found[name].dtype == wanted, f"{name}: {found[name].dtype}, expected {wanted}"
         main = 4 * torch.finfo(torch.float32).eps * 4 if case.main and name == "d_weight" else 0.0
-        close(name, found[name], truth, allowed + 4 * eps * truth.abs() + torch.finfo(case.dtype).smallest_normal + main)
+        close(
+            name,
+            found[name],
+            truth,
+            allowed + 4 * eps * truth.abs() + torch.finfo(case.dtype).smallest_normal + main,
+        )
 
 
 def close(name: str, actual: Tensor, truth: Tensor, allowed: Tensor) -> None:
@@ -301,6 +368,10 @@ def close(name: str, actual: Tensor, truth: Tensor, allowed: Tensor) -> None:
     assert actual.shape == truth.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
     wrong = ~((actual - truth).abs() <= allowed) & (actual != truth) & ~(actual.isnan() & truth.isnan())
     if wrong.any():
-        i = int((((actual - truth).abs() / allowed.clamp(min=1e-300)).nan_to_num(nan=torch.inf) * wrong).argmax())
+        i = int(
+            (((actual - truth).abs() / allowed.clamp(min=1e-300)).nan_to_num(nan=torch.inf) * wrong).argmax()
+        )
         a, t, tol = (x.reshape(-1)[i].item() for x in (actual, truth, allowed.expand(truth.shape)))
-        raise AssertionError(f"{name}: {a:.9g}, expected {t:.9g} within {tol:.2g} ({int(wrong.sum())} of {wrong.numel()} wrong)")
+        raise AssertionError(
+            f"{name}: {a:.9g}, expected {t:.9g} within {tol:.2g} ({int(wrong.sum())} of {wrong.numel()} wrong)"
+        )

@@ -24,7 +24,9 @@ from tests.trl_integration.test_sft import options
 from tests.trl_integration.tiny import Run, assert_same_gradients, tiny_model, train
 
 RTOL = 1e-3
-SHARED = some(gradient_accumulation_steps=[2], per_device_train_batch_size=[1, 2], gradient_checkpointing=[True])
+SHARED = some(
+    gradient_accumulation_steps=[2], per_device_train_batch_size=[1, 2], gradient_checkpointing=[True]
+)
 ROLLED = merged(
     some(
         beta=[0.0, 0.5],
@@ -56,8 +58,26 @@ OPTIONS = {
         SHARED,
         some(
             loss_type=[
-                *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
-                *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", ["sigmoid", "sft"]),
+                *(
+                    "sigmoid",
+                    "hinge",
+                    "ipo",
+                    "exo_pair",
+                    "nca_pair",
+                    "robust",
+                    "bco_pair",
+                    "sppo_hard",
+                    "aot",
+                ),
+                *(
+                    "aot_unpaired",
+                    "apo_zero",
+                    "apo_down",
+                    "discopop",
+                    "sft",
+                    "sigmoid_norm",
+                    ["sigmoid", "sft"],
+                ),
             ],
             loss_weights=[[0.5, 2.0]],
             label_smoothing=[0.1],
@@ -98,7 +118,9 @@ OPTIONS = {
             scale_rewards=["batch", "none"],
         ),
     ),
-    "RLOO": merged(ROLLED, some(normalize_advantages=[True], reward_clip_range=[(0.1, 0.5)], epsilon_high=[0.4])),
+    "RLOO": merged(
+        ROLLED, some(normalize_advantages=[True], reward_clip_range=[(0.1, 0.5)], epsilon_high=[0.4])
+    ),
     "ORPO": merged(SHARED, some(beta=[0.5, 1.0], max_length=[16])),
     "CPO": merged(
         SHARED,
@@ -111,13 +133,24 @@ OPTIONS = {
             beta=[0.5],
         ),
     ),
-    "TPO": merged(SHARED, some(loss_type=["hinge", "ipo", "tpo-l"], tpo_alpha=[0.0, 2.0], label_smoothing=[0.1])),
+    "TPO": merged(
+        SHARED, some(loss_type=["hinge", "ipo", "tpo-l"], tpo_alpha=[0.0, 2.0], label_smoothing=[0.1])
+    ),
     "GKD": merged(SHARED, DISTILLED),
     "GOLD": merged(SHARED, DISTILLED),
     "Distillation": DISTILLED,
-    "IWOPD": merged(DISTILLED, some(distillation_objective=["reverse_kl", "iw_opd"], loss_top_k=[0, 5], loss_add_tail=[False])),
-    "SDFT": some(distillation_alpha=[0.0, 0.5, 1.0], distillation_mode=["full_logits", "sampled_token"], temperature=[0.7]),
-    "SDPO": some(distillation_alpha=[0.0, 0.5, 1.0], distillation_mode=["full_logits", "sampled_token"], beta=[0.1]),
+    "IWOPD": merged(
+        DISTILLED,
+        some(distillation_objective=["reverse_kl", "iw_opd"], loss_top_k=[0, 5], loss_add_tail=[False]),
+    ),
+    "SDFT": some(
+        distillation_alpha=[0.0, 0.5, 1.0],
+        distillation_mode=["full_logits", "sampled_token"],
+        temperature=[0.7],
+    ),
+    "SDPO": some(
+        distillation_alpha=[0.0, 0.5, 1.0], distillation_mode=["full_logits", "sampled_token"], beta=[0.1]
+    ),
     "OnlineDPO": some(loss_type=["ipo"], beta=[0.5], temperature=[0.7], missing_eos_penalty=[0.5]),
     "GMPO": ROLLED,
     "A2PO": some(beta1=[0.1], beta2=[0.3], temperature=[0.7]),
@@ -198,7 +231,9 @@ def step(case: Case, flag: bool) -> Run:
         return made
 
     torch.manual_seed(case.seed)
-    return train(build, config(**options(path / "out", **settings)), model, dataset, tokenizer=words(), **given)
+    return train(
+        build, config(**options(path / "out", **settings)), model, dataset, tokenizer=words(), **given
+    )
 
 
 def check(case: Case) -> None:

@@ -4,7 +4,7 @@ A loss names the kind that evaluates it: of per-token numbers, or of logits.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class Costs(NamedTuple):
 
 class Objective(Protocol):
     """The loss of one call, as the loop uses it."""
+
+    # Names of the per-token numbers that a loss may observe, and of those that it may differentiate.
+    statistics: ClassVar[tuple[str, ...]]
+    differentiable: ClassVar[tuple[str, ...]]
 
     rows: Rows
     reports: list[Report]

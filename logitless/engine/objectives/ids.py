@@ -40,6 +40,8 @@ class IdsObjective:
     """See `objective.Objective`."""
 
     in_product: ClassVar = False
+    statistics: ClassVar = ("ids", "logps", "lse", "lse_residual", "rest", "entropy")
+    differentiable: ClassVar = ("logps", "lse", "rest", "entropy")
     new_numbers: ClassVar = staticmethod(torch.empty)  # every row is read before anybody asks
 
     call: Call

@@ -33,6 +33,8 @@ class LogitsObjective:
     """See `objective.Objective`."""
 
     in_product: ClassVar = False
+    statistics: ClassVar = ()  # it sees the logits themselves
+    differentiable: ClassVar = ()
 
     call: Call
     rows: Rows
@@ -137,7 +139,13 @@ class LogitsObjective:
         factors = gradient = None
         if written is not None:
             factor = self.factors.loss["tokens"] if upstream is None else upstream
-            factors = torch.where(batch.supervised, factor, 0.0).to(torch.float32)
+            if isinstance(factor, Tensor):
+                factors = factor.to(torch.float32).expand(batch.targets.shape)
+            else:
+                options = {"dtype": torch.float32, "device": logits.device}
+                factors = torch.full(batch.targets.shape, factor, **options)
+            if batch.ignored is not None:
+                factors = factors.masked_fill(batch.ignored, 0.0)
             gradient = written.place
         terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
         self._gradient = gradient

@@ -48,6 +48,8 @@ def teacher_dtype(call: Call) -> torch.dtype:
 class SupportObjective(IdsObjective):
     """Numbers of the student and, in the same slots, of the teacher; the label's beside them."""
 
+    statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
+    differentiable: ClassVar = ("logps", "rest", "hard")
     new_numbers: ClassVar = staticmethod(torch.zeros)  # there may be no label, or nothing but products
 
     _teacher_buffer: Tensor | None = None

@@ -6,8 +6,8 @@ kernel reads the numbers and writes that gradient; the multiple is known later a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES
 @dataclass
 class TokenObjective:
     """See `objective.Objective`."""
+
+    statistics: ClassVar = tuple(field.name for field in fields(TokenBuffers))
+    differentiable: ClassVar = kernels.DIFFERENTIABLE
 
     call: Call
     rows: Rows

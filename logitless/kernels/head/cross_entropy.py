@@ -56,6 +56,8 @@ class TokenBuffers:
 
 
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
+# Those that `logits_gradient` differentiates.
+DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
 # Numbers that one pass over the logits finds together, each row on top of those before it.
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",))
 # The numbers of each level, in the order of `TokenBuffers`.

@@ -26,8 +26,9 @@ from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers, allocate_stats, token_statistics
 from logitless.kernels.head.transform import Head
 
-# Log-probability of what is not there: exp() of it is 0 in every dtype, and unlike -inf it makes no NaN.
-NOTHING = -1e4
+# Log-probability of an id that is ruled out (-inf): exp() of it is 0 in every dtype, and unlike -inf it makes
+# no NaN. It is below every finite log-probability, which stays as it is.
+NOTHING = -1e30
 FUSED = ("jsd", "forward_kl", "reverse_kl")
 
 
@@ -46,11 +47,21 @@ def kl(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log m, log m/s and log m/t, the last two exactly 0 where s = t."""
+    """log m, log m/s and log m/t of m = beta t + (1 - beta) s with 0 < beta < 1.
+
+    The last two are exactly 0 where s = t.
+    """
     d = teacher - student
     above = d > 0
-    share = beta + (1 - 2 * beta) * above.to(d.dtype)  # 1 - beta where t > s
-    shrunk = torch.log1p(share * torch.expm1(torch.where(above, -d, d)))
+    gap = torch.where(above, -d, d)
+    of_teacher, of_student = (torch.full((), x, dtype=d.dtype, device=d.device) for x in (beta, 1 - beta))
+    larger, smaller = torch.where(above, of_teacher, of_student), torch.where(above, of_student, of_teacher)
+    # The first form is exactly 0 where s = t; the second one keeps the digits of a small share of the larger.
+    shrunk = torch.where(
+        gap > -1,
+        torch.log1p(smaller * torch.expm1(gap.clamp(min=-1))),
+        torch.log(larger + smaller * torch.exp(gap)),
+    )
     log_m = torch.maximum(student, teacher) + shrunk
     return log_m, torch.where(above, shrunk + d, shrunk), torch.where(above, shrunk, shrunk - d)
 
@@ -68,8 +79,12 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
-    """KL(t||alpha t + (1 - alpha) s)."""
+    """KL(t||alpha t + (1 - alpha) s); at 0 the forward KL, at 1 nothing."""
+    if alpha == 0.0:
+        return kl(teacher, student)
     student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
+    if alpha == 1.0:
+        return (0.0 * student).sum(-1)
     log_m, _, to_teacher = mixture(student, teacher, alpha)
     return kl_terms(teacher, log_m, to_teacher).sum(-1)
 
@@ -201,7 +216,7 @@ def sharded_divergence(
         "bias": bias,
         "teacher_bias": teacher_bias,
     }
-    sums = torch.empty(2, len(labels), device=student.device)
+    sums = torch.empty(2, len(labels), dtype=torch.float32, device=student.device)
     divergence_shard_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
     if factors is not None:

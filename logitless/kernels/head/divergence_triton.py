@@ -24,7 +24,7 @@ BLOCK, WARPS = 1024, 4
 JSD, FORWARD, REVERSE, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MODES = {"jsd": JSD.value, "forward_kl": FORWARD.value, "reverse_kl": REVERSE.value}
 # Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
-NOTHING, DRIFT = tl.constexpr(-1e4), tl.constexpr(80.0)
+NOTHING, DRIFT = tl.constexpr(-1e30), tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -110,7 +110,12 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
         if MODE == EVEN:
             shrunk = log2_of_one_and(0.5 * ratio - 0.5)
         else:
-            shrunk = tl.log2(1.0 + tl.where(above, 1.0 - beta, beta) * (ratio - 1.0))
+            smaller = tl.where(above, 1.0 - beta, beta)
+            # The first form is exactly 0 where s = t; the second one keeps the digits of a small share of the
+            # larger.
+            near = 1.0 + smaller * (ratio - 1.0)
+            far = tl.where(above, beta, 1.0 - beta) + smaller * ratio
+            shrunk = tl.log2(tl.where(ratio > 0.5, near, far))
         # log m/s and log m/t; the difference of the former and a huge d would have no digits.
         to_s, to_t = tl.where(above, shrunk + d, shrunk), tl.where(above, shrunk, shrunk - d)
         ours = s * to_s
@@ -294,7 +299,8 @@ def biases(
     plain = bias is None and teacher_bias is None and head.softcap is None and teacher_head.softcap is None
     plain = plain and min(head.logit_scale, teacher_head.logit_scale) > 0
     widths = (student.shape[1], common)
-    empty = [torch.zeros(0 if plain else width, device=student.device) for width in widths]
+    options = {"dtype": torch.float32, "device": student.device}
+    empty = [torch.zeros(0 if plain else width, **options) for width in widths]
     given = zip(empty, (bias, teacher_bias), strict=True)
     return plain, [zeros if x is None else dense(x, torch.float32) for zeros, x in given]
 
@@ -315,7 +321,7 @@ def divergence_pass(
     teacher_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
     (C, V), common = student.shape, min(student.shape[1], teacher.shape[1])
-    found = [torch.empty(C, device=student.device) for _ in range(5)]
+    found = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5)]
     plain, vectors = biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
@@ -323,7 +329,7 @@ def divergence_pass(
         student,
         teacher,
         grad,
-        torch.full((C,), -1, device=student.device) if labels is None else dense(labels),
+        torch.full((C,), -1, dtype=torch.int64, device=student.device) if labels is None else dense(labels),
         found[0] if factors is None else dense(factors),
         *vectors,
         *found,

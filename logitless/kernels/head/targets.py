@@ -1,5 +1,5 @@
-"""What a call's targets say: which and how many are supervised, which are no ids, and which are columns of a
-shard.
+"""What a call's targets and its mask say: which and how many tokens are supervised, which targets are no ids,
+and which are columns of a shard.
 
 Each is one launch, as all of them come before the first product, where the GPU waits for every launch.
 """
@@ -28,6 +28,20 @@ def marked(
     supervised = targets != ignore_index
     own = torch.stack((supervised, supervised & ((targets < 0) | (targets >= V))))
     return own if others is None else torch.cat((own, others & supervised))
+
+
+def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:
+    """The int64 targets with `ignore_index` where the mask, of their shape, is off.
+
+    The mask is bool, or integer: then an entry that is neither 0 nor 1 makes its target `wrong`.
+    """
+    if mask.dtype == torch.bool:
+        return torch.where(mask, targets, ignore_index)
+    if _runs(targets) and not torch.compiler.is_compiling():
+        from logitless.kernels.head import targets_triton
+
+        return targets_triton.masked(targets, mask, ignore_index, wrong)
+    return torch.where(mask == 1, targets, torch.where(mask == 0, ignore_index, wrong))
 
 
 def counted(marks: Tensor, parts: int = 1) -> Tensor:

@@ -49,6 +49,28 @@ def marked(targets: Tensor, V: int, ignore_index: int, others: Tensor | None) ->
 
 
 @held
+@triton.jit(**OF_CHUNKS)
+def mask_kernel(
+    targets_ptr, mask_ptr, masked_ptr, rows, ignore_index, WRONG: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows
+    y = tl.load(targets_ptr + at, mask=inside, other=0)
+    m = tl.load(mask_ptr + at, mask=inside, other=0)
+    y = tl.where(m == 0, ignore_index, y)
+    y = tl.where((m == 0) | (m == 1), y, WRONG)
+    tl.store(masked_ptr + at, y, mask=inside)
+
+
+def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:
+    targets = dense(targets, torch.int64)
+    out, N = torch.empty_like(targets), targets.numel()
+    flags = {"WRONG": wrong, "BLOCK": BLOCK, "num_warps": WARPS}
+    mask_kernel[(triton.cdiv(N, BLOCK),)](targets, dense(mask), out, N, ignore_index, **flags)
+    return out
+
+
+@held
 @triton.jit(do_not_specialize=["length"])
 def count_kernel(marks_ptr, counts_ptr, length, COUNTED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -1,0 +1,140 @@
+"""`mask=` and its like: booleans or integers that are 0 or 1, in every loss; the reference is the same call
+with the targets masked by hand."""
+
+import pytest
+import torch
+
+from logitless import CrossEntropyLoss, DistillationLoss, KTOLoss, MultiTokenLoss, linear_topk
+from tests.losses.every_loss import LOSSES, H, LossCase, given, heads
+from tests.support import DEVICE
+
+CASES = {name: case for name, case in LOSSES.items() if isinstance(case, LossCase)}
+T = 5
+
+
+@pytest.fixture(autouse=True)
+def uncompiled():
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def mask_of(x) -> torch.Tensor:
+    """Bool, on for the first token of every sequence."""
+    mask = torch.rand(x.targets.shape, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE) < 0.6
+    mask[:, :2] = True
+    return mask
+
+
+def call(name: str, x, mask, **options):
+    loss, arguments, keywords = CASES[name].prepare(x, heads(), **options)
+    return loss(*arguments, **keywords, mask=mask)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_masks_of_flags(name, kind):
+    x = given(T)
+    mask = mask_of(x)
+    loss, arguments, keywords = CASES[name].prepare(x, heads())
+    by_hand = (*arguments[:2], x.targets.masked_fill(~mask, -100))
+    assert call(name, x, mask.to(kind)).loss.item() == loss(*by_hand, **keywords).loss.item()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masks_of_floats_are_refused(name):
+    x = given(T)
+    additive = torch.zeros(x.targets.shape, device=DEVICE).masked_fill(~mask_of(x), -torch.inf)
+    for mask in (additive, additive.exp(), additive.exp().bfloat16()):
+        with pytest.raises(
+            TypeError, match="^mask: expected booleans, or integers that are 0 or 1, got "
+        ) as e:
+            call(name, x, mask)
+        assert "mask == 0 if it is additive" in str(e.value)
+        assert ("as token_weights" in str(e.value)) == name.startswith("cross-entropy")
+
+
+@pytest.mark.parametrize("value", [2, -1])
+@pytest.mark.parametrize("name", CASES)
+def test_integers_that_are_no_flags(name, value):
+    x = given(T)
+    mask = mask_of(x).long()
+    mask[1, 1], mask[2, 1] = value, value
+    with pytest.raises(
+        ValueError, match="^mask: expected .* 0 or 1, got [24] others; pass which tokens count"
+    ):
+        call(name, x, mask)
+    with pytest.raises(RuntimeError, match="^targets: expected ids .* mask of 0 and 1"):
+        call(name, x, mask, compact=False)
+
+
+def test_a_wrong_entry_moves_with_its_label():
+    x = given(T)
+    mask = mask_of(x).long()
+    loss, operands = CrossEntropyLoss(), (x.hidden, x.weight, x.targets)
+    expected = loss(*operands, mask=mask, shift=True).loss
+    mask[:, 0] = 7  # of labels that nobody predicts
+    assert loss(*operands, mask=mask, shift=True).loss.item() == expected.item()
+    mask[1, 1] = 7
+    with pytest.raises(ValueError, match="^mask: .* got 1 others"):
+        loss(*operands, mask=mask, shift=True)
+
+
+def test_masks_of_the_k_best():
+    x = given(T)
+    mask = mask_of(x)
+    expected = linear_topk(x.hidden, x.weight, 2, mask=mask)
+    assert torch.equal(linear_topk(x.hidden, x.weight, 2, mask=mask.long()).ids, expected.ids)
+    with pytest.raises(TypeError, match="^mask: "):
+        linear_topk(x.hidden, x.weight, 2, mask=mask.float())
+    with pytest.raises(ValueError, match="^mask: "):
+        linear_topk(x.hidden, x.weight, 2, mask=mask * 2)
+
+
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_labels_of_sequences(compact, reduction):
+    x = given(T)
+    loss = KTOLoss(loss_type="apo_zero_unpaired", compact=compact, reduction=reduction)
+
+    def value(labels):
+        return loss(x.hidden, x.weight, x.targets, ref_logps=x.ref_logps, labels=labels).loss.sum().item()
+
+    assert value(x.labels.int()) == value(x.labels)
+    with pytest.raises(TypeError, match="^labels: expected booleans"):
+        value(x.labels.float())
+    with pytest.raises((ValueError, RuntimeError), match="^labels: expected .*; pass labels > 0"):
+        value(x.labels * 2 - 1)
+
+
+@pytest.mark.parametrize("mask", [None, "first"])
+@pytest.mark.parametrize("ignore_index", [0, 1, 7])
+def test_every_token_counts_without_targets(ignore_index, mask):
+    """S11: an id stands for the target that is not there, whatever `ignore_index` is."""
+    x = given(T)
+    mask = None if mask is None else mask_of(x)
+    loss, teacher = DistillationLoss(ignore_index=ignore_index), (x.teacher_hidden, x.teacher_weight)
+    found = loss(x.hidden, x.weight, teacher_hidden=teacher[0], teacher_weight=teacher[1], mask=mask).loss
+    s, t = ((h @ w.T).double().log_softmax(-1) for h, w in ((x.hidden, x.weight), teacher))
+    m = torch.logaddexp(s, t) - torch.tensor(2.0, dtype=torch.float64).log()
+    expected = (s.exp() * (s - m) + t.exp() * (t - m)).sum(-1) / 2
+    expected = expected.mean() if mask is None else expected[mask].mean()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, -200])
+def test_narrow_targets_take_any_ignore_index(kind, ignore_index):
+    """-100 in uint8 would be the id 156, where a mask or a shift sets it."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden, weight = (
+        torch.randn(shape, generator=generator, device=DEVICE) for shape in ((2, T, H), (200, H))
+    )
+    targets = torch.randint(100, (2, T), generator=generator, device=DEVICE)
+    mask = targets % 3 > 0
+    loss = CrossEntropyLoss(ignore_index=ignore_index)
+    for options in ({"mask": mask}, {"shift": True}, {"mask": mask, "shift": True}):
+        expected = loss(hidden, weight, targets, **options).loss.item()
+        assert loss(hidden, weight, targets.to(kind), **options).loss.item() == expected
+    several = MultiTokenLoss(ignore_index=ignore_index)
+    expected = several([hidden] * 2, weight, targets, mask=mask).loss.item()
+    assert several([hidden] * 2, weight, targets.to(kind), mask=mask).loss.item() == expected
