@@ -93,6 +93,7 @@ class LossSpec(Protocol):
     metric_names: tuple[str, ...]
     sum_logits_weights: str | None
     unmasked: bool
+    boundaries_argument: str
     roles: ClassVar[Mapping[str, Role]]
     # The Objective class that evaluates it: of per-token numbers, or of logits.
     objective: ClassVar[type]

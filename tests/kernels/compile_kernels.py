@@ -31,6 +31,8 @@ INTEGERS = (
     "ignored",
     "columns",
     "length",
+    "bounds",
+    "N",
     "write",
     "rows",
     "k",
@@ -48,6 +50,7 @@ INT64 = (
     "starts_ptr",
     "found_ptr",
     "counts_ptr",
+    "bounds_ptr",
 )
 INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
@@ -171,7 +174,8 @@ def target_combinations() -> Iterator[Combination]:
     for others in (0, 2):
         yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
     yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
-    yield combination("count_kernel", {}, {"COUNTED": COUNTED})
+    for packed in (False, True):
+        yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": COUNTED})
     yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 
 
