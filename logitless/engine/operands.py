@@ -168,7 +168,8 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
 
 def sequence_numbers(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
     """The number of the sequence of each packed position, in [0, sequences) whatever the boundaries are."""
-    return torch.searchsorted(cu_seqlens[1:-1], positions, right=True)
+    number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
+    return number.clamp(max=cu_seqlens.shape[0] - 2)
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -139,8 +139,8 @@ def select_rows(
     if not compact:
         numbers = counts.numbers
         found = peers.table(numbers[1:]).sum(0) if peers.groups else numbers[1:]
-        for fault, count in zip(faults, found.unbind(), strict=True):
-            fault._replace(count=count).assert_async()
+        for fault, fits in zip(faults, (found == 0).unbind(), strict=True):
+            fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
     meeting = _Meeting(peers, shard) if peers.groups else None
     return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, read)

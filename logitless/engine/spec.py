@@ -68,10 +68,10 @@ class Fault(NamedTuple):
         more, remedy = ("", self.remedy) if self.details is None else self.details()
         expect(False, self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
 
-    def assert_async(self) -> None:
-        """The same on the device, where the count is not 0, without reading anything back."""
+    def assert_async(self, fits: Tensor) -> None:
+        """The same on the device, unless `fits` (0-d bool), without reading anything back."""
         message = f"{self.argument}: expected {self.expected}, got others; {self.remedy}."
-        torch._assert_async(self.count == 0, message)
+        torch._assert_async(fits, message)
 
 
 class LossSpec(Protocol):
