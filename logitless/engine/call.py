@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import Operands, SplitHead, checked_boundaries, shifted
-from logitless.engine.spec import PER_TOKEN, LossSpec, Role
+from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import expect
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WholeSequences
@@ -133,7 +133,7 @@ def prepare(
         remedy = "flatten the tokens or leave it out"
         expected = f"shape (N, H) with {loss.boundaries_argument}"
         expect(hidden.dim() == 2, "hidden", expected, tuple(hidden.shape), remedy)
-    if loss.scope != "token" or loss.unit != "tokens":
+    if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if options.shift:
         remedy = "a single token has no next one"

@@ -32,6 +32,11 @@ class Role(Enum):
     WHOLE = "the whole call"
 
 
+def looks_at_sequences(loss: "LossSpec") -> bool:
+    """Whether a loss, or what its mean divides by, is of sequences."""
+    return loss.scope != "token" or loss.unit != "tokens"
+
+
 PER_TOKEN = (Role.TOKEN, Role.POSITION, Role.FEATURES)
 
 
