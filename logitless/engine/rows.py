@@ -129,7 +129,7 @@ def select_rows(
     counts = _counted(marks, faults, grouping.sequences if apart else 0, cu_seqlens)
     if packed:
         marking = marks.shape[0] - 1
-        faults = (*faults[:marking], _boundary_fault(cu_seqlens, N, boundaries), *faults[marking:])
+        faults = (*faults[:marking], boundary_fault(cu_seqlens, N, boundaries), *faults[marking:])
     if grouping.sequences or grouping.grouped:
         if packed:
             # Nothing may be read beyond the tokens before the fault is known.
@@ -175,7 +175,8 @@ def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens:
     return _Counts(numbers, count, sequences) if sequences else _Counts(numbers)
 
 
-def _boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
+def boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
+    """The fault of wrong boundaries, whose argument has a name. Its count is found with the others."""
     remedy = "let them cover every token of hidden once"
     seen = partial(_seen_boundaries, cu_seqlens, N, remedy)
     return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, seen)
