@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from logitless import CrossEntropyLoss, global_num_items
+from logitless import CrossEntropyLoss, count_targets, global_num_items
 
 
 class Trainee(nn.Module):
@@ -57,8 +57,8 @@ def train(
     for step in range(steps):
         first = (step * ranks + rank) * micro_batches
         micro = [batch(first + i, batch_size) for i in range(micro_batches)]
-        targets = torch.cat([labels[:, 1:] for _, labels in micro]).to(device)
-        num_items, mean = global_num_items(targets), torch.zeros((), device=device)
+        count = sum(count_targets(labels, shift=True) for _, labels in micro)
+        num_items, mean = global_num_items(count.to(device)), torch.zeros((), device=device)
         for i, (ids, labels) in enumerate(micro, 1):
             trainee.set_requires_gradient_sync(i == micro_batches)
             loss = trainee(ids.to(device), labels.to(device), num_items)

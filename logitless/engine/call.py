@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.operands import Operands, SplitHead, shifted
-from logitless.engine.spec import PER_TOKEN, LossSpec, Role
+from logitless.engine.operands import Operands, SplitHead, checked_boundaries, shifted
+from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, expect
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WholeSequences
@@ -129,8 +129,11 @@ def prepare(
         expect(fits, name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
     cu_seqlens, sequence_count = options.cu_seqlens, 0
     if cu_seqlens is not None:
-        cu_seqlens = _boundaries(cu_seqlens, hidden)
-    if loss.scope != "token" or loss.unit != "tokens":
+        cu_seqlens = checked_boundaries(cu_seqlens, hidden, loss.boundaries_argument)
+        remedy = "flatten the tokens or leave it out"
+        expected = f"shape (N, H) with {loss.boundaries_argument}"
+        expect(hidden.dim() == 2, "hidden", expected, tuple(hidden.shape), remedy)
+    if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if options.shift:
         remedy = "a single token has no next one"
@@ -195,19 +198,6 @@ def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device
         given = torch.full((), given, dtype=dtype, device=device)
     expect(given.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
     return given.to(device)
-
-
-def _boundaries(cu_seqlens: Tensor, hidden: Tensor) -> Tensor:
-    kind, remedy = type(cu_seqlens).__name__, "pass torch.as_tensor(cu_seqlens)"
-    expect(isinstance(cu_seqlens, Tensor), "cu_seqlens", "a tensor", kind, remedy, TypeError)
-    whole, got = (
-        not cu_seqlens.is_floating_point() and cu_seqlens.dim() == 1,
-        f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}",
-    )
-    expect(whole, "cu_seqlens", "(sequences + 1,) int64 boundaries", got, "pass boundaries")
-    remedy = "flatten the tokens or leave it out"
-    expect(hidden.dim() == 2, "hidden", "shape (N, H) with cu_seqlens", tuple(hidden.shape), remedy)
-    return cu_seqlens.to(hidden.device, torch.int64)
 
 
 def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -55,12 +55,12 @@ def choose_rows(
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
     sequences = call.sequence_count if grouped else 0
     grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
-    cu_seqlens = call.cu_seqlens if grouped else None
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shard": shard, "read": read}
-    rows = select_rows(marks, faults, grouping, cu_seqlens, **options)
+    options |= {"boundaries": loss.boundaries_argument}
+    rows = select_rows(marks, faults, grouping, call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)

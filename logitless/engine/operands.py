@@ -165,6 +165,38 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
 
 
+def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens") -> Tensor:
+    """The boundaries of packed sequences as int64, on the device of the tokens.
+
+    Every call that takes boundaries begins with this. What the host can see is checked here; their values are
+    checked on the device, and read with the number of supervised tokens (`rows.select_rows`). Until then they
+    may be anything: whoever reads them earlier must not index beyond the tokens (see `sequence_numbers`).
+
+    Args:
+        cu_seqlens: (sequences + 1,) integers.
+        like: targets (N,) or hidden states (N, H) of the packed tokens.
+        name: of the argument, for the error.
+    """
+    kind = type(cu_seqlens).__name__
+    remedy = f"pass torch.as_tensor({name})"
+    expect(isinstance(cu_seqlens, Tensor), name, "a tensor", kind, remedy, TypeError)
+    expected = "(sequences + 1,) int64 boundaries"
+    if cu_seqlens.dtype not in INTEGERS or cu_seqlens.dim() != 1:
+        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        expect(False, name, expected, got, "pass the offsets of the sequences, 0 to N")
+    needed = 2 if like.numel() > 0 else 1
+    if cu_seqlens.shape[0] < needed:
+        remedy = "one sequence of N tokens has the boundaries (0, N)"
+        expect(False, name, expected, f"{cu_seqlens.shape[0]} of them", remedy)
+    return cu_seqlens.to(like.device, torch.int64)
+
+
+def sequence_numbers(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """The number of the sequence of each packed position, in [0, sequences) whatever the boundaries are."""
+    number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
+    return number.clamp(max=cu_seqlens.shape[0] - 2)
+
+
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:
     """Each position gets the entry of the next one along `dim`, and the last of a sequence gets `last`.
 
@@ -172,10 +204,12 @@ def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = N
         x: labels (..., T), or what is aligned with them.
         last: what the last position of every sequence gets.
         dim: the dimension of the tokens.
-        cu_seqlens: (sequences + 1,) boundaries of packed sequences; None: each row of x is one sequence.
+        cu_seqlens: (sequences + 1,) `checked_boundaries` of packed sequences; None: each row of x is one
+            sequence.
     """
     after = torch.arange(1, x.shape[dim] + 1, device=x.device)
-    is_last = after == x.shape[dim]
-    if cu_seqlens is not None:
-        is_last = is_last | torch.isin(after, cu_seqlens[1:].to(x.device))
+    if cu_seqlens is None:
+        is_last = after == x.shape[dim]
+    else:
+        is_last = torch.isin(after, cu_seqlens[1:])
     return x.roll(-1, dim).masked_fill(is_last.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), last)

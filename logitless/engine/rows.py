@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from logitless.engine.operands import sequence_numbers
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
 from logitless.kernels.head.targets import counted
@@ -111,8 +113,11 @@ def select_rows(
     peers: Peers = ALONE,
     shard: Shard | None = None,
     read: Callable[[Tensor], list[int]] = TOLIST,  # brings numbers to the host
+    boundaries: str = "cu_seqlens",  # the argument's name in errors
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
+
+    Boundaries are checked whether or not the loss looks at sequences.
 
     The call's only host sync is here. With compact=False there is none, and every row is walked; of packed
     sequences the host then knows only how many there are, so the caller makes one group of all of them. What
@@ -120,21 +125,22 @@ def select_rows(
     """
     supervised, packed, layout = marks[0], cu_seqlens is not None, None
     N = supervised.shape[0]
-    if packed:
-        faults = (*faults, _boundary_fault(cu_seqlens, N))
-        cu_seqlens = cu_seqlens.clamp(0, N)  # nothing may read beyond the tokens before the fault is known
     apart = compact and not packed and not peers.groups
-    counts = _counted(marks, faults, grouping.sequences if apart else 0)
+    counts = _counted(marks, faults, grouping.sequences if apart else 0, cu_seqlens)
+    if packed:
+        marking = marks.shape[0] - 1
+        faults = (*faults[:marking], boundary_fault(cu_seqlens, N, boundaries), *faults[marking:])
     if grouping.sequences or grouping.grouped:
         if packed:
-            layout = _packed(supervised, grouping, cu_seqlens, compact)
+            # Nothing may be read beyond the tokens before the fault is known.
+            layout = _packed(supervised, grouping, cu_seqlens.clamp(0, N), compact)
         else:
             layout = _padded(supervised, grouping, counts.of_sequences, compact)
     if not compact:
         numbers = counts.numbers
         found = peers.table(numbers[1:]).sum(0) if peers.groups else numbers[1:]
-        for fault, count in zip(faults, found.unbind(), strict=True):
-            fault._replace(count=count).assert_async()
+        for fault, fits in zip(faults, (found == 0).unbind(), strict=True):
+            fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
     meeting = _Meeting(peers, shard) if peers.groups else None
     return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, read)
@@ -159,20 +165,33 @@ class _Counts(NamedTuple):
         return [*map(sum, tables), *numbers[end:], *(tables[0] if tables else ())]
 
 
-def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int) -> _Counts:
+def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens: Tensor | None) -> _Counts:
     """Counts for each of so many padded sequences, or with 0 for the call: in few launches, as the GPU waits
-    for them."""
+    for them. What is wrong with boundaries comes after the marks, and before the other faults."""
     count = marks.shape[0]
-    found = counted(marks, max(1, sequences))
+    found = counted(marks, max(1, sequences), cu_seqlens)
     others = [fault.count for fault in faults[count - 1 :]]
     numbers = torch.cat((found, torch.stack(others))) if others else found
     return _Counts(numbers, count, sequences) if sequences else _Counts(numbers)
 
 
-def _boundary_fault(cu_seqlens: Tensor, N: int) -> Fault:
-    wrong = (cu_seqlens[0] != 0) | (cu_seqlens[-1] != N) | (cu_seqlens.diff() < 0).any()
+def boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
+    """The fault of wrong boundaries, whose argument has a name. Its count is found with the others."""
     remedy = "let them cover every token of hidden once"
-    return Fault(wrong.long(), "cu_seqlens", f"rising boundaries from 0 to {N}", "others", remedy)
+    seen = partial(_seen_boundaries, cu_seqlens, N, remedy)
+    return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, seen)
+
+
+def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]:
+    """What to say of wrong boundaries."""
+    bounds = cu_seqlens.tolist()
+    falls = [i for i in range(1, len(bounds)) if bounds[i] < bounds[i - 1]]
+    if falls:
+        i = falls[0]
+        return f": entry {i} is {bounds[i]} after {bounds[i - 1]}", remedy
+    if bounds[0] == 0 and bounds[-1] == N:  # those of another rank are wrong
+        return "", remedy
+    return f": the first is {bounds[0]}, the last {bounds[-1]}", remedy
 
 
 def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compact: bool) -> _Layout:
@@ -200,7 +219,7 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
     order = None
     if grouping.interleaves:
         positions = torch.arange(N, device=device)
-        number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
+        number = sequence_numbers(cu_seqlens, positions)
         order = torch.argsort(number % grouping.groups * roles + number // grouping.groups, stable=True)
     half = cu_seqlens[sequences // 2 :][:1]  # of one element: a 0-d index would be read by the host
     chosen = None if compact else ends[half].view(())

@@ -32,6 +32,11 @@ class Role(Enum):
     WHOLE = "the whole call"
 
 
+def looks_at_sequences(loss: "LossSpec") -> bool:
+    """Whether a loss, or what its mean divides by, is of sequences."""
+    return loss.scope != "token" or loss.unit != "tokens"
+
+
 PER_TOKEN = (Role.TOKEN, Role.POSITION, Role.FEATURES)
 
 
@@ -68,10 +73,10 @@ class Fault(NamedTuple):
         more, remedy = ("", self.remedy) if self.details is None else self.details()
         expect(False, self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
 
-    def assert_async(self) -> None:
-        """The same on the device, where the count is not 0, without reading anything back."""
+    def assert_async(self, fits: Tensor) -> None:
+        """The same on the device, unless `fits` (0-d bool), without reading anything back."""
         message = f"{self.argument}: expected {self.expected}, got others; {self.remedy}."
-        torch._assert_async(self.count == 0, message)
+        torch._assert_async(fits, message)
 
 
 class LossSpec(Protocol):
@@ -93,6 +98,7 @@ class LossSpec(Protocol):
     metric_names: tuple[str, ...]
     sum_logits_weights: str | None
     unmasked: bool
+    boundaries_argument: str
     roles: ClassVar[Mapping[str, Role]]
     # The Objective class that evaluates it: of per-token numbers, or of logits.
     objective: ClassVar[type]

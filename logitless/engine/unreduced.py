@@ -9,7 +9,7 @@ from logitless.engine.function import Mode, run_calls
 from logitless.engine.plan import Plan
 from logitless.engine.reduction import metric_factors, unit_counts
 from logitless.engine.segments import Segments
-from logitless.engine.spec import Role
+from logitless.engine.spec import Role, looks_at_sequences
 from logitless.engine.terms import evaluate_terms, means, metric_sums, unreduced
 from logitless.parallel.vocabulary import Shards
 
@@ -28,7 +28,7 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
     terms, metrics = evaluate_terms(loss, numbers, batch)
     values, first = unreduced(terms), next(iter(terms.values()))
     supervised, chosen = batch.supervised.sum(), 0
-    if given.sequence_count:
+    if batch.segments is not None:
         chosen = (batch.supervised & batch.is_chosen).sum()
     tokens = loss.sequences.counts(given.targets.device, supervised, chosen)
     factors = metric_factors(unit_counts(*tokens, given.sequence_count), dtype)
@@ -44,11 +44,12 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
 def _whole_batch(given: Given) -> Batch:
     """All tokens at once, in the order of the call."""
     loss, targets, count, segments = given.loss, given.targets, given.sequence_count, None
-    if count:
+    if looks_at_sequences(loss):
         N = targets.shape[0]
-        lengths = (
-            targets.new_full((count,), N // count) if given.cu_seqlens is None else given.cu_seqlens.diff()
-        )
+        if given.cu_seqlens is None:
+            lengths = targets.new_full((count,), N // max(1, count))
+        else:
+            lengths = given.cu_seqlens.diff()
         segments = Segments(lengths, N, count, 1)
     V = given.weight.shape[0]
     if loss.tp_group is not None:

@@ -10,6 +10,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.plan import BudgetWarning, Plan
 from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss, LossOutput, TokenLoss
+from logitless.losses.counting import count_targets
 from logitless.losses.cross_entropy import CrossEntropyLoss, linear_cross_entropy
 from logitless.losses.distillation import DistillationLoss, JSDLoss
 from logitless.losses.dpo import DPOLoss
@@ -49,6 +50,7 @@ __all__ = [
     "TokenLoss",
     "TokenStats",
     "TopkLogprobs",
+    "count_targets",
     "global_num_items",
     "linear_cross_entropy",
     "linear_logprobs",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
-from logitless.engine.operands import MASKS, holds_flags, shifted
+from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, check_number, expect
@@ -167,8 +167,8 @@ class KTOLoss(ReferencedLoss):
         shift: bool,
     ) -> Tensor:
         """Of the unrelated completions that `kl` describes: the mean over sequences of sums over tokens."""
-        sequences = self._check_kl(kl)
-        targets, starts, reference = kl["kl_targets"].long(), kl.get("kl_cu_seqlens"), kl.get("ref_logps")
+        sequences, starts = self._check_kl(kl)
+        targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
         per_token = reference is None or self.is_per_token(reference, targets)
         if not per_token:
             expected, got = f"shape ({sequences},) or {tuple(targets.shape)} in kl", tuple(reference.shape)
@@ -177,7 +177,7 @@ class KTOLoss(ReferencedLoss):
             targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:
                 reference = shifted(reference, 0.0, cu_seqlens=starts)
-        policy = self.detached_logps(kl["kl_hidden"], *head, targets, self.head)
+        policy = self.detached_logps(kl["kl_hidden"], *head, targets, self.head, starts)
         if reference is None:
             check_reference(self, kl["ref_hidden"], *ref_head, head[0], targets)
             reference = self.detached_logps(kl["ref_hidden"], *ref_head, targets, self.ref_head)
@@ -188,8 +188,8 @@ class KTOLoss(ReferencedLoss):
             sums = self.sequences.sum(sums[0]), self.sequences.sum(sums[1]) if per_token else sums[1]
         return (sums[0] - sums[1]) / max(sequences, 1)
 
-    def _check_kl(self, kl: Mapping[str, Tensor]) -> int:
-        """How many unrelated completions there are."""
+    def _check_kl(self, kl: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
+        """How many unrelated completions there are, and their boundaries where they are packed."""
         needed, known = {"kl_hidden", "kl_targets"}, {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
         complete = needed <= set(kl) <= needed | known and ("ref_logps" in kl) != ("ref_hidden" in kl)
         expected = "kl_hidden, kl_targets and one of ref_logps and ref_hidden"
@@ -199,12 +199,9 @@ class KTOLoss(ReferencedLoss):
         if starts is None:
             remedy = "pass their boundaries as kl_cu_seqlens in kl"
             expect(targets.dim() == 2, "kl_targets", "shape (B', T')", tuple(targets.shape), remedy)
-            return targets.shape[0]
-        bounds = starts.dim() == 1 and not starts.is_floating_point()
-        got = f"{tuple(starts.shape)} {starts.dtype}"
-        expect(bounds, "kl_cu_seqlens", "(B' + 1,) int64 boundaries", got, "pass boundaries")
+            return targets.shape[0], None
         expected, got = "shape (N',) with kl_cu_seqlens", tuple(targets.shape)
-        expect(
-            targets.dim() == 1, "kl_targets", expected, got, "flatten the tokens or leave kl_cu_seqlens out"
-        )
-        return starts.shape[0] - 1
+        remedy = "flatten the tokens or leave kl_cu_seqlens out"
+        expect(targets.dim() == 1, "kl_targets", expected, got, remedy)
+        starts = checked_boundaries(starts, targets, "kl_cu_seqlens")
+        return starts.shape[0] - 1, starts

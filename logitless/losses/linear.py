@@ -121,6 +121,8 @@ class LinearLoss(CheckedCall):
     # through the batch alone, and unless its scope is "token", its values are per sequence or pair exactly
     # where their unit is, else per token.
     context_parallel: ClassVar[bool] = False
+    # The argument that brings the boundaries of packed sequences, for errors.
+    boundaries_argument: ClassVar[str] = "cu_seqlens"
     # Whether the caller knows that every token counts, and none can be wrong.
     unmasked: ClassVar[bool] = False
     # What of the inputs is wrong where only the device can tell, as a method (targets, inputs, V) -> list of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers, Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operands import Operands, SplitHead, checked_boundaries, sequence_numbers
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import expect
 from logitless.losses.agreement import check_agreement
@@ -42,9 +42,7 @@ def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | N
     positions = torch.arange(T, device=labels.device) + offset
     inside = positions < T
     if cu_seqlens is not None:
-        ends = cu_seqlens[1:].to(labels.device)
-        end = ends[torch.searchsorted(ends, positions - offset, right=True).clamp(max=len(ends) - 1)]
-        inside = positions < end
+        inside = positions < cu_seqlens[1:][sequence_numbers(cu_seqlens, positions - offset)]
     return torch.where(inside, labels[..., positions.clamp(max=max(T - 1, 0))], ignore_index)
 
 
@@ -97,6 +95,7 @@ class MultiHeadLoss(CrossEntropyLoss):
         if cu_seqlens is not None:
             got, remedy = tuple(targets.shape), "flatten the tokens or leave it out"
             expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", got, remedy)
+            cu_seqlens = checked_boundaries(cu_seqlens, targets)
         loss = self.resolved(parts[0].weight)
         if loss.tp_group is not None and debugging():
             first = parts[0]
@@ -124,7 +123,7 @@ class MultiHeadLoss(CrossEntropyLoss):
             expected = f"{rows} rows on this rank, as {parts[0].name} has"
             expect(weight.shape[0] == rows, part.name, expected, weight.shape[0], "shard all heads alike")
             operands = Operands(part.hidden, weight, labels, bias)
-            given = prepare(loss, operands, Options(num_items), {})
+            given = prepare(loss, operands, Options(num_items, cu_seqlens=cu_seqlens), {})
             # The same hidden states are the same tensor, with one gradient, also once they are flat.
             known = [rows for hidden, rows in flat if hidden is part.hidden]
             hidden = known[0] if known else given.hidden

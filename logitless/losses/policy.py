@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.operands import shifted
+from logitless.engine.operands import checked_boundaries, sequence_numbers, shifted
 from logitless.engine.segments import cached_property
 from logitless.errors import expect
 from logitless.losses.agreement import check_agreement
@@ -32,22 +32,27 @@ class Layout:
         shift: bool,
         slices: WholeSequences,
     ):
-        self._shift, self._starts, self.packed = shift, cu_seqlens, cu_seqlens is not None
+        self._shift, self.packed = shift, cu_seqlens is not None
         self._slices = slices
-        padded, got = targets.dim() == 2, tuple(targets.shape)
-        expect(self.packed or padded, "targets", "shape (B, T)", got, "or pass flat tokens with cu_seqlens")
+        if self.packed:
+            expected, got = "shape (N,) with cu_seqlens", tuple(targets.shape)
+            expect(targets.dim() == 1, "targets", expected, got, "flatten the tokens or leave it out")
+            cu_seqlens = checked_boundaries(cu_seqlens, targets)
+        else:
+            got, remedy = tuple(targets.shape), "or pass flat tokens with cu_seqlens"
+            expect(targets.dim() == 2, "targets", "shape (B, T)", got, remedy)
+        self.cu_seqlens = cu_seqlens
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.targets = self.aligned(targets.long(), ignore_index)
         self.counted = self.targets != ignore_index
         self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
         if self.packed:
             positions = torch.arange(targets.shape[0], device=targets.device)
-            number = torch.searchsorted(cu_seqlens[1:].to(targets.device), positions, right=True)
-            self.number = number.clamp(max=cu_seqlens.shape[0] - 2)
+            self.number = sequence_numbers(cu_seqlens, positions)
 
     def aligned(self, x: Tensor, last: float) -> Tensor:
         """Unshifted labels, or what goes with them, at the positions that predict them."""
-        return shifted(x, last, cu_seqlens=self._starts) if self._shift else x
+        return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
 
     def is_per_sequence(self, x: Tensor) -> bool:
         """Whether x comes per sequence, on every rank with a slice of them."""
@@ -152,7 +157,7 @@ class PolicyLoss(TokenLoss):
             layout.targets,
             num_items=num_items,
             bias=bias,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=layout.cu_seqlens,
             accumulate_into=accumulate_into,
             accumulate_now=accumulate_now,
             grad_scale=grad_scale,

@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
-from logitless.engine.operands import shifted
+from logitless.engine.operands import checked_boundaries, shifted
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
 from logitless.losses.base import LossOutput, TokenLoss
@@ -130,6 +130,8 @@ class ReferencedLoss(ComparedLoss):
             return with_heads(ReferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **reference)
         self.check_one_reference(**reference)
+        if cu_seqlens is not None:
+            cu_seqlens = checked_boundaries(cu_seqlens, targets)
         inputs = {}
         if ref_hidden is not None:
             check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)

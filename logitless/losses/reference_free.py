@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.operands import checked_boundaries
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, expect
@@ -91,6 +92,8 @@ class ORPOLoss(UnreferencedLoss):
         cu_seqlens = arguments.pop("cu_seqlens", None)
         tensors = {"hidden": hidden, "targets": targets, "nll_targets": nll_targets, "cu_seqlens": cu_seqlens}
         self.check_call(arguments, **tensors)
+        if cu_seqlens is not None:
+            cu_seqlens = checked_boundaries(cu_seqlens, targets)
         inputs = {"cu_seqlens": cu_seqlens}
         if nll_targets is not None:
             targets, nll_targets = targets.long(), nll_targets.long()

@@ -9,8 +9,16 @@ from torch import Tensor
 from logitless.errors import expect
 from logitless.kernels.head.transform import Head
 from logitless.losses.base import TokenLoss
-from logitless.losses.logprobs import linear_logprobs
+from logitless.losses.declarations import made
+from logitless.losses.logprobs import TokenNumbers
 from logitless.parallel.groups import check_alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetachedNumbers(TokenNumbers):
+    """Log-probabilities from another pass; boundaries, where it has them, are those of KTO's `kl`."""
+
+    boundaries_argument: ClassVar = "kl_cu_seqlens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +59,24 @@ class ComparedLoss(TokenLoss):
             expect(False, "ref_logps", expected, got, "pass one of them")
 
     def detached_logps(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        kl_cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Log-probabilities of the targets, in their shape, from another pass over the tokens, detached."""
+        """Log-probabilities of the targets, in their shape, from another pass over the tokens, detached.
+
+        The boundaries are only checked: the targets are shifted already.
+        """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
+        loss = made(DetachedNumbers, **options)
         with torch.no_grad():
-            return linear_logprobs(hidden, weight, targets, bias=bias, **options).logps
+            found, _ = loss.numbers(hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens)
+        return found["logps"]
 
 
 def check_reference(

@@ -11,7 +11,7 @@ from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
 from logitless.engine.objectives.ids import IdsObjective, TopkObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead, masked, shifted
+from logitless.engine.operands import INTEGERS, Operands, SplitHead, checked_boundaries, masked, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import expect
@@ -138,6 +138,8 @@ def logprobs_of_ids(
         remedy = "a single token has no next one"
         expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
         loss.check_call((), cu_seqlens=cu_seqlens)
+        if cu_seqlens is not None:
+            cu_seqlens = checked_boundaries(cu_seqlens, ids)
         ids = shifted(ids, loss.ignore_index, -2, cu_seqlens)
     targets = one_per_position(ids, loss.ignore_index)
     # Any negative id is an empty slot.

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from logitless.errors import expect
+from logitless.parallel.fsdp import as_fsdp_reduces
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -78,6 +79,7 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
     if x is None or type(x) in PLAIN:
         return x
     if is_dtensor(x):
+        x = as_fsdp_reduces(name, x)
         return gathered(x) if tp_group is None else _local_rows(name, x, tp_group)
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -104,10 +106,7 @@ def whole(x: Tensor) -> Tensor:
 
 
 def gathered(x: "DTensor") -> Tensor:
-    """A sharded parameter, whole.
-
-    Its gradient goes back averaged over the ranks, as FSDP reduces gradients.
-    """
+    """A sharded parameter, whole. Its gradient goes back averaged over the ranks."""
     from torch.distributed.tensor import Partial
 
     return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)

@@ -22,7 +22,7 @@ def global_num_items(
 
     Args:
         items: this rank's targets, of which those count that are not `ignore_index` (of unshifted labels,
-            pass labels[..., 1:]); or a number or 0-d tensor, in the loss's own unit.
+            pass `count_targets(labels, shift=True)`); or a number or 0-d tensor, in the loss's own unit.
         group: the processes over which gradients are averaged, also a one-dimensional DeviceMesh; default
             all. All must call.
         ignore_index: of the targets.

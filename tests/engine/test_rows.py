@@ -230,7 +230,7 @@ def test_a_fault_is_asserted_on_the_device_where_nothing_is_read():
 def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
     supervised = torch.ones(7, dtype=torch.bool)
     with pytest.raises(
-        ValueError, match=r"^cu_seqlens: expected rising boundaries from 0 to 7, got .*; .*\.$"
+        ValueError, match=r"^cu_seqlens: expected non-decreasing boundaries from 0 to 7, got .*; .*\.$"
     ):
         select_rows(supervised[None], (), Grouping(3, roles, True), torch.tensor(bounds), compact=True)
 
@@ -239,7 +239,7 @@ def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
     torch.cuda.is_available(), reason="a device-side assertion ends the process's use of the GPU"
 )
 def test_boundaries_are_asserted_on_the_device_where_nothing_is_read():
-    with pytest.raises(RuntimeError, match="cu_seqlens: expected rising boundaries"):
+    with pytest.raises(RuntimeError, match="cu_seqlens: expected non-decreasing boundaries"):
         supervised, bounds = torch.ones(7, dtype=torch.bool), torch.tensor([0, 3, 6])
         select_rows(supervised[None], (), Grouping(2, 2, True), bounds, compact=False)
 

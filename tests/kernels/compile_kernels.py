@@ -31,6 +31,8 @@ INTEGERS = (
     "ignored",
     "columns",
     "length",
+    "bounds",
+    "N",
     "write",
     "rows",
     "k",
@@ -49,6 +51,7 @@ INT64 = (
     "found_ptr",
     "counts_ptr",
     "masked_ptr",
+    "bounds_ptr",
 )
 INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
@@ -173,7 +176,8 @@ def target_combinations() -> Iterator[Combination]:
         yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
     yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
     yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": MARK_BLOCK})
-    yield combination("count_kernel", {}, {"COUNTED": COUNTED})
+    for packed in (False, True):
+        yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": COUNTED})
     yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 
 

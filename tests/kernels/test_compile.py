@@ -105,7 +105,9 @@ class Recorder:
             marks[0] = 1  # every token is supervised
         if self.name == "count_kernel":
             counts = named["counts_ptr"]
-            counts.copy_(named["marks_ptr"].view(len(counts), -1).sum(1))
+            rows = named["rows"]
+            counts[:rows] = named["marks_ptr"].view(rows, -1).sum(1)
+            counts[rows:] = 0  # the boundaries are right
         pointers = {name: NAMES[named[f"{name}_ptr"].dtype] for name in STREAMED if f"{name}_ptr" in named}
         self.found.add(combination(self.name, pointers, constants))
 
@@ -196,6 +198,8 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             given = {"bias": b if bias else None, **head}
             losses.append(linear_logprobs(h, w, several, entropy=entropy, **given).logps)
+            packed = {"shift": True, "cu_seqlens": torch.tensor([0, 2, 6], device="cpu")}
+            losses.append(linear_logprobs(h, w, targets, **packed, **given).logps)
             if trainable == "hidden" and softcap is None:
                 rows = torch.cat([w] * 7).detach()
                 bias_of_rows = torch.cat([b] * 7).requires_grad_() if bias else None

@@ -54,6 +54,46 @@ def test_counts(m, N, parts):
     assert found.dtype == torch.int64 and found.tolist() == expected
 
 
+BOUNDS = {
+    "one sequence": ([0, 6], True),
+    "empty sequences": ([0, 0, 2, 2, 6, 6], True),
+    "many": ([*range(4000), 6, 6], False),
+    "too late": ([1, 3, 6], False),
+    "too early": ([-1, 3, 6], False),
+    "too short": ([0, 3, 5], False),
+    "too long": ([0, 3, 7], False),
+    "falling": ([0, 4, 3, 6], False),
+    "falling at the end": ([0, 7, 6], False),
+    "a single one": ([6], False),
+}
+
+
+@pytest.mark.parametrize(("bounds", "right"), BOUNDS.values(), ids=BOUNDS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_boundaries_beside_the_counts(bounds, right, parts):
+    marks = torch.tensor([[1, 1, 0, 0, 1, 0], [0, 1, 0, 0, 0, 0]], device=DEVICE).bool()
+    bounds = torch.tensor(bounds, device=DEVICE)
+    for x in (bounds, strided(bounds)):
+        *found, wrong = counted(marks, parts, x).tolist()
+        assert found == counted(marks, parts).tolist()
+        assert (wrong == 0) == right
+
+
+def test_long_boundaries_that_fall_in_the_middle():
+    bounds, marks = torch.arange(10001, device=DEVICE), torch.ones(1, 10000, device=DEVICE).bool()
+    assert counted(marks, cu_seqlens=bounds).tolist() == [10000, 0]
+    bounds[4096] = 4094
+    count, wrong = counted(marks, cu_seqlens=bounds).tolist()
+    assert count == 10000 and wrong > 0
+
+
+def test_boundaries_without_tokens():
+    marks = torch.ones(1, 0, device=DEVICE).bool()
+    for bounds, right in (([0], True), ([0, 0], True), ([0, 1], False)):
+        count, wrong = counted(marks, cu_seqlens=torch.tensor(bounds, device=DEVICE)).tolist()
+        assert count == 0 and (wrong == 0) == right
+
+
 @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 70), (300, 2), (3, 5, 64)], ids=str)
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5])
 def test_one_of_several_ids(shape, ignore_index):

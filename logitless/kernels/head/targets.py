@@ -44,14 +44,33 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tens
     return torch.where(mask == 1, targets, torch.where(mask == 0, ignore_index, wrong))
 
 
-def counted(marks: Tensor, parts: int = 1) -> Tensor:
-    """(m, N) bool -> (m * parts,) int64: how many of each are True, in so many parts of equal length."""
-    marks = marks.view(marks.shape[0] * parts, marks.shape[1] // parts)
+def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Count what is True in each part of each row of `marks`, and check the boundaries of packed sequences.
+
+    Args:
+        marks: (m, N) bool.
+        parts: number of parts, of equal length, of a row.
+        cu_seqlens: (sequences + 1,) int64, at least one; None for no boundaries.
+
+    Returns:
+        (m * parts,) int64. With `cu_seqlens` one more number, which is 0 if the boundaries start at 0, do not
+        decrease and end at N.
+    """
+    N = marks.shape[1]
+    marks = marks.view(marks.shape[0] * parts, N // parts)
     if _runs(marks):
         from logitless.kernels.head import targets_triton
 
-        return targets_triton.counted(marks)
-    return marks.sum(1)
+        return targets_triton.counted(marks, N, cu_seqlens)
+    counts = marks.sum(1)
+    if cu_seqlens is None:
+        return counts
+    return torch.cat((counts, (~boundaries_fit(cu_seqlens, N)).long()[None]))
+
+
+def boundaries_fit(cu_seqlens: Tensor, N: int) -> Tensor:
+    """() bool: whether boundaries (sequences + 1,) start at 0, do not decrease and end at N."""
+    return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == N) & (cu_seqlens.diff() >= 0).all()
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:

@@ -71,20 +71,38 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tens
 
 
 @held
-@triton.jit(do_not_specialize=["length"])
-def count_kernel(marks_ptr, counts_ptr, length, COUNTED: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "length", "bounds", "N"])
+def count_kernel(
+    marks_ptr, bounds_ptr, counts_ptr, rows, length, bounds, N, PACKED: tl.constexpr, COUNTED: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([COUNTED], tl.int32)
-    for start in range(0, length, COUNTED):
-        at = start + tl.arange(0, COUNTED)
-        total += tl.load(marks_ptr + row * length + at, mask=at < length, other=0).to(tl.int32)
+    if PACKED:
+        # The program after those of the rows counts wrong boundaries.
+        if row == rows:
+            for start in range(0, bounds, COUNTED):
+                at = start + tl.arange(0, COUNTED)
+                inside = at < bounds
+                bound = tl.load(bounds_ptr + at, mask=inside, other=0)
+                before = tl.load(bounds_ptr + at - 1, mask=inside & (at > 0), other=0)
+                ends = ((at == 0) & (bound != 0)) | ((at == bounds - 1) & (bound != N))
+                falls = (at > 0) & (bound < before)
+                total += (inside & (ends | falls)).to(tl.int32)
+    if row < rows:
+        for start in range(0, length, COUNTED):
+            at = start + tl.arange(0, COUNTED)
+            total += tl.load(marks_ptr + row * length + at, mask=at < length, other=0).to(tl.int32)
     tl.store(counts_ptr + row, tl.sum(total, 0).to(tl.int64))
 
 
-def counted(marks: Tensor) -> Tensor:
-    (rows, length), marks = marks.shape, dense(marks).view(torch.int8)
-    counts = torch.empty(rows, dtype=torch.int64, device=marks.device)
-    count_kernel[(rows,)](marks, counts, length, COUNTED=COUNTED, num_warps=WARPS)
+def counted(marks: Tensor, N: int, cu_seqlens: Tensor | None) -> Tensor:
+    rows, length = marks.shape
+    marks = dense(marks).view(torch.int8)
+    packed = cu_seqlens is not None
+    counts = torch.empty(rows + packed, dtype=torch.int64, device=marks.device)
+    bounds = dense(cu_seqlens, torch.int64) if packed else counts
+    flags = {"PACKED": packed, "COUNTED": COUNTED, "num_warps": WARPS}
+    count_kernel[(rows + packed,)](marks, bounds, counts, rows, length, bounds.shape[0], N, **flags)
     return counts
 
 

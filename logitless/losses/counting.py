@@ -1,0 +1,64 @@
+"""How many tokens a call will supervise, before it is made: the normalizer of a mean over several calls."""
+
+from torch import Tensor
+
+from logitless.engine.operands import INTEGERS, checked_boundaries, masked, shifted
+from logitless.engine.rows import boundary_fault
+from logitless.errors import expect
+from logitless.kernels.head.targets import boundaries_fit
+
+
+def count_targets(
+    targets: Tensor,
+    *,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """How many tokens a call of a loss with the same arguments supervises: the metric `num_tokens` of
+    `CrossEntropyLoss`.
+
+    Divide every micro-batch by the tokens of all: `num_items` is the sum of their counts, and over ranks
+    `global_num_items` of that sum. With `shift` the last position of a sequence, and the first label of the
+    next one in a packed row, count for nothing; `(labels[:, 1:] != -100).sum()` counts the latter.
+
+    Args:
+        targets: (...) int64 token ids, or `ignore_index`; (N,) with `cu_seqlens`.
+        shift: targets are unshifted labels: position i predicts targets[i + 1].
+        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences. Wrong ones are asserted on the
+            device.
+        mask: like targets, and shifted with them; where it is off (0), the target is not supervised.
+        ignore_index: targets with this id are not supervised.
+
+    Returns:
+        0-d int64 tensor on the device of the targets. Nothing is read back: there is no host sync.
+
+    Raises:
+        ValueError: shapes that do not fit together.
+        TypeError: targets that are no tensor of integers.
+
+    >>> import torch
+    >>> labels = torch.tensor([5, 6, 7, 8, 9, -100])
+    >>> count_targets(labels, shift=True)
+    tensor(4)
+    >>> count_targets(labels, shift=True, cu_seqlens=torch.tensor([0, 3, 6]))
+    tensor(3)
+    """
+    ids = isinstance(targets, Tensor) and targets.dtype in INTEGERS
+    got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
+    expect(ids, "targets", "a tensor of integer token ids (int64)", got, "pass the labels", TypeError)
+    if mask is not None:
+        targets = masked(targets, mask, ignore_index)
+    if cu_seqlens is not None:
+        expected, got = "shape (N,) with cu_seqlens", tuple(targets.shape)
+        expect(targets.dim() == 1, "targets", expected, got, "flatten the tokens or leave it out")
+        cu_seqlens = checked_boundaries(cu_seqlens, targets)
+        N = targets.shape[0]
+        boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(boundaries_fit(cu_seqlens, N))
+    if shift:
+        expect(
+            targets.dim() > 0, "shift", "False for a single target", True, "a single token has no next one"
+        )
+        targets = shifted(targets, ignore_index, cu_seqlens=cu_seqlens)
+    return (targets != ignore_index).sum()
