@@ -55,7 +55,11 @@ def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _reduce(values: Tensor, reduction: str, count: Tensor | float) -> Tensor:
-    return {"sum": lambda: values.sum(), "mean": lambda: ratio_of(values.sum(), count)}[reduction]()
+    return {
+        "none": lambda: values,
+        "sum": lambda: values.sum(),
+        "mean": lambda: ratio_of(values.sum(), count),
+    }[reduction]()
 
 
 def _tokens(
@@ -426,7 +430,9 @@ def cpo(
 
     nlls, nll_count = -_halves(tokens.logps)[0], _halves(tokens.mask)[0].sum()
     pairs = len(delta) if num_items is None else num_items
-    loss = _reduce(losses, reduction, pairs) + cpo_alpha * _reduce(nlls, reduction, nll_count)
+    loss = _reduce(losses, reduction, pairs)
+    if cpo_alpha:
+        loss = loss + cpo_alpha * _reduce(nlls, reduction, nll_count)
     return loss, _pair_metrics(tokens, logps, beta * rewards, ratio_of(nlls.sum(), nll_count))
 
 

@@ -1,4 +1,4 @@
-"""The reference cross-entropy against numbers computed by hand."""
+"""Cross-entropy and log-probabilities against numbers computed by hand; see conftest.py."""
 
 import math
 

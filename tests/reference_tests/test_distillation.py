@@ -1,4 +1,4 @@
-"""The reference distillation losses against numbers computed by hand, also where fp64 could lose digits."""
+"""Distillation losses against numbers computed by hand; see conftest.py."""
 
 import math
 

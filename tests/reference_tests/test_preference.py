@@ -1,4 +1,4 @@
-"""The reference preference losses against numbers computed by hand."""
+"""Preference losses against numbers computed by hand; see conftest.py."""
 
 import math
 
@@ -163,10 +163,9 @@ def test_of_equal_logits_the_first_is_the_top():
 
 
 def test_reference_free_by_hand():
-    for options in ({}, {"ref_logps": None}):
-        loss, metrics = dpo(reference_free=True, **options)
-        assert loss == approx(-logsigma(BETA * (CHOSEN - REJECTED)))
-        assert metrics["rewards/chosen"] == approx(BETA * CHOSEN)
+    loss, metrics = dpo(reference_free=True, ref_logps=None)
+    assert loss == approx(-logsigma(BETA * (CHOSEN - REJECTED)))
+    assert metrics["rewards/chosen"] == approx(BETA * CHOSEN)
 
 
 # Two pairs of one token each: 3/4 preferred to 1/4, and 1/8 to 7/8. Under the reference 1/2, but 1 for the
@@ -179,15 +178,9 @@ TWO_PAIRS = (
 TWO_PAIRS_REF = torch.tensor([-LOG2, 0.0, -LOG2, -LOG2], dtype=torch.float64)
 
 
-def two_pairs(function=reference.dpo, **options) -> float:
-    return values(
-        function(
-            *TWO_PAIRS,
-            **({"ref_logps": TWO_PAIRS_REF} if function is reference.dpo else {}),
-            beta=BETA,
-            **options,
-        )
-    )[0]
+def two_pairs(loss="dpo", **options) -> float:
+    given = {"ref_logps": TWO_PAIRS_REF} if loss == "dpo" else {}
+    return values(getattr(reference, loss)(*TWO_PAIRS, beta=BETA, **given, **options))[0]
 
 
 @pytest.mark.parametrize(
@@ -261,17 +254,6 @@ def test_orpo_by_hand():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # Prompt and response: the odds stay those of the targets.
-        pytest.param(
-            {"nll_targets": torch.tensor([[0, 0], [0, 0]])},
-            math.log(4) - BETA * logsigma(LOG_ODDS),
-            id="nll_targets",
-        ),
-        pytest.param(
-            {"nll_targets": torch.tensor([[IGNORED, 0], [1, 1]])},
-            math.log(4) - BETA * logsigma(LOG_ODDS),
-            id="masked",
-        ),
         pytest.param({"num_items": 5}, BY_HAND["sft"] - BETA * logsigma(LOG_ODDS) / 5, id="num_items"),
         pytest.param({"reduction": "sum"}, 2 * BY_HAND["sft"] - BETA * logsigma(LOG_ODDS), id="sum"),
     ],
@@ -280,15 +262,20 @@ def test_reductions_of_orpo_by_hand(options, expected):
     assert orpo(**options)[0] == approx(expected)
 
 
-def test_orpo_reports_the_nll_of_its_own_targets():
-    assert orpo(nll_targets=torch.tensor([[IGNORED, 0], [1, 1]]))[1]["nll_loss"] == approx(math.log(4))
+def test_orpo_of_prompt_and_completion():
+    """The odds are those of the completions, here of probability 1/4 and 7/8."""
+    targets = torch.tensor([[IGNORED, 0], [1, IGNORED]])
+    nll_targets = torch.tensor([[1, 0], [1, 1]])
+    loss, metrics = values(reference.orpo(HIDDEN, WEIGHT, targets, beta=BETA, nll_targets=nll_targets))
+    assert loss == approx(BY_HAND["sft"] - BETA * logsigma(-LOG3 - LOG7))
+    assert metrics["nll_loss"] == approx(BY_HAND["sft"])
 
 
 def test_two_pairs_of_orpo_by_hand():
     # Odds of 3 against 1/3 and of 1/7 against 7.
     log_odds = (math.log(9), math.log(1 / 49))
     expected = sum(SFT) / 2 - BETA * (logsigma(log_odds[0]) + logsigma(log_odds[1])) / 2
-    assert two_pairs(reference.orpo) == approx(expected)
+    assert two_pairs("orpo") == approx(expected)
 
 
 def cpo(**options) -> tuple[float, dict[str, float]]:
@@ -336,7 +323,7 @@ def test_cpo_by_hand(options, expected):
 
 def test_two_pairs_of_cpo_by_hand():
     expected = -(logsigma(BETA * LOG3) + logsigma(-BETA * LOG7)) / 2
-    assert two_pairs(reference.cpo) == approx(expected + sum(SFT) / 2)
+    assert two_pairs("cpo") == approx(expected + sum(SFT) / 2)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +350,8 @@ def test_simpo_by_hand():
 
 def kto(labels=(True, False), **options) -> tuple[float, dict[str, float]]:
     given = {"ref_logps": REF_TOKENS, "beta": BETA, "labels": torch.tensor(labels)}
+    if options.get("loss_type") != "apo_zero_unpaired":
+        given["kl"] = 0.0
     return values(reference.kto(HIDDEN, WEIGHT, TARGETS, **given | options))
 
 
@@ -374,9 +363,7 @@ def kto(labels=(True, False), **options) -> tuple[float, dict[str, float]]:
         pytest.param(
             {"kl": torch.tensor(-0.75)}, (1 - sigma(BETA * C), 1 - sigma(-BETA * R)), id="negative_kl"
         ),
-        pytest.param(
-            {"kl": 0.75, "loss_type": "apo_zero_unpaired"}, (1 - sigma(BETA * C), sigma(BETA * R)), id="apo"
-        ),
+        pytest.param({"loss_type": "apo_zero_unpaired"}, (1 - sigma(BETA * C), sigma(BETA * R)), id="apo"),
         pytest.param({"labels": (False, True)}, (1 - sigma(-BETA * C), 1 - sigma(BETA * R)), id="swapped"),
         pytest.param(
             {"desirable_weight": 3.0}, (3 - 3 * sigma(BETA * C), 1 - sigma(-BETA * R)), id="desirable_weight"
@@ -407,7 +394,7 @@ def test_kto_metrics_by_hand():
     of_pairs = dpo()[1]
     assert kto(kl=0.75)[1] == approx({name: of_pairs[name] for name in shared} | {"kl": 0.75})
     assert kto(kl=-0.75)[1]["kl"] == 0
-    assert kto(kl=0.75, loss_type="apo_zero_unpaired")[1]["kl"] == 0
+    assert kto(loss_type="apo_zero_unpaired")[1]["kl"] == 0
 
 
 def test_kto_with_one_side_only():
