@@ -20,7 +20,7 @@ CHOSEN, REJECTED = math.log(3 / 4) + math.log(1 / 4), math.log(7 / 8)
 # Under the reference every token has a probability of 1/2.
 REF_TOKENS = torch.full((2, 2), -LOG2, dtype=torch.float64)
 C, R = CHOSEN + 2 * LOG2, REJECTED + LOG2  # log-ratios log 3/4 and log 7/4
-BETA = 0.5
+BETA = 0.25
 EPS = 0.25
 TAU = 2.0
 
@@ -54,13 +54,13 @@ BLEND = sigma(MARGIN / TAU)
 BY_HAND = {
     "sigmoid": -logsigma(MARGIN),
     "hinge": 1 - MARGIN,
-    "ipo": (C / 2 - R - 1) ** 2,
+    "ipo": (C / 2 - R - 2) ** 2,
     "exo_pair": sigma(MARGIN) * math.log(sigma(MARGIN) / (1 - EPS))
     + sigma(-MARGIN) * math.log(sigma(-MARGIN) / EPS),
     "nca_pair": -logsigma(BETA * C) - 0.5 * logsigma(-BETA * C) - 0.5 * logsigma(-BETA * R),
     "robust": ((1 - EPS) * -logsigma(MARGIN) - EPS * -logsigma(-MARGIN)) / (1 - 2 * EPS),
     "bco_pair": -logsigma(BETA * C) - logsigma(-BETA * R),
-    "sppo_hard": (C - 1) ** 2 + (R + 1) ** 2,
+    "sppo_hard": (C - 2) ** 2 + (R + 2) ** 2,
     "aot": -(1 - EPS) * logsigma(MARGIN) - EPS * logsigma(-MARGIN),
     "aot_unpaired": -(1 - EPS) * logsigma(MARGIN) - EPS * logsigma(-MARGIN),
     "apo_zero": 1 - sigma(BETA * C) + sigma(BETA * R),
@@ -102,7 +102,7 @@ def test_f_divergences_by_hand(divergence, coefficient, chosen, rejected):
     loss, metrics = dpo(**options)
     assert loss == approx(-logsigma(BETA * (chosen - rejected)))
     assert metrics["rewards/chosen"] == approx(BETA * C)
-    assert dpo(loss_type="ipo", **options)[0] == approx((chosen / 2 - rejected - 1) ** 2)
+    assert dpo(loss_type="ipo", **options)[0] == approx((chosen / 2 - rejected - 2) ** 2)
 
 
 def test_ld_alpha_by_hand():
@@ -112,7 +112,7 @@ def test_ld_alpha_by_hand():
     assert loss == approx(-logsigma(BETA * (chosen - ref - R)))
     assert metrics["logps/chosen"] == approx(chosen)
     assert metrics["rewards/margins"] == approx(BETA * (chosen - ref - R))
-    assert dpo(ld_alpha=0.25, loss_type="ipo")[0] == approx(((chosen - ref) / 2 - R - 1) ** 2)
+    assert dpo(ld_alpha=0.25, loss_type="ipo")[0] == approx(((chosen - ref) / 2 - R - 2) ** 2)
     # Sums of the reference are taken as they are, the nll is that of all tokens.
     assert dpo(ld_alpha=0.25, ref_logps=torch.tensor([ref, -LOG2], dtype=torch.float64))[0] == approx(loss)
     assert dpo(ld_alpha=0.25, loss_type="sft")[0] == approx(BY_HAND["sft"])
@@ -295,7 +295,7 @@ SUM_MARGIN, MEAN_MARGIN = BETA * (CHOSEN - REJECTED), BETA * (CHOSEN / 2 - REJEC
             id="smoothed",
         ),
         pytest.param({"loss_type": "hinge"}, 1 - SUM_MARGIN, id="hinge"),
-        pytest.param({"loss_type": "ipo"}, (MEAN_MARGIN / BETA - 1) ** 2, id="ipo"),
+        pytest.param({"loss_type": "ipo"}, (MEAN_MARGIN / BETA - 2) ** 2, id="ipo"),
         pytest.param({"loss_type": "simpo"}, -logsigma(MEAN_MARGIN - 0.5), id="simpo"),
         pytest.param({"loss_type": "simpo", "simpo_gamma": 1.5}, -logsigma(MEAN_MARGIN - 1.5), id="gamma"),
         pytest.param(
