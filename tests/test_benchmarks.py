@@ -504,6 +504,30 @@ def test_compare_sees_a_wrong_tree(tmp_path):
     assert "CE N=512: the trees disagree" in result.output
 
 
+def test_the_verdict_of_a_comparison():
+    """The trees' rows in three rounds, all of them twice as slow in the second."""
+
+    def run(tree: str, turn: int, ms: float, peak: int) -> dict:
+        row = {
+            "name": "row",
+            "ms": [ms * (1 + turn % 2)] * 3,
+            "peak_bytes": peak,
+            "loss": 1.0,
+            "norms": [2.0],
+        }
+        return {"tree": tree, "round": turn, "ranks": [{"rows": [row]}]}
+
+    runs = [run("before", turn, 10.0, 2**30) for turn in range(3)]
+    runs += [run("after", turn, 10.3, 2**30 + 2**25) for turn in range(3)]
+    document = {"runs": runs, "rounds": 3, "device": "GPU", "summary": compare_trees.summary(runs)}
+    said = compare_trees.table(document)
+    assert "worst row 1.0300 (OVER 1.02): row" in said and "peak memory larger: row by 32.0 MiB" in said
+    assert "NOT RIGHT" not in said
+    for change, wrong in (({"loss": 1.002}, "loss"), ({"norms": [2.03]}, "norms"), ({"norms": []}, "norms")):
+        runs[3]["ranks"][0]["rows"][0] |= {"loss": 1.0, "norms": [2.0]} | change
+        assert wrong in compare_trees.summary(runs)["wrong"][0]
+
+
 def test_a_wrong_shard_fails_the_run(monkeypatch):
     def failing(document, ranks, **given):
         row = {"name": "rank 0", "right": False}

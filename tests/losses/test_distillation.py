@@ -1,5 +1,5 @@
-"""Distillation losses: nearly equal models, what they cost, and what they refuse. Their numbers are compared in
-tests/reference_tests and tests/random."""
+"""Distillation losses: nearly equal models, what they cost, and what they refuse. Their numbers are compared
+in tests/reference_tests and tests/random."""
 
 import pytest
 import torch

@@ -155,24 +155,6 @@ def test_a_single_token_has_no_next_one():
         SimPOLoss()(x.hidden[0, 0], x.weight, x.targets[0, 0])
 
 
-# -- shift in linear_logprobs
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("several", [False, True])
-def test_log_probabilities_of_the_next_tokens(several, packed):
-    x = every_loss.given(T)
-    targets = x.topk_ids if several else x.targets
-    last = torch.full_like(targets[:, :1], -100)
-    by_hand = linear_logprobs(x.hidden, x.weight, torch.cat((targets[:, 1:], last), 1), entropy=True)
-    given = {"shift": True}
-    if packed:
-        x, targets, given = x.flat(), targets.flatten(0, 1), given | {"cu_seqlens": starts()}
-    ours = linear_logprobs(x.hidden, x.weight, targets, entropy=True, **given)
-    for a, b in zip(ours, by_hand, strict=True):
-        assert torch.equal(a, b.view(a.shape))
-
-
 def test_boundaries_without_shift():
     x = every_loss.given(T).flat()
     with pytest.raises(
@@ -208,51 +190,6 @@ def test_two_names_of_the_lower_clip_range(kind):
 
 
 # -- the reference of policy losses
-
-
-# Options, whether it is packed, shifted, with a frozen head.
-REFERENCED = {
-    "tokens": ({}, False, False, False),
-    "sequences": ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, True, False, False),
-    "whole batch, frozen": ({"top_entropy_quantile": 0.5}, False, True, True),
-    "frozen": ({"use_bias_correction_kl": True}, True, True, True),
-    "unreduced": ({"reduction": "none", "softcap": 5.0}, False, True, False),
-    "unreduced, in sequences": ({"reduction": "none", "loss_type": "luspo"}, True, False, False),
-    "its own head": ({"ref_softcap": 3.0, "ref_logit_scale": 0.5, "temperature": 1.2}, False, False, False),
-}
-
-
-@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("budget", [None, 3_000])
-@pytest.mark.parametrize("case", REFERENCED)
-def test_reference_as_hidden_states(case, budget):
-    options, packed, shift, frozen = REFERENCED[case]
-    x = every_loss.given(T)
-    x.weight.requires_grad_(not frozen)
-    x.bias.requires_grad_(not frozen)
-    loss = GRPOLoss(beta=0.3, logits_budget=budget, **options)
-    ref_bias = x.bias.detach() / 2
-    z = x.teacher_hidden @ x.teacher_weight.T + ref_bias
-    scale, cap = options.get("ref_logit_scale", 1.0), options.get("ref_softcap", options.get("softcap"))
-    z = (z * scale if cap is None else cap * (z * scale / cap).tanh()) / options.get("temperature", 1.0)
-    labels = x.targets if not shift else x.targets.roll(-1, 1)
-    ref_logps = z.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    ref_logps = ref_logps.roll(1, 1) if shift else ref_logps  # beside the labels, as they come
-    given = {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight, "ref_bias": ref_bias}
-    common = {"bias": x.bias, "advantages": x.advantages, "old_logps": x.old_logps, "shift": shift}
-    common["mask"] = x.targets % 5 != 0
-    if packed:
-        x = x.flat()
-        given["ref_hidden"], ref_logps = x.teacher_hidden, ref_logps.flatten()
-        common |= {"cu_seqlens": starts(), "mask": common["mask"].flatten(), "old_logps": x.old_logps}
-    results = []
-    for reference in (given, {"ref_logps": ref_logps}):
-        out = loss(x.hidden, x.weight, x.targets, **common, **reference)
-        found = every_loss.gradients(out.loss.square().sum(), x, every_loss.heads())
-        results.append([out.loss, *out.metrics.values(), *found.values()])
-    assert len(results[0]) == len(results[1])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_reference_head_as_a_module():
