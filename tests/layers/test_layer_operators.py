@@ -242,7 +242,7 @@ def test_compiles_into_one_graph(operator):
 @pytest.mark.parametrize("dimension", [0, 1, 2])
 @operators
 def test_addresses_in_64_bits(operator, dimension):
-    """The third of a dimension lies more than 2^31 numbers behind the first. Untouched memory costs nothing."""
+    """The third of a dimension lies more than 2^31 numbers behind the first. Untouched memory is free."""
     if operator.shape == MATRIX and dimension == 2:
         pytest.skip("the columns of a row are side by side")
     shape, far = (3,) * (len(operator.shape) - 1) + (16,), 2**30 + 64
