@@ -268,54 +268,6 @@ def predicted(z: Tensor, targets: Tensor) -> Tensor:
     return best.masked_fill(targets == -100, -100)
 
 
-PREDICTED = ["cross-entropy", "cross-entropy, smoothed", "DPO", "KTO", "GRPO", "GRPO, top entropy", "RLOO"]
-
-
-@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("options", [{}, {"logits_budget": 4_000}, {"compact": False}, {"logit_scale": -1.0}])
-@pytest.mark.parametrize("name", [*PREDICTED, "own TokenLoss"])
-def test_predictions(name, options):
-    x = every_loss.given(T)
-    # Equal logits everywhere in some rows, and ties of two ids in the others.
-    weight = x.weight.detach()
-    weight[7], weight[V - 1] = weight[31], weight[30]
-    bias = x.bias.detach()
-    bias[7], bias[V - 1] = bias[31], bias[30]
-    hidden = x.hidden.detach()
-    expected = predicted((hidden @ weight.T + bias) * options.get("logit_scale", 1.0), x.targets)
-    loss, _, inputs = LOSSES[name].prepare(x, every_loss.heads(), return_predictions=True, **options)
-    inputs["bias"] = bias
-    plain = LOSSES[name].prepare(x, every_loss.heads(), **options)[0]
-    for frozen in (False, True):
-        operands = hidden.requires_grad_(), weight.requires_grad_(not frozen), x.targets
-        out = loss(*operands, **inputs)
-        assert out.predictions.dtype == torch.int64 and torch.equal(out.predictions, expected)
-        assert set(out.tokens) == {"predictions"}
-        torch.testing.assert_close(out.loss, plain(*operands, **inputs).loss)
-        out.loss.backward()
-
-
-def test_predictions_and_log_probabilities_of_every_kind_of_call():
-    x = every_loss.given(T)
-    shifted = x.targets.roll(-1, 1)
-    shifted[:, -1] = -100
-    expected = predicted(x.hidden @ x.weight.T, shifted)
-    main = torch.zeros(V, H, device=DEVICE)
-    for options, given in (
-        ({}, {}),
-        ({"reduction": "none"}, {}),
-        ({}, {"accumulate_into": main}),
-        ({}, {"accumulate_into": main, "accumulate_now": True}),
-    ):
-        for return_logps in (False, True):
-            loss = CrossEntropyLoss(return_predictions=True, return_logps=return_logps, **options)
-            out = loss(x.hidden, x.weight, x.targets, shift=True, **given)
-            assert torch.equal(out.predictions, expected)
-            assert ("logps" in out.tokens) == ("lse" in out.tokens) == return_logps
-            assert ("d_logps" in out.tokens) == (return_logps and not options and not given)
-            out.loss.sum().backward()
-
-
 def test_predictions_under_torch_compile():
     x = every_loss.given(T)
     loss = CrossEntropyLoss(return_predictions=True)
