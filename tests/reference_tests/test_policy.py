@@ -126,6 +126,12 @@ def by_hand(loss="grpo", *, hidden=HIDDEN, **options):
             (-phi(0.75, 2, 3) * (LP[0] + LP[1]) + 2 * phi(1.5, 3, 2) * LP[1]) / 3,
             id="vespo_weights",
         ),
+        # One correction for a whole sequence enters once.
+        pytest.param(
+            {"loss_type": "vespo", "importance_weights": torch.tensor([[0.5], [2.0]])},
+            (-phi(0.375, 2, 3) * (LP[0] + LP[1]) + 2 * phi(1.0, 3, 2) * LP[1]) / 3,
+            id="vespo_sequence_weights",
+        ),
         # The second sequence is log 2 likelier under the old policy, and its advantage is negative.
         pytest.param({"off_policy_mask_threshold": 0.69}, (-1.2 - 0.5) / 3, id="off_policy"),
         pytest.param({"off_policy_mask_threshold": 0.70}, (-1.2 - 0.5 + 1.6) / 3, id="on_policy_enough"),
