@@ -46,6 +46,7 @@ from benchmarks.ce_peers import eager_loss
 from benchmarks.distillation import DISTILLATION
 from benchmarks.distillation_peers import eager_loss as eager_jsd
 from benchmarks.layer_operators import Maker, operators
+from benchmarks.layer_peers import by_kind
 from benchmarks.medusa import MEDUSA
 from benchmarks.medusa_peers import eager_loss as eager_medusa
 from benchmarks.medusa_peers import terms
@@ -395,6 +396,17 @@ def test_a_wrong_operator_gets_no_time():
 
         row = layers.measured(name, operator, off, CPU, copies)
         assert row["verdict"] == verdict and ("forward" in row) == (verdict == "ok"), (name, factor)
+
+
+def test_an_operator_that_fails_does_not_stop_the_others():
+    def breaks(operator):
+        raise RuntimeError("no such\nkernel")
+
+    peers = {"logitless": lambda operator: operator.ours, "Liger": breaks, "FLA": by_kind({})}
+    section = layers.section(first_operator(), peers, CPU)
+    assert [row["verdict"] for row in section["rows"]] == ["ok", "failed"]
+    assert "RuntimeError: no such kernel" in layers.lines(section) and "logitless" in layers.lines(section)
+    assert layers.failed({"sections": [section]}) == []
 
 
 def test_a_wrong_top_k_gets_no_time():
