@@ -5,7 +5,7 @@ import os
 # No test may reach a hub; transformers reads the variables when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 # The tensors here are tiny, and there is a process for each core: a second thread only waits for the first,
-# for long when the machine is busy (the trainers' comparison of test_trl_benchmark.py: 146 s with two on two
+# for long when the machine is busy (a comparison of trainers in test_benchmarks.py: 146 s with two on two
 # busy cores, 18 s with one).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

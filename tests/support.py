@@ -128,6 +128,12 @@ def uncompiled() -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
+def run_uncompiled(rank: int, function: Callable, *args) -> None:
+    """One rank's `function(rank, *args)`; for `tests.ranks.forked`."""
+    with uncompiled():
+        function(rank, *args)
+
+
 class EngineCalls(TorchDispatchMode):
     """Notes the operators of namespace `logitless` that compiled graphs run: `operators`, by name, in order.
 

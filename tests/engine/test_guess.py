@@ -22,6 +22,9 @@ from logitless.engine.projection import Projection
 from logitless.losses.logprobs import TokenNumbers
 from tests.engine.calls import call
 
+# A LogitsLoss has the same numbers uncompiled.
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
 N, H, V, K = 40, 8, 30, 3
 
 

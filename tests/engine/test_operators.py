@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from logitless import CrossEntropyLoss, DPOLoss, GRPOLoss, LogitsLoss, Term, TokenLoss
+from logitless import CrossEntropyLoss, DPOLoss, LogitsLoss, Term, TokenLoss
 from tests.support import DEVICE, NEW_DYNAMO, EngineCalls, relative_error
 
 H, V = 8, 40
@@ -273,7 +273,6 @@ def test_four_threads_compile_and_call_at_once():
 UNREDUCED = {
     "CE": (CrossEntropyLoss(reduction="none", label_smoothing=0.1, z_loss=0.1), {}),
     "DPO": (DPOLoss(reduction="none"), {"ref_logps": (4,)}),
-    "GRPO": (GRPOLoss(reduction="none"), {"advantages": (4,)}),
 }
 
 

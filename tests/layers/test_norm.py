@@ -11,16 +11,14 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from logitless.layers import norm
-from logitless.layers.norm import ROUNDINGS, add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
+from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, INTERPRETED
 from tests.layers.layer_support import (
-    STRIDES,
     assert_as_good,
     hardware_rounding,  # noqa: F401
     outcome,
     randn,
-    strided,
 )
 
 EPS = 1e-3  # large enough that forgetting it shows
@@ -230,102 +228,6 @@ def test_out_dtype(module, out_dtype):
     assert layer.dtype == FP32
 
 
-@few_dtypes
-@pytest.mark.parametrize("kind", STRIDES)
-@positions
-def test_strided_operands_and_gradients(position, kind, dtypes):
-    given = operands((4, 5, 24), dtypes, residual=position != "alone")
-    ours, _, _ = rms_variants("llama", position, 24)
-    expected = outcome(ours, given)
-    leaves = {name: x.requires_grad_() for name, x in given.items()}
-    views = {name: strided(x, "every other" if x.dim() == 1 else kind) for name, x in leaves.items()}
-    results = ours(**views)
-    results = results if isinstance(results, tuple) else (results,)
-    upstream = [strided(randn(*y.shape, seed=i, dtype=y.dtype), kind) for i, y in enumerate(results, 100)]
-    found = dict(zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream)))
-    for i, y in enumerate(results):
-        torch.testing.assert_close(y, expected[f"result {i}"])
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[f"d_{name}"])
-
-
-@pytest.mark.parametrize("only", ["x", "residual"])
-def test_one_strided_operand(only):
-    given = operands((4, 5, 24), DTYPES["fp32"])
-    expected = outcome(add_rms_norm, given)
-    found = outcome(lambda **leaves: add_rms_norm(**leaves | {only: strided(leaves[only], "sliced")}), given)
-    for name, x in found.items():
-        torch.testing.assert_close(x, expected[name])
-
-
-def test_expanded_gradients():
-    given = operands((3, 4, 24), DTYPES["fp32"])
-    leaves = {name: x.requires_grad_() for name, x in given.items()}
-    y, h = add_rms_norm(**leaves)
-    found = torch.autograd.grad(y.sum() + 2 * h.sum(), list(leaves.values()))
-    y, h = add_rms_norm(**leaves)
-    expected = torch.autograd.grad(
-        (y, h), list(leaves.values()), (torch.ones_like(y), 2 * torch.ones_like(h))
-    )
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
-
-
-@few_dtypes
-@pytest.mark.parametrize("used", ["y", "h"])
-def test_one_of_the_two_results_used(used, dtypes):
-    given = operands((6, 40), dtypes)
-    which = "yh".index(used)
-
-    def pick(function):
-        return lambda **leaves: function(**leaves)[which]
-
-    ours, plain, stock = rms_variants("llama", "scaled before", 40)
-    frozen = ("weight",) if used == "h" else ()
-    found = [
-        outcome(pick(ours), given, frozen=frozen),
-        outcome(pick(plain), given, dtype=FP64, frozen=frozen),
-        outcome(pick(stock), given, frozen=frozen),
-    ]
-    assert_as_good(*found)
-    if used == "h":
-        leaves = {name: x.requires_grad_() for name, x in given.items()}
-        assert torch.autograd.grad(ours(**leaves)[1].sum(), leaves["weight"], allow_unused=True) == (None,)
-
-
-@pytest.mark.parametrize("trainable", ["x", "residual", "weight", "bias"])
-def test_frozen_operands(trainable):
-    given = operands((6, 40), DTYPES["fp32"], bias=True)
-    expected = outcome(add_layer_norm, given)
-    frozen = tuple(name for name in given if name != trainable)
-    found = outcome(add_layer_norm, given, frozen=frozen)
-    assert set(found) == {"result 0", "result 1", f"d_{trainable}"}
-    for name, x in found.items():
-        assert torch.equal(x, expected[name]), name
-
-
-@few_dtypes
-@positions
-def test_again_is_the_same_and_nothing_is_overwritten(position, dtypes):
-    given = operands((37, 136), dtypes, residual=position != "alone")
-    ours, _, _ = rms_variants("llama", position, 136)
-    leaves = {name: x.requires_grad_() for name, x in given.items()}
-    results = ours(**leaves)
-    results = results if isinstance(results, tuple) else (results,)
-    upstream = [randn(*y.shape, seed=i, dtype=y.dtype) for i, y in enumerate(results)]
-    everything = [*leaves.values(), *results, *upstream]
-    kept = [x.detach().clone() for x in everything]
-    first = torch.autograd.grad(results, list(leaves.values()), upstream, retain_graph=True)
-    copies = [g.clone() for g in first]
-    second = torch.autograd.grad(results, list(leaves.values()), upstream, retain_graph=True)
-    for x, before in zip(everything, kept):
-        assert torch.equal(x, before)
-    for before, copy, again in zip(first, copies, second):
-        assert torch.equal(before, copy) and torch.equal(copy, again)
-    once_more = ours(**leaves)
-    for a, b in zip(results, once_more if isinstance(once_more, tuple) else (once_more,)):
-        assert torch.equal(a, b)
-
-
 def test_leaves_do_not_share_their_gradients():
     """x and residual get one gradient. As `.grad` of two leaves it must be two tensors."""
     leaves = {name: x.requires_grad_() for name, x in operands((6, 40), DTYPES["fp32"]).items()}
@@ -333,27 +235,6 @@ def test_leaves_do_not_share_their_gradients():
     torch.autograd.backward((y, h), (torch.ones_like(y), torch.ones_like(h)))
     x, residual = leaves["x"].grad, leaves["residual"].grad
     assert torch.equal(x, residual) and x.data_ptr() != residual.data_ptr()
-
-
-def test_saves_only_h_and_a_number_a_row():
-    given = operands((6, 40), DTYPES["bf16"])
-    leaves = {name: x.requires_grad_() for name, x in given.items()}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        y, h = add_rms_norm(**leaves)
-    assert sorted(x.numel() for x in saved) == [6, 40, 6 * 40]
-    assert {x.data_ptr() for x in saved} >= {h.data_ptr(), leaves["weight"].data_ptr()}
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)], ids=str)
-def test_no_rows(shape):
-    given = operands(shape, DTYPES["bf16"], bias=True)
-    found = outcome(add_layer_norm, given)
-    assert found["result 0"].shape == found["result 1"].shape == found["d_x"].shape == shape
-    assert found["d_weight"].shape == (8,) and not found["d_weight"].any() and not found["d_bias"].any()
-    found = outcome(add_rms_norm, operands(shape, DTYPES["fp32 residual"]))
-    assert found["result 0"].shape == shape and not found["d_weight"].any()
 
 
 def test_wide_rows_take_the_twin():
@@ -370,44 +251,6 @@ def test_not_a_number_stays_in_its_row(kind):
     assert y[1].isnan().any() and y[[0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_gradcheck(rounding):
-    x, residual, weight = (t.requires_grad_() for t in operands((2, 3, 5), (FP64,) * 3).values())
-    check = torch.autograd.gradcheck
-    assert check(
-        lambda *a: add_rms_norm(*a, eps=EPS, rounding=rounding, multiplier=0.3), (x, residual, weight)
-    )
-    assert check(lambda *a: rms_norm_add(*a, eps=EPS, rounding=rounding), (x, residual, weight))
-    assert check(lambda *a: rms_norm(*a, eps=EPS, rounding=rounding), (x, weight))
-    assert check(lambda *a: rms_norm(*a, eps=EPS, rounding=rounding), (x,))
-
-
-def test_gradcheck_of_layer_norm():
-    given = [t.requires_grad_() for t in operands((2, 3, 5), (FP64,) * 3, bias=True).values()]
-    assert torch.autograd.gradcheck(lambda *a: add_layer_norm(*a, eps=EPS, multiplier=0.3), given)
-    x, _, weight, bias = given
-    assert torch.autograd.gradcheck(lambda *a: layer_norm(*a, eps=EPS), (x, weight, bias))
-    assert torch.autograd.gradcheck(lambda *a: layer_norm(*a, eps=EPS), (x,))
-
-
-def test_no_second_derivative():
-    x = randn(2, 8, seed=0).requires_grad_()
-    (gradient,) = torch.autograd.grad(rms_norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-@positions
-def test_compiles_into_one_graph(position):
-    given = operands((4, 24), DTYPES["bf16"], residual=position != "alone")
-    ours, _, _ = rms_variants("llama", position, 24)
-    expected = outcome(ours, given)
-    found = outcome(torch.compile(ours, backend="aot_eager", fullgraph=True), given)
-    for name, x in found.items():
-        assert x.dtype == expected[name].dtype
-        assert torch.allclose(x.float(), expected[name].float(), atol=0.1, rtol=0.02), name
-
-
 @pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reason="a kernel's own")
 @pytest.mark.parametrize("shape", [(1, 5), (256, 16), (300, 33), (1025, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -416,89 +259,3 @@ def test_column_sum(dtype, shape):
 
     shares = randn(*shape, seed=0)
     torch.testing.assert_close(column_sum(shares, dtype), shares.double().sum(0).to(dtype))
-
-
-def test_addresses_in_64_bits():
-    """The third row lies more than 2^31 numbers behind the first. Memory is used only where it is touched."""
-    stride = 2**30 + 64
-    buffer = torch.empty(2 * stride + 64, dtype=BF16, device=DEVICE)
-    x = buffer.as_strided((3, 64), (stride, 1))
-    given = operands((3, 64), DTYPES["bf16"])
-    expected = outcome(add_rms_norm, given)
-    for far in ("x", "residual"):
-        x.copy_(given[far])
-        y, h = add_rms_norm(**given | {far: x})
-        assert torch.equal(y, expected["result 0"]) and torch.equal(h, expected["result 1"])
-    for i, name in enumerate(("y", "h")):
-        leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
-        results = add_rms_norm(**leaves)
-        upstream = [randn(3, 64, seed=100 + j, dtype=BF16) for j in range(2)]
-        x.copy_(upstream[i])
-        upstream[i] = x
-        found = torch.autograd.grad(results, list(leaves.values()), upstream)
-        assert all(torch.equal(g, expected[f"d_{n}"]) for n, g in zip(leaves, found)), name
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "change"),
-    [
-        (
-            ValueError,
-            r"residual: expected x's shape \(4, 24\), got \(4, 25\); ",
-            {"residual": randn(4, 25, seed=0)},
-        ),
-        (
-            ValueError,
-            r"residual: expected x's shape \(4, 24\), got \(24,\); ",
-            {"residual": randn(24, seed=0)},
-        ),
-        (
-            ValueError,
-            r"weight: expected shape \(24,\), one entry per column, got \(23,\); ",
-            {"weight": randn(23, seed=0)},
-        ),
-        (
-            ValueError,
-            r"weight: expected x's device .*, got meta; move weight there",
-            {"weight": torch.empty(24, device="meta")},
-        ),
-        (
-            ValueError,
-            r"residual: expected x's device .*, got meta; ",
-            {"residual": torch.empty(4, 24, device="meta")},
-        ),
-        (
-            TypeError,
-            r"x: expected a floating-point tensor, got torch.int64; ",
-            {"x": torch.ones(4, 24, dtype=torch.int64)},
-        ),
-        (TypeError, r"weight: expected a floating-point tensor, got list; ", {"weight": [1.0] * 24}),
-        (
-            ValueError,
-            r"rounding: expected one of 'llama', 'single', 'gemma', got 'gemma9'; ",
-            {"rounding": "gemma9"},
-        ),
-        (
-            ValueError,
-            r"x: expected shape \(..., H\), H at least 1, got \(\); ",
-            {"x": torch.tensor(1.0)},
-        ),
-        (
-            ValueError,
-            r"x: expected shape \(..., H\), H at least 1, got \(4, 0\); ",
-            {"x": torch.ones(4, 0)},
-        ),
-    ],
-)
-def test_refused(error, message, change):
-    given = operands((4, 24), DTYPES["fp32"]) | change
-    with pytest.raises(error, match=message):
-        add_rms_norm(**given)
-
-
-def test_refused_bias():
-    given = operands((4, 24), DTYPES["fp32"])
-    with pytest.raises(ValueError, match=r"bias: expected shape \(24,\), one entry per column, got \(1,\); "):
-        add_layer_norm(**given, bias=randn(1, seed=0))
-    with pytest.raises(TypeError, match="bias: expected a floating-point tensor, got torch.int64; "):
-        layer_norm(given["x"], bias=torch.ones(24, dtype=torch.int64))

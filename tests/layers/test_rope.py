@@ -210,20 +210,6 @@ def test_what_is_not_rotated_stays():
 
 
 @pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strided_gradients(layout, normalized):
-    given = operands((2, 3, 2, 5, 16), BF16, BF16 if normalized else None)
-    tables = angles(2, 5, 16, BF16, "halves", "shared")
-    function = qk_norm_rope if normalized else rope
-    expected = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
-    leaves = {name: x.requires_grad_() for name, x in given.items()}
-    results = function(leaves["q"], leaves["k"], *tables, *list(leaves.values())[2:])
-    upstream = [laid_out(randn(*y.shape, seed=i, dtype=y.dtype), layout) for i, y in enumerate(results, 100)]
-    for name, gradient in zip(leaves, torch.autograd.grad(results, list(leaves.values()), upstream)):
-        torch.testing.assert_close(gradient, expected[f"d_{name}"])
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
 def test_strided_tables_and_weights(normalized):
     given = operands((2, 3, 2, 5, 16), FP32, FP32 if normalized else None)
     cos, sin = angles(2, 5, 16, FP32, "halves", "per sequence")
@@ -246,25 +232,6 @@ def test_strided_tables_and_weights(normalized):
         assert torch.equal(x, wanted)
 
 
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("used", ["q", "k"])
-def test_one_of_the_two_results_used(used, normalized):
-    given = operands((2, 3, 2, 5, 16), FP32, FP32 if normalized else None)
-    tables = angles(2, 5, 16, FP32, "halves", "shared")
-    function = qk_norm_rope if normalized else rope
-    expected = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
-    leaves = {name: x.requires_grad_() for name, x in given.items()}
-    results = function(leaves["q"], leaves["k"], *tables, *list(leaves.values())[2:])
-    which = "qk".index(used)
-    upstream = randn(*results[which].shape, seed=100 + which)
-    found = torch.autograd.grad(results[which], list(leaves.values()), upstream, allow_unused=True)
-    for name, gradient in zip(leaves, found):
-        if name[0] == used:
-            torch.testing.assert_close(gradient, expected[f"d_{name}"])
-        else:
-            assert gradient is None
-
-
 def test_queries_alone():
     given = operands((2, 3, 2, 5, 16), BF16)
     tables = angles(2, 5, 16, BF16, "halves", "shared")
@@ -272,22 +239,6 @@ def test_queries_alone():
     found = outcome(lambda q: rope(q, None, *tables)[0], {"q": given["q"]})
     assert rope(given["q"], None, *tables)[1] is None
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
-
-
-@pytest.mark.parametrize(
-    "frozen", [("q",), ("q_weight",), ("k_weight",), ("q_weight", "k_weight"), ("q", "k")], ids=str
-)
-def test_frozen_operands(frozen):
-    given = operands((2, 3, 2, 5, 16), FP32, FP32)
-    tables = angles(2, 5, 16, FP32, "halves", "shared")
-
-    def function(q, k, q_weight, k_weight):
-        return qk_norm_rope(q, k, *tables, q_weight, k_weight)
-
-    expected, found = outcome(function, given), outcome(function, given, frozen=frozen)
-    assert set(found) == set(expected) - {f"d_{name}" for name in frozen}
-    for name, x in found.items():
-        assert torch.equal(x, expected[name]), name
 
 
 @pytest.mark.parametrize("weights", ["neither", "q_weight", "k_weight"])
@@ -303,52 +254,6 @@ def test_norms_without_weights(weights):
 
     found = outcome(lambda q, k, **weights: qk_norm_rope(q, k, *tables, **weights, eps=EPS), given)
     assert_as_good(found, outcome(plain, given, dtype=FP64), outcome(plain, given))
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_again_is_the_same_and_nothing_is_overwritten(dtype, normalized):
-    given = operands((3, 4, 2, 9, 32), dtype, dtype if normalized else None)
-    tables = angles(3, 9, 32, dtype, "halves", "shared")
-    leaves = [laid_out(x, "by token") if x.dim() == 4 else x for x in given.values()]
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    function = qk_norm_rope if normalized else rope
-    results = function(*leaves[:2], *tables, *leaves[2:])
-    upstream = [randn(*y.shape, seed=i, dtype=dtype) for i, y in enumerate(results)]
-    everything = [*leaves, *tables, *results, *upstream]
-    kept = [x.detach().clone() for x in everything]
-    first = torch.autograd.grad(results, leaves, upstream, retain_graph=True)
-    copies = [g.clone() for g in first]
-    second = torch.autograd.grad(results, leaves, upstream, retain_graph=True)
-    assert all(torch.equal(x, before) for x, before in zip(everything, kept))
-    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, copies, second))
-    again = function(*leaves[:2], *tables, *leaves[2:])
-    assert all(torch.equal(a, b) for a, b in zip(again, results))
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-def test_saved(normalized):
-    given = operands((2, 3, 2, 5, 16), BF16, BF16 if normalized else None)
-    cos, sin = angles(2, 5, 16, BF16, "halves", "shared")
-    leaves = [x.requires_grad_() for x in given.values()]
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
-        (qk_norm_rope if normalized else rope)(*leaves[:2], cos, sin, *leaves[2:])
-    wanted = [cos, sin, *(leaves if normalized else [])]
-    assert sorted(saved) == sorted(x.data_ptr() for x in wanted)
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("shape", [(0, 2, 1, 3, 8), (2, 2, 1, 0, 8)], ids=str)
-def test_no_tokens(shape, normalized):
-    given = operands(shape, BF16, BF16 if normalized else None)
-    tables = angles(shape[0], shape[3], 8, BF16, "halves", "shared")
-    function = qk_norm_rope if normalized else rope
-    found = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
-    assert found["result 0"].shape == found["d_q"].shape == given["q"].shape
-    assert found["result 1"].shape == found["d_k"].shape == given["k"].shape
-    if normalized:
-        assert not found["d_q_weight"].any() and not found["d_k_weight"].any()
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -368,149 +273,3 @@ def test_gradients_of_angles():
     tables = [x.requires_grad_() for x in angles(2, 3, 6, FP64, "halves", "per sequence")]
     assert torch.autograd.gradcheck(rope, (*given[:2], *tables))
     assert torch.autograd.gradcheck(qk_norm_rope, (*given[:2], *tables, *given[2:]))
-
-
-def test_no_second_derivative():
-    q, k = (x.requires_grad_() for x in operands((1, 2, 1, 3, 8), FP32).values())
-    tables = angles(1, 3, 8, FP32, "halves", "shared")
-    (gradient,) = torch.autograd.grad(rope(q, k, *tables)[0].square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-def test_compiles_into_one_graph(normalized):
-    given = operands((2, 3, 2, 5, 16), BF16, BF16 if normalized else None)
-    tables = angles(2, 5, 16, BF16, "halves", "shared")
-
-    def function(q, k, *weights):
-        return (qk_norm_rope if normalized else rope)(q, k, *tables, *weights)
-
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    expected = outcome(lambda **leaves: function(*leaves.values()), given)
-    found = outcome(lambda **leaves: compiled(*leaves.values()), given)
-    for name, x in found.items():
-        torch.testing.assert_close(x, expected[name], atol=0.05, rtol=0.02)
-
-
-@pytest.mark.parametrize("normalized", [False, True], ids=["rope", "qk_norm_rope"])
-@pytest.mark.parametrize("dimension", ["batch", "head", "token"])
-def test_addresses_in_64_bits(dimension, normalized):
-    """The third sequence, head or token lies more than 2^31 numbers behind the first."""
-    far = 2**30 + 64
-    strides = {"batch": (far, 48, 16, 1), "head": (48, far, 16, 1), "token": (48, 16, far, 1)}[dimension]
-    buffer = torch.empty(2 * far + 256, dtype=BF16, device=DEVICE)
-    given = operands((3, 3, 3, 3, 16), BF16, BF16 if normalized else None)
-    tables = angles(3, 3, 16, BF16, "halves", "shared")
-    function = qk_norm_rope if normalized else rope
-    expected = outcome(lambda q, k, **weights: function(q, k, *tables, **weights), given)
-    x = buffer.as_strided((3, 3, 3, 16), strides)
-    for name in ("q", "k"):
-        x.copy_(given[name])
-        leaves = given | {name: x}
-        found = function(leaves["q"], leaves["k"], *tables, *list(leaves.values())[2:])
-        assert torch.equal(found[0], expected["result 0"]) and torch.equal(found[1], expected["result 1"])
-    for which in range(2):
-        leaves = [t.clone().requires_grad_() for t in given.values()]
-        results = function(*leaves[:2], *tables, *leaves[2:])
-        upstream = [randn(*y.shape, seed=i, dtype=BF16) for i, y in enumerate(results, 100)]
-        x.copy_(upstream[which])
-        upstream[which] = x
-        found = torch.autograd.grad(results, leaves, upstream)
-        assert all(torch.equal(g, expected[f"d_{name}"]) for name, g in zip(given, found))
-
-
-def tensor(*shape: int) -> Tensor:
-    return torch.zeros(shape)
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "change"),
-    [
-        (
-            ValueError,
-            r"q: expected shape \(B, heads, T, D\) with an even head size D, got \(2, 3, 5, 15\); ",
-            {"q": tensor(2, 3, 5, 15)},
-        ),
-        (
-            ValueError,
-            r"k: expected shape \(B, heads, T, D\) with an even head size D, got \(2, 5, 16\); ",
-            {"k": tensor(2, 5, 16)},
-        ),
-        (
-            ValueError,
-            r"k: expected shape \(2, key heads, 5, 16\), as q is .*, got \(2, 2, 6, 16\); ",
-            {"k": tensor(2, 2, 6, 16)},
-        ),
-        (
-            ValueError,
-            r"k: expected shape \(2, key heads, 5, 16\), as q is .*, got \(2, 2, 5, 8\); ",
-            {"k": tensor(2, 2, 5, 8)},
-        ),
-        (
-            ValueError,
-            r"cos: expected shape \(2, 5, 16\), or with 1 or nothing for 2, got \(1, 6, 16\); ",
-            {"cos": tensor(1, 6, 16)},
-        ),
-        (
-            ValueError,
-            r"cos: expected shape \(2, 5, 16\), .*, got \(3, 5, 16\); ",
-            {"cos": tensor(3, 5, 16), "sin": tensor(3, 5, 16)},
-        ),
-        (ValueError, r"sin: expected shape \(2, 5, 16\), .*, got \(2, 5, 16\); ", {"sin": tensor(2, 5, 16)}),
-        (
-            ValueError,
-            r"sin: expected 16 or 8 columns for rotary_dim=16, got \(1, 5, 12\); ",
-            {"sin": tensor(1, 5, 12)},
-        ),
-        (
-            ValueError,
-            r"rotary_dim: expected an even number up to the head size 16, got 18; ",
-            {"rotary_dim": 18},
-        ),
-        (
-            ValueError,
-            r"rotary_dim: expected an even number up to the head size 16, got 7; ",
-            {"cos": tensor(1, 5, 7)},
-        ),
-        (ValueError, r"cos: expected 8 or 4 columns for rotary_dim=8, got \(1, 5, 16\); ", {"rotary_dim": 8}),
-        (
-            ValueError,
-            r"k_weight: expected shape \(16,\), one entry per column, got \(8,\); ",
-            {"k_weight": tensor(8)},
-        ),
-        (
-            ValueError,
-            r"q_weight: expected q's device .*, got meta; ",
-            {"q_weight": torch.empty(16, device="meta")},
-        ),
-        (
-            ValueError,
-            r"sin: expected q's device .*, got meta; ",
-            {"sin": torch.empty(1, 5, 16, device="meta")},
-        ),
-        (TypeError, r"k: expected a floating-point tensor, got NoneType; ", {"k": None}),
-        (
-            TypeError,
-            r"cos: expected a floating-point tensor, got torch.int64; ",
-            {"cos": tensor(1, 5, 16).long()},
-        ),
-        (
-            ValueError,
-            r"rounding: expected one of 'llama', 'single', 'gemma', got 'double'; ",
-            {"rounding": "double"},
-        ),
-    ],
-)
-def test_refused(error, message, change):
-    cos, sin = angles(2, 5, 16, FP32, "halves", "shared")
-    given = operands((2, 3, 2, 5, 16), FP32, FP32) | {"cos": cos, "sin": sin}
-    given |= {
-        name: x.to(DEVICE) if isinstance(x, Tensor) and x.device.type != "meta" else x
-        for name, x in change.items()
-    }
-    with pytest.raises(error, match=message):
-        qk_norm_rope(**given)
-    if not {"q_weight", "k_weight", "rounding"} & set(change) and change != {"k": None}:
-        with pytest.raises(error, match=message):
-            rope(**{name: x for name, x in given.items() if not name.endswith("weight")})

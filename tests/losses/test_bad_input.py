@@ -16,7 +16,6 @@ from logitless import (
     CrossEntropyLoss,
     DPOLoss,
     GRPOLoss,
-    LogitsLoss,
     SimPOLoss,
     Term,
     TokenLoss,
@@ -191,12 +190,6 @@ def test_budget_below_one_row_works_and_warns_once():
 # -- a user's own loss. What is wrong with the class may be said when it is defined, made or called.
 
 
-@pytest.fixture
-def uncompiled():
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def refused(attempt: Callable[[], object]) -> str:
     with pytest.raises((ValueError, TypeError)) as caught:
         attempt()
@@ -257,65 +250,6 @@ def test_a_field_that_holds_a_tensor():
         Tabled(table=torch.ones(20))(HIDDEN, WEIGHT, TARGETS)
 
     assert "shared_inputs" in refused(attempt)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(
-    "declared, returned",
-    [((), ("surprise",)), pytest.param(("surprise",), (), id="surprise-"), (("one",), ("other",))],
-    ids=lambda names: "".join(names),
-)
-def test_metrics_that_are_not_the_declared_ones(declared, returned, reduction):
-    def terms(self, stats, batch):
-        return {"nll": Term(-stats.logps)}, {name: Term(stats.logps) for name in returned}
-
-    loss = returning(terms, metric_names=declared)(reduction=reduction)
-    assert refused(lambda: loss(HIDDEN, WEIGHT, TARGETS)).startswith("metric_names: expected")
-
-
-# What `terms` must not return, of numbers (n,) of its rows.
-SHAPES = {
-    "a mean": lambda x: {"nll": Term(-x.mean())},
-    "a sum over tokens": lambda x: {"nll": Term(-x.sum())},
-    "one number": lambda x: {"nll": Term(-x.mean()[None])},
-    "a row too few": lambda x: {"nll": Term(-x[1:])},
-    "two columns": lambda x: {"nll": Term(torch.stack((x, x), -1))},
-    "a mean beside what is right": lambda x: {"nll": Term(-x), "regularizer": Term(x.square().mean())},
-    "no Term": lambda x: {"nll": -x},
-    "no dict": lambda x: Term(-x),
-}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("values", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("kind", [TokenLoss, LogitsLoss])
-def test_terms_of_another_shape(kind, values, reduction, uncompiled):
-    def terms(self, given, batch):
-        picked = given.logps if kind is TokenLoss else given.log_softmax(-1)[:, 0]
-        return values(picked), {}
-
-    loss = returning(terms, kind)(reduction=reduction)
-    message = refused(lambda: loss(HIDDEN.clone().requires_grad_(), WEIGHT, TARGETS))
-    assert re.match("terms|nll|regularizer|Term", message), message
-
-
-@pytest.mark.parametrize("name", ["sequences and a half", "tokens without the last"])
-def test_terms_of_pairs_of_another_shape(name):
-    def terms(self, stats, batch):
-        sums = batch.sum_by_sequence(stats.logps)
-        values = torch.cat((sums, sums[:1])) if name.startswith("sequences") else stats.logps[:-1]
-        return {"own": Term(-values, over="pairs")}, {}
-
-    loss = returning(terms, scope="group", unit="pairs", sequences_per_group=2)()
-    refused(lambda: loss(HIDDEN.clone().requires_grad_(), WEIGHT, TARGETS))
-
-
-def test_a_sum_that_is_divided_by_nothing_may_be_one_number():
-    def terms(self, stats, batch):
-        return {"nll": Term(-stats.logps.sum(), over=None)}, {}
-
-    out = returning(terms)()(HIDDEN, WEIGHT, TARGETS)
-    torch.testing.assert_close(out.loss, linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, reduction="sum"))
 
 
 # -- budget and normalizer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless import CrossEntropyLoss, linear_cross_entropy
 from tests import reference
-from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
+from tests.cases import SHAPES, TRAINABLE, covering_array, dtypes, one_row_warning, operands
 from tests.support import DEVICE, assert_close, relative_error, run, sum_error
 
 NUM_ITEMS = {
@@ -158,18 +158,6 @@ def test_pairs_of_options(case, dtype):
     check_case(case, dtype)
 
 
-@one_row_warning
-@pytest.mark.parametrize("case", covering_array({**FACTORS, "ignored": [1.0]}, has_effect))
-def test_all_ignored_is_zero(case):
-    check_case(case, torch.float32)
-
-
-@one_row_warning
-@pytest.mark.parametrize("case", covering_array({**FACTORS, "trainable": ["nothing"]}, has_effect))
-def test_nothing_trainable(case):
-    check_case(case, torch.float32)
-
-
 # The logits of a row are the column of the head that its one-hot hidden state selects, so that a case can
 # state them.
 EXTREME_VOCAB = 5003
@@ -263,34 +251,6 @@ def test_fp16_survives_probabilities_below_its_smallest_number():
     ].abs().max()
 
 
-@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("budget", [None, 20_000], ids=["one chunk", "chunks"])
-def test_metrics(ignored, reduction, budget):
-    h, w, targets, b = operands((4, 25), 16, 300, torch.float32, ignored=ignored)
-    w[targets[0].clamp(min=0)] += 0.5 * h[0]
-    loss = CrossEntropyLoss(z_loss=0.3, reduction=reduction, temperature=1.5, logits_budget=budget)
-    metrics = loss(h.requires_grad_(), w, targets, bias=b).metrics
-
-    exact = [h.detach().double(), w.double(), targets]
-    kept = targets != -100
-    tokens = max(kept.sum().item(), 1)
-    _, entropy, lse = reference.token_logprobs(*exact, bias=b.double(), temperature=1.5)
-    hits = (reference.head_logits(*exact[:2], b.double()).argmax(-1) == targets) & kept
-    expected = {
-        "num_tokens": kept.sum(),
-        "entropy": entropy.sum() / tokens,
-        "z_loss": 0.3 * lse.square().sum() / tokens,
-        "token_accuracy": hits.sum() / tokens,
-    }
-    assert metrics.keys() == expected.keys()
-    assert ignored == 1 or 0 < expected["token_accuracy"] < 1
-    for name, value in expected.items():
-        metric = metrics[name]
-        assert (metric.dtype, metric.shape, metric.requires_grad) == (torch.float32, (), False), name
-        assert metric.item() == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name
-
-
 ALL_OPTIONS = {
     "ignore_index": 3,
     "reduction": "sum",
@@ -322,15 +282,6 @@ def test_function_is_the_object():
     mean = {**ALL_OPTIONS, "reduction": "mean"}
     function = linear_cross_entropy(h, w, targets, num_items=17, **arguments, **mean)
     assert torch.equal(function, CrossEntropyLoss(**mean)(h, w, targets, num_items=17, **arguments).loss)
-
-
-@pytest.mark.parametrize("name", ["logits_budget", "accum_dtype", "logits_dtype", "compact"])
-def test_function_takes_each_engine_option(name):
-    h, w, targets, _ = operands((40,), 16, 300, torch.float32)
-    plain = linear_cross_entropy(h, w, targets)
-    assert linear_cross_entropy(h, w, targets, **{name: ALL_OPTIONS[name]}).item() == pytest.approx(
-        plain.item(), rel=1e-5
-    )
 
 
 def test_loss_object_is_frozen_and_keyword_only():
@@ -401,47 +352,6 @@ def test_autocast(dtype):
         for name in truth.grads:
             assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
         assert actual.grads["weight"].dtype == torch.float32
-
-
-GRADCHECK = {
-    "mean": {},
-    "sum": {"reduction": "sum", "label_smoothing": 0.2},
-    "none": {"reduction": "none"},
-    "none smoothed": {"reduction": "none", "label_smoothing": 0.2, "z_loss": 0.1},
-    "z_loss": {"z_loss": 0.1, "label_smoothing": 0.2},
-    "class_weights": {
-        "class_weights": torch.tensor([0.5, 2.0, 1.0, 0.0, 1.5], device=DEVICE),
-        "label_smoothing": 0.2,
-    },
-    "token_weights": {"token_weights": torch.tensor([0.5, 2.0, 0.0, 1.0], device=DEVICE), "z_loss": 0.1},
-    "head": {"softcap": 2.0, "logit_scale": 1.5, "temperature": 0.7, "z_loss": 0.1},
-    "num_items": {"num_items": 3, "shift": True},
-}
-
-
-@one_row_warning
-@pytest.mark.parametrize("trainable", [name for name in TRAINABLE if name != "nothing"])
-@pytest.mark.parametrize("options", GRADCHECK.values(), ids=GRADCHECK)
-def test_gradcheck(options, trainable):
-    h, w, _, b = operands((4,), 3, 5, torch.float64)
-    targets = torch.tensor([1, -100, 4, 0])
-
-    def loss(hidden, weight, bias):
-        return linear_cross_entropy(hidden, weight, targets, bias=bias, logits_budget=200, **options)
-
-    trained(trainable, h, w, b)
-    assert torch.autograd.gradcheck(loss, (h, w, b))
-
-
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
-def test_the_mean_divides_by_the_class_weights_of_the_supervised_targets(label_smoothing):
-    h, w, targets, b = operands((31,), 8, 50, torch.float64, ignored=0.4)
-    weights = torch.linspace(7.0, 0.0, 50, dtype=torch.float64)
-    ours = linear_cross_entropy(h, w, targets, bias=b, class_weights=weights, label_smoothing=label_smoothing)
-    theirs = torch.nn.functional.cross_entropy(
-        h @ w.T + b, targets, weight=weights, label_smoothing=label_smoothing
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64 weights", "fp32 weights"])

@@ -155,24 +155,6 @@ def test_a_single_token_has_no_next_one():
         SimPOLoss()(x.hidden[0, 0], x.weight, x.targets[0, 0])
 
 
-# -- shift in linear_logprobs
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("several", [False, True])
-def test_log_probabilities_of_the_next_tokens(several, packed):
-    x = every_loss.given(T)
-    targets = x.topk_ids if several else x.targets
-    last = torch.full_like(targets[:, :1], -100)
-    by_hand = linear_logprobs(x.hidden, x.weight, torch.cat((targets[:, 1:], last), 1), entropy=True)
-    given = {"shift": True}
-    if packed:
-        x, targets, given = x.flat(), targets.flatten(0, 1), given | {"cu_seqlens": starts()}
-    ours = linear_logprobs(x.hidden, x.weight, targets, entropy=True, **given)
-    for a, b in zip(ours, by_hand, strict=True):
-        assert torch.equal(a, b.view(a.shape))
-
-
 def test_boundaries_without_shift():
     x = every_loss.given(T).flat()
     with pytest.raises(
@@ -208,51 +190,6 @@ def test_two_names_of_the_lower_clip_range(kind):
 
 
 # -- the reference of policy losses
-
-
-# Options, whether it is packed, shifted, with a frozen head.
-REFERENCED = {
-    "tokens": ({}, False, False, False),
-    "sequences": ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, True, False, False),
-    "whole batch, frozen": ({"top_entropy_quantile": 0.5}, False, True, True),
-    "frozen": ({"use_bias_correction_kl": True}, True, True, True),
-    "unreduced": ({"reduction": "none", "softcap": 5.0}, False, True, False),
-    "unreduced, in sequences": ({"reduction": "none", "loss_type": "luspo"}, True, False, False),
-    "its own head": ({"ref_softcap": 3.0, "ref_logit_scale": 0.5, "temperature": 1.2}, False, False, False),
-}
-
-
-@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("budget", [None, 3_000])
-@pytest.mark.parametrize("case", REFERENCED)
-def test_reference_as_hidden_states(case, budget):
-    options, packed, shift, frozen = REFERENCED[case]
-    x = every_loss.given(T)
-    x.weight.requires_grad_(not frozen)
-    x.bias.requires_grad_(not frozen)
-    loss = GRPOLoss(beta=0.3, logits_budget=budget, **options)
-    ref_bias = x.bias.detach() / 2
-    z = x.teacher_hidden @ x.teacher_weight.T + ref_bias
-    scale, cap = options.get("ref_logit_scale", 1.0), options.get("ref_softcap", options.get("softcap"))
-    z = (z * scale if cap is None else cap * (z * scale / cap).tanh()) / options.get("temperature", 1.0)
-    labels = x.targets if not shift else x.targets.roll(-1, 1)
-    ref_logps = z.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    ref_logps = ref_logps.roll(1, 1) if shift else ref_logps  # beside the labels, as they come
-    given = {"ref_hidden": x.teacher_hidden, "ref_weight": x.teacher_weight, "ref_bias": ref_bias}
-    common = {"bias": x.bias, "advantages": x.advantages, "old_logps": x.old_logps, "shift": shift}
-    common["mask"] = x.targets % 5 != 0
-    if packed:
-        x = x.flat()
-        given["ref_hidden"], ref_logps = x.teacher_hidden, ref_logps.flatten()
-        common |= {"cu_seqlens": starts(), "mask": common["mask"].flatten(), "old_logps": x.old_logps}
-    results = []
-    for reference in (given, {"ref_logps": ref_logps}):
-        out = loss(x.hidden, x.weight, x.targets, **common, **reference)
-        found = every_loss.gradients(out.loss.square().sum(), x, every_loss.heads())
-        results.append([out.loss, *out.metrics.values(), *found.values()])
-    assert len(results[0]) == len(results[1])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_reference_head_as_a_module():
@@ -329,54 +266,6 @@ def predicted(z: Tensor, targets: Tensor) -> Tensor:
     """Of equal logits the lowest id."""
     best = (z == z.amax(-1, keepdim=True)).int().cumsum(-1).cumsum(-1).eq(1).int().argmax(-1)
     return best.masked_fill(targets == -100, -100)
-
-
-PREDICTED = ["cross-entropy", "cross-entropy, smoothed", "DPO", "KTO", "GRPO", "GRPO, top entropy", "RLOO"]
-
-
-@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
-@pytest.mark.parametrize("options", [{}, {"logits_budget": 4_000}, {"compact": False}, {"logit_scale": -1.0}])
-@pytest.mark.parametrize("name", [*PREDICTED, "own TokenLoss"])
-def test_predictions(name, options):
-    x = every_loss.given(T)
-    # Equal logits everywhere in some rows, and ties of two ids in the others.
-    weight = x.weight.detach()
-    weight[7], weight[V - 1] = weight[31], weight[30]
-    bias = x.bias.detach()
-    bias[7], bias[V - 1] = bias[31], bias[30]
-    hidden = x.hidden.detach()
-    expected = predicted((hidden @ weight.T + bias) * options.get("logit_scale", 1.0), x.targets)
-    loss, _, inputs = LOSSES[name].prepare(x, every_loss.heads(), return_predictions=True, **options)
-    inputs["bias"] = bias
-    plain = LOSSES[name].prepare(x, every_loss.heads(), **options)[0]
-    for frozen in (False, True):
-        operands = hidden.requires_grad_(), weight.requires_grad_(not frozen), x.targets
-        out = loss(*operands, **inputs)
-        assert out.predictions.dtype == torch.int64 and torch.equal(out.predictions, expected)
-        assert set(out.tokens) == {"predictions"}
-        torch.testing.assert_close(out.loss, plain(*operands, **inputs).loss)
-        out.loss.backward()
-
-
-def test_predictions_and_log_probabilities_of_every_kind_of_call():
-    x = every_loss.given(T)
-    shifted = x.targets.roll(-1, 1)
-    shifted[:, -1] = -100
-    expected = predicted(x.hidden @ x.weight.T, shifted)
-    main = torch.zeros(V, H, device=DEVICE)
-    for options, given in (
-        ({}, {}),
-        ({"reduction": "none"}, {}),
-        ({}, {"accumulate_into": main}),
-        ({}, {"accumulate_into": main, "accumulate_now": True}),
-    ):
-        for return_logps in (False, True):
-            loss = CrossEntropyLoss(return_predictions=True, return_logps=return_logps, **options)
-            out = loss(x.hidden, x.weight, x.targets, shift=True, **given)
-            assert torch.equal(out.predictions, expected)
-            assert ("logps" in out.tokens) == ("lse" in out.tokens) == return_logps
-            assert ("d_logps" in out.tokens) == (return_logps and not options and not given)
-            out.loss.sum().backward()
 
 
 def test_predictions_under_torch_compile():

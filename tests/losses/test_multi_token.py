@@ -112,68 +112,6 @@ def test_medusa(packed, layers, shared, stage, rows):
         assert not out.metrics[f"{name}/loss"].requires_grad
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen head"])
-def test_multi_token(packed, trainable):
-    random, shape, targets, starts, options = problem(packed, seed=1)
-    hiddens = [random(*shape, H).requires_grad_() for _ in range(3)]
-    weight, bias = random(V, H).requires_grad_(trainable), random(V).requires_grad_(trainable)
-    out = MultiTokenLoss(coefficients=(1.0, 0.4, 0.2))(hiddens, weight, targets, bias=bias, **options)
-    terms = [(c, h, weight, bias, k + 1) for k, (c, h) in enumerate(zip((1.0, 0.4, 0.2), hiddens))]
-    truth, losses, _ = plain_loss(terms, targets, every_start(targets, starts, packed))
-    trained = [*hiddens, *([weight, bias] if trainable else [])]
-    assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
-    for a, b in zip(torch.autograd.grad(out.loss, trained), torch.autograd.grad(truth, trained), strict=True):
-        assert b.norm() > 0 and relative_error(a, b) < 1e-10
-    assert relative_error(out.metrics["depth_2/loss"], losses[2].detach()) < 1e-12
-    with torch.no_grad():
-        assert (
-            relative_error(
-                MultiTokenLoss()(hiddens, weight, targets, bias=bias, **options).loss, out.loss.detach()
-            )
-            < 1
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_within_twice_the_naive_error(dtype):
-    random, shape, targets, starts, _ = problem(False, seed=2)
-    exact = [
-        random(*shape, H),
-        random(V, H) / 3,
-        *(p.detach() for p in heads_of(2, 1, False, random).parameters()),
-    ]
-
-    def gradients(cast, ours):
-        leaves = [cast(x).requires_grad_() for x in exact]
-        heads = MedusaHeads(H, V, 2, dtype=leaves[0].dtype)
-        for parameter, leaf in zip(heads.parameters(), leaves[2:], strict=True):
-            parameter.data = leaf.data
-        trained = [*leaves[:2], *heads.parameters()]
-        if ours:
-            value = MedusaLoss()(leaves[0], heads, targets, base_weight=leaves[1]).loss
-        else:
-            wide = [(1.0, leaves[0], leaves[1], None, 1)]
-            wide += [(0.8**k, heads.blocks(k)(leaves[0]), heads.projection(k), None, k + 2) for k in range(2)]
-            value = 0.0
-            for c, h, w, _, offset in wide:
-                logits = F.linear(h.reshape(-1, H), w)
-                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                value = value + c * F.cross_entropy(
-                    logits, plain_targets(targets, offset, every_start(targets, starts, False))
-                )
-        return torch.autograd.grad(value, trained)
-
-    truth, naive, ours = (
-        gradients(lambda x: x.clone(), False),
-        gradients(lambda x: x.to(dtype), False),
-        gradients(lambda x: x.to(dtype), True),
-    )
-    for t, n, o in zip(truth, naive, ours, strict=True):
-        assert o.dtype == dtype
-        assert relative_error(o, t) <= 2 * relative_error(n, t) + 8 * torch.finfo(dtype).eps
-
-
 def test_stage_1_trains_the_heads_and_nothing_else():
     random, shape, targets, _, _ = problem(False, seed=3, dtype=torch.float32)
     hidden, weight = random(*shape, H), random(V, H)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from logitless import DistillationLoss, linear_logprobs, linear_topk
 from tests import reference
-from tests.cases import TRAINABLE, covering_array, dtypes, one_row_warning, operands, trained
+from tests.cases import TRAINABLE, covering_array, dtypes, one_row_warning, operands
 from tests.ranks import in_processes
 from tests.support import DEVICE, AllocationWatcher, GemmCounter, assert_close, run
 
@@ -95,23 +95,6 @@ def test_any_loss_of_the_outputs(case, dtype):
         assert_close(actual.grads[name], truth.grads[name], naive.grads[name], name=f"d_{name}")
 
 
-@dtypes
-@pytest.mark.parametrize("k", [1, 5, 40])
-def test_values(dtype, k):
-    h, w, _, b = operands((3, 11), 16, 40, dtype)
-    ids = ids_of((3, 11), 40, k, 1, empty=0.3)
-    actual = linear_logprobs(h, w, ids, bias=b, entropy="metric")
-    truth = reference.ids_logprobs(h.double(), w.double(), ids, bias=b.double())
-    naive = reference.ids_logprobs(h, w, ids, bias=b)
-    assert actual.logps.shape == ids.shape and actual.lse.shape == actual.entropy.shape == (3, 11)
-    filled = truth[0] > -torch.inf
-    assert torch.equal(actual.logps > -torch.inf, filled)
-    assert_close(actual.logps[filled], truth[0][filled], naive[0][filled], name="logps")
-    assert_close(actual.entropy, truth[1], naive[1], name="entropy")
-    assert_close(actual.lse, truth[2], naive[2], name="lse")
-    assert linear_logprobs(h, w, ids, bias=b).entropy is None
-
-
 def test_one_id_is_the_single_target():
     h, w, targets, b = operands((21,), 8, 50, torch.float32, ignored=0.3)
     several = linear_logprobs(h, w, targets[:, None], bias=b, entropy=True)
@@ -119,23 +102,6 @@ def test_one_id_is_the_single_target():
     torch.testing.assert_close(several.logps[:, 0], single.logps)
     torch.testing.assert_close(several.entropy, single.entropy)
     torch.testing.assert_close(several.lse, single.lse)
-
-
-@one_row_warning
-@pytest.mark.parametrize("trainable", ["all", "hidden", "all but weight"])
-@pytest.mark.parametrize(
-    "head", [{}, {"softcap": 2.0, "logit_scale": -1.5, "temperature": 0.7}], ids=["plain", "head options"]
-)
-def test_gradcheck(trainable, head):
-    h, w, _, b = operands((4,), 3, 5, torch.float64)
-    ids = torch.tensor([[1, 0, 1], [-100, -100, -100], [4, -100, 2], [0, 3, 2]])
-
-    def outputs(hidden, weight, bias):
-        out = linear_logprobs(hidden, weight, ids, bias=bias, entropy=True, logits_budget=900, **head)
-        return torch.where(ids >= 0, out.logps, 0.0), out.entropy, out.lse
-
-    trained(trainable, h, w, b)
-    assert torch.autograd.gradcheck(outputs, (h, w, b))
 
 
 def test_certain_tokens_keep_their_digits():
@@ -242,17 +208,6 @@ def test_topk_ranks_unrounded_logits():
     assert not torch.equal(linear_topk(h, w, 64, logits_dtype=torch.bfloat16).ids, ids)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         assert torch.equal(linear_topk(h.float(), w, 64).ids, ids)
-
-
-def test_an_unusual_ignore_index():
-    h, w, _, _ = operands((5,), 4, 9, torch.float32)
-    ids = torch.tensor([[0, 3], [0, 0], [2, 0], [1, 4], [8, 8]])
-    out = linear_logprobs(h, w, ids, ignore_index=0)
-    assert (out.logps == -torch.inf).tolist() == [[True, False], [False, False], [False, True]] + [
-        [False, False]
-    ] * 2
-    assert not out.logps[1].any() and out.lse[1] == 0
-    assert linear_topk(h, w, 2, ignore_index=0).lse.all()
 
 
 def test_memory_stays_within_the_budget():

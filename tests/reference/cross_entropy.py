@@ -14,21 +14,10 @@ def head_logits(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Logits of a language-model head.
+    """Logits of a language-model head, `(..., V)`, in fp32 or in the operands' dtype if that is wider.
 
     `z = softcap * tanh(logit_scale * (h·w + b) / softcap) / temperature`; without a soft cap
     `z = logit_scale * (h·w + b) / temperature`.
-
-    Args:
-        hidden: `(..., H)` hidden states.
-        weight: `(V, H)` head, in the dtype of `hidden`.
-        bias: `(V,)`, or None.
-        softcap: bound on `|z| * temperature`, or None.
-        logit_scale: factor on the raw logits (Cohere, Granite).
-        temperature: divisor of the capped logits.
-
-    Returns:
-        `(..., V)` logits, in fp32 or in the operands' dtype if that is wider.
 
     References:
         Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size", 2024, section 2 (soft cap).
@@ -45,15 +34,7 @@ def head_logits(
 
 def shift_left(values: Tensor, fill: float) -> Tensor:
     """Aligns labels with the positions that predict them: `out[..., i] = values[..., i + 1]`, the last one
-    `fill`.
-
-    Args:
-        values: `(..., T)`, one value per label.
-        fill: value of the last position of each sequence, which predicts nothing.
-
-    Returns:
-        `(..., T)`, in the dtype of `values`.
-    """
+    `fill`."""
     return torch.cat([values[..., 1:], torch.full_like(values[..., :1], fill)], dim=-1)
 
 
@@ -62,33 +43,15 @@ def token_logprobs(
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (...)
     *,
-    bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, entropy of each prediction and log-sum-exp of its logits.
+    """`(logps, entropy, lse)`, each of the shape of `targets`, 0 where ignored.
 
-    `logp = z_y - lse`, `entropy = -Σ_v p_v log p_v`, `lse = log Σ_v exp(z_v)`, with `p = softmax(z)`.
-
-    Args:
-        hidden: `(..., H)` hidden states.
-        weight: `(V, H)` head.
-        targets: `(...)` int64, in `[0, V)` or `ignore_index`.
-        bias: `(V,)`, or None.
-        ignore_index: target of the tokens that do not count.
-        softcap, logit_scale, temperature: as in `head_logits`.
-
-    Returns:
-        `(logps, entropy, lse)`, each of the shape of `targets`, 0 where ignored.
-
-    References:
-        Shannon, "A Mathematical Theory of Communication", 1948, section 6 (entropy).
+    `logp = z_y - lse`, `entropy = -Σ_v p_v log p_v`, `lse = log Σ_v exp(z_v)`, with `p = softmax(z)`; `head`
+    are the options of `head_logits`.
     """
-    logits = head_logits(
-        hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature
-    )
+    logits = head_logits(hidden, weight, **head)
     logprobs = logits.log_softmax(-1)
     ignored = targets == ignore_index
     labels = targets.masked_fill(ignored, 0)
@@ -104,7 +67,6 @@ def cross_entropy(
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (...)
     *,
-    bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -114,9 +76,7 @@ def cross_entropy(
     dft: bool = False,
     shift: bool = False,
     num_items: float | Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> Tensor:
     """Cross-entropy of a language-model head.
 
@@ -127,27 +87,9 @@ def cross_entropy(
         nll  = -c_y log p_y,  or with dft  -c_y stop_gradient(p_y) log p_y
 
     The mean divides the sum by `num_items`, else by `Σ c_y` over the supervised tokens (their number without
-    class weights). A normalizer of zero gives 0 where `torch.nn.functional.cross_entropy` gives NaN.
-
-    Args:
-        hidden: `(..., H)` hidden states.
-        weight: `(V, H)` head.
-        targets: `(...)` int64, in `[0, V)` or `ignore_index`.
-        bias: `(V,)`, or None.
-        ignore_index: target of the tokens that do not count.
-        reduction: "none", "mean" or "sum".
-        label_smoothing: `ε`, in `[0, 1]`.
-        z_loss: coefficient of `lse²`, neither class-weighted nor scaled by the smoothing.
-        class_weights: `(V,)`, or None.
-        token_weights: `(...)`, one factor per target, or None. They do not enter the normalizer.
-        dft: multiply the nll by the detached probability of the target.
-        shift: targets and token_weights are unshifted: position `i` predicts `targets[..., i + 1]`, and the
-            last position of each sequence predicts nothing.
-        num_items: normalizer of the mean, in tokens; a number or a 0-d tensor.
-        softcap, logit_scale, temperature: as in `head_logits`.
-
-    Returns:
-        0-d loss, or with reduction "none" one loss per target, 0 where ignored.
+    class weights). A normalizer of zero gives 0 where `torch.nn.functional.cross_entropy` gives NaN. With
+    `shift`, position `i` predicts `targets[..., i + 1]`, and token weights move along. With reduction "none",
+    one loss per target, 0 where ignored.
 
     References:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2016, section 7 (label
@@ -160,9 +102,7 @@ def cross_entropy(
         targets = shift_left(targets, ignore_index)
         token_weights = None if token_weights is None else shift_left(token_weights, 0.0)
 
-    logits = head_logits(
-        hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature
-    )
+    logits = head_logits(hidden, weight, **head)
     logprobs = logits.log_softmax(-1)
     ignored = targets == ignore_index
     labels = targets.masked_fill(ignored, 0)
@@ -187,4 +127,4 @@ def cross_entropy(
     if reduction == "sum":
         return losses.sum()
     normalizer = target_weights.sum() if num_items is None else torch.as_tensor(num_items, dtype=losses.dtype)
-    return losses.sum() / torch.where(normalizer == 0, torch.ones_like(normalizer), normalizer)
+    return losses.sum() / torch.where(normalizer == 0, 1, normalizer)

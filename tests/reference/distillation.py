@@ -28,25 +28,24 @@ def distillation(
     beta: float = 0.5,
     skew_alpha: float = 0.1,
     hard_loss_weight: float = 0.0,
-    bias: Tensor | None = None,  # (V,)
     mask: Tensor | None = None,  # (...)
     num_items: float | Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float = 1.0,
     teacher_softcap: float | None = None,
     teacher_logit_scale: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Divergence of a student from a teacher, with a share of cross-entropy.
+    """Divergence of a student from a teacher, with a share of cross-entropy: `(loss, metrics)`.
 
     `loss = w * nll + (1 - w) * soft` per token, with `w = hard_loss_weight`, `nll` the student's
     cross-entropy at temperature 1, `s` and `t` the two distributions at `temperature`, `KL(p||q) = Σ_v p_v
     log(p_v / q_v)`, `0 log 0 = 0`, and `soft` one of
 
-        jsd              β KL(t||m) + (1 - β) KL(s||m),  m = β t + (1 - β) s;  β = 0: KL(t||s);  β = 1:
-        KL(s||t) forward_kl       KL(t||s)
+        jsd              β KL(t||m) + (1 - β) KL(s||m),  m = β t + (1 - β) s;
+                         β = 0: KL(t||s);  β = 1: KL(s||t)
+        forward_kl       KL(t||s)
         reverse_kl       KL(s||t)
         skewed_kl        KL(t||m),  m = α t + (1 - α) s
         total_variation  1/2 Σ_v |t_v - s_v|
@@ -54,48 +53,18 @@ def distillation(
 
     There is no factor `temperature²`. The teacher is a constant: no gradient reaches it.
 
-    Vocabularies of different sizes are cut to the ids that both have, before the softmax: the logits from
-    `min(V, V')` on are
-    -inf for both, so that every divergence is finite. The entropy and the agreement look at the same cut
-    distributions, the cross-entropy and the accuracy at the student's whole vocabulary.
+    Vocabularies of different sizes are cut to the ids that both have, before the softmax. The entropy and the
+    agreement look at the same cut distributions, the cross-entropy and the accuracy at the student's whole
+    vocabulary.
 
-    A teacher known by its k best ids makes `s` and `t` distributions over these ids and one bucket for all
-    others ("tail"), or over these ids alone, renormalized ("renormalize"). A value of -inf marks a slot as
-    empty: its id is as if not given. The teacher's tail `1 - Σ exp(values)` is at least the eps of the
-        values' dtype, below which it is rounding and may be negative.
+    A teacher known by its k best ids, `teacher_logprobs_topk` at `temperature` and in any order, makes `s`
+    and `t` distributions over these ids and one bucket for all others ("tail"), or over these ids alone,
+    renormalized ("renormalize"). A value of -inf marks an empty slot. The teacher's tail `1 - Σ exp(values)`
+    is at least the eps of the values' dtype, below which it is rounding and may be negative.
 
-    Args:
-        hidden: `(..., H)` hidden states of the student.
-        weight: `(V, H)` its head.
-        targets: `(...)` int64, in `[0, V)` or `ignore_index`, or None.
-        teacher_hidden: `(..., H')` hidden states of the teacher at the same positions.
-        teacher_weight: `(V', H')` its head.
-        teacher_bias: `(V',)`, or None.
-        teacher_logprobs_topk: in place of the three above: `(..., k)` log-probabilities at `temperature`, in
-            any order, and `(..., k)` int64 ids in `[0, V)`, distinct among the slots that are not empty. Not
-            for "cosine".
-        topk_mode: "tail" or "renormalize".
-        divergence: a name of the table above.
-        beta: `β` of "jsd", in `[0, 1]`.
-        skew_alpha: `α` of "skewed_kl", in `[0, 1]`.
-        hard_loss_weight: `w`, in `[0, 1]`; above 0 it needs `targets`.
-        bias: `(V,)` of the student, or None.
-        mask: `(...)`, nonzero where a token counts, or None. A token counts if its mask and its target let
-            it.
-        num_items: normalizer of the mean, in tokens; a number or a 0-d tensor. Default: the tokens that
-            count.
-        reduction: "none", "mean" or "sum".
-        ignore_index: target of the tokens that do not count.
-        softcap, logit_scale, temperature: of the student, as in `head_logits`; the temperature is the
-            teacher's too.
-        teacher_softcap, teacher_logit_scale: the same of the teacher.
-
-    Returns:
-        `(loss, metrics)`. The loss is 0-d, or with reduction "none" one number per token, 0 where it does not
-        count; a mean over no tokens is 0. The metrics are 0-d, detached means over the tokens that count:
-        "soft_loss", "hard_loss" (nll), "entropy" of the student at `temperature`, "token_accuracy" (its best
-        id is the target) and "agreement" (its best id is the teacher's). "hard_loss" and "token_accuracy" are
-        0 without targets.
+    The metrics are means over the tokens that count: "soft_loss", "hard_loss" (nll), "entropy" of the student
+    at `temperature`, "token_accuracy" (its best id is the target) and "agreement" (its best id is the
+    teacher's). "hard_loss" and "token_accuracy" are 0 without targets.
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015 (temperature, hard and soft loss).
@@ -104,9 +73,7 @@ def distillation(
         Models", 2024 (skewed KL). Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge
         Distillation", 2023 (total variation).
     """
-    logits = head_logits(
-        hidden, weight, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature
-    )
+    logits = head_logits(hidden, weight, temperature=temperature, **head)
     student_best = logits.argmax(-1)
 
     if teacher_logprobs_topk is None:
@@ -120,11 +87,6 @@ def distillation(
         logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
         student, teacher = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
         teacher_best = teacher_logits.argmax(-1)
-    elif divergence == "cosine":
-        raise ValueError(
-            "teacher_logprobs_topk: expected a teacher's logits for divergence='cosine'; pass "
-            "teacher_hidden instead."
-        )
     else:
         values, ids = teacher_logprobs_topk
         student, teacher = on_best_ids(logits.log_softmax(-1), values.detach(), ids, topk_mode)
@@ -144,7 +106,6 @@ def distillation(
     if targets is not None:
         correct = student_best == targets
         counted = counted & (targets != ignore_index)
-        head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale}
         hard = -token_logprobs(hidden, weight, targets, ignore_index=ignore_index, **head)[0]
     losses = (hard_loss_weight * hard + (1 - hard_loss_weight) * soft).masked_fill(~counted, 0)
 
@@ -166,7 +127,7 @@ def distillation(
     if reduction == "sum":
         return losses.sum(), metrics
     normalizer = count if num_items is None else torch.as_tensor(num_items, dtype=losses.dtype)
-    return losses.sum() / torch.where(normalizer == 0, torch.ones_like(normalizer), normalizer), metrics
+    return losses.sum() / torch.where(normalizer == 0, 1, normalizer), metrics
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
@@ -181,9 +142,6 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     picked = student.gather(-1, ids).masked_fill(~given, NOTHING)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
-    if mode != "tail":
-        raise ValueError(f"topk_mode: expected tail or renormalize, got {mode!r}.")
-
     covered = torch.zeros_like(student).scatter_add(-1, ids, given.to(student.dtype)) > 0
     student_tail = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
     teacher_tail = (-teacher.logsumexp(-1, keepdim=True).clamp(max=-rounding).expm1()).log()

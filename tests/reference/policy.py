@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from tests.reference.cross_entropy import token_logprobs
+from tests.reference.sequences import padded, ratio_of
 
 # exp of more is no fp32 number, and a clipped ratio of infinity has the gradient 0 * inf.
 LOG_RATIO_BOUND = 80.0
@@ -31,7 +31,7 @@ class _Tokens(NamedTuple):
 
     def per_token(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(B, T) or packed (N,) -> (B, T), `fill` where tokens do not count, whatever was there."""
-        return _padded(x.to(self.logps.dtype), self.cu_seqlens).masked_fill(~self.counted, fill)
+        return padded(x.to(self.logps.dtype), self.cu_seqlens).masked_fill(~self.counted, fill)
 
     def per_sequence_or_token(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """(B,) or (B, 1) -> (B, 1); any other shape as in `per_token`."""
@@ -46,15 +46,6 @@ class _Tokens(NamedTuple):
         return torch.cat([row[:length] for row, length in zip(x, self.cu_seqlens.diff().tolist())])
 
 
-def _padded(x: Tensor, cu_seqlens: Tensor | None, fill: float = 0.0) -> Tensor:
-    """Packed (N, ...) -> (B, T, ...)."""
-    return (
-        x
-        if cu_seqlens is None
-        else pad_sequence(x.split(cu_seqlens.diff().tolist()), batch_first=True, padding_value=fill)
-    )
-
-
 def _tokens(
     hidden: Tensor,
     weight: Tensor,
@@ -66,7 +57,7 @@ def _tokens(
 ) -> _Tokens:
     if mask is not None:
         targets = targets.masked_fill(~mask.bool(), ignore_index)
-    hidden, targets = _padded(hidden, cu_seqlens), _padded(targets, cu_seqlens, ignore_index)
+    hidden, targets = padded(hidden, cu_seqlens), padded(targets, cu_seqlens, ignore_index)
     logps, entropy, _ = token_logprobs(hidden, weight, targets, ignore_index=ignore_index, **head)
     return _Tokens(logps, entropy, targets != ignore_index, cu_seqlens)
 
@@ -77,12 +68,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 def _mean(x: Tensor, mask: Tensor) -> Tensor:
     """Mean over what counts, 0 where nothing does."""
-    return (x * mask).sum() / mask.sum().clamp(min=1)
-
-
-def _divided(total: Tensor, count: float | Tensor) -> Tensor:
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    return total / torch.where(count == 0, torch.ones_like(count), count)
+    return ratio_of((x * mask).sum(), mask.sum())
 
 
 def _clipped_surrogate(
@@ -142,7 +128,6 @@ def grpo(
     sampling_logps: Tensor | None = None,  # as targets
     importance_weights: Tensor | None = None,  # (B,), (B, 1), or as targets
     num_items: float | Tensor | None = None,
-    bias: Tensor | None = None,  # (V,)
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     loss_type: str = "dapo",
     beta: float = 0.0,
@@ -163,80 +148,45 @@ def grpo(
     vespo_lambda_neg: float = 2.0,
     reduction: str = "mean",
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Group relative policy optimization and its descendants.
+    """Group relative policy optimization and its descendants: `(loss, metrics, logps)`.
 
-    With `l = logp - old_logp`, the ratio is `r = exp(l)`, or at the sequence level `r = exp(Σ_t l_t /
-    length)`, one ratio for all tokens of a sequence, with the gradient of all of them. The surrogate of a
-    token with advantage `A` is
+    With `l = logp - old_logp` (`old_logps=None`: of this policy, detached), the ratio is `r = exp(l)`, or at
+    the sequence level `r = exp(Σ_t l_t / length)`, one ratio for all tokens of a sequence, with the gradient
+    of all of them. The surrogate of a token with advantage `A` is
 
         grpo, bnpo, dr_grpo, dapo, luspo   s = -min(min(r, δ) A, clip(r, 1 - ε, 1 + ε_high) A)
         cispo                              s = -stop_gradient(min(r, ε_high)) A logp
         sapo                               s = -4 / τ sigmoid(τ (r - 1)) A,  τ = τ_pos if A > 0 else τ_neg
-        vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),  w = exp(Σ_t
-        l_t)
+        vespo                              s = -stop_gradient(φ) A logp,  φ = w^k exp(λ (1 - w)),
+                                           w = exp(Σ_t l_t)
 
     where `(k, λ)` of vespo are the positive ones if `A >= 0`, and `w` includes `importance_weights`, which
     then are no factor of the loss; `w` is kept within `[1e-8, exp(20)]`, and so are its factors, `r` within
     `exp(±20)`. The loss of a token is
 
-        loss = keep * high_entropy * importance_weight * s + beta * kl,  kl = exp(d) - d - 1,  d = ref_logp -
-        logp
+        loss = keep * high_entropy * importance_weight * s + beta * kl
+        kl   = exp(d) - d - 1,  d = ref_logp - logp;  times r with use_bias_correction_kl
 
     * `keep` is 0 for tokens with `A < 0` of sequences whose mean of `sampling_logp - logp` exceeds
-      `off_policy_mask_threshold`.
+      `off_policy_mask_threshold` (`sampling_logps=None`: old_logps; NaN: no drift).
     * `high_entropy` is 0 for tokens whose entropy is below the `1 - top_entropy_quantile` quantile of all
       tokens that count.
-    * `use_bias_correction_kl` multiplies `kl` by `r`.
 
-    A mean is `Σ_units / number of units`, where the unit of grpo and sapo is a sequence (the mean of its
-    tokens), of luspo a sequence (the sum of its tokens), of dr_grpo a sequence (the sum over
+    A mean is `Σ_units / number of units` (or `num_items`), where the unit of grpo and sapo is a sequence (the
+    mean of its tokens), of luspo a sequence (the sum of its tokens), of dr_grpo a sequence (the sum over
     `max_completion_length`), and of bnpo, dapo, cispo and vespo a token. Tokens that a mask drops still count
     in it, and so do sequences without tokens. With `entropy_coef`, the mean loses `entropy_coef` times the
-    mean entropy of the tokens with `high_entropy` 1, whatever the unit.
+    mean entropy of the tokens with `high_entropy` 1, whatever the unit; a sum has the entropies' sum there.
 
     Log-ratios are clamped to ±80 before exp (`d` from above only, in both places), where their gradient is 0.
 
-    Args:
-        hidden: `(B, T, H)` hidden states, or `(N, H)` packed.
-        weight: `(V, H)` head.
-        targets: int64, in `[0, V)` or `ignore_index`.
-        advantages: one per sequence or per token.
-        mask: False (or 0) for tokens that do not count either.
-        old_logps: of the policy that the ratio is taken to; None: of this one, detached (ratio 1, gradient of
-            logp).
-        ref_logps: of the reference policy; required if `beta != 0`.
-        sampling_logps: of the sampler, for the off-policy mask, NaN where unknown; None: old_logps.
-        importance_weights: old over sampling probability, one per sequence or per token.
-        num_items: normalizer of the mean in place of the number of units. The entropy's mean is not affected.
-        bias: `(V,)`, or None.
-        cu_seqlens: boundaries of packed sequences.
-        loss_type: one of the above.
-        beta: coefficient of the KL divergence from the reference.
-        epsilon, epsilon_high: clip range `ε`, `ε_high`; the upper one defaults to the lower one, for cispo
-            too, which wants one above 1.
-        delta: upper bound `δ` of the ratio where the advantage is negative, or None.
-        importance_sampling_level: "token" or "sequence".
-        entropy_coef: coefficient of the entropy bonus.
-        max_completion_length: required by dr_grpo.
-        sapo_temperature_neg, sapo_temperature_pos: `τ_neg`, `τ_pos`.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: `k` and `λ` by the sign of the
-            advantage.
-        reduction: "mean", "sum" or "none". A sum has the entropies' sum in place of their mean.
-        ignore_index: target of the tokens that do not count.
-        softcap, logit_scale, temperature: as in `head_logits`.
-
-    Returns:
-        `(loss, metrics, logps)`: 0-d loss, or with reduction "none" one per unit, `(B,)` or as targets;
-            detached 0-d metrics; detached
-        log-probabilities, 0 where tokens do not count. Metrics are means over tokens (0 if none counts):
-        entropy, importance_ratio, kl (as in the loss; if `beta != 0`), and by loss type clip_ratio/low_mean,
-        clip_ratio/high_mean and clip_ratio/region_mean; cispo_clip_ratio; vespo/phi_seq_mean. The last five
-        are means over sequences where they are one number per sequence. The clip ratios see the ratio that
-        delta bounds, importance_ratio the one it does not.
+    Metrics are means over tokens (0 if none counts): entropy, importance_ratio, kl (as in the loss), and by
+    loss type clip_ratio/low_mean, clip_ratio/high_mean and clip_ratio/region_mean; cispo_clip_ratio;
+    vespo/phi_seq_mean. The last five are means over sequences where they are one number per sequence. The
+    clip ratios see the ratio that delta bounds, importance_ratio the one it does not. `logps` are 0 where
+    tokens do not count.
 
     References:
         Shao et al., "DeepSeekMath", 2024 (grpo). Liu et al., "Understanding R1-Zero-Like Training", 2025
@@ -249,7 +199,6 @@ def grpo(
         (off-policy mask, bias-corrected kl). Wang et al., "Beyond the 80/20 Rule", 2025
         (top_entropy_quantile).
     """
-    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
     logps, mask = tokens.logps, tokens.mask
     advantages = tokens.per_sequence_or_token(advantages)
@@ -310,7 +259,7 @@ def grpo(
         losses, bonus = tokens.as_given(losses), tokens.as_given(bonus)
         count = mask.sum()
     if reduction == "mean":
-        loss = _divided(losses.sum(), count if num_items is None else num_items) - _divided(
+        loss = ratio_of(losses.sum(), count if num_items is None else num_items) - ratio_of(
             bonus.sum(), high_entropy.sum()
         )
     else:
@@ -330,9 +279,6 @@ def ppo(
 
     `loss = 1 / N Σ_t -min(r_t A_t, clip(r_t, 1 - ε, 1 + ε) A_t)` over the `N` tokens that count.
 
-    Args:
-        options: the other keywords of `grpo`.
-
     References:
         Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7.
     """
@@ -348,42 +294,24 @@ def rloo(
     mask: Tensor | None = None,  # as targets
     old_logps: Tensor | None = None,  # (B,), or as targets
     num_items: float | Tensor | None = None,
-    bias: Tensor | None = None,  # (V,)
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """REINFORCE leave-one-out with a clipped ratio of whole sequences.
+    """REINFORCE leave-one-out with a clipped ratio of whole sequences: `(loss, metrics, logps)`.
 
     `loss = 1 / B Σ_i -min(r_i A_i, clip(r_i, 1 - ε, 1 + ε_high) A_i)`, `r = exp(Σ_t logp_t - Σ_t
-    old_logp_t)`: a sum over the tokens of a sequence, where `grpo` has a mean. The KL divergence from a
-        reference is part of the reward, hence of `advantages`. A sequence
-    without tokens gives 0 and is one of the `B`.
-
-    Args:
-        advantages: one per sequence: its reward minus the mean of the others of its group.
-        old_logps: per token, or summed over each sequence; None: of this policy, detached.
-        num_items: normalizer of the mean in place of `B`.
-        hidden, weight, targets, mask, bias, cu_seqlens, epsilon, epsilon_high, ignore_index: as in `grpo`.
-        reduction: "mean", "sum" or "none".
-        softcap, logit_scale, temperature: as in `head_logits`.
-
-    Returns:
-        `(loss, metrics, logps)`: 0-d loss, or `(B,)` with reduction "none"; metrics as in `grpo`, of the clip
-            over sequences; detached
-        log-probabilities, 0 where tokens do not count.
+    old_logp_t)`: a sum over the tokens of a sequence, where `grpo` has a mean. A sequence without tokens
+    gives 0 and is one of the `B`. `old_logps` are per token, or summed over each sequence.
 
     References:
         Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
         Feedback in LLMs", 2024. Schulman et al., "Proximal Policy Optimization Algorithms", 2017, equation 7
         (clip).
     """
-    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
     advantages = tokens.per_sequence_or_token(advantages)
     old_logps = tokens.logps.detach() if old_logps is None else tokens.per_sequence_or_token(old_logps)
@@ -402,7 +330,7 @@ def rloo(
     metrics = {name: x.detach() for name, x in metrics.items()}
 
     if reduction == "mean":
-        losses = _divided(losses.sum(), losses.numel() if num_items is None else num_items)
+        losses = ratio_of(losses.sum(), losses.numel() if num_items is None else num_items)
     return losses.sum() if reduction == "sum" else losses, metrics, tokens.as_given(tokens.logps.detach())
 
 
@@ -414,40 +342,22 @@ def reinforce(
     advantages: Tensor,  # (B,), or as targets
     mask: Tensor | None = None,  # as targets
     num_items: float | Tensor | None = None,
-    bias: Tensor | None = None,  # (V,)
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     reduction: str = "mean",
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """The policy gradient's own loss: `1 / N Σ_t -A_t logp_t` over the `N` tokens that count.
-
-    Its gradient is that of `grpo` of loss types bnpo and dapo on policy (`old_logps=None`), whose ratio of 1
-    has the gradient of logp; only the value differs. It is `grpo` of loss type cispo on policy with
-    `epsilon_high >= 1`.
-
-    Args:
-        advantages: one per sequence or per token.
-        num_items: normalizer of the mean, in tokens.
-        hidden, weight, targets, mask, bias, cu_seqlens, ignore_index: as in `grpo`.
-        reduction: "mean", "sum" or "none".
-        softcap, logit_scale, temperature: as in `head_logits`.
-
-    Returns:
-        `(loss, metrics, logps)`: 0-d loss, or one per token with reduction "none"; entropy; detached
-            log-probabilities.
+    """The policy gradient's own loss, `1 / N Σ_t -A_t logp_t` over the `N` tokens that count:
+    `(loss, metrics, logps)`.
 
     References:
         Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning",
         1992.
     """
-    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     tokens = _tokens(hidden, weight, targets, mask, cu_seqlens, ignore_index, **head)
     losses = tokens.as_given(-tokens.per_sequence_or_token(advantages) * tokens.logps)
 
     if reduction == "mean":
-        losses = _divided(losses.sum(), tokens.mask.sum() if num_items is None else num_items)
+        losses = ratio_of(losses.sum(), tokens.mask.sum() if num_items is None else num_items)
     metrics = {"entropy": _mean(tokens.entropy, tokens.mask).detach()}
     return losses.sum() if reduction == "sum" else losses, metrics, tokens.as_given(tokens.logps.detach())

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.reference.cross_entropy import head_logits, token_logprobs
+from tests.reference.sequences import padded, ratio_of
 
 # fp32 overflows at exp(88.7).
 MAX_EXPONENT = 80.0
@@ -46,7 +47,7 @@ class _Tokens:
         return shared + ld_alpha * (total - shared)
 
     def sequence_means(self, values: Tensor) -> Tensor:
-        return _ratio(values.sum(1), self.mask.sum(1))
+        return ratio_of(values.sum(1), self.mask.sum(1))
 
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,17 +55,11 @@ def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[: len(values) // 2], values[len(values) // 2 :]
 
 
-def _ratio(total: Tensor, count: Tensor | float) -> Tensor:
-    """`total / count`, and the total where there is nothing to count."""
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    return total / count.masked_fill(count == 0, 1)
-
-
 def _reduce(values: Tensor, reduction: str, count: Tensor | float) -> Tensor:
     return {
         "none": lambda: values,
         "sum": lambda: values.sum(),
-        "mean": lambda: _ratio(values.sum(), count),
+        "mean": lambda: ratio_of(values.sum(), count),
     }[reduction]()
 
 
@@ -79,16 +74,15 @@ def _tokens(
     hidden: Tensor,  # (S, T, H) or (N, H)
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (S, T) or (N,)
-    bias: Tensor | None,
     cu_seqlens: Tensor | None,
     ignore_index: int,
     **head,
 ) -> _Tokens:
-    hidden, targets = _padded(hidden, cu_seqlens, 0), _padded(targets, cu_seqlens, ignore_index)
+    hidden, targets = padded(hidden, cu_seqlens, 0), padded(targets, cu_seqlens, ignore_index)
     mask = targets != ignore_index
-    logps, entropy, _ = token_logprobs(hidden, weight, targets, bias=bias, ignore_index=ignore_index, **head)
+    logps, entropy, _ = token_logprobs(hidden, weight, targets, ignore_index=ignore_index, **head)
     with torch.no_grad():
-        logits = head_logits(hidden, weight, bias, **head)
+        logits = head_logits(hidden, weight, **head)
         log_sum_sq_probs = (2 * logits.log_softmax(-1)).logsumexp(-1)
         others = (logits.mean(-1), log_sum_sq_probs, logits.argmax(-1) == targets)
     return _Tokens(mask, logps, entropy.detach(), *(numbers.masked_fill(~mask, 0) for numbers in others))
@@ -99,28 +93,19 @@ def _reference_sums(
     targets: Tensor,  # (S, T) or (N,)
     cu_seqlens: Tensor | None,
     ignore_index: int,
-    *,
     ref_logps: Tensor | None,  # (S,), or like targets
     ref_hidden: Tensor | None,  # (S, T, H') or (N, H')
     ref_weight: Tensor | None,  # (V, H')
-    ref_bias: Tensor | None,  # (V,)
     ld_alpha: float | None = None,
-    **head,
+    **ref_head,
 ) -> Tensor:  # (S,)
-    """Log-probability of each sequence under the reference; sums that come from outside are taken as they
-    are."""
+    """Log-probability of each sequence under the reference; given sums are taken as they are."""
     if ref_hidden is not None:
-        ref_logps, _, _ = token_logprobs(
-            ref_hidden, ref_weight, targets, bias=ref_bias, ignore_index=ignore_index, **head
-        )
-    elif ref_logps is None:
-        raise ValueError(
-            "ref_logps: expected the log-probabilities of the reference, got None; pass them, or ref_hidden "
-            "and ref_weight"
-        )
-    elif ref_logps.shape == tokens.mask.shape[:1]:
-        return ref_logps.detach().to(tokens.logps.dtype)
-    return tokens.sequence_sums(_padded(ref_logps.detach().to(tokens.logps.dtype), cu_seqlens, 0), ld_alpha)
+        ref_logps = token_logprobs(ref_hidden, ref_weight, targets, ignore_index=ignore_index, **ref_head)[0]
+    ref_logps = ref_logps.detach().to(tokens.logps.dtype)
+    if ref_logps.shape == tokens.mask.shape[:1]:
+        return ref_logps
+    return tokens.sequence_sums(padded(ref_logps, cu_seqlens), ld_alpha)
 
 
 def _metrics(tokens: _Tokens, logps: Tensor, rewards: Tensor, chosen: Tensor) -> dict[str, Tensor]:
@@ -128,12 +113,12 @@ def _metrics(tokens: _Tokens, logps: Tensor, rewards: Tensor, chosen: Tensor) ->
     logps, rewards = logps.detach(), rewards.detach()
     metrics = {}
     for side, rows in {"chosen": chosen, "rejected": ~chosen}.items():
-        metrics[f"rewards/{side}"] = _ratio(rewards[rows].sum(), rows.sum())
-        metrics[f"logps/{side}"] = _ratio(logps[rows].sum(), rows.sum())
-        metrics[f"logits/{side}"] = _ratio(tokens.mean_logits[rows].sum(), tokens.mask[rows].sum())
+        metrics[f"rewards/{side}"] = ratio_of(rewards[rows].sum(), rows.sum())
+        metrics[f"logps/{side}"] = ratio_of(logps[rows].sum(), rows.sum())
+        metrics[f"logits/{side}"] = ratio_of(tokens.mean_logits[rows].sum(), tokens.mask[rows].sum())
     margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     metrics["rewards/margins"] = margin if chosen.any() and not chosen.all() else torch.zeros_like(margin)
-    metrics["entropy"] = _ratio(tokens.entropy.sum(), tokens.mask.sum())
+    metrics["entropy"] = ratio_of(tokens.entropy.sum(), tokens.mask.sum())
     return metrics
 
 
@@ -143,8 +128,8 @@ def _pair_metrics(tokens: _Tokens, logps: Tensor, rewards: Tensor, nll: Tensor) 
     chosen_rewards, rejected_rewards = _halves(rewards.detach())
     wins = (chosen_rewards > rejected_rewards).to(rewards.dtype)
     return _metrics(tokens, logps, rewards, torch.arange(len(rewards), device=rewards.device) < len(wins)) | {
-        "rewards/accuracies": _ratio(wins.sum(), len(wins)),
-        "mean_token_accuracy": _ratio(is_top1.sum().to(rewards.dtype), mask.sum()),
+        "rewards/accuracies": ratio_of(wins.sum(), len(wins)),
+        "mean_token_accuracy": ratio_of(is_top1.sum().to(rewards.dtype), mask.sum()),
         "nll_loss": nll.detach(),
     }
 
@@ -182,10 +167,10 @@ def _dpo_losses(
     """Loss types by name, each giving one number per pair."""
     lengths = tokens.mask.sum(1)
     if average:
-        logps, ref_logps, scores = (_ratio(x, lengths) for x in (logps, ref_logps, scores))
+        logps, ref_logps, scores = (ratio_of(x, lengths) for x in (logps, ref_logps, scores))
     chosen, rejected = _halves(logps - ref_logps)
     chosen_score, rejected_score = _halves(scores)
-    means = _ratio(scores, lengths) if average is None else scores
+    means = ratio_of(scores, lengths) if average is None else scores
     chosen_mean_score, rejected_mean_score = _halves(means)
     delta, mean_delta = chosen_score - rejected_score, chosen_mean_score - rejected_mean_score
 
@@ -237,7 +222,6 @@ def dpo(
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (2B, T) or (N,)
     *,
-    bias: Tensor | None = None,  # (V,)
     ref_logps: Tensor | None = None,  # (2B,), or like targets
     ref_hidden: Tensor | None = None,  # (2B, T, H') or (N, H')
     ref_weight: Tensor | None = None,  # (V, H')
@@ -257,11 +241,10 @@ def dpo(
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float = 1.0,
     ref_softcap: float | None = None,
     ref_logit_scale: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Direct preference optimization and the losses of its family.
 
@@ -277,8 +260,9 @@ def dpo(
         robust        (-(1 - ε) log σ(βΔ) + ε log σ(-βΔ)) / (1 - 2ε)                      with ε < ½
         bco_pair      -log σ(βc) - log σ(-βr)
         sppo_hard     (c - 1 / 2β)² + (r + 1 / 2β)²
-        aot           as sigmoid; the i-th smallest π(y_c) - π(y_r) minus the i-th smallest π_ref(y_c) -
-        π_ref(y_r) is the Δ aot_unpaired  as sigmoid; the i-th smallest c minus the i-th smallest r is the Δ
+        aot           as sigmoid, with Δ_i the i-th smallest π(y_c) - π(y_r) minus the i-th smallest
+                      π_ref(y_c) - π_ref(y_r)
+        aot_unpaired  as sigmoid, with Δ_i the i-th smallest c minus the i-th smallest r
         apo_zero      σ(-βc) + σ(βr)
         apo_down      σ(βc) + σ(-β(c - r))
         discopop      -log σ(βΔ) (1 - σ(βΔ / τ)) + exp(-βΔ) σ(βΔ / τ)
@@ -287,50 +271,19 @@ def dpo(
 
     The mean divides by `num_items`, else by the number of pairs; that of sft always divides by the number of
     chosen tokens. A list of types gives the weighted sum of their reductions. Exponents are bounded by 80. A
-    pair with empty sequences counts.
+    pair with empty sequences counts. `average_logps=True` divides `π`, `π_ref` and the scores by `|y|` in
+    every type, False in none (`Δ'` is `Δ`).
 
-    Args:
-        hidden: `(2B, T, H)` hidden states, or `(N, H)` packed.
-        weight: `(V, H)` head.
-        targets: `(2B, T)` or `(N,)` int64, in `[0, V)` or `ignore_index` (prompt, padding).
-        bias: `(V,)`, or None.
-        ref_logps: reference log-probabilities, one per sequence, `(2B,)`, to which `ld_alpha` was applied
-            already, or one per target. Of the two readings of `(N,)` with `N = 2B` the first is taken.
-        ref_hidden, ref_weight, ref_bias: in their place, hidden states and head of the reference. Nothing of
-            the reference is differentiated.
-        cu_seqlens: `(2B + 1,)` bounds of packed sequences.
-        beta: `β`.
-        loss_type: a name above, or several.
-        loss_weights: factor of each loss type, 1 by default.
-        average_logps: with True `π`, `π_ref` and the scores are divided by `|y|` in every type, with False in
-            none (`Δ'` is `Δ`).
-        label_smoothing: `ε`, of sigmoid, exo_pair, robust, aot and aot_unpaired.
-        f_divergence_type: `f'(t)`: "reverse_kl" `log t`, "forward_kl" `1 - 1 / t`, "js_divergence" `log(2t /
-            (1 + t))`, "alpha_divergence" `(t^(α - 1) - 1) / (α - 1)`. It acts on the losses written with `Δ`
-            or `Δ'`, the aot ones apart.
-        f_alpha_divergence_coef: `α`.
-        ld_alpha: weight of the log-probabilities past the length of the shorter sequence of the pair, or None
-            for 1.
-        use_weighting: multiply the loss of each pair, sft included, by `w(y_c) w(y_r)`, not differentiated,
-            with `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`. Makes no sense with the aot losses, which
-            reorder the pairs.
-        discopop_tau: `τ`.
-        reference_free: `π_ref = 0`.
-        reduction: "mean" or "sum", over pairs, and for sft over chosen tokens; "none" without sft.
-        num_items: normalizer of the mean, in pairs; a number or a 0-d tensor.
-        ignore_index: target of the tokens that do not count.
-        softcap, logit_scale, temperature: as in `head_logits`; the temperature is also that of the reference.
-        ref_softcap, ref_logit_scale: those of the reference.
+    `f'(t)` is of reverse_kl `log t`, of forward_kl `1 - 1 / t`, of js_divergence `log(2t / (1 + t))`, of
+    alpha_divergence `(t^(α - 1) - 1) / (α - 1)`; it acts on the losses written with `Δ` or `Δ'`, the aot ones
+    apart. `ld_alpha` weighs the log-probabilities past the length of the shorter sequence of the pair; sums
+    given as `ref_logps` have it already. `use_weighting` multiplies the loss of each pair, sft included, by
+    `w(y_c) w(y_r)`, not differentiated, with `w(y) = exp(Σ_t (logp_t - log Σ_v p_v²) / |y|)`.
 
-    Returns:
-        0-d loss and metrics, 0-d and detached: rewards `βc` and `βr` as "rewards/chosen", "rewards/rejected",
-        their "rewards/margins" and how often the first is larger, "rewards/accuracies"; `π` as
-        "logps/chosen", "logps/rejected"; the mean logit of the completion tokens, "logits/chosen",
-        "logits/rejected"; "entropy" over all supervised tokens; "mean_token_accuracy" and "nll_loss" over the
-        chosen ones. 0 where there is nothing to average.
-
-    Raises:
-        ValueError: no reference, or `loss_weights` of another length than `loss_type`.
+    Metrics: rewards `βc` and `βr` as "rewards/chosen", "rewards/rejected", their "rewards/margins" and how
+    often the first is larger, "rewards/accuracies"; `π` as "logps/chosen", "logps/rejected"; the mean logit
+    of the completion tokens, "logits/chosen", "logits/rejected"; "entropy" over all supervised tokens;
+    "mean_token_accuracy" and "nll_loss" over the chosen ones. 0 where there is nothing to average.
 
     References:
         Rafailov et al., "Direct Preference Optimization", 2023, equation 7 (sigmoid); Mitchell, "A note on
@@ -348,21 +301,19 @@ def dpo(
         Desensitization in DPO", 2024 (ld_alpha); Zhou et al., "WPO: Enhancing RLHF with Weighted Preference
         Optimization", 2024, equation 2 (use_weighting).
     """
-    head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
-    tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
+    tokens = _tokens(hidden, weight, targets, cu_seqlens, ignore_index, temperature=temperature, **head)
     logps = tokens.sequence_sums(tokens.logps, ld_alpha)
     if reference_free:
         ref = torch.zeros_like(logps)
     else:
-        ref_head = {"softcap": ref_softcap, "logit_scale": ref_logit_scale, "temperature": temperature}
-        given = {
-            "ref_logps": ref_logps,
-            "ref_hidden": ref_hidden,
-            "ref_weight": ref_weight,
-            "ref_bias": ref_bias,
+        ref_head = {
+            "bias": ref_bias,
+            "softcap": ref_softcap,
+            "logit_scale": ref_logit_scale,
+            "temperature": temperature,
         }
         ref = _reference_sums(
-            tokens, targets, cu_seqlens, ignore_index, **given, ld_alpha=ld_alpha, **ref_head
+            tokens, targets, cu_seqlens, ignore_index, ref_logps, ref_hidden, ref_weight, ld_alpha, **ref_head
         )
     scores = F_DIVERGENCES[f_divergence_type](logps - ref, f_alpha_divergence_coef)
 
@@ -382,7 +333,7 @@ def dpo(
         values = losses[name]() * pair_weights
         loss = loss + factor * _reduce(values, reduction, chosen_tokens if name == "sft" else pairs)
     return loss, _pair_metrics(
-        tokens, logps, beta * (logps - ref), _ratio(losses["sft"]().sum(), chosen_tokens)
+        tokens, logps, beta * (logps - ref), ratio_of(losses["sft"]().sum(), chosen_tokens)
     )
 
 
@@ -391,16 +342,13 @@ def orpo(
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (2B, T) or (N,)
     *,
-    bias: Tensor | None = None,  # (V,)
     cu_seqlens: Tensor | None = None,  # (2B + 1,)
     nll_targets: Tensor | None = None,  # like targets
     beta: float = 0.1,
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Odds-ratio preference optimization.
 
@@ -408,34 +356,20 @@ def orpo(
 
         loss = nll - β log σ(logit_c - logit_r),  logit(y) = m(y) - log(1 - exp(m(y)))
 
-    `nll` is reduced over the chosen tokens, the second term over pairs. An `m` above -1e-7 counts as -1e-7 in
-    the odds, without a
-    gradient: their logarithm is infinite at 0, where `d m / d hidden` is 0 as well.
-
-    Args:
-        hidden, weight, targets, bias, cu_seqlens: as in `dpo`.
-        nll_targets: targets of the nll, those of the rejected sequences unused; `targets` by default. TRL
-            takes prompt and response.
-        beta: `β`.
-        reduction: "mean" or "sum".
-        num_items: normalizer of the mean over pairs; the nll always divides by the number of chosen tokens.
-        ignore_index, softcap, logit_scale, temperature: as in `dpo`.
-
-    Returns:
-        0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`; "nll_loss" is that of
-        `nll_targets`. Also the means over pairs "log_odds_chosen" of `logit_c - logit_r` and "log_odds_ratio"
-        of `log σ(logit_c - logit_r)`.
+    `nll` is that of `nll_targets`, reduced over the chosen tokens, the second term over pairs. An `m` above
+    -1e-7 counts as -1e-7 in the odds, without a gradient: their logarithm is infinite at 0, where `d m / d
+    hidden` is 0 as well. Metrics of `dpo`, with `m` for `π` and rewards `βm`, and the means over pairs
+    "log_odds_chosen" of `logit_c - logit_r` and "log_odds_ratio" of `log σ(logit_c - logit_r)`.
 
     References:
         Hong et al., "ORPO: Monolithic Preference Optimization without Reference Model", 2024, equations 4 to
         7.
     """
-    head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
-    tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
+    tokens = _tokens(hidden, weight, targets, cu_seqlens, ignore_index, **head)
     nll_tokens = (
         tokens
         if nll_targets is None
-        else _tokens(hidden, weight, nll_targets, bias, cu_seqlens, ignore_index, **head)
+        else _tokens(hidden, weight, nll_targets, cu_seqlens, ignore_index, **head)
     )
     nlls, nll_count = -_halves(nll_tokens.logps)[0], _halves(nll_tokens.mask)[0].sum()
 
@@ -447,9 +381,9 @@ def orpo(
 
     pairs = len(log_odds) if num_items is None else num_items
     loss = _reduce(nlls, reduction, nll_count) - beta * _reduce(ratios, reduction, pairs)
-    return loss, _pair_metrics(tokens, mean_logps, beta * mean_logps, _ratio(nlls.sum(), nll_count)) | {
-        "log_odds_ratio": _ratio(ratios.detach().sum(), len(ratios)),
-        "log_odds_chosen": _ratio(log_odds.detach().sum(), len(log_odds)),
+    return loss, _pair_metrics(tokens, mean_logps, beta * mean_logps, ratio_of(nlls.sum(), nll_count)) | {
+        "log_odds_ratio": ratio_of(ratios.detach().sum(), len(ratios)),
+        "log_odds_chosen": ratio_of(log_odds.detach().sum(), len(log_odds)),
     }
 
 
@@ -458,7 +392,6 @@ def cpo(
     weight: Tensor,  # (V, H)
     targets: Tensor,  # (2B, T) or (N,)
     *,
-    bias: Tensor | None = None,  # (V,)
     cu_seqlens: Tensor | None = None,  # (2B + 1,)
     beta: float = 0.1,
     loss_type: str = "sigmoid",
@@ -470,9 +403,7 @@ def cpo(
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Contrastive preference optimization, also with the reward shape of AlphaPO.
 
@@ -485,40 +416,14 @@ def cpo(
         hinge    max(0, 1 - βΔ)
         ipo      (Δ - 1 / 2β)²
 
-    Exponents are bounded by 80.
-
-    Args:
-        hidden, weight, targets, bias, cu_seqlens: as in `dpo`.
-        beta: `β`.
-        loss_type: a name above.
-        label_smoothing: `ε`, of sigmoid and simpo.
-        cpo_alpha: weight of the nll.
-        simpo_gamma: `γ`.
-        alpha: `α`.
-        average_logps: whether `π` is divided by `|y|`; None as above.
-        reduction: "mean" or "sum".
-        num_items: normalizer of the mean over pairs; the nll always divides by the number of chosen tokens.
-        ignore_index, softcap, logit_scale, temperature: as in `dpo`.
-
-    Returns:
-        0-d loss and the metrics of `dpo`, with rewards `βρ` and `π` as above.
+    Exponents are bounded by 80. Metrics of `dpo`, with rewards `βρ` and `π` as above.
 
     References:
         Xu et al., "Contrastive Preference Optimization", 2024, equation 3; Meng et al., "SimPO", 2024,
         equation 6; Gupta et al., "AlphaPO: Reward Shape Matters for LLM Alignment", 2025; hinge and ipo as in
         `dpo`.
     """
-    tokens = _tokens(
-        hidden,
-        weight,
-        targets,
-        bias,
-        cu_seqlens,
-        ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-    )
+    tokens = _tokens(hidden, weight, targets, cu_seqlens, ignore_index, **head)
     means = loss_type in ("ipo", "simpo") if average_logps is None else average_logps
     logps = tokens.sequence_means(tokens.logps) if means else tokens.logps.sum(1)
     rewards = _power_score(logps, -alpha)
@@ -536,7 +441,7 @@ def cpo(
     loss = _reduce(losses, reduction, pairs)
     if cpo_alpha:
         loss = loss + cpo_alpha * _reduce(nlls, reduction, nll_count)
-    return loss, _pair_metrics(tokens, logps, beta * rewards, _ratio(nlls.sum(), nll_count))
+    return loss, _pair_metrics(tokens, logps, beta * rewards, ratio_of(nlls.sum(), nll_count))
 
 
 def simpo(
@@ -554,16 +459,6 @@ def simpo(
 
         loss = -log σ(β (m(y_c) - m(y_r)) - γ)
 
-    Args:
-        hidden, weight, targets: as in `dpo`.
-        beta: `β`.
-        gamma: `γ`.
-        options: bias, cu_seqlens, reduction, num_items, ignore_index, softcap, logit_scale and temperature,
-            as in `cpo`.
-
-    Returns:
-        0-d loss and the metrics of `dpo`, with `m` for `π` and rewards `βm`.
-
     References:
         Meng et al., "SimPO: Simple Preference Optimization with a Reference-Free Reward", 2024, equation 6.
     """
@@ -579,7 +474,6 @@ def kto(
     *,
     labels: Tensor,  # (B,) bool
     kl: float | Tensor = 0.0,
-    bias: Tensor | None = None,  # (V,)
     ref_logps: Tensor | None = None,  # (B,), or like targets
     ref_hidden: Tensor | None = None,  # (B, T, H') or (N, H')
     ref_weight: Tensor | None = None,  # (V, H')
@@ -592,11 +486,10 @@ def kto(
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
     ignore_index: int = -100,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
     temperature: float = 1.0,
     ref_softcap: float | None = None,
     ref_logit_scale: float = 1.0,
+    **head,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Kahneman-Tversky optimization.
 
@@ -608,38 +501,21 @@ def kto(
 
     The mean divides by `num_items`, else by the number of sequences.
 
-    Args:
-        hidden, weight, targets, bias, cu_seqlens: as in `dpo`, but single sequences.
-        labels: `(B,)`, whether a sequence is desirable.
-        kl: estimate of the divergence from the reference, over mismatched completions; 0-d, not
-            differentiated.
-        ref_logps, ref_hidden, ref_weight, ref_bias: as in `dpo`.
-        beta: `β`.
-        loss_type: "kto" or "apo_zero_unpaired".
-        desirable_weight, undesirable_weight: factors of the two sides.
-        reduction: "mean" or "sum", over sequences.
-        num_items: normalizer of the mean, in sequences; a number or a 0-d tensor.
-        ignore_index, softcap, logit_scale, temperature, ref_softcap, ref_logit_scale: as in `dpo`.
-
-    Returns:
-        0-d loss and metrics, 0-d and detached: means over the desirable ("chosen") and the undesirable
-        ("rejected") sequences or their tokens, named as in `dpo`, without "rewards/accuracies",
-        "mean_token_accuracy" and "nll_loss"; "kl", which is `z`. 0 where there is nothing to average; a
-        margin needs both sides.
-
-    Raises:
-        ValueError: no reference.
-
     References:
         Ethayarajh et al., "KTO: Model Alignment as Prospect Theoretic Optimization", 2024, equations 7 and 8;
         D'Oosterlinck et al., "Anchored Preference Optimization", 2024, equation 7 (apo_zero_unpaired).
     """
-    head = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
-    tokens = _tokens(hidden, weight, targets, bias, cu_seqlens, ignore_index, **head)
-    ref_head = {"softcap": ref_softcap, "logit_scale": ref_logit_scale, "temperature": temperature}
-    given = {"ref_logps": ref_logps, "ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
+    tokens = _tokens(hidden, weight, targets, cu_seqlens, ignore_index, temperature=temperature, **head)
+    ref_head = {
+        "bias": ref_bias,
+        "softcap": ref_softcap,
+        "logit_scale": ref_logit_scale,
+        "temperature": temperature,
+    }
     logps = tokens.logps.sum(1)
-    ratios = logps - _reference_sums(tokens, targets, cu_seqlens, ignore_index, **given, **ref_head)
+    ratios = logps - _reference_sums(
+        tokens, targets, cu_seqlens, ignore_index, ref_logps, ref_hidden, ref_weight, **ref_head
+    )
 
     kl = torch.as_tensor(kl, dtype=ratios.dtype, device=ratios.device).detach().clamp(min=0)
     z = {"kto": kl, "apo_zero_unpaired": torch.zeros_like(kl)}[loss_type]
