@@ -297,9 +297,12 @@ BAD = {
         lambda: call(KTOLoss(), labels=torch.zeros(4, 1), kl=0.0, **REF),
         "labels: expected shape",
     ),
-    "no kl": (lambda: call(KTOLoss(), labels=torch.zeros(4), **REF), "kl: expected a number"),
+    "no kl": (
+        lambda: call(KTOLoss(), labels=torch.zeros(4, dtype=torch.bool), **REF),
+        "kl: expected a number",
+    ),
     "kl parts": (
-        lambda: call(KTOLoss(), labels=torch.zeros(4), kl={"kl_hidden": None}, **REF),
+        lambda: call(KTOLoss(), labels=torch.zeros(4, dtype=torch.bool), kl={"kl_hidden": None}, **REF),
         "kl: expected kl_hidden, kl_targets",
     ),
     "nll targets": (

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from tests.reference.cross_entropy import head_logits, token_logprobs
 from tests.reference.sequences import padded, ratio_of
@@ -61,13 +60,6 @@ def _reduce(values: Tensor, reduction: str, count: Tensor | float) -> Tensor:
         "sum": lambda: values.sum(),
         "mean": lambda: ratio_of(values.sum(), count),
     }[reduction]()
-
-
-def _padded(values: Tensor, cu_seqlens: Tensor | None, fill: float) -> Tensor:
-    """(N, ...) packed or (S, T, ...) padded -> (S, T, ...)."""
-    if cu_seqlens is None:
-        return values
-    return pad_sequence(values.split(cu_seqlens.diff().tolist()), batch_first=True, padding_value=fill)
 
 
 def _tokens(
