@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.errors import expect
+from logitless.errors import expect, warn
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class Term(NamedTuple):
             None leaves the sum as it is. In a metric it may be a tensor like the values, such as a mask: its
             own sum over the call divides theirs.
         of: "tokens", "sequences" or "pairs": what there is one value of each, in a loss whose scope is not
-            "token". None: of sequences or pairs where `over` says so, else of tokens.
+            "token". None: what `over` says, if it is "sequences" or "pairs", else tokens; with a warning
+            where the shape says otherwise.
     """
 
     values: Tensor
@@ -205,10 +206,24 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
         remedy = "wrap the values in Term"
         expect(isinstance(term, Term), "terms", f"a Term as {whose}", type(term).__name__, remedy, TypeError)
         _check_values(whose, term, lengths, in_metric=key in metrics)
-        if loss.scope != "token" and term.values.dim() and term.values.shape[0] != lengths.get(term.unit):
-            expected = f"of= what {whose} has one value of each, as its over= is not"
-            remedy = "pass Term(values, over, of='tokens'), or another of " + ", ".join(map(repr, lengths))
-            expect(False, "terms", expected, repr(term.of), remedy)
+        if loss.scope != "token" and term.values.dim():
+            _check_unit(whose, term, lengths)
+
+
+def _check_unit(whose: str, term: Term, lengths: Mapping[str, int]) -> None:
+    """What the values are of, where there are more units than tokens: as declared, else as `over` says."""
+    if term.values.shape[0] == lengths.get(term.unit):
+        return
+    several = ", ".join(map(repr, lengths))
+    if term.of is not None:
+        got = f"{term.of!r} with {term.values.shape[0]} values"
+        expect(False, "terms", f"of= what {whose} has one value of each", got, f"pass one of {several}")
+    if not torch.compiler.is_compiling():
+        warn(
+            f"terms: {whose} has no value of each of the {term.unit} that over= names. Say what it has one "
+            f"of, with of= one of {several}: where there are as many tokens as sequences, no shape tells.",
+            UserWarning,
+        )
 
 
 def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metric: bool) -> None:

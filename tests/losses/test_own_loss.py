@@ -64,7 +64,7 @@ class EntropyPairLoss(PairLoss):
         terms, metrics = super().terms(stats, batch)
         return terms | {
             "entropy": Term(stats.entropy.square()),
-            "lse": Term(stats.lse.square(), over="sequences"),
+            "lse": Term(stats.lse.square(), over="sequences", of="tokens"),
         }, metrics
 
 
