@@ -5,13 +5,14 @@ import inspect
 from contextlib import suppress
 from dataclasses import fields
 from typing import ClassVar, get_origin
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from logitless.errors import expect
 
-_CHECKED: set[type] = set()
+_CHECKED: WeakSet[type] = WeakSet()
 
 
 def check_class(cls: type, base: type) -> None:
