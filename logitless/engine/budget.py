@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from logitless.engine.call import Call
 from logitless.engine.compiled import ChunkInputs, chunk_function, compiled_chunk_function
 from logitless.engine.plan import MIB, BudgetWarning
+from logitless.engine.remembered import Remembered
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role
 from logitless.engine.terms import UNITS, UnitFactors
 from logitless.errors import warn
@@ -24,6 +25,8 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVoca
 MEASURED_ROWS = 64
 # Bytes of a card that is sold with 64 GB or more; it shows a little less.
 LARGE_CARD = 60 * 2**30
+# Bytes of a row that were measured, by the loss's class and identity, and what else they depend on.
+_MEASURED = Remembered()
 # Copies of the logits in fp32 that a loss is taken to need which could not be measured.
 UNMEASURED_COPIES = 8
 
@@ -42,10 +45,15 @@ def default_budget(device: torch.device) -> int:
     return 512 * MIB
 
 
-@functools.cache
-def warn_once(message: str) -> None:
-    """Each message once in a process."""
-    warn(message, BudgetWarning)
+# Warnings that were given, by the loss's identity and what they say.
+_WARNED = Remembered()
+
+
+def warn_once(loss: LossSpec, about: str, message: str) -> None:
+    """A warning about the budget, once for each loss: its numbers may differ in every call."""
+    if (loss.identity, about) not in _WARNED:
+        _WARNED[loss.identity, about] = True
+        warn(message, BudgetWarning)
 
 
 class PeakBytes(TorchDispatchMode):
@@ -90,8 +98,11 @@ def measured_row_bytes(call: Call) -> int:
         device = torch.device("meta")
     vocabulary = LoneShard(None, (call.width,)) if sharded else WHOLE_VOCABULARY
     example = _Example.of(call, teacher_width, device)
+    key = type(loss), loss.identity, example, call.trainable, vocabulary
     try:
-        return teacher_bytes + _measure(loss, example, call.trainable, vocabulary)
+        if key not in _MEASURED:
+            _MEASURED[key] = _measure(loss, example, call.trainable, vocabulary)
+        return teacher_bytes + _MEASURED[key]
     except Exception:
         # What is wrong with the loss is better told of the call itself, which comes next.
         return teacher_bytes + UNMEASURED_COPIES * call.width * torch.float32.itemsize
@@ -131,7 +142,6 @@ class _Example(NamedTuple):
         return make(MEASURED_ROWS, self.width, dtype=self.dtype), given
 
 
-@functools.cache
 def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:
     """Bytes that the compiled function allocates on a GPU.
 

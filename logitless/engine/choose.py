@@ -11,6 +11,7 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.operands import MASKS, WRONG_MASK
+from logitless.engine.remembered import Remembered
 from logitless.engine.rows import TOLIST, Grouping, OtherSize, Rows, Shard, select_rows
 from logitless.engine.spec import Fault
 from logitless.errors import expect
@@ -19,8 +20,7 @@ from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
 
 # Size of the vocabulary in the last call, by the group's name and this rank's code (see `Shards`).
-_SIZES: dict[tuple[str, int], int] = {}
-MOST_SIZES = 1024
+_SIZES = Remembered()
 
 
 def choose_rows(
@@ -80,8 +80,6 @@ def _of_shards(call: Call, read: Callable[[Tensor], list[int]]) -> tuple[Call, R
         return choose_rows(call, read, shard)
     except OtherSize as other:
         V = other.V
-    if len(_SIZES) >= MOST_SIZES:
-        _SIZES.clear()
     _SIZES[known] = V
     return choose_rows(call, read, shard._replace(V=V, sure=True))
 

@@ -88,17 +88,24 @@ def chunk_function(
     return evaluate
 
 
-@functools.cache
 def compiled_chunk_function(
     loss: LossSpec, differentiate: bool, vocabulary: WholeVocabulary = WHOLE_VOCABULARY
 ) -> ChunkFunction:
     """`chunk_function` under torch.compile; uncompiled, with a warning, if compiling this loss fails.
 
-    Collectives stay uncompiled.
+    Collectives stay uncompiled, and what has a process group is not kept.
     """
-    plain = chunk_function(loss, differentiate, vocabulary)
-    if vocabulary.sharded:
-        return plain
+    if vocabulary.sharded or loss.tp_group is not None:
+        return chunk_function(loss, differentiate, vocabulary)
+    return _compiled(loss, differentiate)
+
+
+@functools.lru_cache(maxsize=128)
+def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
+    """Kept for the last losses. With a function its compiled code goes."""
+    plain = chunk_function(loss, differentiate)
+    # Dynamo counts the graphs of a code object, and gives up after a few: each loss has one of its own.
+    plain.__code__ = plain.__code__.replace()
     run = torch.compile(plain, dynamic=True)
 
     def evaluate(products: Tensor, given: ChunkInputs) -> tuple[Tensor | None, Evaluation]:

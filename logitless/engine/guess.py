@@ -15,14 +15,14 @@ from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.plan import Pass, Plan
 from logitless.engine.projection import Projection
+from logitless.engine.remembered import Remembered
 from logitless.engine.rows import TOLIST, Rows
 from logitless.engine.side_stream import side_stream
 
 # A guess that is wrong costs a product, so it takes as many calls in a row to make the next one.
 LIKELY = 3
 # Calls in a row in which every row was walked, by the loss and the shape of its head.
-_STREAKS: dict[tuple, int] = {}
-MOST_STREAKS = 1024
+_STREAKS = Remembered()
 
 
 class Guess:
@@ -54,8 +54,6 @@ class Guess:
     def head(self, plan: Plan, rows: Rows) -> "Begun | None":
         """What was begun, if it is the plan of these rows; and the next guess learns of them."""
         every = rows.index is None and rows.group_sizes is None
-        if len(_STREAKS) >= MOST_STREAKS:
-            _STREAKS.clear()
         _STREAKS[self._key] = _STREAKS.get(self._key, 0) + 1 if every else 0
         begun, self._begun = self._begun, None
         return begun if begun is not None and every and begun.plan == plan else None

@@ -10,8 +10,10 @@ tokens; empty ones stand for None.
 import copy
 import itertools
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +23,41 @@ from logitless.engine.call import Call, Slots
 from logitless.engine.gradients import Gradients, finish
 from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
+from logitless.errors import expect
 
 # -- Names for what is constant in a graph
 
-_SIGNATURES: dict[str, Signature] = {}
-_KEYS: dict[tuple, str] = {}
+# A compiled graph has the key of its call as a text, and nothing tells when the graph is gone: a backward
+# pass, an exported program and a graph whose loss is made inside need no live loss. So entries stay: one for
+# each different call that was compiled, beside the graph that Dynamo keeps. Eager calls make none.
+_SIGNATURES: dict[str, "Registered"] = {}
 _LOSSES: dict[str, LossSpec] = {}
+_GROUPS: dict[str, dict[str, weakref.ref]] = {}
 _MODULES: dict[str, nn.Module] = {}
 _LOCK, _NUMBERS = threading.Lock(), itertools.count()
+
+
+class Registered(NamedTuple):
+    """A signature whose loss has no process groups: these are not kept, as they would live as long."""
+
+    signature: Signature
+    groups: Mapping[str, weakref.ref]  # by field of the loss
+
+    def complete(self) -> Signature:
+        """The signature with the groups, as long as they exist."""
+        if not self.groups:
+            return self.signature
+        groups = {name: reference() for name, reference in self.groups.items()}
+        for name, group in groups.items():
+            remedy = "call torch._dynamo.reset() after a process group was destroyed"
+            expect(group is not None, name, "the group that a graph was compiled with", "none", remedy)
+        loss = self.signature.loss
+        values = [groups.get(field.name, getattr(loss, field.name)) for field in fields(loss)]
+        return self.signature._replace(loss=_restored(type(loss), values, loss.identity))
+
+
+def signature_of(key: str) -> Signature:
+    return _SIGNATURES[key].complete()
 
 
 def constant_in_graphs(function):
@@ -46,32 +75,42 @@ def _registered(
     loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str
 ) -> str:
     """The key of a signature, of whose loss and module there are the names."""
-    facts = (loss, dtype, needs, parts, autocast, module)
+    key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}"
     with _LOCK:
-        if facts not in _KEYS:
-            key, heads = f"{loss}#{next(_NUMBERS)}", tuple(map(_part, parts))
-            _SIGNATURES[key] = Signature(_LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module))
-            _KEYS[facts] = key
-        return _KEYS[facts]
+        if key not in _SIGNATURES:
+            heads = tuple(map(_part, parts))
+            signature = Signature(_LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module))
+            _SIGNATURES[key] = Registered(signature, _GROUPS[loss])
+        return key
 
 
 def register_loss(loss: LossSpec) -> str:
     """The name in graphs of a loss that was made outside of them: its identity."""
-    return _LOSSES.setdefault(loss.identity, loss) and loss.identity
+    values = [getattr(loss, field.name) for field in fields(loss)]
+    return _register(type(loss), values, loss.identity)
 
 
 @constant_in_graphs
 def _register_values(loss: type, values: tuple) -> str:
     """The name of a loss that is made inside a graph, where it has no object yet."""
+    return _register(loss, values, f"{loss.__module__}.{loss.__qualname__}{values} made in a graph")
+
+
+def _register(loss: type, values: Sequence, name: str) -> str:
     with _LOCK:
-        name = f"{loss.__module__}.{loss.__qualname__}{values} made in a graph"
-        _LOSSES.setdefault(name, _restored(loss, values))
+        if name not in _LOSSES:
+            named = dict(zip([field.name for field in fields(loss)], values, strict=True))
+            groups = {name: named[name] for name in ("tp_group", "cp_group")}
+            groups = {name: x for name, x in groups.items() if x is not None and not isinstance(x, str)}
+            _GROUPS[name] = {name: weakref.ref(x) for name, x in groups.items()}
+            _LOSSES[name] = _restored(loss, [None if x in groups else named[x] for x in named], name)
         return name
 
 
-def _restored(loss: type, values: tuple):
+def _restored(loss: type, values: Sequence, identity: str):
     """A loss from the values of its fields, without its checks."""
     made = object.__new__(loss)
+    object.__setattr__(made, "identity", identity)
     for field, value in zip(fields(loss), values, strict=True):
         object.__setattr__(made, field.name, value)
     return made
@@ -114,7 +153,7 @@ def graph_key(signature: Signature) -> str:
 
 
 def _calls(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Call]:
-    return unpack(_SIGNATURES[key], tensors, sequences)
+    return unpack(signature_of(key), tensors, sequences)
 
 
 def _present(x: Tensor | None, like: Tensor) -> Tensor:
@@ -122,12 +161,12 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _sums(gradients: Gradients, calls: Sequence[Call], key: str, like: Tensor) -> list[Tensor]:
-    return [_present(gradients.sums.get(slot), like) for slot in range(len(_SIGNATURES[key].needs))]
+    return [_present(gradients.sums.get(slot), like) for slot in range(len(signature_of(key).needs))]
 
 
 def _fake_sums(tensors: Sequence[Tensor | None], key: str) -> list[Tensor]:
     """Shapes and dtypes of the sums of gradients, as `Gradients` makes them."""
-    signature = _SIGNATURES[key]
+    signature = signature_of(key)
     loss, parts, several = signature.loss, signature.parts, len(signature.parts) > 1
     stat = torch.promote_types(signature.dtype, torch.float32)
     sums = [tensors[0].new_empty(0, dtype=stat)] * len(signature.needs)
@@ -160,7 +199,7 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
 
 @solve_op.register_fake
 def _(tensors, sequences, key):
-    signature = _SIGNATURES[key]
+    signature = signature_of(key)
     loss, stat = signature.loss, torch.promote_types(signature.dtype, torch.float32)
     N, metrics = tensors[len(signature.needs)].shape, (len(signature.parts), 1 + len(loss.metric_names))
     kinds = [torch.int64 if name == "predictions" else stat for name in passes.solved_names(loss)]
@@ -180,7 +219,7 @@ def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> li
 
 @numbers_op.register_fake
 def _(tensors, sequences, key):
-    signature = _SIGNATURES[key]
+    signature = signature_of(key)
     loss, hidden, targets = signature.loss, tensors[0], tensors[len(signature.needs)]
     stat, objective = torch.promote_types(signature.dtype, torch.float32), loss.objective
     hidden_alone = signature.needs[0] and not any(signature.needs[1:])
@@ -210,7 +249,7 @@ def gradients_op(
 
 @gradients_op.register_fake
 def _(tensors, vectors, numbers, upstream, sequences, key):
-    stat = torch.promote_types(_SIGNATURES[key].dtype, torch.float32)
+    stat = torch.promote_types(signature_of(key).dtype, torch.float32)
     return [tensors[0].new_empty((), dtype=stat), *_fake_sums(tensors, key)]
 
 
@@ -239,7 +278,7 @@ def accumulate_op(
 
 @accumulate_op.register_fake
 def _(main, grad_scale, tensors, sequences, key):
-    signature = _SIGNATURES[key]
+    signature = signature_of(key)
     hidden, _, bias, _ = signature.parts[0].slots
     wanted = [slot is not None and signature.needs[slot] for slot in (hidden, bias)]
     return tuple(

@@ -19,7 +19,7 @@ from logitless.engine.guess import Begun, Guess
 from logitless.engine.loop import run
 from logitless.engine.objectives.base import Objective, settled
 from logitless.engine.objectives.gathered import GatheredProjection
-from logitless.engine.plan import MIB, Facts, Pass, Plan, make_plan
+from logitless.engine.plan import Facts, Pass, Plan, make_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.rows import Rows
@@ -201,9 +201,11 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
     if budget - fixed < row_bytes:
         warn_once(
-            f"logits_budget: one row of logits and its temporaries take {row_bytes + fixed} bytes, more than "
-            f"the {budget} given; working one row at a time. Give at least {256 * row_bytes // MIB + 1} MiB "
-            "for speed."
+            loss,
+            "row",
+            f"logits_budget: expected at least {row_bytes + fixed} bytes, for one row of logits and its "
+            f"temporaries, got {budget} bytes; working one row at a time, set "
+            f"logits_budget={256 * row_bytes + fixed} (bytes) or more for speed.",
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
@@ -232,8 +234,10 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
         needed = max(rows.group_sizes) * row_bytes
         enough = needed + loss.objective.costs(call, 2 * needed, purpose).fixed_bytes
         warn_once(
-            f"logits_budget: the largest group of tokens needs {needed / MIB:.0f} MiB to stay resident, more "
-            f"than the {usable / MIB:.0f} given, and is walked twice (4 products for 3); set "
-            f"logits_budget={enough} to avoid that."
+            loss,
+            "group",
+            f"logits_budget: expected at least {enough} bytes, for the largest group of tokens of this call, "
+            f"got {budget} bytes; the group is projected twice (4 products for 3), set "
+            f"logits_budget={enough} (bytes) to avoid that.",
         )
     return plan

@@ -84,6 +84,7 @@ class LossSpec(Protocol):
 
     ignore_index: int
     reduction: str
+    identity: str  # a text that equal losses alone have
     logits_budget: int | None
     accum_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None

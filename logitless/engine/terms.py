@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.remembered import Remembered
 from logitless.errors import expect, warn
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
@@ -149,9 +150,9 @@ def unreduced(terms: Mapping[str, Term]) -> Tensor:
     return sum(term.values for term in terms.values())
 
 
-# Losses whose terms have been seen to fit a slice with several rows and units, with the names of the inputs
-# that were None.
-_CHECKED: set[tuple["LossSpec", tuple[str, ...]]] = set()
+# Classes and identities of losses whose terms have been seen to fit a slice with several rows and units, with
+# the names of the inputs that were None.
+_CHECKED = Remembered()
 
 
 def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
@@ -174,13 +175,14 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
                 f"In {type(loss).__name__}.terms, these declared inputs are None: {', '.join(batch.absent)}."
             )
         raise
+    key = type(loss), loss.identity, batch.absent
     if torch.compiler.is_compiling():
         # Tracing may neither read nor change what eager calls have seen.
         check_terms(loss, result, batch)
-    elif not batch.targets.is_meta and (loss, batch.absent) not in _CHECKED:
+    elif not batch.targets.is_meta and key not in _CHECKED:
         check_terms(loss, result, batch)
         if batch.shows_shapes:
-            _CHECKED.add((loss, batch.absent))
+            _CHECKED[key] = True
     if batch.ignored is None:
         return result
     terms, metrics = result

@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from logitless.errors import check_number, expect
 
-_CHECKED: set[type] = set()
+_CHECKED: WeakSet[type] = WeakSet()
 
 
 def check_class(cls: type, base: type) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 
 import torch
 from torch import Tensor
@@ -63,12 +63,24 @@ def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple
     return loss, own["weight"], own["bias"]
 
 
-@lru_cache(maxsize=256)
+def _kept(function: Callable) -> Callable:
+    """Make equal losses once, except those that have a process group: it would live as long."""
+    once = lru_cache(maxsize=256)(function)
+
+    @wraps(function)
+    def call(loss, *options):
+        alone = loss.tp_group is None and loss.cp_group is None
+        return (once if alone else function)(loss, *options)
+
+    return call
+
+
+@_kept
 def _in_shards(loss):
     return replace(loss, tp_group=TENSOR_PARALLEL) if loss.tp_group is None else loss
 
 
-@lru_cache(maxsize=256)
+@_kept
 def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
     defaults, changes = {field.name: field.default for field in fields(loss)}, {}
     for option, value, without in (("softcap", softcap, None), ("logit_scale", logit_scale, 1.0)):

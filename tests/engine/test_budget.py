@@ -2,14 +2,14 @@
 
 import inspect
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
 
 from logitless import BudgetWarning, CrossEntropyLoss, LogitsLoss, SimPOLoss, Term
-from logitless.engine.budget import PeakBytes, default_budget, measured_row_bytes, warn_once
+from logitless.engine.budget import _WARNED, PeakBytes, default_budget, measured_row_bytes
 from logitless.engine.plan import MIB
 from tests.engine.calls import call
 from tests.support import DEVICE
@@ -145,7 +145,7 @@ warning_losses = pytest.mark.parametrize(("loss", "hidden", "targets"), LOSSES.v
 
 @pytest.fixture
 def caught():
-    warn_once.cache_clear()
+    _WARNED.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         yield found
@@ -189,6 +189,20 @@ def test_each_warning_comes_once(caught):
     for _ in range(3):
         loss(numbers(6, H), numbers(V, H), targets)
     warned(caught)
+
+
+@warning_losses
+def test_a_warning_comes_once_for_batches_of_other_sizes(loss, hidden, targets, caught):
+    """Its numbers differ from step to step, as lengths do."""
+    for longer in range(4):
+        shape = (*hidden[:-2], hidden[-2] + longer)
+        found = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+        loss(numbers(*shape, H).requires_grad_(), numbers(V + longer, H).requires_grad_(), found)
+    assert "bytes" in str(warned(caught).message)
+    replace(loss, logits_budget=loss.logits_budget + 1)(
+        numbers(*shape, H).requires_grad_(), numbers(V, H).requires_grad_(), found
+    )
+    assert len(caught) == 2  # another loss is another warning
 
 
 def test_a_warning_points_at_a_project_in_a_folder_called_torch(caught):

@@ -8,7 +8,6 @@ import torch
 
 from logitless import LogitsLoss, Term
 from logitless.engine import compiled
-from logitless.engine.compiled import compiled_chunk_function
 from tests.support import DEVICE, NEW_DYNAMO
 
 H, V = 8, 40
@@ -53,11 +52,11 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch):
-    compiled_chunk_function.cache_clear()
+    compiled._compiled.cache_clear()
     stand_in = Compiler()
     monkeypatch.setattr(compiled.torch, "compile", stand_in)
     yield stand_in
-    compiled_chunk_function.cache_clear()
+    compiled._compiled.cache_clear()
 
 
 def backend_failure() -> Exception:
@@ -181,7 +180,7 @@ def test_out_of_memory_in_terms():
 def test_out_of_memory_in_terms_while_it_is_traced():
     """The real compiler: what `terms` raises while it is traced is no failure of the compiler."""
     torch._dynamo.reset()
-    compiled_chunk_function.cache_clear()
+    compiled._compiled.cache_clear()
     loss, (hidden, weight, targets) = Failing(), head()
     FAILING.append(torch.OutOfMemoryError("CUDA out of memory"))
     try:

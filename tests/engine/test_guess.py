@@ -15,7 +15,7 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
-from logitless.engine import guess, passes
+from logitless.engine import guess, passes, remembered
 from logitless.engine.guess import LIKELY
 from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
@@ -32,7 +32,7 @@ N, H, V, K = 40, 8, 30, 3
 def guessing(monkeypatch):
     """As on a GPU, and with nothing learned from other tests."""
     monkeypatch.setattr(guess, "_waits", lambda x: x.shape[0] > 0)
-    monkeypatch.setattr(guess, "_STREAKS", {})
+    monkeypatch.setattr(guess, "_STREAKS", remembered.Remembered())
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_losses_that_differ_learn_apart(begun):
 
 
 def test_what_is_learned_is_bounded(monkeypatch):
-    monkeypatch.setattr(guess, "MOST_STREAKS", 4)
+    monkeypatch.setattr(remembered, "MOST", 4)
     x = Operands()
     for rows in range(V - 9, V):
         targets = x.targets.clamp(max=rows - 1)

@@ -360,7 +360,7 @@ def test_bad_input(what):
 
 def test_a_budget_below_a_pair_warns_how_much_would_do():
     problem = Problem(8)
-    engine_budget.warn_once.cache_clear()
+    engine_budget._WARNED.clear()
     with pytest.warns(BudgetWarning, match="set logits_budget="):
         SimPOLoss(logits_budget=SCRATCH + 4 * ROW)(
             problem.hidden.requires_grad_(), problem.weight.requires_grad_(), problem.targets
