@@ -95,7 +95,9 @@ def test_the_exchange_ends_with_the_constructor(tmp_path):
     args = SFTConfig(**settings(tmp_path, use_chunked_loss=True))
     trainer = SFTTrainer(tiny_model(), args, **given())
     assert stock_module.add_fused_lm_head is stock
-    assert state_of(trainer.model, "score") is not None
+    with trainer.chunked_loss.attached():
+        assert state_of(trainer.model, "score") is not None
+    assert state_of(trainer.model, "score") is None
     with pytest.raises(ValueError, match="train_dataset"):
         SFTTrainer(tiny_model(), args)
     assert stock_module.add_fused_lm_head is stock and not args._claimed
