@@ -50,11 +50,9 @@ class Scoring:
     score: Score
     forwards: Forwards
 
-    def __call__(self, model: nn.Module, hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict:
-        prepared = self.forwards.prepared
-        with self.chunked.trainer.accelerator.autocast() if prepared else nullcontext():
-            compare_tokens(self.chunked, model, labels)
-            return self.score(hidden, head, labels, shift)
+    def autocast(self) -> AbstractContextManager:
+        """What is around TRL's fused head, backbone and all."""
+        return self.chunked.trainer.accelerator.autocast() if self.forwards.prepared else nullcontext()
 
 
 def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
@@ -141,6 +139,18 @@ def _scored_forward(
     if not fused_lm_head:
         own = {"labels": labels, "shift_labels": shift_labels}
         return stock(*args, **kwargs, **{name: x for name, x in own.items() if x is not None})
+    with scoring.autocast():
+        return _fused_output(model, scoring, *args, labels=labels, shift_labels=shift_labels, **kwargs)
+
+
+def _fused_output(
+    model: PreTrainedModel,
+    scoring: Scoring,
+    *args: Any,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    **kwargs: Any,
+) -> FusedCausalLMOutput:
     targets = labels if shift_labels is None else shift_labels
     count = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
@@ -151,7 +161,8 @@ def _scored_forward(
     names: list[str] = []
 
     def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
-        found = scoring(model, hidden, head, targets.to(hidden.device), shift_labels is None)
+        compare_tokens(scoring.chunked, model, targets)
+        found = scoring.score(hidden, head, targets.to(hidden.device), shift_labels is None)
         names.extend(found)
         # Hooks of modules look for tensors in tuples.
         return tuple(unviewed(x, model) for x in found.values())
@@ -164,6 +175,7 @@ def _scored_forward(
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss
     if scoring.chunked.sums is not None:
+        # TRL's own `compute_loss` is running, and has called this.
         fields = {name: SumOfTokens(x) for name, x in fields.items()}
     return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
 

@@ -55,8 +55,7 @@ def assert_same_run(theirs: Run, mine: Run, rtol: float) -> None:
         assert log.keys() == stock_log.keys()
         for key, value in stock_log.items():
             if "time" not in key:
-                # Of a share of tokens, one may fall on the other side.
-                assert log[key] == pytest.approx(value, rel=rtol, abs=1e-5), key
+                assert log[key] == pytest.approx(value, rel=rtol, abs=rtol / 10), key
     assert_same_gradients(theirs, mine, rtol=rtol)
 
 
@@ -75,7 +74,7 @@ def assert_stock(model, expected) -> None:
 
 
 LONG = ("SFT", "DPO", "KTO", "ORPO", "GRPO")
-CHAINS = [LONG, ("SFT", "SFT"), ("SFT", "KTO"), ("DPO", "SFT"), ("ORPO", "SFT"), ("GRPO", "RLOO")]
+CHAINS = [LONG, ("SFT", "SFT"), ("SFT", "KTO"), ("DPO", "SFT"), ("ORPO", "SFT"), ("RLOO", "SFT")]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -91,6 +90,9 @@ def test_one_trainer_after_the_other(folder, kinds, lora, bf16):
         assert mine.trainer.last_plan is not None
         assert_same_run(theirs, mine, rtol=3e-2 if bf16 else 1e-3)
         trainers.append(mine.trainer)
+        for adapter in (model, expected):
+            if lora and "ref" in adapter.peft_config:
+                adapter.delete_adapter("ref")  # or TRL's next constructor raises
         # Between two steps the model is the stock trainer's.
         assert_stock(model, expected)
     for trainer in trainers:
@@ -128,28 +130,21 @@ def loss_and_gradients(trainer, batch):
     return {"loss": loss.detach(), **{name: grad.clone() for name, grad in found.items()}}
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kinds", [("SFT", "DPO"), ("SFT", "KTO"), ("DPO", "SFT"), ("SFT", "SFT")], ids="-".join)
-def test_a_trainer_goes_on_after_another_has_come(folder, kinds, bf16):
-    """Each computes its own loss, in whatever order they are called; `dft` shows whose it is."""
-    runs = {}
-    for flag in (False, True):
-        model, trainers = loaded(folder), []
-        for i, kind in enumerate(kinds):
-            more = {"loss_type": "dft"} if kind == "SFT" and i == 0 else {}
-            trainers.append(run(kind, model, folder, flag=flag, bf16=bf16, learning_rate=0.0, **more).trainer)
-        # KTO's head has no `is_top1`, which SFT reads: in TRL a first trainer ends there.
-        again = [0, 1, 0] if flag or kinds != ("SFT", "KTO") else [1]
-        runs[flag] = [(i, loss_and_gradients(trainers[i], batch_of(trainers[i]))) for i in again]
-        if flag and kinds == ("SFT", "KTO"):
-            first, runs[flag], last = runs[flag]
-            runs[flag] = [runs[flag]]
-            torch.testing.assert_close(first[1], last[1], rtol=0, atol=0)
-            assert first[1]["loss"] < 1
-    for (_, theirs), (_, mine) in zip(runs[False], runs[True], strict=True):
-        assert theirs.keys() == mine.keys()
-        for name, expected in theirs.items():
-            assert (mine[name] - expected).norm() <= (3e-2 if bf16 else 1e-3) * expected.norm() + 1e-6, name
+def test_a_trainer_goes_on_after_another_has_come(folder, kinds):
+    """Each computes its own loss, in whatever order they are called; `dft` shows whose it is. In TRL the head of the
+    second trainer has the fields that the second one reads, and the first one may end there."""
+    model, trainers, before = loaded(folder), [], []
+    for i, kind in enumerate(kinds):
+        more = {"loss_type": "dft"} if kind == "SFT" and i == 0 else {}
+        trainers.append(run(kind, model, folder, flag=True, learning_rate=0.0, **more).trainer)
+        before.append((trainers[-1], batch_of(trainers[-1])))
+        before[-1] += (loss_and_gradients(*before[-1]),)
+    for trainer, batch, expected in [*before, *before]:
+        found = loss_and_gradients(trainer, batch)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert not torch.equal(before[0][2]["loss"], before[1][2]["loss"])
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
