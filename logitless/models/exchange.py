@@ -4,10 +4,10 @@ The module's class becomes a subclass with the same name. A `forward` on the ins
 deep copy it would run the original's weights. FSDP2 may subclass the subclass, gradient checkpointing still
 sees a layer, and pickling writes the stock class.
 
-An exchange is permanent until undone (`exchange`: a patched model, fused layers), or lasts as long as a `with`
-statement (`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps of a trainer
-its models are therefore exactly as TRL and Accelerate have left them, so that these two, another trainer, a
-deep copy and a pickle never meet our forward pass.
+An exchange is permanent until undone (`exchange`: a patched model, fused layers), or lasts as long as a
+`with` statement (`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps of
+a trainer its models are therefore exactly as TRL and Accelerate have left them, so that these two, another
+trainer, a deep copy and a pickle never meet our forward pass.
 
 What other libraries put on the instance stays in place as data: `Entry.below`.
 """
@@ -51,8 +51,9 @@ def exchange(
         copied: whether a deep copy of the module has the exchange too; without it the copy is a stock module.
 
     Returns:
-        A function that undoes it. Exchanges can be undone in any order, and after FSDP2 has made a class of its
-        own from the exchanged one. A `forward` that was on the instance is back afterwards, the same object.
+        A function that undoes it. Exchanges can be undone in any order, and after FSDP2 has made a class of
+        its own from the exchanged one. A `forward` that was on the instance is back afterwards, the same
+        object.
 
     Raises:
         ValueError: the module has that exchange already.
@@ -64,8 +65,8 @@ def exchange(
             f"that first."
         )
     if key in entries:
-        # Undone below another exchange, or below a forward pass that was put on the instance: its class is still
-        # there.
+        # Undone below another exchange, or below a forward pass that was put on the instance: its class is
+        # still there.
         entry = entries[key]
         entry.forward, entry.state, entry.copied, entry.live = forward, state, copied, True
     else:
@@ -109,8 +110,8 @@ def withdraw(module: nn.Module, key: str) -> None:
     if key not in entries:
         return
     entries[key].live = False
-    # From the top. A live exchange keeps what is below it, and a `forward` that was put on the instance meanwhile
-    # keeps the entry whose `below` it may call.
+    # From the top. A live exchange keeps what is below it, and a `forward` that was put on the instance
+    # meanwhile keeps the entry whose `below` it may call.
     for name, entry in reversed(list(entries.items())):
         if entry.live or entry.below is not None and "forward" in module.__dict__:
             break

@@ -43,8 +43,8 @@ class Deferral:
 
 
 def deferral_of(model: nn.Module, new: Deferral | None = None) -> Deferral:
-    """The state of the model's head as it is now, as PEFT and users replace heads; a head that has none gets `new`
-    for good."""
+    """The state of the model's head as it is now, as PEFT and users replace heads; a head that has none gets
+    `new` for good."""
     head = model.get_output_embeddings()
     found = state_of(head, KEY)
     if found is None:

@@ -12,7 +12,6 @@ from logitless.models.heads import base_of, find_head, read_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 
 
-
 class _Known(NamedTuple):
     """What a model's own forward pass told, and the options that the model had then."""
 
@@ -30,8 +29,8 @@ def head_of(model: nn.Module) -> HeadView:
         loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
 
     Softcap and scale are read off the model's own forward pass, which runs from made-up hidden states on and
-    without logits: once, and again where a number in the model's configuration or in its attributes has changed.
-    Ask again in every step: FSDP and PEFT replace parameters.
+    without logits: once, and again where a number in the model's configuration or in its attributes has
+    changed. Ask again in every step: FSDP and PEFT replace parameters.
 
     Args:
         model: a causal language model of transformers, under PEFT, Lightning Fabric or neither, or its LM
@@ -55,7 +54,8 @@ def head_of(model: nn.Module) -> HeadView:
 
 
 def _options(model: nn.Module) -> list[Any]:
-    """Every number, text and None that the model's forward pass may read in its attributes and configurations."""
+    """Every number, text and None that the model's forward pass may read in its attributes and
+    configurations."""
     config = getattr(model, "config", None)
     owners = [model] if config is None else [model, config]
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
@@ -91,7 +91,12 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
         # The head is not checked here, where it may be sharded.
         answers = answering(find_head(model), Deferral(checked=True))
         try:
-            with answers, exchanged(backbone, "features", _features, hidden), torch.no_grad(), deferred(model):
+            with (
+                answers,
+                exchanged(backbone, "features", _features, hidden),
+                torch.no_grad(),
+                deferred(model),
+            ):
                 logits = model.forward(ids, return_dict=True).logits
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -6,7 +6,8 @@
 
 Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off
 it *is* TRL's pair. `PAIRS` names them, those of `trl.experimental` too. For trainers and models that exist
-already there are `apply_to`, with `remove_from`, and `patch_model`. This is the only folder of the library that imports trl.
+already there are `apply_to`, with `remove_from`, and `patch_model`. This is the only folder of the library
+that imports trl.
 
 A name is imported when it is first used: SFT loads no experimental trainer, and `patch_model` no TRL.
 """

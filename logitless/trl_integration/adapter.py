@@ -1,13 +1,14 @@
 """What a trainer needs for the chunked loss (`Adapter`), and how that is put on and taken off (`enable`).
 
-The constructors of our pairs and `apply_to` both end in `enable`. It changes nothing but the one trainer, whose
-methods are exchanged on the instance. Its models and names of TRL's modules are exchanged only while it computes a
-loss (`ChunkedLoss.attached`): in between they are as TRL has left them, for other trainers, copies and whoever
-calls them. So every loss of the trainer runs through its own head, whatever has come to the model since.
+The constructors of our pairs and `apply_to` both end in `enable`. It changes nothing but the one trainer,
+whose methods are exchanged on the instance. Its models and names of TRL's modules are exchanged only while it
+computes a loss (`ChunkedLoss.attached`): in between they are as TRL has left them, for other trainers, copies
+and whoever calls them. So every loss of the trainer runs through its own head, whatever has come to the model
+since.
 
-Nobody but the trainer knows whether its loss came by: so each training step and each evaluation step checks that
-every seam was used, before the optimizer moves, and that the trainer's options are still those that the chunked
-loss can be computed with.
+Nobody but the trainer knows whether its loss came by: so each training step and each evaluation step checks
+that every seam was used, before the optimizer moves, and that the trainer's options are still those that the
+chunked loss can be computed with.
 """
 
 import functools
@@ -63,7 +64,8 @@ class Adapter:
         stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
         checks: raise for a trainer whose loss the flag cannot compute; they run in every step.
         heads: by the attribute that holds a model, if any: attaches our head to it.
-        patches: by name: a method of the trainer, or "module:name" or "module:Class.method" in a module of TRL.
+        patches: by name: a method of the trainer, or "module:name" or "module:Class.method" in a module of
+            TRL.
         during: the trainer's methods while which names in modules are exchanged, models are attached, and
             `around` is entered. Models are attached during the whole step too.
         evaluates: whether an evaluation step computes the loss.
@@ -304,13 +306,17 @@ def is_of_trl(method: Callable) -> bool:
 def swapped(owner: Any, **values: Any) -> Iterator[None]:
     """Sets attributes that `owner` already has, and puts the old values back on the way out."""
     before = {name: getattr(owner, name) for name in values}
+    inherited = [name for name in values if name not in vars(owner)]
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
@@ -328,7 +334,13 @@ def any_loss(trainer: Any) -> None:
     expect(not callable(own), "compute_loss_func", "None with the chunked loss", found, "leave it out")
     found, remedy = "an encoder-decoder", "train it without the flag"
     config = getattr(trainer.model, "config", None)
-    expect(not getattr(config, "is_encoder_decoder", False), "model", "a decoder with the chunked loss", found, remedy)
+    expect(
+        not getattr(config, "is_encoder_decoder", False),
+        "model",
+        "a decoder with the chunked loss",
+        found,
+        remedy,
+    )
     liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
     expected, remedy = f"{LIGER_LOSS}=False with the chunked loss", "Liger's layers stay, so pass that"
     expect(not liger, "liger_kernel_config", expected, args.liger_kernel_config, remedy)

@@ -61,8 +61,8 @@ def apply_to(
 def remove_from(trainer: transformers.Trainer) -> None:
     """Switch off again what is on in a trainer, by the flags of its config or by `apply_to`.
 
-    The trainer then computes TRL's own loss, with the models, optimizer and state that it has; the models are as
-    TRL has made them.
+    The trainer then computes TRL's own loss, with the models, optimizer and state that it has; the models are
+    as TRL has made them.
 
     Raises:
         ValueError: neither the chunked loss nor fused layers are on in the trainer.

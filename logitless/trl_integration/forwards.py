@@ -1,10 +1,10 @@
 """Which forward passes TRL and Accelerate have put on a model, and which one is the model's own.
 
-TRL's `add_fused_lm_head` sets a `forward` on the instance, which calls the one before it where no fused head is
-asked for. Accelerate sets another for mixed precision, once per model, and keeps the one before it as
+TRL's `add_fused_lm_head` sets a `forward` on the instance, which calls the one before it where no fused head
+is asked for. Accelerate sets another for mixed precision, once per model, and keeps the one before it as
 `_original_forward`. A model that goes from trainer to trainer collects them: TRL's second head is around
-Accelerate's autocast, as Accelerate does not prepare a model twice. TRL's fused head calls the backbone itself, so
-it runs under what is around it and not under what it is around. Ours takes its place.
+Accelerate's autocast, as Accelerate does not prepare a model twice. TRL's fused head calls the backbone
+itself, so it runs under what is around it and not under what it is around. Ours takes its place.
 """
 
 import inspect
@@ -26,7 +26,8 @@ class Forwards:
     Attributes:
         model: whose they are.
         found: `forward` on the instance, if any.
-        own: the model's own forward pass, bound to it: its class's, or one that a user has put on the instance.
+        own: the model's own forward pass, bound to it: its class's, or one that a user has put on the
+            instance.
         prepared: whether Accelerate's autocast is around TRL's fused head.
         fused: TRL's fused head that a call meets first, if there is one.
     """

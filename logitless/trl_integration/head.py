@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -56,8 +56,8 @@ class Scoring:
 
 
 def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
-    """While it is attached, `model(..., labels=..., fused_lm_head=True)` returns a score; every other call runs as
-    before."""
+    """While it is attached, `model(..., labels=..., fused_lm_head=True)` returns a score; every other call
+    runs as before."""
 
     def attach(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
         score, last = score_of(chunked), None
@@ -184,8 +184,8 @@ def _fused_output(
 class SumOfTokens:
     """A field of TRL's fused output as the sum of its values per token.
 
-    TRL's own `SFTTrainer.compute_loss`, which alone is handed it, takes nothing but sums of the fields. Whoever
-    reads more, such as a hook of the model, gets an error instead of a number in another shape.
+    TRL's own `SFTTrainer.compute_loss`, which alone is handed it, takes nothing but sums of the fields.
+    Whoever reads more, such as a hook of the model, gets an error instead of a number in another shape.
     """
 
     total: Tensor
@@ -211,8 +211,8 @@ class SumOfTokens:
     @staticmethod
     def _refused(use: str, error: type[Exception] = TypeError) -> None:
         raise error(
-            f"outputs: expected TRL's SFTTrainer.compute_loss, which sums their fields, got {use} of a field; call "
-            f"the model with fused_lm_head=True yourself, which gives fields per token."
+            f"outputs: expected TRL's SFTTrainer.compute_loss, which sums the fields, got {use} of one; "
+            "call the model with fused_lm_head=True yourself, which gives fields per token."
         )
 
 

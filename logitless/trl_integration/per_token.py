@@ -2,14 +2,15 @@
 and AsyncGRPO.
 
 Their losses are made by TRL's own code, or a user's, from log-probabilities, which have the shape, dtype and
-gradient of TRL's. Their head is projected twice where it trains (4 products) and once where it is frozen (2): one
-vector per token is kept for it.
+gradient of TRL's. Their head is projected twice where it trains (4 products) and once where it is frozen (2):
+one vector per token is kept for it.
 
-SFT is `CrossEntropyLoss` wherever TRL's own `compute_loss` computes it: it projects the head once (3 products, 2
-with a frozen head) where TRL projects it twice (4 and 3). TRL's `compute_loss` sums per-token numbers, so while it
-runs the head returns each field already summed (`SumOfTokens`); what it does about gradient accumulation,
-parallelism, the router loss and the logs stays TRL's. Label smoothing, for which TRL builds the full logits, is part
-of the same projection. A `compute_loss` of the user's own that calls the model gets numbers per token.
+SFT is `CrossEntropyLoss` wherever TRL's own `compute_loss` computes it: it projects the head once (3
+products, 2 with a frozen head) where TRL projects it twice (4 and 3). TRL's `compute_loss` sums per-token
+numbers, so while it runs the head returns each field already summed (`SumOfTokens`); what it does about
+gradient accumulation, parallelism, the router loss and the logs stays TRL's. Label smoothing, for which TRL
+builds the full logits, is part of the same projection. A `compute_loss` of the user's own that calls the
+model gets numbers per token.
 """
 
 import functools
@@ -52,7 +53,9 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
             hidden = hidden.to(head.dtype)
         autocast = torch.is_autocast_enabled(hidden.device.type) and not fp32
         entropy = "entropy" in asked and entropy_mode(chunked.trainer, hidden, head)
-        compute = functools.partial(_with_autocast, autocast, hidden.device.type, head=head, labels=labels, shift=shift)
+        compute = functools.partial(
+            _with_autocast, autocast, hidden.device.type, head=head, labels=labels, shift=shift
+        )
         with chunked.saving():
             found, plan = compute(plain["metric" if entropy == "recomputed" else entropy], hidden)
             if entropy == "recomputed":
@@ -73,7 +76,14 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
 
 
 def _with_autocast(
-    enabled: bool, device: str, numbers: TokenNumbers, hidden: Tensor, *, head: HeadView, labels: Tensor, shift: bool
+    enabled: bool,
+    device: str,
+    numbers: TokenNumbers,
+    hidden: Tensor,
+    *,
+    head: HeadView,
+    labels: Tensor,
+    shift: bool,
 ) -> tuple[dict[str, Tensor], Any]:
     with torch.autocast(device, enabled=enabled):
         return numbers.numbers(hidden, head, labels, shift=shift)
@@ -83,15 +93,16 @@ def entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:
     """How a head computes the entropy: True, differentiable; "metric", without gradient; or "recomputed",
     differentiable at the price of another projection, in the backward pass, where its gradient arrives.
 
-    TRL's entropy is differentiable wherever it is returned, and hardly ever differentiated. With a head that trains
-    the backward pass projects the tokens again anyway, so a gradient that does not arrive costs nothing. With a
-    frozen head it would cost the vectors that are kept for the log-probabilities.
+    TRL's entropy is differentiable wherever it is returned, and hardly ever differentiated. With a head that
+    trains the backward pass projects the tokens again anyway, so a gradient that does not arrive costs
+    nothing. With a frozen head it would cost the vectors that are kept for the log-probabilities.
     """
     if not (torch.is_grad_enabled() and (hidden.requires_grad or _trains(head))):
         return "metric"
     wanted = getattr(trainer, "_entropy_bonus_enabled", False)
     if torch.compiler.is_compiling():
-        # A compiled backward pass computes every gradient that it can, and cannot leave one out where none arrives.
+        # A compiled backward pass computes every gradient that it can, and cannot leave one out where none
+        # arrives.
         losses = (getattr(type(trainer), name, None) for name in ("compute_loss", "_compute_loss"))
         return wanted or not all(is_of_trl(loss) for loss in losses if loss is not None) or "metric"
     return wanted or _trains(head) or "recomputed"
@@ -105,7 +116,9 @@ class RecomputedEntropy(torch.autograd.Function):
     """The entropy (...) of a frozen head as it is, whose gradient projects the tokens again."""
 
     @staticmethod
-    def forward(ctx, entropy: Tensor, hidden: Tensor, again: Callable[[Tensor], tuple[dict[str, Tensor], Any]]):
+    def forward(
+        ctx, entropy: Tensor, hidden: Tensor, again: Callable[[Tensor], tuple[dict[str, Tensor], Any]]
+    ):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden)
         ctx.again = again
@@ -132,7 +145,8 @@ def fused_heads(*asked: str) -> dict[str, Attach]:
 
 
 def same_head(trainer: Any) -> None:
-    """TRL's head has the options of the trainer's constructor; a second trainer may have put its own on top."""
+    """TRL's head has the options of the trainer's constructor; a second trainer may have put its own on
+    top."""
     if hasattr(trainer, "chunked_loss"):
         return  # ours has the options that were compared before
     fused = forwards_of(base_of(trainer, trainer.model)).fused
@@ -142,7 +156,13 @@ def same_head(trainer: Any) -> None:
     for name, default in (("temperature", 1.0), ("cast_lm_head_to_fp32", False)):
         expected, found = options[name], getattr(trainer.args, name, default)
         remedy = "another trainer or option has come since its constructor: construct it again"
-        expect(expected == found, name, f"{expected!r}, which the fused head of its model has", repr(found), remedy)
+        expect(
+            expected == found,
+            name,
+            f"{expected!r}, which the fused head of its model has",
+            repr(found),
+            remedy,
+        )
 
 
 PER_TOKEN = {"checks": (same_head,), "during": ("compute_loss", "compute_ref_log_probs")}
@@ -207,7 +227,10 @@ def smoothing_of(trainer: Any) -> float:
     if smoother is None or trainer.args.loss_type != "nll":
         return 0.0
     known = type(smoother) is LabelSmoother and smoother.ignore_index == -100
-    expected, remedy = "transformers' LabelSmoother with the chunked loss", "it takes full logits: leave the flag out"
+    expected, remedy = (
+        "transformers' LabelSmoother with the chunked loss",
+        "it takes full logits: leave the flag out",
+    )
     expect(known, "label_smoother", expected, smoother, remedy)
     return smoother.epsilon
 
@@ -227,5 +250,6 @@ SFT = Adapter(
     "trl:SFT",
     checks=(same_head, smoothing_is_defined),
     heads={"model": scored(sft_score)},
-    patches={"trl:SFTTrainer.compute_loss": Seam(summed_loss, replaces=False)},
+    # Where TRL defines it: its scripts run with `trl.SFTTrainer` swapped for ours.
+    patches={"trl.trainer.sft_trainer:SFTTrainer.compute_loss": Seam(summed_loss, replaces=False)},
 )

@@ -34,8 +34,8 @@ def installed(package: str) -> str:
 
 
 def found_in_trl(place: str) -> Any:
-    """What TRL has at `place`, "module:name" or "module:Class.name"; ImportError if this version has nothing of that
-    name there."""
+    """What TRL has at `place`, "module:name" or "module:Class.name"; ImportError if this version has nothing
+    of that name there."""
     owner, name = owner_in_trl(place)
     return getattr(owner, name)
 

@@ -113,3 +113,18 @@ def test_swapped_restores_after_an_error():
     assert (Owner.a, Owner.b) == (1, 2)
     with pytest.raises(AttributeError), swapped(Owner, absent=1):
         pass
+
+
+def test_swapped_leaves_nothing_on_a_subclass():
+    """Neither on a class that has only inherited the attribute, nor on an instance."""
+
+    class Owner:
+        a = 1
+
+    class Inherits(Owner):
+        pass
+
+    for owner in (Inherits, Inherits()):
+        with swapped(owner, a=3):
+            assert owner.a == 3
+        assert owner.a == 1 and "a" not in vars(owner)

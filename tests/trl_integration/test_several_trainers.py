@@ -1,5 +1,5 @@
-"""One model through several trainers, with the flag and without: every logged number and every gradient; and the
-model and trainer after the flag was taken off again."""
+"""One model through several trainers, with the flag and without: every logged number and every gradient; and
+the model and trainer after the flag was taken off again."""
 
 import copy
 import pickle
@@ -130,10 +130,12 @@ def loss_and_gradients(trainer, batch):
     return {"loss": loss.detach(), **{name: grad.clone() for name, grad in found.items()}}
 
 
-@pytest.mark.parametrize("kinds", [("SFT", "DPO"), ("SFT", "KTO"), ("DPO", "SFT"), ("SFT", "SFT")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [("SFT", "DPO"), ("SFT", "KTO"), ("DPO", "SFT"), ("SFT", "SFT")], ids="-".join
+)
 def test_a_trainer_goes_on_after_another_has_come(folder, kinds):
-    """Each computes its own loss, in whatever order they are called; `dft` shows whose it is. In TRL the head of the
-    second trainer has the fields that the second one reads, and the first one may end there."""
+    """Each computes its own loss, in whatever order they are called; `dft` shows whose it is. In TRL the head
+    of the second trainer has the fields that the second one reads, and the first one may end there."""
     model, trainers, before = loaded(folder), [], []
     for i, kind in enumerate(kinds):
         more = {"loss_type": "dft"} if kind == "SFT" and i == 0 else {}
@@ -157,7 +159,9 @@ def test_what_is_left_after_undo_is_the_stock_trainer(folder, kind, bf16):
         trainer = run(kind, model, folder, flag=flag, bf16=bf16, learning_rate=0.0).trainer
         if flag:
             remove_from(trainer)
-            with pytest.raises(ValueError, match="trainer: expected one with the chunked loss or fused layers, got"):
+            with pytest.raises(
+                ValueError, match="trainer: expected one with the chunked loss or fused layers, got"
+            ):
                 remove_from(trainer)
         torch.manual_seed(0)
         found.append((trainer, model, loss_and_gradients(trainer, batch_of(trainer))))
@@ -221,7 +225,9 @@ def test_which_forward_passes_are_on_a_model(folder):
     own = loaded(folder)
     own.forward = of_a_user.__get__(own)
     run("SFT", own, folder, flag=False, bf16=True)
-    assert forwards_of(own).own.__func__ is of_a_user and forwards_of(copy.deepcopy(own)).own.__self__ is not own
+    assert (
+        forwards_of(own).own.__func__ is of_a_user and forwards_of(copy.deepcopy(own)).own.__self__ is not own
+    )
 
 
 def test_a_head_with_another_trainers_options_is_refused(folder):
@@ -229,5 +235,7 @@ def test_a_head_with_another_trainers_options_is_refused(folder):
     model = loaded(folder)
     first = run("SFT", model, folder, flag=False).trainer
     run("GRPO", model, folder, flag=False, temperature=0.7)
-    with pytest.raises(ValueError, match="temperature: expected 0.7, which the fused head of its model has, got 1.0"):
+    with pytest.raises(
+        ValueError, match="temperature: expected 0.7, which the fused head of its model has, got 1.0"
+    ):
         apply_to(first)
