@@ -1,20 +1,29 @@
-"""One module gets another forward pass; other modules of its class keep theirs.
+"""Replace the forward pass of one module; other modules of its class keep theirs.
 
-The module's class becomes a subclass with the same name. That survives what a `forward` on the instance does
-not: a deep copy runs its own weights, FSDP2 subclasses the subclass, gradient checkpointing still sees a
-layer, and pickling writes the stock class.
+The module's class becomes a subclass with the same name. A `forward` on the instance could not do that: in a
+deep copy it would run the original's weights. FSDP2 may subclass the subclass, gradient checkpointing still
+sees a layer, and pickling writes the stock class.
+
+An exchange is permanent until undone (`exchange`: a patched model, fused layers), or lasts as long as a
+`with` statement (`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps of
+a trainer its models are therefore exactly as TRL and Accelerate have left them, so that these two, another
+trainer, a deep copy and a pickle never meet our forward pass.
+
+What other libraries put on the instance stays in place as data: `Entry.below`.
 """
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-# Where an exchanged module keeps what its forward passes need, by the key of the exchange.
+# Where an exchanged module keeps its entries, by the key of the exchange.
 STATES = "_logitless_states"
 
 
@@ -22,12 +31,16 @@ STATES = "_logitless_states"
 class Entry:
     """One exchange of a module."""
 
+    forward: Callable  # (module, state, stock, *args, **kwargs)
     state: Any
-    inner: Callable | None  # a `forward` that was on the instance before, such as accelerate's autocast
+    below: Callable | None  # a `forward` that was on the instance before, such as TRL's or Accelerate's
+    copied: bool  # whether a deep copy of the module has the exchange too
     live: bool = True
 
 
-def exchange(module: nn.Module, key: str, forward: Callable, state: Any) -> Callable[[], None]:
+def exchange(
+    module: nn.Module, key: str, forward: Callable, state: Any, *, copied: bool = True
+) -> Callable[[], None]:
     """Give `module` the forward pass `forward(module, state, stock, *args, **kwargs)`, until undone.
 
     Args:
@@ -35,10 +48,12 @@ def exchange(module: nn.Module, key: str, forward: Callable, state: Any) -> Call
         key: names what is done, such as "loss"; one module takes each key once.
         forward: `stock` is the forward pass without this exchange, bound to the module that is called.
         state: what `forward` needs beside the module; a deep copy of the module has a deep copy of it.
+        copied: whether a deep copy of the module has the exchange too; without it the copy is a stock module.
 
     Returns:
-        its undoing. Exchanges can be undone in any order, and after FSDP2 has made a class of its own from
-        the exchanged one.
+        A function that undoes it. Exchanges can be undone in any order, and after FSDP2 has made a class of
+        its own from the exchanged one. A `forward` that was on the instance is back afterwards, the same
+        object.
 
     Raises:
         ValueError: the module has that exchange already.
@@ -50,12 +65,15 @@ def exchange(module: nn.Module, key: str, forward: Callable, state: Any) -> Call
             f"that first."
         )
     if key in entries:
-        # Undone below another one: its class is still there.
-        entries[key].state, entries[key].live = state, True
+        # Undone below another exchange, or below a forward pass that was put on the instance: its class is
+        # still there.
+        entry = entries[key]
+        entry.forward, entry.state, entry.copied, entry.live = forward, state, copied, True
     else:
         # On the instance it would hide the class's.
-        entries[key] = Entry(state, module.__dict__.pop("forward", None))
-        module.__class__ = _exchanged_class(type(module), key, forward)
+        below = module.__dict__.pop("forward", None)
+        entries[key] = Entry(forward, state, below, copied)
+        module.__class__ = _exchanged_class(type(module), key)
 
     def undo() -> None:
         if state_of(module, key) is state:
@@ -64,21 +82,46 @@ def exchange(module: nn.Module, key: str, forward: Callable, state: Any) -> Call
     return undo
 
 
+@contextmanager
+def exchanged(module: nn.Module, key: str, forward: Callable, state: Any) -> Iterator[None]:
+    """`exchange` while this is active; what the module had under `key` before is back afterwards.
+
+    A deep copy that is made meanwhile is a stock module.
+    """
+    entry = module.__dict__.get(STATES, {}).get(key)
+    if entry is None or not entry.live:
+        exchange(module, key, forward, state, copied=False)
+        try:
+            yield
+        finally:
+            withdraw(module, key)
+        return
+    before = entry.forward, entry.state
+    entry.forward, entry.state = forward, state
+    try:
+        yield
+    finally:
+        entry.forward, entry.state = before
+
+
 def withdraw(module: nn.Module, key: str) -> None:
     """Undo the exchange under `key`, if there is one."""
     entries = module.__dict__.get(STATES, {})
     if key not in entries:
         return
     entries[key].live = False
-    # A class on top of ours (FSDP2's, another exchange's) stays, and finds no live entry under our key.
-    while (own := _own(type(module))) is not None and not entries[own].live:
-        module.__class__ = type(module).__mro__[1]
-        if (inner := entries.pop(own).inner) is not None:
-            module.__dict__.setdefault("forward", inner)
-    if not any(entry.live for entry in entries.values()):
-        for entry in entries.values():
-            if entry.inner is not None:
-                module.__dict__.setdefault("forward", entry.inner)
+    # From the top. A live exchange keeps what is below it, and a `forward` that was put on the instance
+    # meanwhile keeps the entry whose `below` it may call.
+    for name, entry in reversed(list(entries.items())):
+        if entry.live or entry.below is not None and "forward" in module.__dict__:
+            break
+        if _own(type(module)) == name:
+            # A class on top of ours, such as FSDP2's, stays with ours, which finds no entry.
+            module.__class__ = type(module).__mro__[1]
+        del entries[name]
+        if entry.below is not None:
+            module.__dict__["forward"] = entry.below
+    if not entries:
         del module.__dict__[STATES]
 
 
@@ -86,6 +129,19 @@ def state_of(module: nn.Module, key: str) -> Any:
     """What `exchange` was given for this module under `key`; None if it has no such exchange."""
     entry = module.__dict__.get(STATES, {}).get(key)
     return None if entry is None or not entry.live else entry.state
+
+
+def stock_forward(module: nn.Module) -> Callable:
+    """The forward pass of the module's class, bound to it: without exchanges, and without what was put on the
+    instance."""
+    return MethodType(_stock(type(module)).forward, module)
+
+
+def instance_forward(module: nn.Module) -> Callable | None:
+    """The `forward` on the instance, if any, also while an exchange keeps it aside."""
+    entries = reversed(module.__dict__.get(STATES, {}).values())
+    kept = (entry.below for entry in entries if entry.below is not None)
+    return module.__dict__.get("forward") or next(kept, None)
 
 
 def _own(cls: type) -> str | None:
@@ -100,15 +156,15 @@ def _stock(cls: type) -> type:
 
 
 @functools.cache
-def _exchanged_class(stock: type, key: str, forward: Callable) -> type:
+def _exchanged_class(stock: type, key: str) -> type:
     def exchanged_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         entry = self.__dict__.get(STATES, {}).get(key)
         if entry is None:
             return stock.forward(self, *args, **kwargs)
-        below = entry.inner or functools.partial(stock.forward, self)
+        below = entry.below or functools.partial(stock.forward, self)
         if not entry.live:
             return below(*args, **kwargs)
-        return forward(self, entry.state, below, *args, **kwargs)
+        return entry.forward(self, entry.state, below, *args, **kwargs)
 
     functools.update_wrapper(exchanged_forward, stock.forward)
     # Accelerate unwraps a forward pass along `__wrapped__`, and would take ours off with its own.
@@ -130,6 +186,9 @@ def _deepcopy(self: nn.Module, memo: dict) -> nn.Module:
     twin = self.__class__.__new__(self.__class__)
     memo[id(self)] = twin
     twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    for key, entry in list(twin.__dict__.get(STATES, {}).items()):
+        if not entry.copied:
+            withdraw(twin, key)
     return twin
 
 
@@ -138,6 +197,6 @@ def _reduce_as_stock(self: nn.Module, protocol: int) -> tuple:
     # Not `copyreg.__newobj__`, for which pickle compares the class with that of the object.
     state = {name: value for name, value in self.__dict__.items() if name != STATES}
     for entry in self.__dict__.get(STATES, {}).values():
-        if entry.inner is not None:
-            state.setdefault("forward", entry.inner)
+        if entry.below is not None:
+            state.setdefault("forward", entry.below)
     return object.__new__, (_stock(type(self)),), state

@@ -8,7 +8,10 @@ from logitless.parallel.groups import split_over_vocabulary
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model under PEFT's adapters."""
+    """The transformers model under PEFT's adapters, and under what Lightning Fabric's `setup` returns."""
+    if type(model).__name__ == "_FabricModule":
+        # It hands every attribute on, and casts what goes in and out of a call.
+        model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

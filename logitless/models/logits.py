@@ -7,7 +7,7 @@ needs the logits themselves raises.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
@@ -22,14 +22,12 @@ from logitless.engine.plan import Plan
 from logitless.errors import expect
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenNumbers
-from logitless.models.exchange import exchange, state_of, withdraw
+from logitless.models.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import read_head
 from logitless.models.probes import check_head
 from logitless.parallel.groups import is_dtensor, local_parameter, split_over_vocabulary
 
 KEY = "logits"
-# Exchanges of a model that ask its head for deferred logits: by `patch_model`, and for TRL's fused head.
-USERS = ("loss", "score")
 
 
 @dataclass
@@ -44,21 +42,26 @@ class Deferral:
     last_plan: Plan | None = None
 
 
-def deferral_of(model: nn.Module) -> Deferral:
-    """That of the model's head as it is now; PEFT and users exchange heads."""
+def deferral_of(model: nn.Module, new: Deferral | None = None) -> Deferral:
+    """The state of the model's head as it is now, as PEFT and users replace heads; a head that has none gets
+    `new` for good."""
     head = model.get_output_embeddings()
     found = state_of(head, KEY)
     if found is None:
-        found = Deferral()
+        found = Deferral() if new is None else new
         exchange(head, KEY, _answer, found)
     return found
 
 
 def undeferred(model: nn.Module) -> None:
-    """Takes the exchange of the head back, once nothing exchanged in the model asks for it."""
-    if all(state_of(model, key) is None for key in USERS):
-        for module in model.modules():  # PEFT may have put another head around it
-            withdraw(module, KEY)
+    """Take the permanent exchange of the head back."""
+    for module in model.modules():  # PEFT may have put another head around it
+        withdraw(module, KEY)
+
+
+def answering(head: nn.Module, deferral: Deferral) -> AbstractContextManager:
+    """While this is active, the head answers calls inside of `deferred` with deferred logits."""
+    return exchanged(head, KEY, _answer, deferral)
 
 
 @contextmanager

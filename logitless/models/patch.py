@@ -2,8 +2,9 @@
 
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
 from logitless.errors import expect, warn
-from logitless.models.exchange import exchange, state_of, withdraw
+from logitless.models.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import base_of, find_head
-from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
+from logitless.models.logits import Deferral, DeferredLogits, answering, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head
 from logitless.parallel.groups import is_dtensor
 
@@ -41,6 +42,14 @@ class Patch:
     checked: str = "not checked yet: its parameters are on meta, sharded or offloaded until the first step"
     last_plan: Plan | None = None
     warned: bool = False  # of a training step without labels
+    deferral: Deferral = field(default_factory=Deferral, repr=False)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """For a patch that is on only while this is: a trainer's, while it computes its loss."""
+        answers = answering(find_head(self.model), self.deferral)
+        with answers, exchanged(self.model, KEY, _forward, self):
+            yield
 
     def __call__(self) -> None:
         if state_of(self.model, KEY) is self:
@@ -69,18 +78,22 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
         TypeError: its head cannot be read (quantized ones, by name), or its loss is no cross-entropy of its
             logits.
     """
+    patch = checked_patch(model, logits_budget, unverified=unverified)
+    exchange(patch.model, KEY, _forward, patch)
+    deferral_of(patch.model, patch.deferral)
+    logger.info("%s: loss without logits, %s", type(patch.model).__name__, patch.checked)
+    return patch
+
+
+def checked_patch(model: nn.Module, logits_budget: int | None, *, unverified: bool = False) -> Patch:
+    """What `patch_model` puts on a model, compared with the model and not put on yet; raises as that does."""
     base = base_of(model)
     head, remedy = find_head(base), "pass AutoModelForCausalLM's"
     names = list(inspect.signature(base.forward).parameters)
     expect("labels" in names, "model", "a forward pass that takes labels", type(base).__name__, remedy)
     patch = Patch(base, logits_budget, unverified, names.index("labels"))
-    try:
+    with answering(head, patch.deferral):
         _check(patch, head)
-        exchange(base, KEY, _forward, patch)
-    except Exception:
-        undeferred(base)
-        raise
-    logger.info("%s: loss without logits, %s", type(base).__name__, patch.checked)
     return patch
 
 
@@ -96,8 +109,10 @@ def _forward(model: nn.Module, patch: Patch, stock: Callable, *args: Any, **kwar
     if not given:
         # The model's own loss looks at the aligned ones alone, once there are labels.
         kwargs["labels"] = kwargs["shift_labels"]
-    as_dict = kwargs.setdefault("return_dict", True)
-    expect(as_dict, "return_dict", "True for a labelled call", as_dict, "its output has no logits to place")
+    as_dict = kwargs.get("return_dict")
+    remedy = "its output has no logits to place"
+    expect(as_dict in (None, True), "return_dict", "True for a labelled call", as_dict, remedy)
+    kwargs["return_dict"] = True
     with deferred(model, patch.logits_budget, unverified=patch.unverified) as deferral:
         out = stock(*args, **kwargs)
     patch.last_plan = deferral.last_plan
@@ -109,13 +124,14 @@ def _forward(model: nn.Module, patch: Patch, stock: Callable, *args: Any, **kwar
 def _check(patch: Patch, head: nn.Module) -> None:
     """Both probes, as far as the parameters are here: nothing is gathered from other ranks."""
     model = patch.model
-    view, deferral = view_of(head, "model", called=True), deferral_of(model)
+    view = view_of(head, "model", called=True)
     if not all(map(_is_here, head.parameters())):
         offloaded, remedy = "_hf_hook" in head.__dict__, "give it a device of its own in device_map"
         expect(not offloaded, "model", "an LM head on a device", "one that is offloaded", remedy)
         return
     check_head(head, head.forward, view.weight[:1])
-    deferral.checked, patch.checked = True, "checked at attach"
+    patch.deferral.checked = True
+    patch.checked = "checked at attach"
     if all(map(_is_here, model.parameters())):
         reason = check_call(model, model.forward, partial(_forward, model, patch, model.forward))
         patch.last_plan = None

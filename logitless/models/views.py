@@ -1,18 +1,26 @@
 """`head_of`: the LM head of a model with what the model does to its logits, for any of our losses."""
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.models.exchange import exchange
+from logitless.models.exchange import exchanged
 from logitless.models.heads import base_of, find_head, read_head
-from logitless.models.logits import DeferredLogits, deferral_of, deferred, undeferred
+from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 
-# (softcap, logit_scale) of a model, which its own forward pass told.
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[float | None, float]] = WeakKeyDictionary()
+
+class _Known(NamedTuple):
+    """What a model's own forward pass told, and the options that the model had then."""
+
+    options: list[Any]
+    softcap: float | None
+    logit_scale: float
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def head_of(model: nn.Module) -> HeadView:
@@ -20,11 +28,13 @@ def head_of(model: nn.Module) -> HeadView:
 
         loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
 
-    Softcap and scale are read off the model's own forward pass, which runs once from made-up hidden states on
-    and without logits. Ask again in every step: FSDP and PEFT replace parameters.
+    Softcap and scale are read off the model's own forward pass, which runs from made-up hidden states on and
+    without logits: once, and again where a number in the model's configuration or in its attributes has
+    changed. Ask again in every step: FSDP and PEFT replace parameters.
 
     Args:
-        model: a causal language model of transformers, under PEFT or not, or its LM head.
+        model: a causal language model of transformers, under PEFT, Lightning Fabric or neither, or its LM
+            head.
 
     Returns:
         HeadView(weight, bias, columns, softcap, logit_scale).
@@ -37,10 +47,22 @@ def head_of(model: nn.Module) -> HeadView:
         return view_of(model, "model")
     base = base_of(model)
     view = read_head(find_head(base))
-    if base not in _KNOWN:
-        _KNOWN[base] = _told(base, view.weight)
-    softcap, scale = _KNOWN[base]
-    return view._replace(softcap=softcap, logit_scale=scale, of_model=True)
+    options, known = _options(base), _KNOWN.get(base)
+    if known is None or known.options != options:
+        known = _KNOWN[base] = _Known(options, *_told(base, view.weight))
+    return view._replace(softcap=known.softcap, logit_scale=known.logit_scale, of_model=True)
+
+
+def _options(model: nn.Module) -> list[Any]:
+    """Every number, text and None that the model's forward pass may read in its attributes and
+    configurations."""
+    config = getattr(model, "config", None)
+    owners = [model] if config is None else [model, config]
+    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        owners.append(config.get_text_config())
+    plain = (int, float, str, type(None))
+    named = [item for owner in owners for item in vars(owner).items() if isinstance(item[1], plain)]
+    return [(name, value) for name, value in named if name != "training"]
 
 
 class _Features:
@@ -66,18 +88,19 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
     hidden = numbers.to(weight.device)[None, None]
     ids, reason = torch.zeros(1, 1, dtype=torch.int64, device=weight.device), type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
-        undo, deferral = exchange(backbone, "features", _features, hidden), deferral_of(model)
-        checked, deferral.checked = deferral.checked, True  # not here, where it may be sharded
+        # The head is not checked here, where it may be sharded.
+        answers = answering(find_head(model), Deferral(checked=True))
         try:
-            with torch.no_grad(), deferred(model):
+            with (
+                answers,
+                exchanged(backbone, "features", _features, hidden),
+                torch.no_grad(),
+                deferred(model),
+            ):
                 logits = model.forward(ids, return_dict=True).logits
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             continue
-        finally:
-            undo()
-            deferral.checked = checked
-            undeferred(model)
         direct = isinstance(logits, DeferredLogits) and logits.rows == weight.shape[0]
         if direct and logits.hidden.shape == hidden.shape:
             factor = logits.hidden.double() / hidden

@@ -6,7 +6,8 @@
 
 Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off
 it *is* TRL's pair. `PAIRS` names them, those of `trl.experimental` too. For trainers and models that exist
-already there are `apply_to` and `patch_model`. This is the only folder of the library that imports trl.
+already there are `apply_to`, with `remove_from`, and `patch_model`. This is the only folder of the library
+that imports trl.
 
 A name is imported when it is first used: SFT loads no experimental trainer, and `patch_model` no TRL.
 """
@@ -24,6 +25,7 @@ PLACES = {
     "apply_to": ".apply",
     "head_of": "logitless.models",
     "patch_model": "logitless.models",
+    "remove_from": ".apply",
 }
 PAIRS = (
     "A2PO AsyncDistillation AsyncGRPO CPO DPO Distillation GKD GMPO GOLD GRPO IWOPD KTO ORPO OnlineDPO RLOO "

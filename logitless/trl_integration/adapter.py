@@ -1,9 +1,14 @@
 """What a trainer needs for the chunked loss (`Adapter`), and how that is put on and taken off (`enable`).
 
-The constructors of our pairs and `apply_to` both end in `enable`. It changes nothing but the one trainer: its
-methods are exchanged on the instance, its models get heads, and names of TRL's modules are exchanged only
-while the trainer computes a loss. Nobody but the trainer knows whether it came by: so the first training step
-and the first evaluation step check that every seam was used, before the optimizer moves.
+The constructors of our pairs and `apply_to` both end in `enable`. It changes nothing but the one trainer,
+whose methods are exchanged on the instance. Its models and names of TRL's modules are exchanged only while it
+computes a loss (`ChunkedLoss.attached`): in between they are as TRL has left them, for other trainers, copies
+and whoever calls them. So every loss of the trainer runs through its own head, whatever has come to the model
+since.
+
+Nobody but the trainer knows whether its loss came by: so each training step and each evaluation step checks
+that every seam was used, before the optimizer moves, and that the trainer's options are still those that the
+chunked loss can be computed with.
 """
 
 import functools
@@ -12,28 +17,28 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from logitless.engine.plan import Plan
 from logitless.errors import expect
 from logitless.losses.base import LossOutput
 from logitless.models import heads
-from logitless.models.exchange import state_of
+from logitless.models.logits import Deferral
 from logitless.models.patch import Patch
 
-from .versions import SUPPORTED, found_in_trl, installed, moved
+from .versions import SUPPORTED, installed, moved, owner_in_trl
 
 logger = logging.getLogger("logitless.trl_integration")
 
 LIGER_LOSS = "fused_linear_cross_entropy"
-# (the trainer's chunked loss, one of its models) -> the undoing
-Attach = Callable[["ChunkedLoss", PreTrainedModel], Callable[[], None]]
+# The trainer's chunked loss -> what attaches it to one of the trainer's models, for as long as it is active
+Attach = Callable[["ChunkedLoss"], Callable[[PreTrainedModel], AbstractContextManager]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Seam:
     """Takes the place of a method or a name of TRL.
 
     `use(chunked, stock, given)` has the call's arguments by name in `given`; `stock(**changes)` makes the
-    call that was meant. `train` and `evaluate`: whether the first training or evaluation step must use it.
+    call that was meant. `train` and `evaluate`: whether a training or evaluation step must use it.
     `replaces`: whether TRL's is not called, so that a user's own method would be left out too.
     """
 
@@ -57,10 +62,12 @@ class Adapter:
 
     Attributes:
         stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
-        checks: raise for a trainer whose loss the flag cannot compute.
-        heads: by the attribute that holds a model, if any: puts ours on its head, and returns the undoing.
-        patches: by name: a method of the trainer, or "module:name" in a module of TRL.
-        during: the trainer's methods while which names in modules are exchanged, and `around` is entered.
+        checks: raise for a trainer whose loss the flag cannot compute; they run in every step.
+        heads: by the attribute that holds a model, if any: attaches our head to it.
+        patches: by name: a method of the trainer, or "module:name" or "module:Class.method" in a module of
+            TRL.
+        during: the trainer's methods while which names in modules are exchanged, models are attached, and
+            `around` is entered. Models are attached during the whole step too.
         evaluates: whether an evaluation step computes the loss.
         predicts: whether an evaluation step that is asked for predictions, which are logits, is stock.
     """
@@ -88,16 +95,33 @@ class ChunkedLoss:
         # Whether a loss was computed with and without gradients; bools, as a compiled graph sets them.
         self.trained = self.evaluated = False
         self.used: set[str] = set()
-        self.verified: set[str] = set()
+        self.verified: set[str] = set()  # the kinds of steps that were checked at least once
+        # What the heads of the models answer, kept from step to step.
+        self.deferrals: WeakKeyDictionary[nn.Module, Deferral] = WeakKeyDictionary()
+        self.sums: Any = None  # the options of a loss whose fields TRL only sums, while it computes that
         # In an evaluation step: whether predictions are asked for, and the stock loss with them.
         self.wants_logits = self.stock_only = False
         self.picking = False  # whether models answer with picked logits
         self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of a trainer outside of TRL
+        self.undo: Callable[[], None] = lambda: None
+        self.heads: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {}
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
         # A model that is copied with its head leaves the trainer where it is.
         return self
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """While this is active, the trainer's models answer for its loss, and not for another trainer's."""
+        found: dict[nn.Module, Callable] = {}
+        for name, attach in self.heads.items():
+            if (model := getattr(self.trainer, name, None)) is not None:
+                found.setdefault(base_of(self.trainer, model), attach)  # a student may be its own teacher
+        with ExitStack() as stack:
+            for model, attach in found.items():
+                stack.enter_context(attach(model))
+            yield
 
     def note(self, plan: Plan | None) -> None:
         """A loss was computed with this plan, which is None inside a compiled graph."""
@@ -130,14 +154,21 @@ class ChunkedLoss:
             stock = getattr(self.trainer, name, None)
             if stock is None:
                 raise moved(f"{adapter.stock}Trainer.{name}")
-            own = not stock.__module__.startswith("trl.") and name in patches and patches[name].replaces
+            own = not is_of_trl(stock) and name in patches and patches[name].replaces
             remedy = "train without the chunked loss, or leave that method as it is"
-            expect(not own, name, f"TRL's own in {adapter.name}Trainer", stock.__qualname__, remedy)
-            ours = self._seam(name, patches[name], stock) if name in patches else stock
+            found = getattr(stock, "__qualname__", repr(stock))
+            expect(not own, name, f"TRL's own in {adapter.name}Trainer", found, remedy)
+            ours = self._seam(name, patches[name], stock) if name in patches else self._looked_up(name, stock)
             yield name, self._during(ours, stock) if name in adapter.during else ours
         for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
             stock = getattr(self.trainer, name)
             yield name, functools.wraps(stock)(functools.partial(step, stock))
+
+    def _looked_up(self, name: str, stock: Callable) -> Callable:
+        """A method of the trainer's class, which may be a seam itself when it is called."""
+        if name in vars(self.trainer):
+            return stock
+        return lambda *args, **kwargs: getattr(type(self.trainer), name)(self.trainer, *args, **kwargs)
 
     def _seam(self, place: str, seam: Seam, stock: Callable) -> Callable:
         signature = inspect.signature(stock)
@@ -170,17 +201,19 @@ class ChunkedLoss:
             with ExitStack() as stack:
                 for place, seam in self.adapter.patches.items():
                     if ":" in place:
-                        module, name = place.split(":")
-                        seen = self._seam(place, seam, found_in_trl(place))
-                        stack.enter_context(swapped(import_module(module), **{name: seen}))
+                        owner, name = owner_in_trl(place)
+                        seen = self._seam(place, seam, getattr(owner, name))
+                        stack.enter_context(swapped(owner, **{name: seen}))
+                stack.enter_context(self.attached())
                 stack.enter_context(self.adapter.around(self))
                 return ours(*args, **kwargs)
 
         return computes
 
     def _train(self, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
-        self._begin("train")
-        loss = stock(*args, **kwargs)
+        self._begin()
+        with self.attached():
+            loss = stock(*args, **kwargs)
         self._end("train", loss, self.trained)
         return loss
 
@@ -189,20 +222,26 @@ class ChunkedLoss:
     ) -> Any:
         logits = not prediction_loss_only
         with swapped(self, wants_logits=logits, stock_only=self.adapter.predicts and logits):
-            self._begin("evaluate")
-            found = stock(model, inputs, prediction_loss_only, *args, **kwargs)
+            self._begin()
+            with self.attached():
+                found = stock(model, inputs, prediction_loss_only, *args, **kwargs)
             if self.adapter.evaluates and not self.stock_only:
                 self._end("evaluate", found[0], self.evaluated)
         return found
 
-    def _begin(self, step: str) -> None:
-        if step not in self.verified:
-            self.used.clear()
-            self.trained = self.evaluated = False
+    def check(self) -> None:
+        """Raises where the trainer's options are not those of a chunked loss."""
+        for check in (any_loss, *self.adapter.checks):
+            check(self.trainer)
+
+    def _begin(self) -> None:
+        self.check()
+        self.used.clear()
+        self.trained = self.evaluated = False
 
     def _end(self, step: str, loss: Tensor | None, computed: bool) -> None:
-        """Raises after the first step that has a loss if it did not use what it has to use."""
-        if step in self.verified or loss is None:
+        """Raises after a step that has a loss if it did not use what it has to use."""
+        if loss is None:
             return
         seams = self.adapter.patches.items()
         unused = [place for place, seam in seams if getattr(seam, step) and place not in self.used]
@@ -210,12 +249,13 @@ class ChunkedLoss:
         # A batch without anything to learn from may skip the loss.
         if unused and bool((loss == 0).all()):
             return
-        expected = f"to be used by {type(self.trainer).__name__}'s first step ({step})"
+        expected = f"to be used by every step of {type(self.trainer).__name__} ({step})"
         found = f"a loss computed without it by trl {installed('trl')} (supported: {SUPPORTED['trl']})"
         remedy = "install that version, leave out a compute_loss of your own, or train without the flag"
         expect(not unused, ", ".join(unused), expected, found, remedy, RuntimeError)
+        first = step not in self.verified
         self.verified.add(step)
-        if step == "train" and self.trainer.is_world_process_zero():
+        if first and step == "train" and self.trainer.is_world_process_zero():
             logger.info(self.describe())
 
     def describe(self) -> str:
@@ -226,7 +266,7 @@ class ChunkedLoss:
             what = plan.describe()
         if self.patch is not None:
             checked = f"model {self.patch.checked}"
-        elif (deferral := state_of(head, "logits")) is not None:
+        elif (deferral := self.deferrals.get(head)) is not None:
             checked = f"head {'checked at step 1' if deferral.checked else 'not checked'}"
         layers = vars(self.trainer).get("fused_layers")
         fused = "" if layers is None else f"; {layers}"
@@ -240,9 +280,9 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
         ValueError: the trainer, its model or its options are not the adapter's.
         ImportError: TRL has moved something that the adapter replaces.
     """
-    for check in (any_loss, *adapter.checks):
-        check(trainer)
     chunked, undo = ChunkedLoss(trainer, adapter, budget), ExitStack()
+    chunked.check()
+    chunked.heads.update({name: attach(chunked) for name, attach in adapter.heads.items()})
     with ExitStack() as failed:
         failed.callback(undo.close)
         for name, value in (("chunked_loss", chunked), ("last_plan", None), *chunked.methods()):
@@ -250,24 +290,33 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
             undo.callback(trainer.__dict__.update, before)
             undo.callback(trainer.__dict__.pop, name, None)
             trainer.__dict__[name] = value
-        for name, attach in adapter.heads.items():
-            if (model := getattr(trainer, name, None)) is not None:
-                undo.callback(attach(chunked, base_of(trainer, model)))
         failed.pop_all()
+    chunked.undo = undo.close
     return undo.close
+
+
+def is_of_trl(method: Callable) -> bool:
+    """Whether a trainer's method, or what a partial of it calls, is TRL's."""
+    while isinstance(method, functools.partial):
+        method = method.func
+    return getattr(method, "__module__", "").startswith("trl.")
 
 
 @contextmanager
 def swapped(owner: Any, **values: Any) -> Iterator[None]:
     """Sets attributes that `owner` already has, and puts the old values back on the way out."""
     before = {name: getattr(owner, name) for name in values}
+    inherited = [name for name in values if name not in vars(owner)]
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
@@ -284,8 +333,14 @@ def any_loss(trainer: Any) -> None:
     # With transformers before 5.19, TRL sets it to a string, which says something else.
     expect(not callable(own), "compute_loss_func", "None with the chunked loss", found, "leave it out")
     found, remedy = "an encoder-decoder", "train it without the flag"
-    decoder = not trainer.model.config.is_encoder_decoder
-    expect(decoder, "model", "a decoder with the chunked loss", found, remedy)
+    config = getattr(trainer.model, "config", None)
+    expect(
+        not getattr(config, "is_encoder_decoder", False),
+        "model",
+        "a decoder with the chunked loss",
+        found,
+        remedy,
+    )
     liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
     expected, remedy = f"{LIGER_LOSS}=False with the chunked loss", "Liger's layers stay, so pass that"
     expect(not liger, "liger_kernel_config", expected, args.liger_kernel_config, remedy)

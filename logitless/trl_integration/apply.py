@@ -1,15 +1,16 @@
 """`apply_to`: chunked loss and fused layers in a trainer that exists already, TRL's or transformers' own."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import transformers
 
 from logitless.errors import expect
-from logitless.models import patch_model
+from logitless.models.patch import checked_patch
 
-from .adapter import Adapter, ChunkedLoss, Seam
+from .adapter import Adapter, ChunkedLoss, Seam, base_of
 from .layers import switch_on
 from .pairs import ADAPTERS, check_budget
 
@@ -34,7 +35,8 @@ def apply_to(
         logits_budget: bytes that the logits alive at one time may take; default the library's.
 
     Returns:
-        A function that switches off again what this call has switched on.
+        A function that switches off again what this call has switched on; `remove_from(trainer)` switches off
+        everything.
 
     Raises:
         ValueError: neither is asked for; it is no trainer, has what is asked for already, is one of TRL's
@@ -56,6 +58,23 @@ def apply_to(
     return switch_on(trainer, adapter, logits_budget, layers=use_fused_layers)
 
 
+def remove_from(trainer: transformers.Trainer) -> None:
+    """Switch off again what is on in a trainer, by the flags of its config or by `apply_to`.
+
+    The trainer then computes TRL's own loss, with the models, optimizer and state that it has; the models are
+    as TRL has made them.
+
+    Raises:
+        ValueError: neither the chunked loss nor fused layers are on in the trainer.
+    """
+    parts = [getattr(trainer, name, None) for name in ("chunked_loss", "fused_layers")]
+    expected, found = "one with the chunked loss or fused layers", f"a {type(trainer).__name__} without"
+    expect(any(parts), "trainer", expected, found, "leave remove_from out")
+    for part in parts:
+        if part is not None:
+            part.undo()
+
+
 def adapter_of(trainer: type) -> Adapter:
     """The adapter of the TRL trainer that a class is, or extends; `PLAIN` for one outside of TRL."""
     for cls in trainer.__mro__:
@@ -68,9 +87,9 @@ def adapter_of(trainer: type) -> Adapter:
     return PLAIN
 
 
-def patched(chunked: ChunkedLoss, model: transformers.PreTrainedModel) -> Callable[[], None]:
-    chunked.patch = patch_model(model, logits_budget=chunked.budget)
-    return chunked.patch
+def patched(chunked: ChunkedLoss) -> Callable[[transformers.PreTrainedModel], AbstractContextManager]:
+    chunked.patch = checked_patch(base_of(chunked.trainer, chunked.trainer.model), chunked.budget)
+    return lambda model: chunked.patch.active()
 
 
 def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:

@@ -10,7 +10,7 @@ losses, and any other use raises.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
@@ -27,36 +27,74 @@ from logitless.engine.head_view import HeadView, unviewed
 from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
-from logitless.models.exchange import exchange, withdraw
-from logitless.models.heads import split_head
-from logitless.models.logits import Deferral, DeferredLogits, deferred, undeferred
+from logitless.models.exchange import exchanged, instance_forward
+from logitless.models.heads import find_head, split_head
+from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
 
 from .adapter import Attach, ChunkedLoss, swapped
+from .forwards import Forwards, forwards_of
 
 KEY = "score"
 
 # Scores the labelled tokens: (hidden (B, T, H), head, labels (B, T), shift: whether position i is scored on
 # label i + 1) -> fields of `FusedCausalLMOutput`, `log_probs` among them.
-Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Tensor]]
+Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a model's fused head is answered."""
+
+    chunked: ChunkedLoss
+    score: Score
+    forwards: Forwards
+
+    def autocast(self) -> AbstractContextManager:
+        """What is around TRL's fused head, backbone and all."""
+        return self.chunked.trainer.accelerator.autocast() if self.forwards.prepared else nullcontext()
 
 
 def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
-    """Makes `model(..., labels=..., fused_lm_head=True)` return a score; every other call runs as before."""
+    """While it is attached, `model(..., labels=..., fused_lm_head=True)` returns a score; every other call
+    runs as before."""
 
-    def attach(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
-        score, prepared = score_of(chunked), hasattr(model, "_original_forward")
+    def attach(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
+        score, last = score_of(chunked), None
 
-        def answer(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
-            # A function is the same one in a deep copy of the model, and the trainer behind it is not copied.
-            # Where Accelerate has prepared the model, its autocast is around its forward pass.
-            with chunked.trainer.accelerator.autocast() if prepared else nullcontext():
-                compare_tokens(chunked, model, labels)
-                return score(hidden, head, labels, shift)
+        @contextmanager
+        def attached(model: PreTrainedModel) -> Iterator[None]:
+            nonlocal last
+            found = instance_forward(model)
+            if last is None or last.forwards.model is not model or last.forwards.found is not found:
+                # The same object in every step, as a compiled graph knows it by identity.
+                last = Scoring(chunked, score, forwards_of(model))
+            with ExitStack() as stack:
+                stack.enter_context(_answering(chunked, model))
+                stack.enter_context(exchanged(model, KEY, _scored_forward, last))
+                if "_loss_function" in vars(model):
+                    # TRL's fused head ignores a user's own, which may do anything with logits.
+                    own = model._loss_function
+                    stack.enter_context(swapped(model, _loss_function=_unless_deferred(own)))
+                yield
 
-        return _exchanged(model, _scored_forward, answer)
+        return attached
 
     return attach
+
+
+def _answering(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextManager:
+    head = find_head(model)
+    return answering(head, chunked.deferrals.setdefault(head, Deferral()))
+
+
+def _unless_deferred(loss_function: Callable) -> Callable:
+    def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(logits, DeferredLogits) and not logits.deferral.summed:
+            return torch.zeros((), device=logits.device)
+        return loss_function(logits, *args, **kwargs)
+
+    return loss
 
 
 def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
@@ -77,22 +115,20 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     expect(all(x == found[0] for x in found), "model", expected, got, remedy)
 
 
-def picked(chunked: ChunkedLoss, model: PreTrainedModel) -> Callable[[], None]:
-    """Makes a model answer with `PickedLogits` in calls inside of `picking`."""
-    return _exchanged(model, _picked_forward, chunked)
+def picked(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
+    """While it is attached, a model answers with `PickedLogits` in calls inside of `picking`."""
 
+    @contextmanager
+    def attached(model: PreTrainedModel) -> Iterator[None]:
+        with _answering(chunked, model), exchanged(model, KEY, _picked_forward, chunked):
+            yield
 
-def _exchanged(model: PreTrainedModel, forward: Callable, state: Any) -> Callable[[], None]:
-    withdraw(model, KEY)  # a model may come to a second trainer
-    undo = ExitStack()
-    undo.callback(undeferred, model)
-    undo.callback(exchange(model, KEY, forward, state))
-    return undo.close
+    return attached
 
 
 def _scored_forward(
     model: PreTrainedModel,
-    score: Score,
+    scoring: Scoring,
     stock: Callable,
     *args: Any,
     fused_lm_head: bool = False,
@@ -103,16 +139,30 @@ def _scored_forward(
     if not fused_lm_head:
         own = {"labels": labels, "shift_labels": shift_labels}
         return stock(*args, **kwargs, **{name: x for name, x in own.items() if x is not None})
+    with scoring.autocast():
+        return _fused_output(model, scoring, *args, labels=labels, shift_labels=shift_labels, **kwargs)
+
+
+def _fused_output(
+    model: PreTrainedModel,
+    scoring: Scoring,
+    *args: Any,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    **kwargs: Any,
+) -> FusedCausalLMOutput:
     targets = labels if shift_labels is None else shift_labels
     count = kwargs.pop("num_items_in_batch", None)
     kwargs |= {"use_cache": False, "return_dict": True}
     with deferred(model, summed=False):
-        out = stock(*args, labels=targets, **kwargs)
+        # TRL's head calls the backbone itself, not what is below it on the instance.
+        out = scoring.forwards.own(*args, labels=targets, **kwargs)
 
     names: list[str] = []
 
     def values(hidden: Tensor, head: HeadView) -> tuple[Tensor, ...]:
-        found = score(hidden, head, targets.to(hidden.device), shift_labels is None)
+        compare_tokens(scoring.chunked, model, targets)
+        found = scoring.score(hidden, head, targets.to(hidden.device), shift_labels is None)
         names.extend(found)
         # Hooks of modules look for tensors in tuples.
         return tuple(unviewed(x, model) for x in found.values())
@@ -124,7 +174,55 @@ def _scored_forward(
     loss = -fields["log_probs"].sum() / count
     # Of the model's own loss the cross-entropy was left out: what remains is its router loss.
     loss = loss + out.loss
+    if scoring.chunked.sums is not None:
+        # TRL's own `compute_loss` is running, and has called this.
+        fields = {name: SumOfTokens(x) for name, x in fields.items()}
     return FusedCausalLMOutput(loss=loss, aux_loss=getattr(out, "aux_loss", None), **fields)
+
+
+@dataclass(frozen=True)
+class SumOfTokens:
+    """A field of TRL's fused output as the sum of its values per token.
+
+    TRL's own `SFTTrainer.compute_loss`, which alone is handed it, takes nothing but sums of the fields.
+    Whoever reads more, such as a hook of the model, gets an error instead of a number in another shape.
+    """
+
+    total: Tensor
+
+    def sum(self) -> Tensor:
+        return self.total
+
+    def __neg__(self) -> "SumOfTokens":
+        return SumOfTokens(-self.total)
+
+    def detach(self) -> "SumOfTokens":
+        return SumOfTokens(self.total.detach())
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, classes: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        cls._refused(function.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        self._refused(repr(name), AttributeError)
+
+    @staticmethod
+    def _refused(use: str, error: type[Exception] = TypeError) -> None:
+        raise error(
+            f"outputs: expected TRL's SFTTrainer.compute_loss, which sums the fields, got {use} of one; "
+            "call the model with fused_lm_head=True yourself, which gives fields per token."
+        )
+
+
+# Wrappers of the model look for tensors in its output.
+register_pytree_node(
+    SumOfTokens,
+    lambda found: ([found.total], None),
+    lambda values, context: SumOfTokens(*values),
+    serialized_type_name="logitless.SumOfTokens",
+)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ class FusedLayers:
 
     reports: dict[str, Report]
     compiled: bool
+    undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __str__(self) -> str:
         lines = []
@@ -65,11 +66,11 @@ def switch_on(
         if adapter is not None:
             undo.callback(enable(trainer, adapter, budget))
         if layers:
-            _fuse(trainer, undo)
+            undo.callback(_fuse(trainer))
         return undo.pop_all().close
 
 
-def _fuse(trainer: Any, undo: ExitStack) -> None:
+def _fuse(trainer: Any) -> Callable[[], None]:
     liger, remedy = trainer.args.use_liger_kernel, "both replace the same layers: leave one of them out"
     expect(not liger, "use_liger_kernel", "False with use_fused_layers=True", liger, remedy)
     models: dict[nn.Module, str] = {}
@@ -80,12 +81,15 @@ def _fuse(trainer: Any, undo: ExitStack) -> None:
         for module in model.modules():
             withdraw(module, KEY)  # it may come from another trainer, or be the copy of a fused one
     reports = {}
-    for model, name in models.items():
-        fused = fuse_layers(model)
-        undo.callback(fused)
-        reports[name] = fused.report
-    line = FirstStep(trainer)
-    trainer.add_callback(line)
-    undo.callback(trainer.remove_callback, line)
-    trainer.__dict__["fused_layers"] = FusedLayers(reports, bool(trainer.args.torch_compile))
-    undo.callback(trainer.__dict__.pop, "fused_layers", None)
+    with ExitStack() as undo:
+        for model, name in models.items():
+            fused = fuse_layers(model)
+            undo.callback(fused)
+            reports[name] = fused.report
+        line = FirstStep(trainer)
+        trainer.add_callback(line)
+        undo.callback(trainer.remove_callback, line)
+        undo.callback(trainer.__dict__.pop, "fused_layers", None)
+        take_off = undo.pop_all().close
+    trainer.__dict__["fused_layers"] = FusedLayers(reports, bool(trainer.args.torch_compile), take_off)
+    return take_off

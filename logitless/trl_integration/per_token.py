@@ -1,102 +1,66 @@
 """TRL's trainers that ask a head for numbers per token (`add_fused_lm_head`): SFT, DPO, KTO, GRPO, RLOO, GMPO
 and AsyncGRPO.
 
-SFT is `CrossEntropyLoss`: one walk over the logits (3 products, 2 with a frozen head) where TRL takes two (4
-and 3). TRL's `compute_loss` sums and divides per-token numbers; the fused strategy needs the sum alone. So
-the head hands over each field already summed, `compute_loss` runs as TRL wrote it, and what it does about
-gradient accumulation, parallelism, the router loss and the logs stays TRL's. Label smoothing, for which TRL
-builds the full logits, is part of the same walk.
+Their losses are made by TRL's own code, or a user's, from log-probabilities, which have the shape, dtype and
+gradient of TRL's. Their head is projected twice where it trains (4 products) and once where it is frozen (2):
+one vector per token is kept for it.
 
-The others' losses are made by TRL's own code from log-probabilities. Their head is walked twice where it
-trains (4 products) and once where it is frozen (2): one vector per token is kept for it.
+SFT is `CrossEntropyLoss` wherever TRL's own `compute_loss` computes it: it projects the head once (3
+products, 2 with a frozen head) where TRL projects it twice (4 and 3). TRL's `compute_loss` sums per-token
+numbers, so while it runs the head returns each field already summed (`SumOfTokens`); what it does about
+gradient accumulation, parallelism, the router loss and the logs stays TRL's. Label smoothing, for which TRL
+builds the full logits, is part of the same projection. A `compute_loss` of the user's own that calls the
+model gets numbers per token.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers.trainer_pt_utils import LabelSmoother
 
 from logitless import CrossEntropyLoss
 from logitless.engine.head_view import HeadView
 from logitless.errors import expect
 from logitless.losses.logprobs import TokenNumbers
 
-from .adapter import Adapter, ChunkedLoss, Seam, swapped
+from .adapter import Adapter, Attach, ChunkedLoss, Seam, base_of, is_of_trl, swapped
+from .forwards import forwards_of, fused_options
 from .head import Score, scored
 
-# --- SFT
-
-
-def summed_score(chunked: ChunkedLoss) -> Score:
-    args = chunked.trainer.args
-    loss = CrossEntropyLoss(
-        reduction="sum",
-        dft=args.loss_type == "dft",
-        label_smoothing=args.label_smoothing_factor,
-        logits_budget=chunked.budget,
-    )
-
-    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
-        output = chunked.solved(loss, hidden, head, labels, shift=shift)
-        count = output.metrics["num_tokens"]
-        sums = {"entropy": output.metrics["entropy"], "is_top1": output.metrics["token_accuracy"]}
-        return {"log_probs": -output.loss, "label_mask": count} | {
-            name: x * count for name, x in sums.items()
-        }
-
-    return score
-
-
-def plain_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
-    # DFT's weights and the smoothing are in the sum already; all that TRL has left to do is the plain loss's
-    # part.
-    trainer = chunked.trainer
-    with swapped(trainer.args, loss_type="nll"), swapped(trainer, label_smoother=None):
-        return stock()
-
-
-def smoothing_is_defined(trainer: Any) -> None:
-    args, name, smoothing = trainer.args, "label_smoothing_factor", trainer.args.label_smoothing_factor
-    remedy = "the DFT loss is not smoothed, so leave it out"
-    expect(args.loss_type != "dft" or not smoothing, name, "0 with loss_type='dft'", smoothing, remedy)
-    expected = "0 for a model with a router loss"
-    remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
-    expect(not trainer.aux_loss_enabled or not smoothing, name, expected, smoothing, remedy)
-
-
-SFT = Adapter(
-    "trl:SFT",
-    checks=(smoothing_is_defined,),
-    heads={"model": scored(summed_score)},
-    patches={"compute_loss": Seam(plain_loss, train=True, evaluate=True, replaces=False)},
-)
-
-
-# --- the others
+# --- numbers per token
 
 
 def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     """Log-probabilities, and the fields that are asked for by TRL's names, differentiable as TRL's are."""
     args = chunked.trainer.args
     fp32 = getattr(args, "cast_lm_head_to_fp32", False)
-    # Only GRPO differentiates the entropy.
-    entropy = bool(getattr(args, "entropy_coef", 0.0)) or "metric"
-    numbers = TokenNumbers(
-        entropy="entropy" in asked and entropy,
+    numbers = functools.partial(
+        TokenNumbers,
         also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
         temperature=getattr(args, "temperature", 1.0),
         logits_budget=chunked.budget,
         logits_dtype=torch.float32 if fp32 else None,
     )
+    plain = {entropy: numbers(entropy=entropy) for entropy in (False, True, "metric")}
 
     def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
         if fp32:
             # The head's own precision, whatever autocast would make of it.
             hidden = hidden.to(head.dtype)
         autocast = torch.is_autocast_enabled(hidden.device.type) and not fp32
-        with torch.autocast(hidden.device.type, enabled=autocast), chunked.saving():
-            found, plan = numbers.numbers(hidden, head, labels, shift=shift)
+        entropy = "entropy" in asked and entropy_mode(chunked.trainer, hidden, head)
+        compute = functools.partial(
+            _with_autocast, autocast, hidden.device.type, head=head, labels=labels, shift=shift
+        )
+        with chunked.saving():
+            found, plan = compute(plain["metric" if entropy == "recomputed" else entropy], hidden)
+            if entropy == "recomputed":
+                again = functools.partial(compute, plain[True])
+                found["entropy"] = RecomputedEntropy.apply(found["entropy"], hidden, again)
         chunked.note(plan)
         mask = labels != -100
         if shift:
@@ -111,7 +75,66 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     return score
 
 
-def fused_heads(*asked: str) -> dict[str, Any]:
+def _with_autocast(
+    enabled: bool,
+    device: str,
+    numbers: TokenNumbers,
+    hidden: Tensor,
+    *,
+    head: HeadView,
+    labels: Tensor,
+    shift: bool,
+) -> tuple[dict[str, Tensor], Any]:
+    with torch.autocast(device, enabled=enabled):
+        return numbers.numbers(hidden, head, labels, shift=shift)
+
+
+def entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:
+    """How a head computes the entropy: True, differentiable; "metric", without gradient; or "recomputed",
+    differentiable at the price of another projection, in the backward pass, where its gradient arrives.
+
+    TRL's entropy is differentiable wherever it is returned, and hardly ever differentiated. With a head that
+    trains the backward pass projects the tokens again anyway, so a gradient that does not arrive costs
+    nothing. With a frozen head it would cost the vectors that are kept for the log-probabilities.
+    """
+    if not (torch.is_grad_enabled() and (hidden.requires_grad or _trains(head))):
+        return "metric"
+    wanted = getattr(trainer, "_entropy_bonus_enabled", False)
+    if torch.compiler.is_compiling():
+        # A compiled backward pass computes every gradient that it can, and cannot leave one out where none
+        # arrives.
+        losses = (getattr(type(trainer), name, None) for name in ("compute_loss", "_compute_loss"))
+        return wanted or not all(is_of_trl(loss) for loss in losses if loss is not None) or "metric"
+    return wanted or _trains(head) or "recomputed"
+
+
+def _trains(head: HeadView) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((head.weight, head.bias)))
+
+
+class RecomputedEntropy(torch.autograd.Function):
+    """The entropy (...) of a frozen head as it is, whose gradient projects the tokens again."""
+
+    @staticmethod
+    def forward(
+        ctx, entropy: Tensor, hidden: Tensor, again: Callable[[Tensor], tuple[dict[str, Tensor], Any]]
+    ):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden)
+        ctx.again = again
+        return entropy.view_as(entropy)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor | None):
+        if upstream is None:
+            return None, None, None
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            found, _ = ctx.again(hidden)
+        return None, torch.autograd.grad(found["entropy"], hidden, upstream)[0], None
+
+
+def fused_heads(*asked: str) -> dict[str, Attach]:
     """Heads in the place of those that TRL's constructor has put on the policy and on the reference."""
 
     def policy(chunked: ChunkedLoss) -> Score:
@@ -121,9 +144,112 @@ def fused_heads(*asked: str) -> dict[str, Any]:
     return {"model": scored(policy), "ref_model": scored(per_token_score)}
 
 
-DPO = Adapter("trl:DPO", heads=fused_heads("entropy", "mean_logits", "is_top1"))
-KTO = Adapter("trl:KTO", heads=fused_heads("entropy", "mean_logits"))
-GRPO = Adapter("trl:GRPO", heads=fused_heads("entropy"))
-RLOO = Adapter("trl:RLOO", heads=fused_heads("entropy"))
-GMPO = Adapter("trl.experimental.gmpo:GMPO", heads=fused_heads("entropy"))
-AsyncGRPO = Adapter("trl.experimental.async_grpo:AsyncGRPO", heads=fused_heads("entropy"))
+def same_head(trainer: Any) -> None:
+    """TRL's head has the options of the trainer's constructor; a second trainer may have put its own on
+    top."""
+    if hasattr(trainer, "chunked_loss"):
+        return  # ours has the options that were compared before
+    fused = forwards_of(base_of(trainer, trainer.model)).fused
+    if fused is None:
+        return
+    options = fused_options(fused)
+    for name, default in (("temperature", 1.0), ("cast_lm_head_to_fp32", False)):
+        expected, found = options[name], getattr(trainer.args, name, default)
+        remedy = "another trainer or option has come since its constructor: construct it again"
+        expect(
+            expected == found,
+            name,
+            f"{expected!r}, which the fused head of its model has",
+            repr(found),
+            remedy,
+        )
+
+
+PER_TOKEN = {"checks": (same_head,), "during": ("compute_loss", "compute_ref_log_probs")}
+ONLINE = {"checks": (same_head,)}
+DPO = Adapter("trl:DPO", heads=fused_heads("entropy", "mean_logits", "is_top1"), **PER_TOKEN)
+KTO = Adapter("trl:KTO", heads=fused_heads("entropy", "mean_logits"), **PER_TOKEN)
+GRPO = Adapter("trl:GRPO", heads=fused_heads("entropy"), **ONLINE)
+RLOO = Adapter("trl:RLOO", heads=fused_heads("entropy"), **ONLINE)
+GMPO = Adapter("trl.experimental.gmpo:GMPO", heads=fused_heads("entropy"), **ONLINE)
+AsyncGRPO = Adapter("trl.experimental.async_grpo:AsyncGRPO", heads=fused_heads("entropy"), **ONLINE)
+
+
+# --- SFT
+
+
+class SumOptions(NamedTuple):
+    """What TRL's `compute_loss` would do with numbers per token, at this moment."""
+
+    dft: bool
+    label_smoothing: float
+
+
+def sft_score(chunked: ChunkedLoss) -> Score:
+    per_token = per_token_score(chunked, "entropy", "is_top1")
+
+    def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
+        if chunked.sums is None:
+            return per_token(hidden, head, labels, shift)
+        loss = _summed_loss(chunked.sums, chunked.budget)
+        output = chunked.solved(loss, hidden, head, labels, shift=shift)
+        count = output.metrics["num_tokens"]
+        sums = {"entropy": output.metrics["entropy"], "is_top1": output.metrics["token_accuracy"]}
+        return {"log_probs": -output.loss, "label_mask": count} | {
+            name: x * count for name, x in sums.items()
+        }
+
+    return score
+
+
+@functools.lru_cache(maxsize=16)
+def _summed_loss(options: SumOptions, budget: int | None) -> CrossEntropyLoss:
+    return CrossEntropyLoss(**options._asdict(), reduction="sum", logits_budget=budget)
+
+
+def summed_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
+    """TRL's own `compute_loss`, while which the head sums."""
+    trainer = chunked.trainer
+    if given.self is not trainer:
+        return stock()
+    smoothing_is_defined(trainer)
+    sums = SumOptions(trainer.args.loss_type == "dft", smoothing_of(trainer))
+    # DFT's weights and the smoothing are in the sum already; all that TRL has left to do is the plain loss's
+    # part.
+    plain = swapped(trainer.args, loss_type="nll"), swapped(trainer, label_smoother=None)
+    with plain[0], plain[1], swapped(chunked, sums=sums):
+        return stock()
+
+
+def smoothing_of(trainer: Any) -> float:
+    """By how much TRL's `compute_loss` would smooth the labels now."""
+    smoother = trainer.label_smoother
+    if smoother is None or trainer.args.loss_type != "nll":
+        return 0.0
+    known = type(smoother) is LabelSmoother and smoother.ignore_index == -100
+    expected, remedy = (
+        "transformers' LabelSmoother with the chunked loss",
+        "it takes full logits: leave the flag out",
+    )
+    expect(known, "label_smoother", expected, smoother, remedy)
+    return smoother.epsilon
+
+
+def smoothing_is_defined(trainer: Any) -> None:
+    dft, smoother = trainer.args.loss_type == "dft", trainer.label_smoother
+    remedy = "the DFT loss is not smoothed, so leave it out"
+    smoothing = getattr(smoother, "epsilon", smoother)
+    expect(not (dft and smoother), "label_smoothing_factor", "0 with loss_type='dft'", smoothing, remedy)
+    expected = "0 for a model with a router loss"
+    remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
+    router = trainer.aux_loss_enabled and smoother is not None
+    expect(not router, "label_smoothing_factor", expected, smoothing, remedy)
+
+
+SFT = Adapter(
+    "trl:SFT",
+    checks=(same_head, smoothing_is_defined),
+    heads={"model": scored(sft_score)},
+    # Where TRL defines it: its scripts run with `trl.SFTTrainer` swapped for ours.
+    patches={"trl.trainer.sft_trainer:SFTTrainer.compute_loss": Seam(summed_loss, replaces=False)},
+)

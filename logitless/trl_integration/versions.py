@@ -34,12 +34,24 @@ def installed(package: str) -> str:
 
 
 def found_in_trl(place: str) -> Any:
-    """What TRL has at `place`, "module:name"; ImportError if this version has nothing of that name there."""
-    module, name = place.split(":")
+    """What TRL has at `place`, "module:name" or "module:Class.name"; ImportError if this version has nothing
+    of that name there."""
+    owner, name = owner_in_trl(place)
+    return getattr(owner, name)
+
+
+def owner_in_trl(place: str) -> tuple[Any, str]:
+    """(the module or class, the name in it) of a place; ImportError as `found_in_trl`."""
+    module, path = place.split(":")
+    *classes, name = path.split(".")
     try:
-        return getattr(import_module(module), name)
+        owner = import_module(module)
+        for cls in classes:
+            owner = getattr(owner, cls)
+        getattr(owner, name)
     except (ModuleNotFoundError, AttributeError):
         raise moved(place) from None
+    return owner, name
 
 
 def moved(place: str) -> ImportError:

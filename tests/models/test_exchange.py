@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.models.exchange import exchange, state_of
+from logitless.models.exchange import STATES, exchange, exchanged, instance_forward, state_of, stock_forward
 
 
 class Stock(nn.Module):
@@ -103,3 +103,72 @@ def test_traces_into_one_graph():
     exchange(module, "times", times, {"factor": 3.0})
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert compiled(torch.tensor(2.0)).item() == 6
+
+
+def on_instance(module, factor):
+    """A forward pass on the instance that calls the one before it, as TRL and Accelerate put there."""
+    before = module.forward
+
+    def forward(self, x, **kwargs):
+        return factor * before(x, **kwargs)
+
+    module.forward = forward.__get__(module)
+    return module.forward
+
+
+def test_a_forward_on_the_instance_is_back_after_an_undo():
+    module = Stock()
+    forward = on_instance(module, 2.0)
+    assert instance_forward(module) is forward
+    undo = exchange(module, "times", times, {"factor": 3.0})
+    assert module(1.0).item() == 6 and "forward" not in vars(module) and instance_forward(module) is forward
+    undo()
+    assert vars(module)["forward"] is forward and type(module) is Stock and STATES not in vars(module)
+    assert stock_forward(module)(1.0).item() == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["undone", "exchanged_again"])
+def test_one_below_a_forward_that_came_later_goes_on_passing_calls_on(again):
+    """Accelerate wraps the forward pass that it finds, which is ours; undone, what was there before ours
+    still runs below it."""
+    module = Stock()
+    on_instance(module, 2.0)
+    undo = exchange(module, "times", times, {"factor": 3.0})
+    on_instance(module, 5.0)
+    assert module(1.0).item() == 30
+    undo()
+    assert module(1.0).item() == 10 and state_of(module, "times") is None
+    if again:
+        undo = exchange(module, "times", times, {"factor": 7.0})
+        assert module(1.0).item() == 70
+        undo()
+    del module.forward
+    assert module(1.0).item() == 2
+
+
+def test_for_as_long_as_a_with_statement():
+    module = Stock()
+    forward, before = on_instance(module, 2.0), dict(vars(module))
+    with exchanged(module, "times", times, {"factor": 3.0}):
+        assert module(1.0).item() == 6
+        with exchanged(module, "times", plus, {"summand": 1.0}):
+            assert module(1.0).item() == 3
+        assert module(1.0).item() == 6
+        twin = copy.deepcopy(module)
+        assert type(twin) is Stock and vars(twin)["forward"].__func__ is forward.__func__
+        with pytest.raises(ValueError, match="undo that first"):
+            exchange(module, "times", times, {"factor": 3.0})
+    assert vars(module) == before and type(module) is Stock
+    with pytest.raises(RuntimeError), exchanged(module, "times", times, {"factor": 3.0}):
+        raise RuntimeError
+    assert vars(module) == before and type(module) is Stock
+
+
+def test_for_as_long_as_a_with_statement_on_one_that_stays():
+    module = Stock()
+    undo = exchange(module, "times", times, {"factor": 3.0})
+    with exchanged(module, "times", times, {"factor": 5.0}):
+        assert module(1.0).item() == 5
+    assert module(1.0).item() == 3
+    undo()
+    assert type(module) is Stock

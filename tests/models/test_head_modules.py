@@ -244,6 +244,55 @@ def test_head_of_a_module_and_of_layers_in_front():
         head_of(tiny("RobertaForCausalLM"))
 
 
+def test_head_of_reads_again_what_has_changed():
+    """In the configuration, of which the model's forward pass asks it, or in the model's own attribute."""
+    model = tiny_model("gemma2", final_logit_softcapping=5.0)
+    assert head_of(model).softcap == 5
+    model.config.final_logit_softcapping = None
+    assert head_of(model).softcap is None
+    model = tiny_model("cohere", logit_scale=3.0)
+    assert head_of(model).logit_scale == 3
+    model.logit_scale = 0.5
+    assert head_of(model).logit_scale == 0.5
+    model.config.logit_scale = 7.0  # which its forward pass does not read
+    assert head_of(model).logit_scale == 0.5
+
+
+def test_head_of_asks_a_model_once():
+    model, calls = tiny_model("cohere"), []
+    model.register_forward_hook(lambda *args: None)
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    views = [head_of(model.train(mode)) for mode in (True, False, True)]
+    assert len(calls) == 1 and views[0] == views[1] == views[2]
+
+
+class _FabricModule(nn.Module):
+    """Hands attributes on and casts what goes through a call, as that of Lightning Fabric does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._forward_module = self._original_module = module
+
+    @property
+    def module(self):
+        return self._original_module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_original_module"), name)
+
+    def forward(self, *args, **kwargs):
+        raise TypeError("A frozen dataclass was passed to `apply_to_collection` but this is not allowed.")
+
+
+def test_head_of_a_module_that_fabric_has_set_up():
+    model = tiny_model("cohere")
+    assert head_of(_FabricModule(model)) == head_of(model)
+
+
 def test_head_of_an_adapted_model():
     model = peft.get_peft_model(
         tiny_model("granite"), peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)

@@ -4,6 +4,7 @@ import copy
 import io
 import types
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import peft
@@ -316,21 +317,24 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
     weight.register_post_accumulate_grad_hook(release)
     release()
     patch, logits, more = None, None, {}
+    attached = nullcontext()
     if way == "patched":
         patch = patch_model(model)
         assert patch.checked.startswith("not checked yet")
     elif way == "scored":
-        scored(lambda chunked: score)(None, model)
+        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
+        attached = scored(lambda chunked: score)(chunked)(model)
         more = {"fused_lm_head": True}
     else:
         trainer = SimpleNamespace(args=None, is_fsdp_enabled=False, last_plan=None)
         chunked = ChunkedLoss(trainer, Adapter("trl:None"), None)
         chunked.picking = True
-        picked(chunked, model)
-        logits = model(INPUTS["input_ids"]).logits
+        with picked(chunked)(model):
+            logits = model(INPUTS["input_ids"]).logits
         assert weight.numel() == 0
     if logits is None:
-        _, found = gradients(model, **INPUTS, **more)
+        with attached:
+            _, found = gradients(model, **INPUTS, **more)
     else:
         targets = INPUTS["labels"][:, 1:]
         numbers = logits[:, :-1].numbers(targets)["logps"]

@@ -125,6 +125,9 @@ def covered() -> tuple[dict[str, Covered], list[str]]:
     found, unnamed = {name: Covered() for name in names}, []
     for item in filter(lambda item: is_parity(item.function), collect()):
         trainer, words, params = parts(item, names)
+        for each in params.pop("kinds", ()):
+            found[each].also.add(" ".join(words))  # one model goes through several
+            trainer = each
         if trainer is None:
             unnamed.append(item.nodeid)
             continue

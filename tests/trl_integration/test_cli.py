@@ -45,6 +45,7 @@ def test_sft_from_a_yaml_file_and_flags(tmp_path, calls, caplog, flag):
     with caplog.at_level(logging.INFO, "logitless.trl_integration"):
         main(["sft", "--config", str(tmp_path / "run.yaml"), *flags])
     assert (calls.number > 0) == flag == ("fused in model: 5 LlamaRMSNorm" in caplog.text)
+    assert flag == (": fused: " in caplog.text) and "compute_loss" not in vars(ours.SFTTrainer)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert trl.SFTTrainer is stock
 

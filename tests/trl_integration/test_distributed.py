@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import logitless.trl_integration as ours
+from logitless.models.heads import base_of
 from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 from logitless.trl_integration.head import scored
 from logitless.trl_integration.per_token import per_token_score
@@ -203,9 +204,6 @@ def scored_model(name: str, score: str) -> torch.nn.Module:
     model.to(torch.get_default_device())
     if score == "fused":
         ours.patch_model(base, logits_budget=2**12)
-    else:
-        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
-        scored(per_token_score)(chunked, base)
     return model
 
 
@@ -214,7 +212,10 @@ def step(model: torch.nn.Module, score: str, rows: slice) -> dict[str, torch.Ten
     if score == "fused":
         loss = model(ids, labels=labels).loss
     else:
-        logps = model(ids, labels=labels, fused_lm_head=True).log_probs
+        chunked = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), 2**12)
+        base = base_of(model.module if isinstance(model, DistributedDataParallel) else model)
+        with scored(per_token_score)(chunked)(base):
+            logps = model(ids, labels=labels, fused_lm_head=True).log_probs
         loss = -(logps * torch.arange(1.0, 15)).sum() / 50
     loss.backward()
     found = {

@@ -100,7 +100,9 @@ def test_a_trainer_that_is_not_covered_is_refused_by_name():
     unknown = type("NewTrainer", (trl.GRPOTrainer,), {"__module__": "trl.experimental.new"})
     assert adapter_of(OfTheirOwn).name == "DPO" and adapter_of(transformers.Trainer) is PLAIN
     for cls in (unknown, trl.RewardTrainer):
-        with pytest.raises(ValueError, match="trainer: expected one of TRL's SFT, DPO.*got " + cls.__name__):
+        with pytest.raises(
+            ValueError, match="trainer: expected one of TRL's DPO, KTO.* SFT, .*got " + cls.__name__
+        ):
             adapter_of(cls)
 
 
@@ -124,8 +126,8 @@ def test_data_parallel_is_refused(tmp_path):
     trainer.chunked_loss.picking = True  # as while it computes its loss
     for model, given in ((patched, {"labels": ids}), (trained, {})):
         # as torch.nn.parallel.replicate makes it, which needs two GPUs
-        replica = model._replicate_for_data_parallel()
-        with pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel"):
-            replica(ids, **given)
+        refused = pytest.raises(ValueError, match="model: expected one process per GPU, got nn.DataParallel")
+        with trainer.chunked_loss.attached(), refused:
+            model._replicate_for_data_parallel()(ids, **given)
     undo()
     assert patched._replicate_for_data_parallel()(ids, labels=ids).logits is not None

@@ -2,11 +2,14 @@
 
 import inspect
 import types
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
+from logitless.trl_integration.adapter import Adapter, ChunkedLoss
 from logitless.trl_integration.head import scored
 
 from ..models.every import tiny
@@ -14,6 +17,7 @@ from .tiny import VOCAB, tiny_model
 
 IDS = torch.arange(3, 33).view(2, 15)
 LABELS = torch.where(IDS % 4 == 0, -100, IDS)
+CHUNKED = ChunkedLoss(SimpleNamespace(args=None), Adapter("trl:None"), None)
 
 
 def full_logits_score(hidden, head, labels, shift):
@@ -27,13 +31,25 @@ def full_logits_score(hidden, head, labels, shift):
     return {"log_probs": logps, "label_mask": mask}
 
 
+@pytest.fixture
+def attach():
+    """(model, score) -> until the end of the test the model's fused head is answered with that score."""
+    with ExitStack() as stack:
+
+        def attached(model, score=full_logits_score):
+            stack.enter_context(scored(lambda chunked: score)(CHUNKED)(model))
+            return stack
+
+        yield attached
+
+
 # --- the forward
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_other_call_runs_as_before():
+def test_every_other_call_runs_as_before(attach):
     plain, patched = tiny_model().eval(), tiny_model().eval()
-    scored(lambda chunked: full_logits_score)(None, patched)
+    attach(patched)
     assert isinstance(patched.forward, types.MethodType) and patched.forward.__self__ is patched
     assert inspect.signature(patched.forward) == inspect.signature(plain.forward)
 
@@ -48,11 +64,11 @@ def test_every_other_call_runs_as_before():
 
 @pytest.mark.parametrize(("family", "options"), [("llama", {}), ("mixtral", {"output_router_logits": True})])
 @pytest.mark.parametrize("num_items", [None, 50])
-def test_loss_is_the_models_own(family, options, num_items):
+def test_loss_is_the_models_own(attach, family, options, num_items):
     """TRL reads this field under sequence parallelism, the router loss included."""
     model = tiny_model(family, **options).eval()
     expected = model(IDS, labels=LABELS, num_items_in_batch=num_items)
-    scored(lambda chunked: full_logits_score)(None, model)
+    attach(model)
     got = model(IDS, labels=LABELS, fused_lm_head=True, num_items_in_batch=num_items)
     torch.testing.assert_close(got.loss, expected.loss)
     assert (got.aux_loss is None) is (family == "llama")
@@ -61,10 +77,10 @@ def test_loss_is_the_models_own(family, options, num_items):
 @pytest.mark.parametrize(
     "name", ["JetMoeForCausalLM", "GraniteMoeForCausalLM", "PhimoeForCausalLM", "DbrxForCausalLM"]
 )
-def test_router_loss_of_families_that_name_it_otherwise(name):
+def test_router_loss_of_families_that_name_it_otherwise(attach, name):
     model = tiny(name)
     expected = model(IDS, labels=LABELS)
-    scored(lambda chunked: full_logits_score)(None, model)
+    attach(model)
     got = model(IDS, labels=LABELS, fused_lm_head=True)
     torch.testing.assert_close(got.loss, expected.loss)
     torch.testing.assert_close(got.aux_loss, expected.aux_loss)
@@ -72,18 +88,18 @@ def test_router_loss_of_families_that_name_it_otherwise(name):
 
 
 @pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "MiniCPM3ForCausalLM"])
-def test_options_are_those_of_the_models_forward_whatever_the_configuration_calls_them(name):
+def test_options_are_those_of_the_models_forward_whatever_the_configuration_calls_them(attach, name):
     model = tiny(name)
     expected = model(IDS, labels=LABELS).loss
-    scored(lambda chunked: full_logits_score)(None, model)
+    attach(model)
     torch.testing.assert_close(model(IDS, labels=LABELS, fused_lm_head=True).loss, expected)
 
 
-def test_fp32_head_on_a_half_precision_backbone():
+def test_fp32_head_on_a_half_precision_backbone(attach):
     """TRL casts the hidden states, where the model's own head could not take them."""
     model = tiny_model().bfloat16().eval()
     model.lm_head.float()
-    scored(lambda chunked: full_logits_score)(None, model)
+    attach(model)
     hidden = model.model(IDS).last_hidden_state.float()
     expected = model.lm_head(hidden)[:, :-1].log_softmax(-1)
     got = model(IDS, labels=LABELS, fused_lm_head=True).log_probs
@@ -92,19 +108,22 @@ def test_fp32_head_on_a_half_precision_backbone():
     torch.testing.assert_close(got, picked * mask)
 
 
-def test_a_second_trainer_takes_the_model_over_and_the_first_undo_leaves_it():
+def test_one_inside_of_another_answers_and_both_leave_the_model_as_it_was(attach):
     model = tiny_model().eval()
-    first = scored(lambda chunked: lambda *args, **kwargs: {})(None, model)
-    second = scored(lambda chunked: full_logits_score)(None, model)
-    first()
-    assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
-    second()
+    before = dict(vars(model))
+    attach(model, lambda *args: {})
+    with scored(lambda chunked: full_logits_score)(CHUNKED)(model):
+        assert model(IDS, labels=LABELS, fused_lm_head=True).log_probs is not None
+    with pytest.raises(KeyError, match="label_mask"):
+        model(IDS, labels=LABELS, fused_lm_head=True)
+    attach(model, lambda *args: {}).close()
     assert type(model) is transformers.LlamaForCausalLM and type(model.lm_head) is torch.nn.Linear
+    assert vars(model) == before
 
 
-def test_aligned_labels_are_not_shifted():
+def test_aligned_labels_are_not_shifted(attach):
     model = tiny_model().eval()
-    scored(lambda chunked: full_logits_score)(None, model)
+    attach(model)
     aligned = torch.nn.functional.pad(LABELS[:, 1:], (0, 1), value=-100)
     shifted = model(IDS, labels=LABELS, fused_lm_head=True).log_probs
     given = model(IDS, shift_labels=aligned, fused_lm_head=True).log_probs
@@ -112,9 +131,9 @@ def test_aligned_labels_are_not_shifted():
     assert given.shape == IDS.shape and (given[:, -1] == 0).all()
 
 
-def test_head_is_looked_up_on_every_call():
+def test_head_is_looked_up_on_every_call(attach):
     model = tiny_model().eval()
-    scored(lambda chunked: full_logits_score)(None, model)
+    attach(model)
     before = model(IDS, labels=LABELS, fused_lm_head=True).loss
     model.set_output_embeddings(torch.nn.Linear(32, VOCAB, bias=True))
     after = model(IDS, labels=LABELS, fused_lm_head=True).loss

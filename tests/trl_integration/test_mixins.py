@@ -95,7 +95,9 @@ def test_the_exchange_ends_with_the_constructor(tmp_path):
     args = SFTConfig(**settings(tmp_path, use_chunked_loss=True))
     trainer = SFTTrainer(tiny_model(), args, **given())
     assert stock_module.add_fused_lm_head is stock
-    assert state_of(trainer.model, "score") is not None
+    with trainer.chunked_loss.attached():
+        assert state_of(trainer.model, "score") is not None
+    assert state_of(trainer.model, "score") is None
     with pytest.raises(ValueError, match="train_dataset"):
         SFTTrainer(tiny_model(), args)
     assert stock_module.add_fused_lm_head is stock and not args._claimed
@@ -111,3 +113,18 @@ def test_swapped_restores_after_an_error():
     assert (Owner.a, Owner.b) == (1, 2)
     with pytest.raises(AttributeError), swapped(Owner, absent=1):
         pass
+
+
+def test_swapped_leaves_nothing_on_a_subclass():
+    """Neither on a class that has only inherited the attribute, nor on an instance."""
+
+    class Owner:
+        a = 1
+
+    class Inherits(Owner):
+        pass
+
+    for owner in (Inherits, Inherits()):
+        with swapped(owner, a=3):
+            assert owner.a == 3
+        assert owner.a == 1 and "a" not in vars(owner)

@@ -1,6 +1,8 @@
 """Our OnlineDPO, A2PO, GMPO and TPO pairs beside TRL's: the same losses, gradient norms and metrics over
 several optimizer steps."""
 
+from contextlib import nullcontext
+
 import peft
 import pytest
 import torch
@@ -188,7 +190,8 @@ def test_no_allocation_reaches_tokens_times_vocabulary(tmp_path, kind):
             processing_class=words(),
             **extra,
         )
-        with AllocationWatcher() as watch:
+        attached = trainer.chunked_loss.attached() if flag else nullcontext()
+        with attached, AllocationWatcher() as watch:
             LOSSES[kind](trainer, 4096).sum().backward()
         sizes.append(watch.largest)
     # GMPO's stock trainer has a chunked head of its own.

@@ -1,0 +1,385 @@
+"""What users write around TRL's trainers: subclasses with a loss of their own on the head's fields, callbacks
+that change options between steps, losses and models of their own. Each beside TRL's trainer without the flag,
+on a peaked model: the fields' differences would not show on one that knows nothing."""
+
+import functools
+
+import peft
+import pytest
+import torch
+import transformers
+import trl
+from trl.trainer.utils import add_fused_lm_head
+
+import logitless.trl_integration as ours
+from logitless.models import patch_model
+from logitless.trl_integration import apply_to
+from logitless.trl_integration.head import scored
+from logitless.trl_integration.per_token import per_token_score
+
+from .test_every_trainer import adapted, folder, step  # noqa: F401
+from .test_head import CHUNKED, IDS, LABELS
+from .test_several_trainers import PEAKED, assert_same_run
+from .test_sft import options
+from .tiny import tiny_dataset, tiny_model, tiny_tokenizer, train
+
+LOSS = {"use_chunked_loss": True, "logits_budget": 2**16}
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def fields(outputs) -> dict:
+    return {name: getattr(outputs, name) for name in (*FIELDS, "label_mask", "loss")}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("head_trains", [True, False], ids=["trained_head", "frozen_head"])
+def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
+    """For whoever calls the model while a trainer of ours computes its loss."""
+    model = tiny_model(initializer_range=PEAKED)
+    model.lm_head.requires_grad_(head_trains)
+    add_fused_lm_head(model, outputs=FIELDS)
+    scores = scored(lambda chunked: per_token_score(chunked, *FIELDS[1:]))(CHUNKED)
+    rtol = 3e-2 if autocast else 1e-4
+
+    def numbers():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = fields(model(IDS, labels=LABELS, fused_lm_head=True))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients = {
+            name: torch.autograd.grad((x * x).sum(), parameters, retain_graph=True)
+            for name, x in found.items()
+            if x.requires_grad
+        }
+        return found, gradients
+
+    expected, of_expected = numbers()
+    with scores(model):
+        found, of_found = numbers()
+    for name, x in expected.items():
+        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
+        torch.testing.assert_close(found[name], x, rtol=rtol, atol=rtol)
+    assert of_found.keys() == of_expected.keys() == {"log_probs", "entropy", "loss"}
+    for name, theirs in of_expected.items():
+        for grad, mine in zip(theirs, of_found[name], strict=True):
+            assert (mine - grad).norm() <= rtol * grad.norm() + 1e-5, name
+
+
+# --- subclasses
+
+
+class Focal(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["use_cache"] = False
+        outputs = model(**inputs, fused_lm_head=True)
+        logps, mask = outputs.log_probs, outputs.label_mask
+        assert logps.shape == mask.shape == inputs["labels"][:, 1:].shape
+        loss = -((1 - logps.exp()) ** 2 * logps)[mask].mean() - 0.1 * outputs.entropy[mask].mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Added(trl.SFTTrainer):
+    """TRL's own loss, and a bonus from another call of the model."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
+        outputs = model(**inputs, fused_lm_head=True)
+        logits = model(**{name: x for name, x in inputs.items() if name != "labels"}).logits
+        bonus = outputs.entropy.sum() / outputs.label_mask.sum() + 1e-3 * logits.logsumexp(-1).square().mean()
+        return (loss - 0.1 * bonus, outputs) if return_outputs else loss - 0.1 * bonus
+
+
+def scheduled(base, weight):
+    """A trainer whose entropy bonus is `weight(step)`, on whatever TRL computes."""
+
+    class Scheduled(base):
+        def _compute_loss(self, model, inputs):
+            loss = super()._compute_loss(model, inputs)
+            mask = inputs["completion_mask"]
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            attention = torch.cat([inputs["prompt_mask"], mask], dim=1)
+            _, entropy, *_ = self._get_per_token_logps_and_entropies(
+                model, ids, attention, mask.size(1), compute_entropy=True
+            )
+            return loss - weight(self.state.global_step) * (entropy * mask).sum() / mask.sum()
+
+    return Scheduled
+
+
+def pairs(kind, folder, base, **more):  # noqa: F811
+    """The run of a subclass of TRL's trainer, and of the same with the flag."""
+    theirs = step(kind, folder, trainer=base, **more)
+    mine = step(
+        kind, folder, trainer=base, change=lambda trainer: apply_to(trainer, logits_budget=2**16), **more
+    )
+    return theirs, mine
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("base", [Focal, Added], ids=lambda cls: cls.__name__)
+def test_sft_with_a_loss_on_the_heads_fields(folder, calls, base, loss_type, lora):  # noqa: F811
+    more = {"wrap": adapted} if lora else {}
+    assert_same_run(*pairs("SFT", folder, base, loss_type=loss_type, max_steps=2, **more), rtol=1e-3)
+    # A frozen head projects the tokens again for the entropy's gradient.
+    assert calls.number == 2 * (base is Added) + 2 * (2 if lora else 1)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_a_scheduled_entropy_bonus(folder, kind, lora):  # noqa: F811
+    base = scheduled(getattr(trl, f"{kind}Trainer"), lambda step: 0.3 if step else 0.0)
+    more = {"wrap": adapted} if lora else {}
+    assert_same_run(*pairs(kind, folder, base, max_steps=3, **more), rtol=2e-3)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "changes", [{"use_adaptive_entropy": True}, {"entropy_coef": 0.2}], ids=lambda x: [*x][0]
+)
+def test_grpo_entropy_bonus(folder, changes, lora):  # noqa: F811
+    """Adaptive, its coefficient starts at 0 and moves between two steps."""
+    changes = {"entropy_target": 50.0, "entropy_coef_delta": 0.2, "entropy_coef_max": 1.0} | changes
+    more = {"wrap": adapted} if lora else {}
+    theirs, mine = pairs("GRPO", folder, trl.GRPOTrainer, max_steps=4, beta=0.0, **changes, **more)
+    assert_same_run(theirs, mine, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("head_trains", "used", "products"),
+    [(True, False, 4), (False, False, 2), (True, True, 4), (False, True, 5)],
+    ids=["trained", "frozen", "trained-used", "frozen-used"],
+)
+def test_what_an_entropy_costs(head_trains, used, products):
+    """Where nobody differentiates it as much as log-probabilities alone."""
+    model = tiny_model(initializer_range=PEAKED)
+    model.lm_head.requires_grad_(head_trains)
+    for name in ("entropy",) if used else ("entropy", None):
+        score = per_token_score(CHUNKED, *([] if name is None else [name]))
+        with scored(lambda chunked, score=score: score)(CHUNKED)(model):
+            model(IDS, labels=LABELS, fused_lm_head=True)  # which checks the head
+            with Counting() as counted:
+                out = model(IDS, labels=LABELS, fused_lm_head=True)
+                (out.log_probs.sum() + (out.entropy.sum() if used else 0)).backward()
+        assert counted.products == products
+
+
+class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+    """Products with something of the vocabulary's size."""
+
+    products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten._addmm_activation,
+        ):
+            shapes = [x.shape for x in args if isinstance(x, torch.Tensor)]
+            self.products += any(96 in shape for shape in shapes)
+        return function(*args, **kwargs or {})
+
+
+# --- options
+
+
+class Changing(transformers.TrainerCallback):
+    """Changes the trainer after its first step."""
+
+    def __init__(self, change):
+        self.change, self.trainer = change, None
+
+    def on_step_end(self, *args, **kwargs):
+        self.change(self.trainer)
+
+
+def changed(tmp_path, change, flag, **settings):
+    callback = Changing(change)
+
+    def build(*args, callbacks, **kwargs):
+        trainer = trl.SFTTrainer(*args, callbacks=[*callbacks, callback], **kwargs)
+        callback.trainer = trainer
+        if flag:
+            apply_to(trainer, logits_budget=2**16)
+        return trainer
+
+    args = trl.SFTConfig(**options(tmp_path, max_steps=3, **settings))
+    return train(build, args, tiny_model(initializer_range=PEAKED), tiny_dataset(masked=True))
+
+
+def dft(trainer):
+    trainer.args.loss_type = "dft"
+
+
+def other_smoothing(trainer):
+    trainer.label_smoother = transformers.trainer_pt_utils.LabelSmoother(epsilon=0.4)
+
+
+def no_smoothing(trainer):
+    trainer.label_smoother = None
+
+
+def unread(trainer):
+    """What TRL's constructor has read, and nobody after it."""
+    trainer.args.label_smoothing_factor = 0.3
+    trainer.args.temperature = 3.0
+
+
+@pytest.mark.parametrize("change", [dft, other_smoothing, no_smoothing, unread], ids=lambda x: x.__name__)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_sft_options_that_a_callback_changes(tmp_path, change):
+    settings = {"label_smoothing_factor": 0.1} if change is no_smoothing else {}
+    assert_same_run(*(changed(tmp_path, change, flag, **settings) for flag in (False, True)), rtol=1e-3)
+
+
+def smoothed_dft(trainer):
+    dft(trainer)
+    other_smoothing(trainer)
+
+
+def own_smoother(trainer):
+    trainer.label_smoother = lambda *args, **kwargs: 0.0
+
+
+def own_loss(trainer):
+    trainer.compute_loss_func = lambda *args, **kwargs: 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (smoothed_dft, "label_smoothing_factor: expected 0 with loss_type='dft', got 0.4"),
+        (own_smoother, "label_smoother: expected transformers' LabelSmoother"),
+        (own_loss, "compute_loss_func: expected None"),
+    ],
+)
+def test_options_that_the_flag_cannot_follow(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        changed(tmp_path, change, flag=True)
+
+
+def test_a_step_that_leaves_the_head_out_is_noticed_at_any_time(tmp_path):
+    """Not in the first one alone."""
+
+    class Sometimes(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if self.state.global_step < 2:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return model(**inputs).loss
+
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    trainer = Sometimes(tiny_model(), args=trl.SFTConfig(**options(tmp_path, max_steps=4)), **given)
+    apply_to(trainer)
+    with pytest.raises(
+        RuntimeError, match="the chunked loss: expected to be used by every step of Sometimes"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_hook_cannot_take_a_sum_for_a_field(tmp_path):
+    """TRL's own compute_loss is handed sums, which a hook of the model sees too."""
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    trainer = trl.SFTTrainer(tiny_model(), args=trl.SFTConfig(**options(tmp_path)), **given)
+    apply_to(trainer)
+    seen = []
+    trainer.model.register_forward_hook(lambda model, args, outputs: seen.append(outputs))
+    trainer.train()
+    entropy = seen[0].entropy
+    for use in (lambda: entropy.mean(), lambda: entropy.shape, lambda: torch.exp(entropy)):
+        with pytest.raises(
+            (TypeError, AttributeError), match="outputs: expected TRL's SFTTrainer.compute_loss, "
+        ):
+            use()
+    for use in (lambda: entropy * 2, lambda: entropy[0], lambda: float(entropy)):
+        with pytest.raises(TypeError):
+            use()
+
+
+# --- losses, methods and models of the user's own
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_loss_function_of_the_models(folder, kind):  # noqa: F811
+    """TRL's head never calls it."""
+
+    def own(model):
+        model.loss_function = lambda logits, labels, **kwargs: logits.float().square().mean()
+        return model
+
+    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
+    assert_same_run(step(kind, folder, wrap=own), step(kind, folder, wrap=own, **pair, **LOSS), rtol=1e-3)
+
+
+def test_sft_compute_loss_as_a_partial(folder):  # noqa: F811
+    def partial(trainer):
+        trainer.compute_loss = functools.partial(trl.SFTTrainer.compute_loss, trainer)
+
+    def flagged(trainer):
+        partial(trainer)
+        apply_to(trainer)()
+        assert isinstance(trainer.compute_loss, functools.partial)
+        apply_to(trainer)
+
+    runs = [step("SFT", folder, change=change, loss_type="dft") for change in (partial, flagged)]
+    assert_same_run(*runs, rtol=1e-3)
+
+
+def test_a_trainer_of_a_module_without_config(tmp_path):
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+    trainer = transformers.Trainer(Plain(), args=transformers.TrainingArguments(**options(tmp_path)))
+    with pytest.raises(
+        ValueError, match="model: expected a causal language model with an LM head, got Plain"
+    ):
+        apply_to(trainer)
+    assert "chunked_loss" not in vars(trainer)
+
+
+CAUSAL = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False)
+
+
+def with_task(model):
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, CAUSAL)
+
+
+@pytest.mark.parametrize("return_dict", [None, True])
+def test_patch_model_under_peft_with_a_task_type(return_dict):
+    """PEFT's model passes on return_dict=None."""
+    numbers = []
+    for patched in (False, True):
+        model = with_task(tiny_model(initializer_range=PEAKED))
+        if patched:
+            patch_model(model)
+        out = model(input_ids=IDS, labels=LABELS, return_dict=return_dict)
+        out.loss.backward()
+        numbers.append([out.loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(numbers[1], numbers[0], rtol=1e-4, atol=1e-6)
+    assert out.logits is None
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_transformers_trainer_of_a_peft_model_with_a_task_type(tmp_path, bf16):
+    def run(flag):
+        def build(*args, **kwargs):
+            trainer = transformers.Trainer(*args, **kwargs)
+            if flag:
+                apply_to(trainer)
+            return trainer
+
+        rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
+        data = rows.map(lambda row: {"labels": row["input_ids"]})
+        args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
+        return train(build, args, with_task(tiny_model(initializer_range=PEAKED)), data)
+
+    theirs, mine = run(False), run(True)
+    assert mine.trainer.last_plan is not None
+    rtol = 3e-2 if bf16 else 1e-3
+    assert [log["loss"] for log in mine.logs[:2]] == pytest.approx(
+        [log["loss"] for log in theirs.logs[:2]], rel=rtol
+    )
+    for name, grad in theirs.gradients[0].items():
+        assert (mine.gradients[0][name] - grad).norm() <= rtol * grad.norm()
