@@ -1,6 +1,7 @@
 """How a call will run: strategy and chunk boundaries, from shapes, budget, scope and what needs a gradient.
 
-A plan is a list of steps over the rows (supervised tokens, whole groups side by side). A step projects its
+A plan is a list of steps over the rows: the supervised tokens, or all with `compact=False`, whole groups
+side by side. A step projects its
 rows to logits, may *read* them into per-token numbers, may then *evaluate* the loss on a span of rows, with
 its gradient with respect to those numbers, and may *write*: turn the logits into their gradient and multiply
 it out. Every strategy is such a list:
@@ -58,7 +59,7 @@ class Plan:
     Attributes:
         strategy: "fused", "resident", "recompute", "row_scaled", "loss_only" or "mixed".
         steps: the chunks, in order.
-        rows: supervised tokens.
+        rows: projected tokens: the supervised ones, or all with `compact=False`.
         row_bytes: memory of one row of logits and of every temporary beside it.
         budget: bytes that a chunk may take: `logits_budget` less `fixed_bytes`.
         chunks: how many chunks of logits are projected.
@@ -112,7 +113,7 @@ class Plan:
         fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         return (
-            f"{head}{gathered}{self.strategy}{parts}: {_counted(self.rows, 'supervised token')} in {chunks}, "
+            f"{head}{gathered}{self.strategy}{parts}: {_counted(self.rows, 'projected token')} in {chunks}, "
             f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB{fixed}{products}"
         )
 
@@ -146,7 +147,7 @@ def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
 class Facts(NamedTuple):
     """What of a call decides its strategy."""
 
-    rows: int  # supervised tokens
+    rows: int  # projected tokens
     # Rows of each group that must be seen together; None where every token stands alone.
     groups: tuple[int, ...] | None
     differentiable: bool  # whether anything needs a gradient

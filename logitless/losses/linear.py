@@ -49,7 +49,7 @@ class LinearLoss(CheckedCall):
     """What every loss has: how logits come from the head, and how the work is bounded.
 
     Args:
-        ignore_index: targets with this id are not supervised; they are never projected.
+        ignore_index: targets with this id are not supervised. With `compact` they are not projected.
         reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
         softcap: c in logits c * tanh(logit_scale * (h·w + b) / c) / temperature; None for no bound.
         logit_scale: factor of h·w + b.

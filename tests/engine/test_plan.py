@@ -164,15 +164,15 @@ def test_mixed():
     ]
     assert plan.strategy == "mixed" and set(plan.parts) == {"resident", "recompute"}
     text = plan.describe()
-    assert "mixed" in text and "resident" in text and "recompute" in text and "19 supervised tokens" in text
+    assert "mixed" in text and "resident" in text and "recompute" in text and "19 projected tokens" in text
 
 
 def test_one_of_a_kind_is_singular():
     one, three = (
         Case(Pass.SOLVE, None, rows, True, True, True, False, 1).plan().describe() for rows in (1, 3)
     )
-    assert "1 supervised token in 1 chunk of 1, " in one
-    assert "3 supervised tokens in 3 chunks of up to 1, " in three
+    assert "1 projected token in 1 chunk of 1, " in one
+    assert "3 projected tokens in 3 chunks of up to 1, " in three
 
 
 def test_no_rows_still_evaluate():

@@ -75,7 +75,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
     assert_same_gradients(theirs, applied, rtol=1e-3)
     assert calls.number > 0
     (line,) = [record.message for record in caplog.records if record.name == "logitless.trl_integration"]
-    assert line.startswith(f"{kind}Trainer: ") and " supervised tokens in " in line
+    assert line.startswith(f"{kind}Trainer: ") and " projected tokens in " in line
     assert has_products(kind, line, 3) or has_products(kind, line, 4)
     assert ("head checked at step 1" in line) is (kind != "Distillation")
     trainer, before, undo = undone[0]
@@ -90,7 +90,7 @@ def test_flag_off_and_apply_to(folder, monkeypatch, calls, caplog, kind):
 
 def has_products(kind: str, line: str, number: int) -> bool:
     """SDPO's last loss has no tokens here, and so no products."""
-    return f", {number} products; " in line or (kind == "SDPO" and ": 0 supervised tokens in " in line)
+    return f", {number} products; " in line or (kind == "SDPO" and ": 0 projected tokens in " in line)
 
 
 @pytest.mark.parametrize("kind", ALL)
