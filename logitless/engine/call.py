@@ -103,6 +103,14 @@ class Call(Given):
         )
 
 
+def d_hidden_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the rows of d_hidden before the mean's division, from the dtype of the products.
+
+    In fp16 they may be larger than any number of that dtype, which their quotient is not.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 class Options(NamedTuple):
     """What a public call takes beside the operands and the loss's own inputs."""
 

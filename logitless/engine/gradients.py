@@ -58,7 +58,8 @@ class Gradients:
         elif needs.weight:
             self._weight = Sum(self.sums[weight], written=True) if weight in self.sums else None
             if self._weight is None:
-                wide = several_chunks or self._static
+                # In fp16 the sum may be larger than any number of that dtype, which the mean is not.
+                wide = several_chunks or self._static or call.dtype == torch.float16
                 dtype = call.loss.accum_dtype or (call.stat_dtype if wide else call.dtype)
                 self.sums[weight] = torch.empty(V, H, dtype=dtype, device=call.weight.device)
                 self._weight = Sum(self.sums[weight])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine import passes
-from logitless.engine.call import Call, Slots
+from logitless.engine.call import Call, Slots, d_hidden_dtype
 from logitless.engine.gradients import Gradients, finish
 from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
@@ -177,7 +177,7 @@ def _fake_sums(tensors: Sequence[Tensor | None], key: str) -> list[Tensor]:
                 continue
             x = tensors[slot]
             if slot == hidden:
-                sums[slot] = x.new_empty(x.shape, dtype=stat if several else signature.dtype)
+                sums[slot] = x.new_empty(x.shape, dtype=stat if several else d_hidden_dtype(signature.dtype))
             elif slot == weight:
                 sums[slot] = x.new_empty(x.shape, dtype=x.dtype if several else loss.accum_dtype or stat)
             elif slot == bias:
@@ -226,7 +226,8 @@ def _(tensors, sequences, key):
     kept = objective.linear_in_logps(loss) and hidden_alone
     inputs = dict(zip(loss.roles, tensors[-len(loss.roles) :], strict=True)) if loss.roles else {}
     shapes = objective.number_shapes(loss, targets.shape[0], inputs).values()
-    vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=signature.dtype)
+    kind = d_hidden_dtype(signature.dtype) if kept else hidden.dtype
+    vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
     return [vectors, *(hidden.new_empty(shape, dtype=dtype or stat) for shape, dtype in shapes)]
 
 

@@ -212,7 +212,8 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
     spared = 0
     # A pass that hands out numbers has the chunks of the one that follows it.
-    summed = needs.weight and call.dtype != call.stat_dtype
+    # In fp16 the sum is in fp32 in any case.
+    summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
     if summed and not wide and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize
     facts = Facts(

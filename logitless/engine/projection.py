@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call, Layers
+from logitless.engine.call import Call, Layers, d_hidden_dtype
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import identity_hooks
 from logitless.engine.plan import Plan
@@ -36,7 +36,8 @@ class Projection:
         self.d_hidden: Tensor | None = None  # (N, H), rows that are not walked zero
         if self.needs.hidden and gradients:
             make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros
-            self.d_hidden = make(call.hidden.shape, dtype=self.weight.dtype, device=self.weight.device)
+            dtype = d_hidden_dtype(self.weight.dtype)
+            self.d_hidden = make(call.hidden.shape, dtype=dtype, device=self.weight.device)
 
     def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
         """Room for the logits of a chunk, and the same memory as it holds their gradient.
@@ -64,11 +65,14 @@ class Projection:
 
     def backproject(self, chunk: Chunk) -> None:
         """Product 2: gradient -> d_features, up to the chunk's factor; nothing where nobody needs it."""
-        if not (self.needs.hidden or self.needs.layers):
-            return
-        direct = isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None
-        out = self.d_hidden[chunk.at] if direct else torch.empty_like(chunk.features)
-        chunk.d_features = hidden_gradient(chunk.gradient, self.weight, out)
+        if self.needs.hidden or self.needs.layers:
+            chunk.d_features = hidden_gradient(chunk.gradient, self.weight, self.d_features(chunk))
+
+    def d_features(self, chunk: Chunk) -> Tensor:
+        """Room for a chunk's d_features: its rows of d_hidden, where these are in one piece."""
+        if isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None:
+            return self.d_hidden[chunk.at]
+        return torch.empty_like(chunk.features, dtype=d_hidden_dtype(self.weight.dtype))
 
     def reduce(self, chunk: Chunk):
         """Apply the factor to d_features, and start to sum them over the ranks of a sharded head."""
@@ -98,7 +102,7 @@ class Projection:
         if self.d_hidden is None:
             return
         if isinstance(chunk.at, Tensor):
-            self.d_hidden.index_copy_(0, chunk.at, d_rows)
+            self.d_hidden.index_copy_(0, chunk.at, d_rows.to(self.d_hidden.dtype))
         elif self.layers is not None:
             self.d_hidden[chunk.at] = d_rows
 

@@ -59,9 +59,12 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 
 def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """`out[C, H] = d_logits @ weight`, summed in fp32 at least."""
-    if d_logits.device.type != "cpu" or d_logits.dtype == torch.promote_types(d_logits.dtype, torch.float32):
+    """`out[C, H] = d_logits @ weight`, summed in fp32 at least; in the dtype of `out`, which may be wider."""
+    device, dtype = d_logits.device.type, d_logits.dtype
+    if out.dtype == dtype and (device != "cpu" or dtype == torch.promote_types(dtype, torch.float32)):
         return torch.mm(d_logits, weight, out=out)
+    if out.dtype == torch.float32 != dtype and _has_out_dtype(device, dtype):
+        return torch.mm(d_logits, weight, out_dtype=torch.float32, out=out)
     # Half-precision products of a CPU may sum a long row in half precision.
     total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     for piece in _vocabulary_pieces(weight.shape[0]):

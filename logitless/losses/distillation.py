@@ -124,6 +124,9 @@ class DistillationLoss(LogitsLoss):
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
             best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
+            # An id that a bias of -inf rules out takes no part.
+            ruled_out = (z == -torch.inf) | (t == -torch.inf)
+            z, t = (x.masked_fill(ruled_out, 0.0) for x in (z, t))
             z, t = z / batch.norm(z).clamp(min=TINY), t / batch.norm(t).clamp(min=TINY)
             soft = 0.5 * (z - t).square().sum(-1)
         else:

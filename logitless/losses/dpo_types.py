@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from logitless.losses.numerics import bounded_exp
+from logitless.losses.numerics import bounded_exp, sigmoid
 from logitless.losses.preference import smoothed
 
 DPOType = Literal[
@@ -117,10 +117,8 @@ DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
     ),
     "aot": aot,
     "aot_unpaired": aot_unpaired,
-    "apo_zero": lambda loss, p: (-loss.beta * p.chosen).sigmoid() + (loss.beta * p.rejected).sigmoid(),
-    "apo_down": lambda loss, p: (
-        (loss.beta * p.chosen).sigmoid() + (loss.beta * (p.rejected - p.chosen)).sigmoid()
-    ),
+    "apo_zero": lambda loss, p: sigmoid(-loss.beta * p.chosen) + sigmoid(loss.beta * p.rejected),
+    "apo_down": lambda loss, p: sigmoid(loss.beta * p.chosen) + sigmoid(loss.beta * (p.rejected - p.chosen)),
     "discopop": discopop,
     "sigmoid_norm": lambda loss, p: -logsigmoid(loss.beta * p.delta),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.engine.budget import default_budget
-from logitless.engine.call import Call, Given
+from logitless.engine.call import Call, Given, d_hidden_dtype
 from logitless.engine.choose import choose_rows
 from logitless.engine.function import Mode, Outcome, replaced
 from logitless.engine.gradients import Gradients
@@ -276,10 +276,13 @@ class _Planner:
             gradients.open(call, 1.0, several_chunks=plan.chunks > 1)
         wide = [x for x in gradients.sums.values() if x.dtype != call.weight.dtype]  # one head's are alive
         held, copies = sum(x.nbytes for x in wide), sum(x.numel() * call.weight.itemsize for x in wide)
-        hidden = {x.slots.hidden: x.hidden for x in solved} if several else {}  # d_hidden is summed in fp32
-        wider = sum(x.numel() * (call.stat_dtype.itemsize - x.itemsize) for x in hidden.values())
+        # Of several heads, and in fp16, d_hidden is summed in fp32.
+        width = call.stat_dtype if several else d_hidden_dtype(call.dtype)
+        hidden = {x.slots.hidden: x.hidden for x in solved}
+        wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
-        later = call.hidden.nbytes if purpose is Pass.NUMBERS else copies
+        vectors = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize
+        later = vectors if purpose is Pass.NUMBERS else copies
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 

@@ -104,6 +104,31 @@ def test_skewed_kl_of_any_gap(alpha, gap, teacher):
     assert torch.allclose(head.grad.double(), exact.grad, rtol=1e-4, atol=3e-7 + 1e-8 * gap)
 
 
+@pytest.mark.parametrize("divergence", NAMES)
+def test_ids_that_both_biases_rule_out_are_not_there(divergence):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)
+
+    hidden, teacher, weight, teacher_weight = random(6, 4), random(6, 3), random(9, 4), random(9, 3)
+    kept = torch.tensor([0, 1, 3, 4, 6, 7, 8], device=DEVICE)
+    ruled_out = torch.full((9,), -torch.inf, dtype=torch.float64, device=DEVICE).index_fill(0, kept, 0.0)
+    head, exact = weight.clone().requires_grad_(), weight[kept].clone().requires_grad_()
+    options = {"bias": ruled_out, "teacher_bias": ruled_out}
+    found = DistillationLoss(divergence=divergence)(
+        hidden, head, teacher_hidden=teacher, teacher_weight=teacher_weight, **options
+    ).loss
+    truth, _ = reference.distillation(
+        hidden, exact, divergence=divergence, teacher_hidden=teacher, teacher_weight=teacher_weight[kept]
+    )
+    found.backward()
+    truth.backward()
+    torch.testing.assert_close(found, truth)
+    torch.testing.assert_close(head.grad[kept], exact.grad)
+    assert not head.grad[[2, 5]].any()
+
+
 @pytest.mark.parametrize("trainable, products", [(True, 3), (False, 2)], ids=["trainable", "frozen head"])
 def test_products(trainable, products):
     """Three products of the student, two with a frozen head, and the teacher's one: no gradient reaches

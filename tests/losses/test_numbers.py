@@ -134,6 +134,22 @@ def test_kto_keeps_its_digits_for_sequences_far_from_their_label(loss_type):
         torch.testing.assert_close(narrow, wide, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("far", [15.0, -15.0])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("loss_type", ["apo_zero", "apo_down"])
+def test_dpo_keeps_its_digits_for_sequences_far_from_the_reference(loss_type, side, far):
+    """In fp32 the gradient of a pair, one of which is 15 nats from its reference, is that of fp64."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        bias = torch.zeros(2, dtype=dtype, requires_grad=True)
+        reference = torch.full((2,), -0.5, dtype=dtype)
+        reference[side] = far
+        operands = torch.zeros(2, 1, 1, dtype=dtype), torch.zeros(2, 1, dtype=dtype), torch.tensor([[0], [1]])
+        DPOLoss(beta=1.0, loss_type=loss_type)(*operands, bias=bias, ref_logps=reference).loss.backward()
+        found.append(bias.grad.double())
+    torch.testing.assert_close(*found, rtol=2e-5, atol=0)
+
+
 def test_a_target_beyond_the_vocabulary_may_be_the_ignored_one():
     """The Brier loss of docs/howto/own-loss.md, where nothing is left out."""
     hidden, weight = torch.randn(3, 4), torch.randn(5, 4)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from logitless import CrossEntropyLoss
 from tests import reference
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, Given
-from tests.support import DEVICE, assert_close
+from tests.support import DEVICE, assert_close, relative_error
 
 
 def naive_dpo(x: Given, heads, **options) -> Tensor:
@@ -144,3 +145,42 @@ def test_saved_tensor_hooks_and_a_second_backward(name, hooks):
     torch.testing.assert_close(
         accumulated(within, name, times=2), {name: 2 * gradient for name, gradient in plain.items()}
     )
+
+
+LARGE = {
+    "all": ("hidden", "weight"),
+    "frozen head": ("hidden",),
+    "frozen hidden states": ("weight",),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("trained", LARGE.values(), ids=LARGE)
+def test_sums_in_fp16_before_the_division_of_the_mean(trained, ignored, reduction):
+    """Rows of d_hidden of 5e5 and sums of d_weight of 3e5, whose hundredth parts fp16 can hold."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator, device=DEVICE) for shape in ((100, 8), (40, 8)))
+    leaves = {"hidden": (hidden * 0.1 + 1).half(), "weight": (weight * 40).half()}
+    targets = torch.full((100,), 3, device=DEVICE)
+    if ignored:
+        targets[::7] = -100
+    weights = torch.full((100,), 3000.0, device=DEVICE)
+
+    def gradients(loss, dtype):
+        x = {name: leaf.to(dtype).requires_grad_(name in trained) for name, leaf in leaves.items()}
+        value = loss(x["hidden"], x["weight"])
+        return dict(zip(trained, torch.autograd.grad(value, [x[name] for name in trained]), strict=True))
+
+    def ours(h, w):
+        values = CrossEntropyLoss(reduction=reduction)(h, w, targets, token_weights=weights).loss
+        return values if reduction == "mean" else values.sum() / (targets != -100).sum()
+
+    def truth(h, w):
+        z = h @ w.T
+        return 3000 * torch.nn.functional.cross_entropy(z, targets)
+
+    expected = gradients(truth, torch.float64)
+    for name, gradient in gradients(ours, torch.float16).items():
+        assert gradient.dtype == torch.float16 and gradient.isfinite().all(), name
+        assert relative_error(gradient, expected[name]) < 5e-3, name

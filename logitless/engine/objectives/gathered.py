@@ -49,9 +49,7 @@ class GatheredProjection(Projection):
 
     def backproject(self, chunk: Chunk) -> None:
         if self.needs.hidden or self.needs.layers:
-            out = torch.empty_like(chunk.features)
-            if isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None:
-                out = self.d_hidden[chunk.at]
+            out = self.d_features(chunk)
             chunk.d_features = weighted_rows(self.weight, self.columns, chunk.gradient, out)
 
     def accumulate(self, total: Tensor, gradient: Tensor, features: Tensor, *, first: bool) -> None:
