@@ -5,7 +5,7 @@ from torch import Tensor
 from logitless.engine.operands import INTEGERS, checked_boundaries, masked, shifted
 from logitless.engine.rows import boundary_fault
 from logitless.errors import expect
-from logitless.kernels.head.targets import boundaries_fit
+from logitless.kernels.head.targets import wrong_boundaries
 
 
 def count_targets(
@@ -55,7 +55,7 @@ def count_targets(
         expect(targets.dim() == 1, "targets", expected, got, "flatten the tokens or leave it out")
         cu_seqlens = checked_boundaries(cu_seqlens, targets)
         N = targets.shape[0]
-        boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(boundaries_fit(cu_seqlens, N))
+        boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(~wrong_boundaries(cu_seqlens, N)[0])
     if shift:
         expect(
             targets.dim() > 0, "shift", "False for a single target", True, "a single token has no next one"

@@ -65,12 +65,13 @@ def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> 
     counts = marks.sum(1)
     if cu_seqlens is None:
         return counts
-    return torch.cat((counts, (~boundaries_fit(cu_seqlens, N)).long()[None]))
+    return torch.cat((counts, wrong_boundaries(cu_seqlens, N)))
 
 
-def boundaries_fit(cu_seqlens: Tensor, N: int) -> Tensor:
-    """() bool: whether boundaries (sequences + 1,) start at 0, do not decrease and end at N."""
-    return (cu_seqlens[0] == 0) & (cu_seqlens[-1] == N) & (cu_seqlens.diff() >= 0).all()
+def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:
+    """(1,) bool: whether boundaries (sequences + 1,) do not start at 0, decrease, or do not end at N."""
+    falls = (cu_seqlens[1:] < cu_seqlens[:-1]).any()
+    return (cu_seqlens[:1] != 0) | (cu_seqlens[-1:] != N) | falls
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
