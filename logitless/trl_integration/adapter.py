@@ -105,6 +105,9 @@ class ChunkedLoss:
         self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of a trainer outside of TRL
         self.undo: Callable[[], None] = lambda: None
+        # By the trainer's attribute its model, and what is under that: Accelerate walks all modules to unwrap
+        # one.
+        self.bases: dict[str, tuple[Any, nn.Module]] = {}
         self.heads: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {}
 
     def __deepcopy__(self, memo: dict) -> "ChunkedLoss":
@@ -117,7 +120,11 @@ class ChunkedLoss:
         found: dict[nn.Module, Callable] = {}
         for name, attach in self.heads.items():
             if (model := getattr(self.trainer, name, None)) is not None:
-                found.setdefault(base_of(self.trainer, model), attach)  # a student may be its own teacher
+                wrapped, base = self.bases.get(name, (None, None))
+                if wrapped is not model:
+                    base = base_of(self.trainer, model)
+                    self.bases[name] = model, base
+                found.setdefault(base, attach)  # a student may be its own teacher
         with ExitStack() as stack:
             for model, attach in found.items():
                 stack.enter_context(attach(model))
@@ -249,10 +256,14 @@ class ChunkedLoss:
         # A batch without anything to learn from may skip the loss.
         if unused and bool((loss == 0).all()):
             return
-        expected = f"to be used by every step of {type(self.trainer).__name__} ({step})"
-        found = f"a loss computed without it by trl {installed('trl')} (supported: {SUPPORTED['trl']})"
-        remedy = "install that version, leave out a compute_loss of your own, or train without the flag"
-        expect(not unused, ", ".join(unused), expected, found, remedy, RuntimeError)
+        if unused:
+            step_of = f"every step of {type(self.trainer).__name__} ({step})"
+            found = f"trl {installed('trl')} (supported: {SUPPORTED['trl']})"
+            remedy = "leave out a compute_loss of your own, or train without the flag"
+            raise RuntimeError(
+                f"{', '.join(unused)}: expected to be used by {step_of}, got a loss computed without it by "
+                f"{found}; install that version, {remedy}."
+            )
         first = step not in self.verified
         self.verified.add(step)
         if first and step == "train" and self.trainer.is_world_process_zero():
