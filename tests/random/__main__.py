@@ -3,17 +3,24 @@
 Each find is printed once, shrunk, with a line that runs it again. Ends with 1 where there was one.
 """
 
-import itertools
-import re
-import time
-import traceback
-from enum import Enum
-from typing import Annotated
+import os
 
-import typer
+# As in tests/conftest.py.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.random import known
-from tests.random.search import SEARCHED, search
+import itertools  # noqa: E402
+import re  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+import warnings  # noqa: E402
+from enum import Enum  # noqa: E402
+from typing import Annotated  # noqa: E402
+
+import typer  # noqa: E402
+
+from tests.random import known  # noqa: E402
+from tests.random.search import SEARCHED, search  # noqa: E402
 
 # Of one search, before the next kind has its turn.
 EXAMPLES = {"losses": 100, "trainers": 5}
@@ -34,6 +41,7 @@ def main(
     if with_known:
         for faults in known.KNOWN.values():
             faults.clear()
+    warnings.simplefilter("ignore")
     searches = []
     if only is not Part.TRAINERS:
         from tests.random.test_losses import SEARCHES

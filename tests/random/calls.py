@@ -139,7 +139,8 @@ class World:
     def labels(self) -> Tensor:
         """(S, T) as the call takes them."""
         if "unlabelled" in self.case.inputs:  # every position counts
-            return torch.full((self.S, self.T), 10**6)
+            there = self.valid | torch.tensor(self.case.layout != "packed")
+            return torch.where(there, 10**6, self.ignore_index)
         dropped = ~self.valid | (self.uniform("ignored", self.S, self.T) < self.case.ignored)
         return self.ids("labels", self.S, self.T).masked_fill(dropped, self.ignore_index)
 

@@ -265,7 +265,7 @@ def fits_distillation(case: Call) -> bool:
         and not (given and (o.get("support", "teacher") != "teacher" or "k" in o))
         and (given or ("support" in o) == ("k" in o))
         and o.get("k", 1) <= case.V - 2 * (i["teacher"] == "smaller")
-        and not ("hard_loss_weight" in o and "unlabelled" in i)
+        and not ("unlabelled" in i and ("hard_loss_weight" in o or case.V == 1))
     )
 
 
@@ -462,7 +462,7 @@ USED = one(used=[("logps",), ("lse",), ("logps", "lse"), ("logps", "entropy"), (
 STATS = st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple)
 OWN = st.fixed_dictionaries(
     {
-        "differentiates": st.lists(st.sampled_from(STATISTICS[:5]), min_size=1, unique=True).map(tuple),
+        "differentiates": st.lists(st.sampled_from(STATISTICS[:4]), min_size=1, unique=True).map(tuple),
         "observes": STATS,
     }
 )
@@ -482,7 +482,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "ORPO": Family(
         ll.ORPOLoss, of_sequences(reference.orpo), some(beta=[1.0], logits_over=["position"]),
-        some(nll_targets=[True]), nll_targets, 2, ("shift", "num_items", "sum", "main"),
+        some(nll_targets=[True]), nll_targets, 2, ("mask", "shift", "num_items", "sum", "main"),
+        fits=lambda case: "nll_targets" not in case.inputs or case.mask is None,
     ),
     "CPO": Family(
         ll.CPOLoss, of_sequences(reference.cpo), merged(one(loss_type=("sigmoid", "hinge", "ipo", "simpo")), CPO_OPTIONS),

@@ -1,7 +1,7 @@
 """How hypothesis is run: a fixed set of examples for `make test`, others for every seed."""
 
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 
 import hypothesis
@@ -27,7 +27,7 @@ def search(
     @hypothesis.given(case=cases)
     def found(case):
         try:
-            with redirect_stdout(StringIO()):  # trainers print their logs
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # trainers print much
                 check(case)
         except Exception as error:
             error.add_note(f"import torch; from {check.__module__} import *; check({case!r})")

@@ -91,15 +91,17 @@ def fits(case: Call) -> bool:
     return FAMILIES[case.loss].fits(case)
 
 
-def takes_boundaries(name: str) -> bool:
-    return FAMILIES[name].group > 0 or "shift" in FAMILIES[name].takes or name == "multi-token"
+def mistakes(name: str) -> tuple[str, ...]:
+    takes = FAMILIES[name].takes
+    bounded = FAMILIES[name].group > 0 or "shift" in takes or name == "multi-token"
+    masked = "mask" in takes and name != "linear_topk"
+    return (("short", "long", "late") if bounded else ()) + (("float mask",) if masked else ())
 
 
 @st.composite
-def wrong(draw, name: str) -> Call:
+def wrong_calls(draw, name: str) -> Call:
     """A call that must be refused."""
-    kinds = ("short", "long", "late") if takes_boundaries(name) else ()
-    kind = draw(st.sampled_from(kinds + (("float mask",) if "mask" in FAMILIES[name].takes else ())))
+    kind = draw(st.sampled_from(mistakes(name)))
     case = draw(calls(name).filter(lambda case: fits(case) and sum(case.lengths) > 1))
     if kind == "float mask":
         return replace(case, wrong=kind, mask="float32")
@@ -107,7 +109,11 @@ def wrong(draw, name: str) -> Call:
 
 
 SEARCHES = {name: (calls(name).filter(fits).filter(unknown), lambda case: check(case)) for name in FAMILIES}
-SEARCHES |= {f"{name}, wrong": (wrong(name).filter(unknown), lambda case: check(case)) for name in FAMILIES}
+SEARCHES |= {
+    f"{name}, wrong": (wrong_calls(name).filter(unknown), lambda case: check(case))
+    for name in FAMILIES
+    if mistakes(name)
+}
 
 
 @pytest.mark.parametrize("name", SEARCHES)
@@ -124,6 +130,8 @@ def check(case: Call) -> None:
             run(family, w)
         return
     truth, eps = solve(family, w), torch.finfo(case.wide).eps
+    if (truth["value"].abs() > 1e18).any():
+        return  # its square is no fp32 number
     rounded = [solve(family, w, Rounding(eps, seed)) for seed in range(ROUNDINGS)]
     found = run(family, w)
     names = {name for name in found if not name.startswith("d_")} ^ {*truth} ^ {"d_products"}
@@ -247,13 +255,14 @@ def compare_gradients(w: World, dz: Tensor, error: Tensor, found: dict[str, Tens
 
 
 def close(name: str, actual: Tensor, truth: Tensor, allowed: Tensor) -> None:
+    most = torch.finfo(actual.dtype).max / 2 if actual.is_floating_point() else torch.inf
     actual = actual.detach().cpu().double()
     assert actual.shape == truth.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
     error = (actual - truth).abs()
     wrong = ~(error <= allowed) & (actual != truth) & ~(actual.isnan() & truth.isnan())
+    wrong &= truth.abs() < most
     if wrong.any():
         worst = torch.where(wrong, error / allowed, -1.0).nan_to_num(nan=torch.inf).argmax()
-        a, t, most = (x.reshape(-1)[worst].item() for x in (actual, truth, allowed))
-        raise AssertionError(
-            f"{name}: {a:.9g}, expected {t:.9g} within {most:.2g} ({wrong.sum()} of {wrong.numel()})"
-        )
+        a, t, within = (x.reshape(-1)[worst].item() for x in (actual, truth, allowed))
+        count = f"{wrong.sum()} of {wrong.numel()}"
+        raise AssertionError(f"{name}: {a:.9g}, expected {t:.9g} within {within:.2g} ({count})")
