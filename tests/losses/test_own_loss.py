@@ -273,6 +273,24 @@ ALIVE: list = []
 
 
 @dataclass(frozen=True, kw_only=True)
+class EntropyAlone(TokenLoss):
+    differentiates: ClassVar = ("entropy",)
+
+    def terms(self, stats, batch):
+        return {"entropy": Term(stats.entropy)}, {}
+
+
+def test_a_loss_without_a_gradient_of_logps_returns_them():
+    """Found at random: the gradient d_logps that stands beside them was multiplied though there is none."""
+    hidden, weight = torch.randn(5, H, requires_grad=True), torch.randn(V, H)
+    out = EntropyAlone(return_logps=True)(hidden, weight, torch.arange(5))
+    out.loss.backward()
+    truth = (hidden.detach() @ weight.T).log_softmax(-1)[range(5), range(5)]
+    assert torch.allclose(out.tokens["logps"], truth, rtol=1e-5)
+    assert out.tokens["d_logps"].eq(0).all() and hidden.grad.norm() > 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Watched(TokenLoss):
     """Its metric is no part of its loss, and made by an operation that saves its own output."""
 

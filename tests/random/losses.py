@@ -1,13 +1,12 @@
-"""The public losses: which options and inputs a random call draws, how it is made, and what it means on full
-logits.
+"""The public losses: what a random call of each draws, and what it means on full logits.
 
-`truth(w, z)` takes the exact products z (S, T, V) as a leaf and returns (value, metrics, numbers per token). A
-value per token is (S, T), one per sequence (S,), one per pair (S / 2,).
+`truth(w, z)` takes the products z (S, T, V), of several depths (depths, S, T, V), as leaves and returns the
+value, the metrics and, where it is not as usual, the numbers per token. A value per token is (S, T).
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,23 +15,30 @@ from torch import Tensor
 
 import logitless as ll
 from tests import reference
-from tests.random.world import Case, World
-from tests.reference.distillation import NOTHING, generalized_jsd, kl, kl_to_mixture
+from tests.random.calls import Call, World
 
+# Full logits do not know them.
+OF_THE_ENGINE = (
+    "logits_budget",
+    "accum_dtype",
+    "logits_dtype",
+    "compact",
+    "return_logps",
+    "return_predictions",
+)
+OF_SEQUENCES = ("mask", "shift", "num_items", "none", "sum", "main", "tokens")
+OF_TOKENS = (*OF_SEQUENCES, "flat")
 Drawn = st.SearchStrategy[dict]
-# Of one engine alone: full logits do not know them.
-OURS_ALONE = ("logits_budget", "accum_dtype", "logits_dtype", "compact", "return_logps", "return_predictions")
 
 
 def some(**options) -> Drawn:
     """A dictionary with any of the options, each one of its values."""
-    given = {name: st.sampled_from(values) for name, values in options.items()}
-    return st.fixed_dictionaries({}, optional=given)
+    return st.fixed_dictionaries({}, optional={name: st.sampled_from(x) for name, x in options.items()})
 
 
 def one(**options) -> Drawn:
-    """A dictionary with all of the options."""
-    return st.fixed_dictionaries({name: st.sampled_from(values) for name, values in options.items()})
+    """A dictionary with all of them."""
+    return st.fixed_dictionaries({name: st.sampled_from(x) for name, x in options.items()})
 
 
 def merged(*parts: Drawn) -> Drawn:
@@ -44,441 +50,281 @@ class Family:
     """One kind of call.
 
     Attributes:
-        make: the loss, of its options.
+        make: a loss class, or what makes of a `World` something that is called like a loss.
         truth: see above.
-        options, inputs: what is drawn for it.
+        options, inputs: what is drawn.
+        given: the call's own inputs, padded, of what was drawn.
         group: how many sequences belong together; 0 where tokens stand alone.
-        given: the inputs of a call, padded, from what was drawn.
-        call: (w, loss, hidden, weight, bias) -> (value, metrics, numbers per token), for what is called in
-            another way.
-        takes: what it can do: see `test_losses.cases`.
+        takes: of OF_TOKENS.
         fits: whether the loss is defined for what was drawn.
     """
 
     make: Callable
-    truth: Callable[[World, Tensor], tuple[Tensor, dict, dict]]
-    options: Drawn = field(default_factory=some)
-    inputs: Drawn = field(default_factory=some)
+    truth: Callable[[World, Tensor], tuple]
+    options: Drawn = some()
+    inputs: Drawn = some()
+    given: Callable[[World], dict] = lambda w: {}
     group: int = 0
-    given: Callable[[World], dict[str, Tensor]] = lambda w: {}
-    call: Callable | None = None
-    takes: tuple[str, ...] = ("mask", "shift", "num_items", "none", "sum", "main", "tokens", "flat")
-    fits: Callable[[Case], bool] = lambda case: True
+    takes: tuple[str, ...] = OF_SEQUENCES
+    fits: Callable[[Call], bool] = lambda case: True
 
 
-def defined(w: World) -> dict:
-    return {name: x for name, x in w.options.items() if name not in OURS_ALONE}
+def defined(w: World, *without: str) -> dict:
+    """The loss's options, its head and num_items, as references take them."""
+    options = {name: x for name, x in w.options.items() if name not in (*OF_THE_ENGINE, *without)}
+    return options | w.head | ({} if w.case.num_items is None else {"num_items": w.case.num_items})
 
 
-def head(w: World) -> dict:
-    return w.head | {"bias": w.bias}
-
-
-def numbers(w: World, z: Tensor) -> dict[str, Tensor]:
+def stats(w: World, z: Tensor) -> dict[str, Tensor]:
     """(S, T) by the names of `TokenStats`, 0 where ignored."""
-    logps, entropy, lse = reference.token_logprobs(
-        z, w.eye, w.targets, ignore_index=w.ignore_index, **head(w)
-    )
-    logits = reference.head_logits(z, w.eye, **head(w))
-    others = {
-        "sum_logits": logits.sum(-1),
-        "log_sum_sq_probs": (2 * logits.log_softmax(-1)).logsumexp(-1),
-        "is_top1": (logits.argmax(-1) == w.targets).double(),
-        "predictions": logits.argmax(-1),
-    }
+    logps, entropy, lse = reference.token_logprobs(z, w.eye, w.targets, ignore_index=w.ignore_index, **w.head)
+    logits = reference.head_logits(z, w.eye, **w.head)
+    others = {"sum_logits": logits.sum(-1), "log_sum_sq_probs": (2 * logits.log_softmax(-1)).logsumexp(-1)}
+    others |= {"is_top1": (logits.argmax(-1) == w.targets).double(), "predictions": logits.argmax(-1)}
     others = {name: x.masked_fill(~w.counted, 0) for name, x in others.items()}
     return {"logps": logps, "entropy": entropy, "lse": lse} | others
 
 
 def per_token(w: World, z: Tensor) -> dict[str, Tensor]:
-    """What `return_logps` and `return_predictions` hand out."""
-    found, names = numbers(w, z), []
-    if w.options.get("return_logps"):
-        names += ["logps", "lse"]
-    if w.options.get("return_predictions"):
-        names += ["predictions"]
-        found["predictions"] = found["predictions"].masked_fill(~w.counted, w.ignore_index)
-    return {name: found[name].detach() for name in names}
+    """What `return_logps` and `return_predictions` return."""
+    found = stats(w, z.detach())
+    names = ["logps", "lse"] if w.options.get("return_logps") else []
+    names += ["predictions"] if w.options.get("return_predictions") else []
+    found["predictions"] = found["predictions"].masked_fill(~w.counted, w.ignore_index)
+    return {name: found[name] for name in names}
 
 
-def mean_of(w: World, x: Tensor) -> Tensor:
-    return x.sum() / w.counted.sum().clamp(min=1)
+def mean(w: World, x: Tensor) -> Tensor:
+    return x.detach().masked_fill(~w.counted, 0).sum() / w.counted.sum().clamp(min=1)
+
+
+def reduced(w: World, values: Tensor) -> Tensor:
+    values, reduction = values.masked_fill(~w.counted, 0), w.options.get("reduction", "mean")
+    if reduction == "mean":
+        return values.sum() / (w.case.num_items or max(1, w.counted.sum().item()))
+    return values.sum() if reduction == "sum" else values
 
 
 # -- cross-entropy
 
 
-def cross_entropy_inputs(w: World) -> dict[str, Tensor]:
-    found = {}
-    if "class_weights" in w.case.inputs:
-        found["class_weights"] = w.uniform("class_weights", w.case.V) + 0.25
-    if "token_weights" in w.case.inputs:
-        found["token_weights"] = w.random("token_weights", w.S, w.T)
-    return found
+def weights(w: World) -> dict[str, Tensor]:
+    found = {
+        "class_weights": w.uniform("class", w.case.V) + 0.25,
+        "token_weights": w.random("token", w.S, w.T),
+    }
+    return {name: x for name, x in found.items() if name in w.case.inputs}
 
 
 def cross_entropy(w: World, z: Tensor):
-    given = cross_entropy_inputs(w) | {"num_items": w.case.num_items}
-    value = reference.cross_entropy(z, w.eye, w.targets, **given, **head(w) | defined(w))
-    found = numbers(w, z.detach())
-    metrics = {
-        "token_accuracy": mean_of(w, found["is_top1"]),
-        "entropy": mean_of(w, found["entropy"]),
-        "z_loss": mean_of(w, w.options.get("z_loss", 0.0) * found["lse"].square()),
-        "num_tokens": w.counted.sum().double(),
-    }
-    return value, metrics, per_token(w, z)
-
-
-def depths(w: World) -> list[Tensor]:
-    return [w.hidden, *(w.grid(f"hidden {k}", w.S, w.T, w.case.H) for k in range(1, w.case.inputs["depths"]))]
+    value, found = reference.cross_entropy(z, w.eye, w.targets, **w.inputs, **defined(w)), stats(w, z)
+    metrics = {"token_accuracy": mean(w, found["is_top1"]), "entropy": mean(w, found["entropy"])}
+    z_loss = w.options.get("z_loss", 0.0) * found["lse"].square()
+    return value, metrics | {"z_loss": mean(w, z_loss), "num_tokens": w.counted.sum().double()}
 
 
 def multi_token(w: World, z: Tensor):
-    """z (depths, S, T, V)."""
-    coefficients = w.options.get("coefficients") or (1.0, *[0.3] * (len(z) - 1))
-    labels = w.labels if w.mask is None else w.labels.masked_fill(~w.mask, w.ignore_index)
-    options = defined(w) | {"num_items": w.case.num_items}
-    options.pop("coefficients", None)
-    value, metrics = 0.0, {}
-    for k, (products, coefficient) in enumerate(zip(z, coefficients)):
-        labels = reference.shift_left(labels, w.ignore_index)
-        depth = reference.cross_entropy(products, w.eye, labels, **head(w) | options)
-        best = reference.head_logits(products, w.eye, **head(w)).argmax(-1)
-        counted = labels != w.ignore_index
-        metrics[f"depth_{k}/loss"] = depth.detach()
-        metrics[f"depth_{k}/accuracy"] = ((best == labels) & counted).sum().double() / counted.sum().clamp(
-            min=1
-        )
-        value = value + coefficient * depth
-    return value, metrics, {}
+    labels = w.labels.masked_fill(~w.mask, w.ignore_index)
+    return *reference.multi_token(z, w.eye, labels, **defined(w)), {}
 
 
-def call_multi_token(w: World, loss, hidden: Tensor, weight, bias: Tensor | None, **options):
-    """`hidden` (depths, ...)."""
-    out = loss(list(hidden.unbind()), weight, w.ours("labels", w.labels), bias=bias, **options)
-    return out.loss, out.metrics, {}
+def make_multi_token(w: World) -> Callable:
+    loss = ll.MultiTokenLoss(**w.options)
+    return lambda hidden, *operands, **given: loss(list(hidden.unbind()), *operands, **given)
 
 
-# -- preferences
+# -- preferences and policies
 
 
-def preference_inputs(w: World) -> dict[str, Tensor]:
-    kind, found = w.case.inputs.get("reference"), {}
+def near(w: World) -> dict[str, Tensor]:
+    """A reference."""
+    kind, S, T, V, H = w.case.inputs.get("reference"), w.S, w.T, w.case.V, w.case.H + 1
+    if "reference_free" in w.options or (w.case.loss == "GRPO" and "beta" not in w.options):
+        return {}
     if kind == "tokens":
-        found["ref_logps"] = w.near_logps("ref_logps", 0.5)
-    elif kind == "sequences":
-        found["ref_logps"] = (w.logps.sum(1) + w.random("ref_logps", w.S)).float().double()
-    elif kind == "model":
-        found["ref_hidden"] = w.grid("ref_hidden", w.S, w.T, w.case.H + 1)
-        found["ref_weight"] = w.grid("ref_weight", w.case.V, w.case.H + 1, scale=w.case.peak)
-        if w.case.bias:
-            found["ref_bias"] = w.grid("ref_bias", w.case.V)
-    return found
+        return {"ref_logps": w.near_logps("ref_logps", 0.5)}
+    if kind == "sequences":
+        return {"ref_logps": (w.logps.sum(1) + w.random("ref_logps", S)).float().double()}
+    head = {"ref_weight": w.grid("ref_weight", V, H, scale=w.case.peak), "ref_bias": w.grid("ref_bias", V)}
+    return {"ref_hidden": w.grid("ref_hidden", S, T, H), **head} if kind == "model" else {}
 
 
 def reference_of(w: World) -> dict[str, Tensor]:
-    """Its log-probabilities, as they were given or from its model."""
-    found = w.family_inputs
-    if "ref_hidden" not in found:
-        return {name: found[name] for name in ("ref_logps",) if name in found}
-    same = {f"ref_{name}": w.options.get(name) for name in ("softcap", "logit_scale") if name in w.options}
-    chosen = {name: x for name, x in w.options.items() if name.startswith("ref_")}
-    options = {name.removeprefix("ref_"): x for name, x in (same | chosen).items()}
-    options |= {name: x for name, x in w.head.items() if name == "temperature"}
-    model = {name: found.get(f"ref_{name}") for name in ("hidden", "weight", "bias")}
-    logps, _, _ = reference.token_logprobs(**model, targets=w.targets, ignore_index=w.ignore_index, **options)
-    return {"ref_logps": logps}
+    """Its log-probabilities."""
+    if "ref_hidden" not in w.inputs:
+        return {name: x for name, x in w.inputs.items() if name == "ref_logps"}
+    model = [w.inputs[f"ref_{name}"] for name in ("hidden", "weight")]
+    head = {name: w.options.get(f"ref_{name}", w.options.get(name, x)) for name, x in UNCHANGED.items()}
+    head |= {"bias": w.inputs["ref_bias"], "ignore_index": w.ignore_index}
+    return {"ref_logps": reference.token_logprobs(*model, w.targets, **head)[0]}
 
 
-def preference(function: Callable, *more: str):
+UNCHANGED = {"softcap": None, "logit_scale": 1.0, "temperature": 1.0}
+
+
+def of_sequences(function: Callable):
     def truth(w: World, z: Tensor):
-        options = {name: x for name, x in defined(w).items() if not name.startswith("ref_")}
-        options |= reference_of(w) | {"num_items": w.case.num_items}
-        by_position = options.pop("logits_over", "completion") == "position"
-        value, metrics = function(z, w.eye, w.targets, **head(w) | options)
-        if by_position:
-            logits = reference.head_logits(z.detach(), w.eye, **head(w)).mean(-1)
-            for side, half in (("chosen", slice(0, w.S // 2)), ("rejected", slice(w.S // 2, None))):
-                kept = logits[half][w.valid[half]] if w.case.layout == "packed" else logits[half]
-                metrics[f"logits/{side}"] = kept.mean()
-        return value, metrics, per_token(w, z)
+        given = {name: x for name, x in w.inputs.items() if not name.startswith("ref_")} | reference_of(w)
+        options = defined(w, "ref_softcap", "ref_logit_scale", "logits_over")
+        value, metrics, *_ = function(z, w.eye, w.targets, **given, **options)
+        if "logits_over" in w.options:  # every position, labelled or not
+            logits = reference.head_logits(z.detach(), w.eye, **w.head).mean(-1)
+            there = w.valid | (w.case.layout == "padded")
+            for side, rows in (("chosen", slice(w.S // 2)), ("rejected", slice(w.S // 2, None))):
+                metrics[f"logits/{side}"] = logits[rows][there[rows]].mean()
+        return value, metrics
 
     return truth
 
 
-def orpo_inputs(w: World) -> dict[str, Tensor]:
-    """Labels of the NLL: those of the completion, and more before it."""
-    if "nll_targets" not in w.case.inputs:
-        return {}
+def nll_targets(w: World) -> dict[str, Tensor]:
+    """Labels of ORPO's NLL: those of the completion, and others before it."""
     more = w.ids("nll_targets", w.S, w.T).masked_fill(~w.valid, w.ignore_index)
-    return {"nll_targets": torch.where(w.labels == w.ignore_index, more, w.labels)}
+    found = torch.where(w.targets == w.ignore_index, w.aligned(more, w.ignore_index), w.targets)
+    return {"nll_targets": found} if "nll_targets" in w.case.inputs else {}
 
 
-def orpo(w: World, z: Tensor):
-    given = {name: w.aligned(x, w.ignore_index) for name, x in orpo_inputs(w).items()}
-    return preference(functools.partial(reference.orpo, **given))(w, z)
+def judged(w: World) -> dict:
+    kl = {} if w.options.get("loss_type") == "apo_zero_unpaired" else {"kl": w.case.inputs["kl"]}
+    return near(w) | {"labels": w.uniform("judged", w.S) < 0.6} | kl
 
 
-def kto_inputs(w: World) -> dict:
-    found = preference_inputs(w) | {"labels": w.uniform("kto labels", w.S) < 0.6}
-    if w.options.get("loss_type", "kto") == "kto":
-        found["kl"] = unrelated(w)[0] if w.case.inputs["kl"] == "mapping" else w.case.inputs["kl"]
-    return found
-
-
-def unrelated(w: World) -> tuple[dict[str, Tensor], Tensor]:
-    """Unrelated completions as the call takes them, and their mean log-ratio."""
-    S, T = 3, 2
-    hidden, targets = w.grid("kl_hidden", S, T, w.case.H), w.ids("kl_targets", S, T)
-    ref_logps = w.random("kl ref", S, T)
-    scored = w.aligned(targets, w.ignore_index)
-    options = {"ignore_index": w.ignore_index, "bias": w.bias, **w.head}
-    logps, _, _ = reference.token_logprobs(hidden, w.weight, scored, **options)
-    ratios = logps.sum(1) - w.aligned(ref_logps, 0.0).masked_fill(scored == w.ignore_index, 0).sum(1)
-    given = {"kl_hidden": hidden.to(w.case.dtype), "kl_targets": targets, "ref_logps": ref_logps.float()}
-    if w.case.layout == "packed":
-        given = {name: x.flatten(0, 1) for name, x in given.items()}
-        given["kl_cu_seqlens"] = torch.tensor([0, 2, 4, 6])
-    return given, ratios.mean()
-
-
-def kto(w: World, z: Tensor):
-    found = w.family_inputs
-    point = unrelated(w)[1] if isinstance(found.get("kl"), dict) else found.get("kl") or 0.0
-    value, metrics, tokens = preference(functools.partial(reference.kto, labels=found["labels"], kl=point))(
-        w, z
-    )
-    return value, metrics if w.S else metrics | {"kl": torch.zeros(())}, tokens
-
-
-# -- policies
-
-
-def policy_inputs(w: World) -> dict[str, Tensor]:
-    drawn, found = w.case.inputs, {}
-    shape = {"sequences": (w.S,), "column": (w.S, 1), "tokens": (w.S, w.T)}
-    found["advantages"] = w.random("advantages", *shape[drawn["advantages"]])
+def rollout(w: World) -> dict[str, Tensor]:
+    drawn, shape = w.case.inputs, {"sequences": (w.S,), "tokens": (w.S, w.T)}
+    found = {"advantages": w.random("advantages", *shape[drawn["advantages"]])}
     if "old_logps" in drawn:
-        found["old_logps"] = w.near_logps("old_logps", drawn["old_logps"])
-        if drawn.get("old") == "sequences":
-            found["old_logps"] = found["old_logps"].sum(1).float().double()
+        old = w.near_logps("old_logps", drawn["old_logps"])
+        found["old_logps"] = old.sum(1).float().double() if "sums" in drawn else old
     if "sampling_logps" in drawn:
         found["sampling_logps"] = w.near_logps("sampling_logps", 0.1)
     if "importance_weights" in drawn:
         found["importance_weights"] = w.uniform("importance", *shape[drawn["importance_weights"]]) + 0.5
-    return found | preference_inputs(w)
+    return found | near(w)
 
 
-def policy(function: Callable):
-    def truth(w: World, z: Tensor):
-        given = {name: x for name, x in w.family_inputs.items() if not name.startswith("ref_")}
-        options = {name: x for name, x in defined(w).items() if not name.startswith("ref_")}
-        options |= given | reference_of(w) | {"num_items": w.case.num_items}
-        value, metrics, _ = function(z, w.eye, w.targets, **head(w) | options)
-        return value, metrics, per_token(w, z)
-
-    return truth
+def distinct(case: Call) -> bool:
+    """Whether the shape of a reference says what it is: of as many tokens as sequences it is per token."""
+    same = case.layout == "packed" and sum(case.lengths) == len(case.lengths)
+    return not same or case.inputs.get("reference") != "sequences"
 
 
-def grpo_options() -> Drawn:
-    clipped = st.one_of(
-        some(delta=[1.1, 2.0], epsilon=[0.1], epsilon_high=[0.3], importance_sampling_level=["sequence"])
+def fits_dpo(case: Call) -> bool:
+    o = case.options
+    names = {o["loss_type"]} if isinstance(o["loss_type"], str) else set(o["loss_type"])
+    return (
+        ("exo_pair" not in names or "label_smoothing" in o)
+        and not (names & {"aot", "aot_unpaired"} and "use_weighting" in o)
+        and not ("sft" in names and o.get("reduction") == "none")
+        and distinct(case)
     )
-    kinds = st.one_of(
-        merged(one(loss_type=["dapo", "grpo", "bnpo", "luspo"]), clipped),
-        merged(one(loss_type=["dr_grpo"], max_completion_length=[7]), clipped),
-        merged(
-            one(loss_type=["cispo"], epsilon_high=[1.5, 5.0]), some(importance_sampling_level=["sequence"])
-        ),
-        merged(
-            one(loss_type=["sapo"]), some(sapo_temperature_neg=[2.0], importance_sampling_level=["sequence"])
-        ),
-        merged(one(loss_type=["vespo"]), some(vespo_k_pos=[0.5], vespo_lambda_neg=[0.5])),
-    )
-    others = some(
-        beta=[0.1],
-        entropy_coef=[0.1],
-        use_bias_correction_kl=[True],
-        top_entropy_quantile=[0.5, 0.1],
-        off_policy_mask_threshold=[0.05],
-    )
-    return merged(kinds, others)
 
 
-ROLLOUT = merged(
-    one(advantages=["sequences", "tokens"]),
-    some(old_logps=[0.1, 2.0], sampling_logps=[True], importance_weights=["sequences", "tokens"]),
-)
+def fits_grpo(case: Call) -> bool:
+    o, i = case.options, case.inputs
+    known = "off_policy_mask_threshold" not in o or "old_logps" in i or "sampling_logps" in i
+    # Of two ids, many tokens have the same entropy, and rounding tells which is larger.
+    return known and ("top_entropy_quantile" not in o or case.V > 2)
 
 
 # -- distillation
 
 
-def teacher_inputs(w: World) -> dict:
-    kind, V = w.case.inputs["teacher"], w.case.V
+def teacher(w: World) -> dict:
+    kind, V, H = w.case.inputs["teacher"], w.case.V, w.case.H + 1
     rows = {"larger": V + 3, "smaller": max(1, V - 2)}.get(kind, V)
-    hidden = w.grid("teacher_hidden", w.S, w.T, w.case.H + 1)
-    weight = w.grid("teacher_weight", rows, w.case.H + 1, scale=w.case.inputs.get("teacher_peak", 1.0))
-    bias = w.grid("teacher_bias", rows) if w.case.bias else None
+    hidden, bias = w.grid("teacher_hidden", w.S, w.T, H), w.grid("teacher_bias", rows)
+    weight = w.grid("teacher_weight", rows, H, scale=w.case.inputs.get("peak", 1.0))
     if kind != "topk":
         return {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
     logits = reference.head_logits(hidden, weight, bias) / w.options.get("temperature", 1.0)
-    values, ids = logits.log_softmax(-1).topk(min(w.case.inputs["ids"], V))
+    values, ids = logits.log_softmax(-1).topk(min(w.case.inputs["best"], V))
     values = values.float().clamp(max=0).double()
     if "empty" in w.case.inputs and values.shape[-1] > 1:
         values[..., -1] = -torch.inf
-    return {"topk": (values, ids)}
-
-
-def teacher_logits(w: World) -> Tensor:
-    found = w.family_inputs
-    options = {
-        name.removeprefix("teacher_"): x for name, x in w.options.items() if name.startswith("teacher_")
-    }
-    options |= {name: x for name, x in w.head.items() if name == "temperature"}
-    model = [found[f"teacher_{name}"] for name in ("hidden", "weight", "bias")]
-    return reference.head_logits(*model, **options)
+    return {"teacher_logprobs_topk": (values, ids)}
 
 
 def distillation(w: World, z: Tensor):
-    options, found = defined(w), w.family_inputs
-    labelled = "unlabelled" not in w.case.inputs
-    options |= {"num_items": w.case.num_items, "mask": w.counted}
-    # Everything but the ids themselves: which token counts is in the mask.
-    labels = w.aligned(w.labels, w.ignore_index) if labelled else None
-    if w.options.get("support") and "topk" not in found:
-        return on_support(w, z, labels)
-    for name in ("support", "k", "shared_vocabulary"):
-        options.pop(name, None)
-    if "topk" in found:
-        teacher = {"teacher_logprobs_topk": found["topk"]}
-    else:
-        t = teacher_logits(w) * w.options.get("temperature", 1.0)
-        t = t[..., : w.options.get("shared_vocabulary")]
-        teacher = {"teacher_hidden": t, "teacher_weight": torch.eye(t.shape[-1], dtype=t.dtype)}
-        options = {name: x for name, x in options.items() if not name.startswith("teacher_")}
-    value, metrics = reference.distillation(z, w.eye, labels, **teacher, **head(w) | options)
-    if "topk" in found and w.options.get("support") and w.options.get("topk_mode") == "renormalize":
-        if not w.options.get("hard_loss_weight"):  # the partition function cancels
-            metrics = {"soft_loss": metrics["soft_loss"]}
+    options = defined(w, "shared_vocabulary") | w.inputs | {"mask": w.counted}
+    labels = None if "unlabelled" in w.case.inputs else w.aligned(w.labels, w.ignore_index)
+    given = "teacher_logprobs_topk" in w.inputs
+    if given:
+        options.pop("support", None)
+    value, metrics = reference.distillation(z, w.eye, labels, **options)
+    exact = given and "support" in w.options and w.options.get("topk_mode") == "renormalize"
+    if exact and not w.options.get("hard_loss_weight"):  # the partition function cancels
+        metrics = {"soft_loss": metrics["soft_loss"]}
     return value, metrics, {}
 
 
-def on_support(w: World, z: Tensor, labels: Tensor | None):
-    """A divergence over the ids that student or teacher rate best: all others are one event, or none."""
-    options, support, k = w.options, w.options["support"], w.options["k"]
-    s, t = reference.head_logits(z, w.eye, **head(w)), teacher_logits(w)
-    common = min(s.shape[-1], t.shape[-1])
-    log_s, log_t = s.log_softmax(-1), t.log_softmax(-1)
-
-    def best(logits: Tensor) -> Tensor:
-        ids = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
-        return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, True)
-
-    of = {"student": best(s[..., :common]), "teacher": best(t[..., :common])}
-    kept = of["student"] | of["teacher"] if support == "union" else of[support]
-
-    def over(log_p: Tensor) -> Tensor:
-        chosen = log_p[..., :common].masked_fill(~kept, NOTHING)
-        if options.get("topk_mode") == "renormalize":
-            return chosen.log_softmax(-1)
-        rest = torch.cat((log_p[..., :common].masked_fill(kept, NOTHING), log_p[..., common:]), -1)
-        return torch.cat((chosen, rest.logsumexp(-1, keepdim=True)), -1)
-
-    student, teacher = over(log_s), over(log_t).detach()
-    soft = {
-        "jsd": lambda: generalized_jsd(student, teacher, options.get("beta", 0.5)),
-        "forward_kl": lambda: kl(teacher, student),
-        "reverse_kl": lambda: kl(student, teacher),
-        "skewed_kl": lambda: kl_to_mixture(teacher, student, 1 - options.get("skew_alpha", 0.1)),
-        "total_variation": lambda: (teacher.exp() - student.exp()).abs().sum(-1) / 2,
-    }[options.get("divergence", "jsd")]()
-    hard, top1 = torch.zeros_like(soft), torch.zeros_like(soft)
-    if labels is not None:
-        warm = {name: x for name, x in head(w).items() if name != "temperature"}
-        hard = -reference.token_logprobs(z, w.eye, labels, ignore_index=w.ignore_index, **warm)[0]
-        top1 = (s.argmax(-1) == labels).double()
-    share = options.get("hard_loss_weight", 0.0)
-    losses = (share * hard + (1 - share) * soft).masked_fill(~w.counted, 0)
-    entropy = -(log_s.exp() * log_s).sum(-1)
-    agreement = (s[..., :common].argmax(-1) == t[..., :common].argmax(-1)).double()
-    metrics = {"soft_loss": soft, "hard_loss": hard, "entropy": entropy}
-    metrics |= {"token_accuracy": top1, "agreement": agreement}
-    metrics = {name: mean_of(w, x.detach().masked_fill(~w.counted, 0)) for name, x in metrics.items()}
-    reduction = options.get("reduction", "mean")
-    if reduction == "mean":
-        losses = losses.sum() / (w.case.num_items or max(1, w.counted.sum().item()))
-    return losses.sum() if reduction == "sum" else losses, metrics, {}
-
-
-def call_distillation(w: World, loss, hidden: Tensor, weight, bias: Tensor | None, **options):
-    given = {name: w.ours(name, x) for name, x in w.family_inputs.items() if name != "topk"}
-    if "topk" in w.family_inputs:
-        values, ids = w.family_inputs["topk"]
-        given["teacher_logprobs_topk"] = (w.ours("topk_logprobs", values), w.ours("topk_ids", ids))
-    targets = None if "unlabelled" in w.case.inputs else w.ours("labels", w.labels)
-    out = loss(hidden, weight, targets, bias=bias, **given, **options)
-    return out.loss, out.metrics, {}
+def fits_distillation(case: Call) -> bool:
+    o, i = case.options, case.inputs
+    given = i["teacher"] == "topk"
+    return (
+        not (o.get("divergence") == "cosine" and (given or "support" in o))
+        and not (given and (o.get("support", "teacher") != "teacher" or "k" in o))
+        and (given or ("support" in o) == ("k" in o))
+        and o.get("k", 1) <= case.V - 2 * (i["teacher"] == "smaller")
+        and not ("unlabelled" in i and ("hard_loss_weight" in o or case.V == 1))
+    )
 
 
 # -- numbers per token
 
 
 def upstreams(w: World) -> dict[str, Tensor]:
-    """Gradients of what `linear_logprobs` returns; of some of it none."""
-    k = (w.case.inputs["ids"],) if "ids" in w.case.inputs else ()
-    return {
-        name: w.random(f"upstream {name}", w.S, w.T, *(k if name == "logps" else ()))
-        for name in w.case.inputs["used"]
-    }
+    """Gradients of what `linear_logprobs` returns; of some of it there is none."""
+    several = w.case.inputs.get("ids")
+    names = {name: (several,) if several and name == "logps" else () for name in w.case.inputs["used"]}
+    return {name: w.random(f"upstream {name}", w.S, w.T, *k) for name, k in names.items()}
 
 
-def several(w: World) -> Tensor:
+def slots(w: World) -> Tensor:
     """(S, T, k) ids, some slots empty, unshifted."""
-    k = w.case.inputs["ids"]
-    ids = w.ids("ids", w.S, w.T, k)
-    empty = (w.uniform("empty", w.S, w.T, k) < w.case.ignored) | ~w.valid[..., None]
-    return ids.masked_fill(empty, w.ignore_index)
+    shape = w.S, w.T, w.case.inputs["ids"]
+    empty = (w.uniform("empty", *shape) < w.case.ignored) | ~w.valid[..., None]
+    return w.ids("ids", *shape).masked_fill(empty, w.ignore_index)
+
+
+def weighed(found: dict[str, Tensor], upstream: dict[str, Tensor]) -> Tensor:
+    total = found["lse"].new_zeros(())
+    for name, x in upstream.items():
+        total = total + torch.where(found[name] > -torch.inf, found[name] * x, 0.0).sum()
+    return total
 
 
 def logprobs(w: World, z: Tensor):
-    options = {"ignore_index": w.ignore_index, **head(w)}
     if "ids" in w.case.inputs:
-        ids = several(w)
+        ids = slots(w)
         if w.case.shift:
             ids = torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], w.ignore_index)), 1)
+        options = {"ignore_index": w.ignore_index, **w.head}
         found = dict(zip(("logps", "entropy", "lse"), reference.ids_logprobs(z, w.eye, ids, **options)))
     else:
-        found = {name: numbers(w, z)[name] for name in ("logps", "entropy", "lse")}
-    value = torch.zeros((), dtype=z.dtype)
-    for name, upstream in upstreams(w).items():
-        value = value + torch.where(found[name] > -torch.inf, found[name] * upstream, 0.0).sum()
-    if not w.case.inputs.get("entropy"):
-        found.pop("entropy")
-    return value, {}, {name: x.detach() for name, x in found.items()}
+        found = {name: stats(w, z)[name] for name in ("logps", "entropy", "lse")}
+    value = weighed(found, upstreams(w))
+    return (
+        value,
+        {},
+        {name: x for name, x in found.items() if name != "entropy" or "entropy" in w.case.inputs},
+    )
 
 
-def call_logprobs(w: World, make, hidden: Tensor, weight, bias: Tensor | None, **options):
-    targets = several(w) if "ids" in w.case.inputs else w.labels
-    targets = w.ours("labels", targets)
-    options |= {name: x for name, x in w.case.inputs.items() if name == "entropy"} | w.options
-    if not w.case.shift:
-        options.pop("cu_seqlens", None)
-    out = ll.linear_logprobs(hidden, weight, targets, bias=bias, **options)
-    found = {name: x for name, x in out._asdict().items() if x is not None}
-    value = hidden.new_zeros((), dtype=w.case.wide)
-    for name, upstream in upstreams(w).items():
-        upstream = w.ours("upstream", upstream.nan_to_num())
-        value = value + torch.where(found[name] > -torch.inf, found[name] * upstream.nan_to_num(), 0.0).sum()
-    return value, {}, {name: x.detach() for name, x in found.items()}
+def make_logprobs(w: World) -> Callable:
+    def call(hidden: Tensor, weight, targets: Tensor, **given) -> ll.LossOutput:
+        targets = w.ours("ids", slots(w)) if "ids" in w.case.inputs else targets
+        options = {name: x for name, x in w.case.inputs.items() if name == "entropy"}
+        out = ll.linear_logprobs(hidden, weight, targets, **given, **options, **w.options)
+        found = {name: x for name, x in out._asdict().items() if x is not None}
+        upstream = {name: w.ours("upstream", x).nan_to_num() for name, x in upstreams(w).items()}
+        return ll.LossOutput(weighed(found, upstream), {}, None, found)
+
+    return call
 
 
 def topk(w: World, z: Tensor):
-    logps, ids = reference.best_ids(z, w.eye, min(w.case.inputs["k"], w.case.V), **head(w))
-    found = numbers(w, z)
-    counted = w.valid if w.mask is None else w.valid & w.mask
-    logits = reference.head_logits(z, w.eye, **head(w))
+    logps, ids = reference.best_ids(z, w.eye, min(w.case.inputs["k"], w.case.V), **w.head)
+    logits = reference.head_logits(z, w.eye, **w.head)
     log_p = logits.log_softmax(-1)
     found = {
         "logps": logps,
@@ -486,20 +332,17 @@ def topk(w: World, z: Tensor):
         "entropy": -(log_p.exp() * log_p).sum(-1),
         "lse": logits.logsumexp(-1),
     }
-    zeroed = {
-        name: x.masked_fill(~counted.view(*counted.shape, *[1] * (x.dim() - 2)), 0)
-        for name, x in found.items()
-    }
-    return torch.zeros((), dtype=z.dtype), {}, zeroed
+    dropped = {name: ~w.mask.view(*w.mask.shape, *[1] * (x.dim() - 2)) for name, x in found.items()}
+    return z.new_zeros(()), {}, {name: x.masked_fill(dropped[name], 0) for name, x in found.items()}
 
 
-def call_topk(w: World, make, hidden: Tensor, weight, bias: Tensor | None, **options):
-    counted = w.valid if w.mask is None else w.valid & w.mask
-    mask = w.ours("mask", counted.to(getattr(torch, w.case.mask or "bool")))
-    given = {name: x for name, x in w.options.items() if name != "ignore_index"}
-    k = min(w.case.inputs["k"], w.case.V)
-    out = ll.linear_topk(hidden, weight, k, bias=bias, mask=mask, **given)
-    return hidden.new_zeros((), dtype=w.case.wide), {}, out._asdict()
+def make_topk(w: World) -> Callable:
+    def call(hidden: Tensor, weight, targets: Tensor, **given) -> ll.LossOutput:
+        options = {name: x for name, x in w.options.items() if name != "ignore_index"}
+        out = ll.linear_topk(hidden, weight, min(w.case.inputs["k"], w.case.V), **given, **options)
+        return ll.LossOutput(out.lse.new_zeros(()), {}, None, out._asdict())
+
+    return call
 
 
 # -- losses of a user's own
@@ -507,60 +350,44 @@ def call_topk(w: World, make, hidden: Tensor, weight, bias: Tensor | None, **opt
 STATISTICS = ("logps", "lse", "entropy", "sum_logits", "log_sum_sq_probs", "is_top1")
 
 
-def mixture(stats: dict[str, Tensor]) -> Tensor:
-    """(n,) some function of every statistic."""
-    return sum((i + 1) * (0.05 * x).sin() for i, x in enumerate(stats.values()))
+def mixture(found: dict[str, Tensor]) -> Tensor:
+    return sum((i + 1) * (0.05 * x).sin() for i, x in enumerate(found.values()))
 
 
 @functools.cache
-def own_class(names: tuple[str, ...], watched: tuple[str, ...], scope: str) -> type:
+def own_class(names: tuple[str, ...], watched: tuple[str, ...], by_sequence: bool) -> type:
     """A `TokenLoss` of the statistics `names`."""
 
     @dataclass(frozen=True, kw_only=True)
     class OwnLoss(ll.TokenLoss):
+        scope: ClassVar = "group" if by_sequence else "token"
         differentiates: ClassVar = names
         observes: ClassVar = watched
-        token_inputs: ClassVar = ("token_weights",)
         metric_names: ClassVar = watched
+        token_inputs: ClassVar = ("token_weights",)
 
         def terms(self, stats: ll.TokenStats, batch: ll.Batch):
             values = mixture({name: getattr(stats, name) for name in names})
-            if batch.token_weights is not None:
-                values = values * batch.token_weights
-            if scope == "group":
-                sums = batch.sum_by_sequence(values)
-                values = batch.spread((sums / batch.lengths.clamp(min=1)).tanh())
+            values = values if batch.token_weights is None else values * batch.token_weights
+            if by_sequence:
+                values = batch.spread((batch.sum_by_sequence(values) / batch.lengths.clamp(min=1)).tanh())
             return {"own": ll.Term(values)}, {name: ll.Term(getattr(stats, name)) for name in watched}
 
-    OwnLoss.scope = scope
     return OwnLoss
 
 
-def make_own(w: World, **options):
+def make_own(w: World) -> ll.TokenLoss:
     drawn = w.case.inputs
-    return own_class(
-        drawn["differentiates"], drawn["observes"], "group" if w.case.inputs.get("group") else "token"
-    )(**options)
+    return own_class(drawn["differentiates"], drawn["observes"], "by_sequence" in drawn)(**w.options)
 
 
 def own(w: World, z: Tensor):
-    found = numbers(w, z)
+    found = stats(w, z)
     values = mixture({name: found[name] for name in w.case.inputs["differentiates"]})
-    if "token_weights" in w.family_inputs:
-        values = values * w.family_inputs["token_weights"]
-    values = values.masked_fill(~w.counted, 0)
-    if w.case.inputs.get("group"):
+    values = (values * w.inputs.get("token_weights", 1.0)).masked_fill(~w.counted, 0)
+    if "by_sequence" in w.case.inputs:
         values = (values.sum(1) / w.counted.sum(1).clamp(min=1)).tanh()[:, None].expand_as(values)
-        values = values.masked_fill(~w.counted, 0)
-    metrics = {name: mean_of(w, found[name].detach()) for name in w.case.inputs["observes"]}
-    return reduced(w, values), metrics, per_token(w, z)
-
-
-def reduced(w: World, values: Tensor) -> Tensor:
-    reduction = w.options.get("reduction", "mean")
-    if reduction == "mean":
-        return values.sum() / (w.case.num_items or max(1, w.counted.sum().item()))
-    return values.sum() if reduction == "sum" else values
+    return reduced(w, values), {name: mean(w, found[name]) for name in w.case.inputs["observes"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,271 +403,126 @@ class Brier(ll.LogitsLoss):
 
 
 def brier(w: World, z: Tensor):
-    p = reference.head_logits(z, w.eye, **head(w)).log_softmax(-1).exp()
+    p = reference.head_logits(z, w.eye, **w.head).log_softmax(-1).exp()
     target = p.gather(-1, w.targets.masked_fill(~w.counted, 0)[..., None])[..., 0]
-    values = (p.square().sum(-1) - 2 * target + 1).masked_fill(~w.counted, 0)
-    return reduced(w, values), {"top": mean_of(w, p.amax(-1).detach() * w.counted)}, {}
+    return reduced(w, p.square().sum(-1) - 2 * target + 1), {"top": mean(w, p.amax(-1))}, {}
 
 
 # -- the table
 
 DIFFERENCES = ("sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sigmoid_norm", "sft")
 OTHERS = ("nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down")
-REFERENCED = one(reference=["tokens", "sequences", "model"])
-OF_REFERENCES = some(ref_softcap=[5.0, None], ref_logit_scale=[0.5])
-SEQUENCES = ("mask", "shift", "num_items", "none", "sum", "main", "tokens")
-DISTILLED = merged(
-    one(teacher=["same", "topk", "larger", "smaller"], ids=[1, 3, 100]),
-    some(unlabelled=[True], empty=[True], teacher_peak=[8.0, 0.25]),
-)
-
-
-def dpo_options() -> Drawn:
-    shared = some(
-        beta=[0.5, 0.01],
-        label_smoothing=[0.1],
-        average_logps=[True, False],
-        ld_alpha=[0.5, 0.0],
-        use_weighting=[True],
-        reference_free=[True],
-        discopop_tau=[0.5],
-    )
-    types = st.one_of(
-        merged(
-            one(loss_type=DIFFERENCES),
-            some(
-                f_divergence_type=["forward_kl", "js_divergence", "alpha_divergence"],
-                f_alpha_divergence_coef=[0.3, 1.0],
-            ),
+DPO_TYPES = st.one_of(
+    merged(
+        one(loss_type=DIFFERENCES),
+        some(
+            f_divergence_type=("forward_kl", "js_divergence", "alpha_divergence"),
+            f_alpha_divergence_coef=(0.3, 1.0),
         ),
-        one(loss_type=OTHERS),
-        one(loss_type=[("sigmoid", "sft", "bco_pair"), ("ipo", "aot")], loss_weights=[(0.5, 2.0, 1.0)]),
-    )
-    return merged(types, shared, OF_REFERENCES)
-
-
-def fits_dpo(case: Case) -> bool:
-    o = case.options
-    names = {o["loss_type"]} if isinstance(o["loss_type"], str) else set(o["loss_type"])
-    weights = o.get("loss_weights")
-    return (
-        (weights is None or len(weights) == len(o["loss_type"]))
-        and (not names & {"exo_pair"} or "label_smoothing" in o)
-        and not (names & {"aot", "aot_unpaired"} and o.get("use_weighting"))
-        and not ("sft" in names and o.get("reduction") == "none")
-        and o.get("reference_free", False) == ("reference" not in case.inputs)
-        and clear(case)
-    )
-
-
-def clear(case: Case) -> bool:
-    """Whether the reference is per sequence by its shape: of as many tokens as sequences it is per token."""
-    same = case.layout == "packed" and sum(case.lengths) == len(case.lengths)
-    return not same or case.inputs.get("reference") != "sequences"
-
-
-def fits_distillation(case: Case) -> bool:
-    o, i = case.options, case.inputs
-    given = i["teacher"] == "topk"
-    return (
-        not (o.get("divergence") == "cosine" and (given or "support" in o))
-        and not (given and (o.get("support", "teacher") != "teacher" or "k" in o))
-        and (given or ("support" in o) == ("k" in o))
-        and o.get("k", 1) <= case.V - 2 * (i["teacher"] == "smaller")
-        and not (o.get("hard_loss_weight") and "unlabelled" in i)
-        and not ("softcap" in o and ("support" in o or "teacher_softcap" in o))
-    )
-
-
-def fits_grpo(case: Case) -> bool:
-    o, i = case.options, case.inputs
-    known = "old_logps" in i or "sampling_logps" in i
-    return (
-        (not o.get("off_policy_mask_threshold") or known)
-        and bool(o.get("beta")) == ("reference" in i)
-        and i.get("reference") != "sequences"
-    )
-
+    ),
+    one(loss_type=OTHERS),
+    one(loss_type=[("sigmoid", "sft", "bco_pair"), ("ipo", "robust", "aot")], loss_weights=[(0.5, 2.0, 1.0)]),
+)
+DPO_OPTIONS = some(
+    beta=(0.5, 0.01), label_smoothing=[0.1], average_logps=(True, False), ld_alpha=(0.5, 0.0), use_weighting=[True],
+    reference_free=[True], discopop_tau=[0.5],
+)  # fmt: skip
+REFERENCE = one(reference=("tokens", "sequences", "model"))
+OF_REFERENCES = some(ref_softcap=(30.0, None), ref_logit_scale=[0.5])
+RATIOS = some(delta=(1.1, 2.0), epsilon=[0.1], epsilon_high=[0.3], importance_sampling_level=["sequence"])
+GRPO_TYPES = st.one_of(
+    merged(one(loss_type=("dapo", "grpo", "bnpo", "luspo")), RATIOS),
+    merged(one(loss_type=["dr_grpo"], max_completion_length=[7]), RATIOS),
+    merged(one(loss_type=["cispo"], epsilon_high=(1.5, 5.0)), some(importance_sampling_level=["sequence"])),
+    merged(one(loss_type=["sapo"]), some(sapo_temperature_neg=[2.0], importance_sampling_level=["sequence"])),
+    merged(one(loss_type=["vespo"]), some(vespo_k_pos=[0.5], vespo_lambda_neg=[0.5])),
+)
+GRPO_OPTIONS = some(
+    beta=[0.1], entropy_coef=[0.1], use_bias_correction_kl=[True], top_entropy_quantile=(0.5, 0.1),
+    off_policy_mask_threshold=[0.05],
+)  # fmt: skip
+ROLLOUT = merged(
+    one(advantages=("sequences", "tokens")),
+    some(old_logps=(0.1, 2.0), sampling_logps=[True], importance_weights=("sequences", "tokens")),
+)
+CPO_OPTIONS = some(
+    beta=[1.0], average_logps=(True, False), label_smoothing=[0.2], cpo_alpha=(0.0, 0.5), simpo_gamma=[0.1],
+    alpha=(0.3, -0.2), logits_over=["position"],
+)  # fmt: skip
+DIVERGENCES = some(
+    divergence=("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"), beta=(0.0, 0.1, 1.0),
+    skew_alpha=(0.0, 0.5, 1.0), hard_loss_weight=(0.3, 1.0), topk_mode=["renormalize"],
+    support=("teacher", "student", "union"), k=(1, 3), teacher_softcap=[30.0], teacher_logit_scale=[0.5],
+)  # fmt: skip
+TEACHER = merged(
+    one(teacher=("same", "topk", "larger", "smaller"), best=(1, 3, 100)),
+    some(unlabelled=[True], empty=[True], peak=(8.0, 0.25)),
+)
+USED = one(used=[("logps",), ("lse",), ("logps", "lse"), ("logps", "entropy"), ("entropy",)])
+STATS = st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple)
+OWN = st.fixed_dictionaries(
+    {
+        "differentiates": st.lists(st.sampled_from(STATISTICS[:4]), min_size=1, unique=True).map(tuple),
+        "observes": STATS,
+    }
+)
+SMOOTHED = {"label_smoothing": (0.1, 1.0), "z_loss": [0.1], "dft": [True]}
 
 FAMILIES: dict[str, Family] = {
     "cross-entropy": Family(
-        ll.CrossEntropyLoss,
-        cross_entropy,
-        options=some(label_smoothing=[0.1, 1.0], z_loss=[0.1], dft=[True]),
-        inputs=some(class_weights=[True], token_weights=[True]),
-        given=cross_entropy_inputs,
+        ll.CrossEntropyLoss, cross_entropy, some(**SMOOTHED), some(class_weights=[True], token_weights=[True]), weights,
+        takes=OF_TOKENS,
     ),
     "multi-token": Family(
-        ll.MultiTokenLoss,
-        multi_token,
-        options=some(label_smoothing=[0.1], z_loss=[0.1], dft=[True]),
-        inputs=one(depths=[1, 2, 3]),
-        call=call_multi_token,
-        takes=("mask", "num_items", "sum"),
+        make_multi_token, multi_token, some(**SMOOTHED), one(depths=(1, 2, 3)), takes=("mask", "num_items", "sum")
     ),
     "DPO": Family(
-        ll.DPOLoss,
-        preference(reference.dpo),
-        options=dpo_options(),
-        inputs=st.one_of(REFERENCED, some()),
-        given=preference_inputs,
-        group=2,
-        takes=SEQUENCES,
-        fits=fits_dpo,
+        ll.DPOLoss, of_sequences(reference.dpo), merged(DPO_TYPES, DPO_OPTIONS, OF_REFERENCES),
+        REFERENCE, near, 2, fits=fits_dpo,
     ),
     "ORPO": Family(
-        ll.ORPOLoss,
-        orpo,
-        options=some(beta=[1.0], logits_over=["position"]),
-        inputs=some(nll_targets=[True]),
-        given=orpo_inputs,
-        group=2,
-        takes=("mask", "shift", "num_items", "sum", "main", "tokens"),
-        # Predictions are of every position that has a label.
-        fits=lambda case: (
-            "nll_targets" not in case.inputs
-            or (
-                case.mask is None
-                and "return_predictions" not in case.options
-                and "return_logps" not in case.options
-            )
-        ),
+        ll.ORPOLoss, of_sequences(reference.orpo), some(beta=[1.0], logits_over=["position"]),
+        some(nll_targets=[True]), nll_targets, 2, ("mask", "shift", "num_items", "sum", "main"),
+        fits=lambda case: "nll_targets" not in case.inputs or case.mask is None,
     ),
     "CPO": Family(
-        ll.CPOLoss,
-        preference(reference.cpo),
-        options=merged(
-            one(loss_type=["sigmoid", "hinge", "ipo", "simpo"]),
-            some(
-                beta=[1.0],
-                average_logps=[True, False],
-                label_smoothing=[0.2],
-                cpo_alpha=[0.0, 0.5],
-                simpo_gamma=[0.1],
-                alpha=[0.3, -0.2],
-                logits_over=["position"],
-            ),
-        ),
-        group=2,
-        takes=SEQUENCES,
-        fits=lambda case: case.options.get("reduction") != "none" or case.options.get("cpo_alpha") == 0,
+        ll.CPOLoss, of_sequences(reference.cpo), merged(one(loss_type=("sigmoid", "hinge", "ipo", "simpo")), CPO_OPTIONS),
+        group=2, fits=lambda case: case.options.get("reduction") != "none" or case.options.get("cpo_alpha") == 0,
     ),
-    "SimPO": Family(
-        ll.SimPOLoss,
-        preference(reference.simpo),
-        options=some(beta=[0.5], gamma=[0.1]),
-        group=2,
-        takes=SEQUENCES,
-    ),
+    "SimPO": Family(ll.SimPOLoss, of_sequences(reference.simpo), some(beta=[0.5], gamma=[0.1]), group=2),
     "KTO": Family(
-        ll.KTOLoss,
-        kto,
-        options=merged(
-            some(
-                loss_type=["apo_zero_unpaired"], beta=[1.0], desirable_weight=[2.0], undesirable_weight=[0.3]
-            ),
-            OF_REFERENCES,
-        ),
-        inputs=merged(REFERENCED, one(kl=[0.0, 1.5, -1.0, "mapping"])),
-        given=kto_inputs,
-        group=1,
-        takes=SEQUENCES,
-        fits=clear,
+        ll.KTOLoss, of_sequences(reference.kto),
+        merged(some(loss_type=["apo_zero_unpaired"], beta=[1.0], desirable_weight=[2.0]), OF_REFERENCES),
+        merged(REFERENCE, one(kl=(0.0, 1.5, -1.0))), judged, 1, fits=distinct,
     ),
     "GRPO": Family(
-        ll.GRPOLoss,
-        policy(reference.grpo),
-        options=merged(grpo_options(), OF_REFERENCES),
-        inputs=merged(ROLLOUT, some(reference=["tokens", "model"])),
-        given=policy_inputs,
-        group=1,
-        takes=SEQUENCES,
-        fits=fits_grpo,
+        ll.GRPOLoss, of_sequences(reference.grpo), merged(GRPO_TYPES, GRPO_OPTIONS, OF_REFERENCES),
+        merged(ROLLOUT, one(reference=("tokens", "model"))), rollout, 1, fits=fits_grpo,
     ),
     "PPO": Family(
-        ll.PPOLoss,
-        policy(reference.ppo),
-        options=some(epsilon=[0.1], epsilon_high=[0.3], entropy_coef=[0.1]),
-        inputs=ROLLOUT,
-        given=policy_inputs,
-        group=1,
-        takes=SEQUENCES,
+        ll.PPOLoss, of_sequences(reference.ppo), some(epsilon=[0.1], epsilon_high=[0.3], entropy_coef=[0.1]), ROLLOUT,
+        rollout, 1,
     ),
     "RLOO": Family(
-        ll.RLOOLoss,
-        policy(reference.rloo),
-        options=some(epsilon=[0.1], epsilon_high=[0.3]),
-        inputs=merged(one(advantages=["sequences"]), some(old_logps=[0.1, 2.0], old=["sequences"])),
-        given=policy_inputs,
-        group=1,
-        takes=SEQUENCES,
+        ll.RLOOLoss, of_sequences(reference.rloo), some(epsilon=[0.1], epsilon_high=[0.3]),
+        merged(one(advantages=["sequences"]), some(old_logps=(0.1, 2.0), sums=[True])), rollout, 1,
     ),
     "REINFORCE": Family(
-        ll.REINFORCELoss,
-        policy(reference.reinforce),
-        inputs=one(advantages=["sequences", "tokens"]),
-        given=policy_inputs,
-        group=1,
-        takes=SEQUENCES,
+        ll.REINFORCELoss, of_sequences(reference.reinforce), some(), one(advantages=("sequences", "tokens")), rollout, 1
     ),
     "distillation": Family(
-        ll.DistillationLoss,
-        distillation,
-        options=some(
-            divergence=["forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"],
-            beta=[0.0, 0.1, 1.0],
-            skew_alpha=[0.0, 0.5, 1.0],
-            hard_loss_weight=[0.3, 1.0],
-            topk_mode=["renormalize"],
-            support=["teacher", "student", "union"],
-            k=[1, 3],
-            teacher_softcap=[20.0],
-            teacher_logit_scale=[0.5],
-        ),
-        inputs=DISTILLED,
-        given=teacher_inputs,
-        call=call_distillation,
-        takes=("mask", "shift", "num_items", "none", "sum", "main", "flat"),
-        fits=fits_distillation,
+        ll.DistillationLoss, distillation, DIVERGENCES, TEACHER, teacher, 0,
+        tuple(x for x in OF_TOKENS if x != "tokens"), fits_distillation,
     ),
     "linear_logprobs": Family(
-        dict,
-        logprobs,
-        inputs=merged(
-            one(used=[("logps",), ("lse",), ("logps", "lse"), ("logps", "entropy"), ("entropy",)]),
-            some(entropy=[True, "metric"], ids=[1, 3]),
-        ),
-        call=call_logprobs,
-        takes=("shift", "flat"),
+        make_logprobs, logprobs, some(), merged(USED, some(entropy=(True, "metric"), ids=(1, 3))), takes=("shift", "flat"),
         fits=lambda case: "entropy" not in case.inputs["used"] or case.inputs.get("entropy") is True,
     ),
     "linear_topk": Family(
-        dict,
-        topk,
-        inputs=one(k=[1, 3, 100]),
-        call=call_topk,
-        takes=("mask", "flat"),
-        fits=lambda case: not case.trained,
+        make_topk, topk, some(), one(k=(1, 3, 100)), takes=("mask", "flat"), fits=lambda case: not case.trained
     ),
     "own TokenLoss": Family(
-        make_own,
-        own,
-        inputs=merged(
-            st.fixed_dictionaries(
-                {
-                    "differentiates": st.lists(st.sampled_from(STATISTICS[:4]), min_size=1, unique=True).map(
-                        tuple
-                    ),
-                    "observes": st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple),
-                }
-            ),
-            some(group=[True], token_weights=[True]),
-        ),
-        given=cross_entropy_inputs,
-        group=1,
-        takes=SEQUENCES,
+        make_own, own, some(), merged(OWN, some(by_sequence=[True], token_weights=[True])), weights, 1
     ),
-    "own LogitsLoss": Family(
-        Brier, brier, takes=("mask", "shift", "num_items", "none", "sum", "main", "flat")
-    ),
-}
+    "own LogitsLoss": Family(Brier, brier, takes=tuple(x for x in OF_TOKENS if x != "tokens")),
+}  # fmt: skip

@@ -2,9 +2,7 @@
 
 import functools
 import tempfile
-from contextlib import redirect_stdout
-from dataclasses import dataclass, field, fields
-from io import StringIO
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 import logitless.trl_integration as ours
 from logitless.trl_integration import apply_to
+from tests.random.calls import Case
 from tests.random.known import unknown
 from tests.random.losses import merged, some
 from tests.random.search import REPEATED, search
@@ -158,16 +157,16 @@ OPTIONS = {
 FAMILIES = ("llama", "tied", "gemma2", "granite", "cohere")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A training step.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Step(Case):
+    """A training step, or two.
 
     Attributes:
         kind: the trainer's name without "Trainer".
         options: of its config.
         family: of the model.
         lora: whether the model is adapted.
-        applied: the flag is put on by `apply_to`, else by our pair.
+        applied: whether `apply_to` puts the flag on, and not our pair.
     """
 
     kind: str
@@ -175,28 +174,14 @@ class Case:
     family: str = "llama"
     lora: bool = False
     applied: bool = False
-    steps: int = 1
     seed: int = 0
-
-    def __repr__(self) -> str:
-        empty = Case(kind=self.kind)
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {name: x for name, x in given.items() if name == "kind" or x != getattr(empty, name)}
-        return f"Case({', '.join(f'{name}={x!r}' for name, x in given.items())})"
 
 
 @st.composite
-def cases(draw, kind: str) -> Case:
-    chosen = draw(OPTIONS[kind])
-    return Case(
-        kind=kind,
-        options=chosen,
-        family=draw(st.sampled_from(FAMILIES)),
-        lora=draw(st.booleans()),
-        applied=draw(st.booleans()),
-        steps=chosen.get("num_iterations", 1),
-        seed=draw(st.integers(0, 100)),
-    )
+def steps(draw, kind: str) -> Step:
+    chosen, family = draw(OPTIONS[kind]), draw(st.sampled_from(FAMILIES))
+    lora, applied, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 100))
+    return Step(kind=kind, options=chosen, family=family, lora=lora, applied=applied, seed=seed)
 
 
 @functools.cache
@@ -207,7 +192,7 @@ def folder(family: str) -> Path:
     return path
 
 
-def step(case: Case, flag: bool) -> Run:
+def step(case: Step, flag: bool) -> Run:
     path = folder(case.family)
     dataset, settings, given = needs(case.kind, path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "model")
@@ -221,7 +206,11 @@ def step(case: Case, flag: bool) -> Run:
     in_pair = flag and not case.applied
     config = getattr(ours, f"{case.kind}Config") if in_pair else stock(f"{case.kind}Config")
     trainer = getattr(ours, f"{case.kind}Trainer") if in_pair else stock(f"{case.kind}Trainer")
-    settings = settings | {"max_steps": case.steps, "seed": case.seed, "learning_rate": 1e-3} | case.options
+    settings = (
+        settings
+        | {"max_steps": case.options.get("num_iterations", 1), "seed": case.seed, "learning_rate": 1e-3}
+        | case.options
+    )
     settings |= {"use_chunked_loss": True, "logits_budget": 2**14} if in_pair else {}
 
     def build(*args, **kwargs):
@@ -236,17 +225,8 @@ def step(case: Case, flag: bool) -> Run:
     )
 
 
-def check(case: Case) -> None:
+def check(case: Step) -> None:
     """Compares a step with the flag to stock TRL's: logs and gradients, or the refusal."""
-    try:
-        with redirect_stdout(StringIO()):
-            _check(case)
-    except Exception as error:
-        error.add_note(f"from tests.random.test_trainers import *; check({case!r})")
-        raise
-
-
-def _check(case: Case) -> None:
     try:
         theirs = step(case, flag=False)
     except Exception:  # what stock TRL refuses or cannot do
@@ -267,7 +247,7 @@ def _check(case: Case) -> None:
     assert_same_gradients(theirs, mine, rtol=RTOL)
 
 
-SEARCHES = {kind: (cases(kind).filter(unknown), lambda case: check(case)) for kind in OPTIONS}
+SEARCHES = {kind: (steps(kind).filter(unknown), lambda case: check(case)) for kind in OPTIONS}
 
 
 @pytest.mark.parametrize("kind", SEARCHES)

@@ -8,7 +8,7 @@ fp32 operands it is
 the naive computation (one GEMM in the operands' dtype, then the logits upcast to at least fp32).
 """
 
-from tests.reference.cross_entropy import cross_entropy, head_logits, shift_left, token_logprobs
+from tests.reference.cross_entropy import cross_entropy, head_logits, multi_token, shift_left, token_logprobs
 from tests.reference.distillation import distillation
 from tests.reference.policy import grpo, ppo, reinforce, rloo
 from tests.reference.preference import cpo, dpo, kto, orpo, simpo
@@ -24,6 +24,7 @@ __all__ = [
     "head_logits",
     "ids_logprobs",
     "kto",
+    "multi_token",
     "orpo",
     "ppo",
     "reinforce",

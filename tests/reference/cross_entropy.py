@@ -1,5 +1,7 @@
 """Logits of a head, log-probabilities and cross-entropy, on full logits."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -128,3 +130,42 @@ def cross_entropy(
         return losses.sum()
     normalizer = target_weights.sum() if num_items is None else torch.as_tensor(num_items, dtype=losses.dtype)
     return losses.sum() / torch.where(normalizer == 0, 1, normalizer)
+
+
+def multi_token(
+    hiddens: Sequence[Tensor],  # (B, T, H) each
+    weight: Tensor,  # (V, H)
+    targets: Tensor,  # (B, T)
+    *,
+    coefficients: Sequence[float] | None = None,
+    ignore_index: int = -100,
+    **options,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Multi-token prediction: `Σ_k coefficient_k * cross_entropy(hidden_k, token i + 1 + k)`.
+
+    Args:
+        hiddens: hidden states of each depth.
+        targets: labels at their own positions.
+        coefficients: 1 for the first and 0.3 for the others by default.
+        options: as in `cross_entropy`.
+
+    Returns:
+        0-d loss, and by depth its loss and the accuracy of its best ids.
+
+    References:
+        Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction", 2024; DeepSeek-AI,
+        "DeepSeek-V3", 2024, section 2.2.
+    """
+    coefficients = coefficients or (1.0, *[0.3] * (len(hiddens) - 1))
+    head = {
+        name: x for name, x in options.items() if name in ("bias", "softcap", "logit_scale", "temperature")
+    }
+    loss, metrics = torch.zeros((), dtype=weight.dtype), {}
+    for k, (hidden, coefficient) in enumerate(zip(hiddens, coefficients, strict=True)):
+        targets = shift_left(targets, ignore_index)
+        depth = cross_entropy(hidden, weight, targets, ignore_index=ignore_index, **options)
+        correct = (head_logits(hidden, weight, **head).argmax(-1) == targets) & (targets != ignore_index)
+        count = (targets != ignore_index).sum().clamp(min=1)
+        metrics |= {f"depth_{k}/loss": depth.detach(), f"depth_{k}/accuracy": correct.sum().double() / count}
+        loss = loss + coefficient * depth
+    return loss, metrics

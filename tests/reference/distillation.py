@@ -24,6 +24,8 @@ def distillation(
     teacher_bias: Tensor | None = None,  # (V',)
     teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None,  # (..., k) log-probabilities and (..., k) ids
     topk_mode: str = "tail",
+    support: str | None = None,
+    k: int | None = None,
     divergence: str = "jsd",
     beta: float = 0.5,
     skew_alpha: float = 0.1,
@@ -66,6 +68,9 @@ def distillation(
     at `temperature`, "token_accuracy" (its best id is the target) and "agreement" (its best id is the
     teacher's). "hard_loss" and "token_accuracy" are 0 without targets.
 
+    With a whole teacher, `support` ("teacher", "student", "union") takes the `k` best ids of each it names (of
+    equal logits the lowest) in the place of those of `teacher_logprobs_topk`.
+
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015 (temperature, hard and soft loss).
         Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
@@ -74,7 +79,7 @@ def distillation(
         Distillation", 2023 (total variation).
     """
     logits = head_logits(hidden, weight, temperature=temperature, **head)
-    student_best = logits.argmax(-1)
+    student_best = student_best_shared = logits.argmax(-1)
 
     if teacher_logprobs_topk is None:
         teacher_head = {
@@ -84,9 +89,20 @@ def distillation(
         }
         teacher_logits = head_logits(teacher_hidden, teacher_weight, teacher_bias, **teacher_head).detach()
         common = min(logits.shape[-1], teacher_logits.shape[-1])
-        logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
-        student, teacher = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
-        teacher_best = teacher_logits.argmax(-1)
+        teacher_best = teacher_logits[..., :common].argmax(-1)
+        student_best_shared = logits[..., :common].argmax(-1)
+        if support is None:
+            logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
+            student, teacher = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        else:
+            chosen = {
+                "student": best_of(logits[..., :common], k),
+                "teacher": best_of(teacher_logits[..., :common], k),
+            }
+            kept = chosen["student"] | chosen["teacher"] if support == "union" else chosen[support]
+            student, teacher = (
+                on_kept_ids(x.log_softmax(-1), kept, topk_mode) for x in (logits, teacher_logits)
+            )
     else:
         values, ids = teacher_logprobs_topk
         student, teacher = on_best_ids(logits.log_softmax(-1), values.detach(), ids, topk_mode)
@@ -115,7 +131,7 @@ def distillation(
         "hard_loss": hard,
         "entropy": -(logprobs.exp() * logprobs).sum(-1),
         "token_accuracy": correct.to(soft),
-        "agreement": (logits.argmax(-1) == teacher_best).to(soft),
+        "agreement": (student_best_shared == teacher_best).to(soft),
     }
     count = counted.sum().clamp(min=1)
     metrics = {
@@ -148,6 +164,22 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     teacher_tail = teacher_tail.masked_fill(covered.all(-1, keepdim=True), NOTHING)
     # Values that sum to more than 1 are brought back to it.
     return torch.cat([picked, student_tail], -1), torch.cat([teacher, teacher_tail], -1).log_softmax(-1)
+
+
+def best_of(logits: Tensor, k: int) -> Tensor:
+    """`(..., V)` bool, true for the `k` best ids."""
+    ids = logits.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, ids, True)
+
+
+def on_kept_ids(logprobs: Tensor, kept: Tensor, mode: str) -> Tensor:
+    """Log-probabilities `(..., V)` over the kept ids `(..., V')`, as by `on_best_ids`; ids past `V'` are others."""
+    shared = logprobs[..., : kept.shape[-1]]
+    chosen = shared.masked_fill(~kept, NOTHING)
+    if mode == "renormalize":
+        return chosen.log_softmax(-1)
+    others = torch.cat([shared.masked_fill(kept, NOTHING), logprobs[..., kept.shape[-1] :]], -1)
+    return torch.cat([chosen, others.logsumexp(-1, keepdim=True)], -1)
 
 
 def kl(logp: Tensor, logq: Tensor, ratio: Tensor | None = None) -> Tensor:
