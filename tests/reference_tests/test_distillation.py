@@ -244,14 +244,14 @@ def test_a_small_tail_by_hand(divergence):
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_values_that_sum_to_more_than_one_leave_the_tail_of_rounding(divergence, whose):
-    values = torch.tensor([[0.601, 0.4]]).log()
-    whole = 0.601 + 0.4 + 2.0**-23
-    teacher = [0.601 / whole, 0.4 / whole, 2.0**-23 / whole]
+    values = torch.tensor([[0.601, 0.4]], dtype=torch.float64).log()
+    whole = 0.601 + 0.4 + 2.0**-52
+    teacher = [0.601 / whole, 0.4 / whole, 2.0**-52 / whole]
     expected = BY_HAND[divergence]((1 / 2, 1 / 8, 3 / 8), teacher)
     for support in [{}] if whose == "reference" else [{}, {"support": "teacher"}]:
         options = {"teacher_logprobs_topk": (values, torch.tensor([[2, 0]])), "divergence": divergence}
         loss, _ = reference.distillation(EYE[:1], weight_of(FOUR), **options, **support)
-        assert loss.item() == pytest.approx(expected, rel=1e-6)
+        assert loss.item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_topk_agreement_is_over_the_whole_vocabulary():
