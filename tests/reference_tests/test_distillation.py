@@ -242,6 +242,18 @@ def test_a_small_tail_by_hand(divergence):
     assert loss.item() == pytest.approx(expected, rel=1e-12 if divergence != "reverse_kl" else 1e-7)
 
 
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+def test_values_that_sum_to_more_than_one_leave_the_tail_of_rounding(divergence, whose):
+    values = torch.tensor([[0.601, 0.4]], dtype=torch.float64).log()
+    whole = 0.601 + 0.4 + 2.0**-52
+    teacher = [0.601 / whole, 0.4 / whole, 2.0**-52 / whole]
+    expected = BY_HAND[divergence]((1 / 2, 1 / 8, 3 / 8), teacher)
+    for support in [{}] if whose == "reference" else [{}, {"support": "teacher"}]:
+        options = {"teacher_logprobs_topk": (values, torch.tensor([[2, 0]])), "divergence": divergence}
+        loss, _ = reference.distillation(EYE[:1], weight_of(FOUR), **options, **support)
+        assert loss.item() == pytest.approx(expected, rel=1e-9)
+
+
 def test_topk_agreement_is_over_the_whole_vocabulary():
     for ids, agreement in (([[2, 0], [0, 1]], 0.0), ([[0, 2], [0, 1]], 0.5), ([[0, 2], [1, 0]], 1.0)):
         _, metrics = two_tokens(FOUR, teacher_logprobs_topk=(BEST[0], torch.tensor(ids)))
