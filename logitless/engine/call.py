@@ -202,7 +202,8 @@ def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device
         expected, remedy = f"None with reduction={loss.reduction!r}", "only reduction='mean' divides by it"
         expect(False, "num_items", expected, given, remedy)
     if not isinstance(given, Tensor):
-        check_number("num_items", given, "a finite number or a 0-d tensor")
+        if not torch.compiler.is_compiling():  # a symbolic number would become a constant of the graph
+            check_number("num_items", given, "a finite number or a 0-d tensor")
         given = torch.full((), given, dtype=dtype, device=device)
     expect(given.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
     return given.to(device)

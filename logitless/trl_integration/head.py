@@ -91,7 +91,7 @@ def _answering(chunked: ChunkedLoss, model: PreTrainedModel) -> AbstractContextM
 def _unless_deferred(loss_function: Callable) -> Callable:
     def loss(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(logits, DeferredLogits) and not logits.deferral.summed:
-            return torch.zeros((), device=logits.device)
+            return torch.zeros((), dtype=torch.float32, device=logits.device)
         return loss_function(logits, *args, **kwargs)
 
     return loss

@@ -17,6 +17,7 @@ from logitless.engine.packing import Signature
 from logitless.losses import declarations
 from logitless.losses.base import LinearLoss
 from tests.ranks import in_processes
+from tests.support import DEVICE
 
 H, V = 4, 11
 MANY = 1000
@@ -48,7 +49,11 @@ def of_a_model(i: int) -> None:
     CrossEntropyLoss(z_loss=i / MANY)(hidden, head, targets)
 
 
-SMALL = torch.randn(1, H), torch.randn(V, H), torch.zeros(1, dtype=torch.int64)
+SMALL = (
+    torch.randn(1, H, device=DEVICE),
+    torch.randn(V, H, device=DEVICE),
+    torch.zeros(1, dtype=torch.int64, device=DEVICE),
+)
 KINDS: dict[str, Callable[[int], object]] = {
     "of tokens": lambda i: CrossEntropyLoss(z_loss=i / MANY, logits_budget=1)(*SMALL),
     "of pairs": lambda i: SimPOLoss(beta=1 + i / MANY)(*operands()),

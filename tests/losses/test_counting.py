@@ -16,8 +16,9 @@ H, V = 4, 11
 
 def labels(*shape: int, ignore_index: int = -100) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    found = torch.randint(V, shape, generator=generator)
-    return found.masked_fill(torch.rand(shape, generator=generator) < 0.3, ignore_index).to(DEVICE)
+    found = torch.randint(V, shape, generator=generator, device="cpu")
+    ignored = torch.rand(shape, generator=generator, device="cpu") < 0.3
+    return found.masked_fill(ignored, ignore_index).to(DEVICE)
 
 
 SHAPES = {
@@ -89,17 +90,17 @@ def test_it_compiles():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"targets": torch.zeros(3)}, "targets: expected a tensor of integer token ids"),
+        ({"targets": torch.zeros(3, device=DEVICE)}, "targets: expected a tensor of integer token ids"),
         ({"targets": [1, 2]}, "targets: expected a tensor of integer token ids"),
         (
-            {"targets": labels(2, 3), "cu_seqlens": torch.tensor([0, 6])},
+            {"targets": labels(2, 3), "cu_seqlens": torch.tensor([0, 6], device=DEVICE)},
             r"targets: expected shape \(N,\) with cu_",
         ),
         (
-            {"targets": labels(3), "cu_seqlens": torch.tensor([0.0, 3.0])},
+            {"targets": labels(3), "cu_seqlens": torch.tensor([0.0, 3.0], device=DEVICE)},
             "cu_seqlens: expected .* int64 bound",
         ),
-        ({"targets": labels(3), "mask": torch.ones(2)}, "mask: expected targets' shape"),
+        ({"targets": labels(3), "mask": torch.ones(2, device=DEVICE)}, "mask: expected targets' shape"),
         ({"targets": labels(3)[0], "shift": True}, "shift: expected False for a single target"),
     ],
 )
@@ -112,7 +113,7 @@ def test_refused(given, message):
 @pytest.mark.parametrize("bounds", [(0, 3, 11), (1, 3, 12), (0, 5, 3, 12)])
 def test_wrong_boundaries_are_asserted(bounds):
     with pytest.raises(RuntimeError, match="^cu_seqlens: expected non-decreasing boundaries from 0 to 12"):
-        count_targets(labels(12), shift=True, cu_seqlens=torch.tensor(bounds))
+        count_targets(labels(12), shift=True, cu_seqlens=torch.tensor(bounds, device=DEVICE))
 
 
 def test_the_example():
