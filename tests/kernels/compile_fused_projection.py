@@ -11,6 +11,7 @@ from tests.kernels.compile_kernels import heads
 from tests.kernels.offline import Source, compile_sources, jitted
 
 PROGRAMS = 132  # multiprocessors of an H200
+GROUP = 16  # row tiles of a group at H = 4,096
 
 
 class Variant(NamedTuple):
@@ -50,7 +51,7 @@ def source(variant: Variant) -> Source:
     product = "x" in kernel.arg_names
     constants = dict(variant.flags)
     if product:
-        constants |= TILE | {"PROGRAMS": PROGRAMS}
+        constants |= TILE | {"GROUP": GROUP, "PROGRAMS": PROGRAMS}
     constants |= {"BLOCK": fused_projection_triton.BLOCK_H} if variant.kernel == "shift_kernel" else {}
     if variant.kernel in ("again_kernel", "finish_kernel"):
         constants |= {"ROWS": fused_projection_triton.ROWS, "TILES": fused_projection_triton.TILES}

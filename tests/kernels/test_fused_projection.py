@@ -29,8 +29,8 @@ HEADS = {
 }
 # Of a tile. Its size is time and nothing else in the interpreter, where it is smaller.
 BM, BN, BK = (16, 32, 16) if INTERPRETED else (128, 256, 64)
-# Ragged in all three, rows, vocabulary and width; one tile of rows, and several.
-SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3))
+# Ragged in all three, rows, vocabulary and width; one tile of rows, several, and several groups of tiles.
+SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3), (4 * BM + 3, BK + 8, 2 * BN + 3))
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,8 @@ def tiles(monkeypatch):
             monkeypatch.setitem(product_tiles_triton.TILE, name, size)
             monkeypatch.setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
         monkeypatch.setattr(fused_projection_triton, "BLOCK_N", BN)
+    # Two row tiles at the widths below.
+    monkeypatch.setattr(product_tiles_triton, "GROUP_BYTES", 2 * BM * (BK + 8) * DTYPE.itemsize)
     assert product_tiles_triton.TILE == {"BM": BM, "BN": BN, "BK": BK}
 
 

@@ -33,7 +33,9 @@ from logitless.kernels.hopper.product_tiles_triton import (
     TILE,
     aligned,
     described,
+    group_of,
     halves_of_product,
+    place_of_tile,
     programs_of,
 )
 from logitless.kernels.launch import OF_CHUNKS, held
@@ -129,6 +131,7 @@ def read_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
@@ -136,13 +139,13 @@ def read_kernel(
     With AGAIN only of the tiles with a row that `again_kernel` chose; the other rows in them come out as
     before. There is no branch in the epilogue that depends on the data: one costs more than the masks do.
     """
-    row_tiles = tl.cdiv(C, BM)
-    tiles = row_tiles * tl.cdiv(V, BN)
+    row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
+    tiles = row_tiles * col_tiles
     if AGAIN:
         tiles = tl.where(any_again(again_ptr, C, 1024), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not AGAIN):
-        # Row tiles run fastest: x stays in L2, and w is read once.
-        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+        row, column = place_of_tile(tile, row_tiles, col_tiles, GROUP)
+        m0, n0 = row * BM, column * BN
         rows = m0 + tl.arange(0, BM)
         here = rows < C
         wanted = True
@@ -160,7 +163,7 @@ def read_kernel(
             total_r, top_r, sum_d_r, plain_r, sum_sq_r, tied_r = read_half(
                 right, n0 + BN // 2, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
             )
-            at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
+            at = partials_ptr + column.to(tl.int64) * C + rows
             tl.store(at, total + total_r, mask=here)
             tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
             if EXTRA:
@@ -214,7 +217,7 @@ def read(
     found = (targets, shift, own, again, partials, partials.stride(0))
     operands = (*described(features, weight, gradient), bias, *found, C, V, H, *scalars)
     levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
-    options = transform | levels | TILE | LAUNCH | {"PROGRAMS": programs}
+    options = transform | levels | TILE | LAUNCH | {"GROUP": group_of(features), "PROGRAMS": programs}
     few = {"BN": BLOCK_N, "ROWS": ROWS, "TILES": TILES, "num_warps": 4}
     read_kernel[(programs,)](*operands, **options, AGAIN=False)
     again_kernel[rows](*found, C, tiles, ignore_index, EXTRA=extra, **few)
