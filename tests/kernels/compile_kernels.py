@@ -178,6 +178,8 @@ def target_combinations() -> Iterator[Combination]:
     yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": MARK_BLOCK})
     for packed in (False, True):
         yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": COUNTED})
+    for items in (False, True):
+        yield combination("clamp_kernel", {}, {"HAS_ITEMS": items, "BLOCK": MARK_BLOCK})
     yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 
 

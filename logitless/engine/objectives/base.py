@@ -75,10 +75,6 @@ class Objective(Protocol):
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
         """(n, H) d loss / d hidden of some rows, from what the strategy row_scaled kept of them."""
 
-    @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        """Whether `fill` begins with product 1, which may then come before anything else."""
-
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         """For the loss and its gradients."""

@@ -76,10 +76,6 @@ class IdsObjective:
         return cls(call, rows, dict(numbers), dict(upstream))
 
     @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        return True
-
-    @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 

@@ -61,10 +61,6 @@ class LogitsObjective:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
     @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        return True
-
-    @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 

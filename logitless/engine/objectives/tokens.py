@@ -95,11 +95,6 @@ class TokenObjective:
         return loss.reduction == "none" or "lse" not in loss.differentiates
 
     @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        in_product = call.unrounded and reads_in_product(call, purpose)
-        return not in_product and call.inputs.get("ref_hidden") is None
-
-    @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
         names = kernels.stat_names((*loss.differentiates, *loss.observes))
         return (*names, "predictions") if loss.return_predictions else names
