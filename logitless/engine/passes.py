@@ -23,6 +23,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
+from logitless.kernels.head.scale import scale
 
 # By whether only some columns of the head are gathered.
 PROJECTIONS = {False: Projection, True: GatheredProjection}
@@ -37,9 +38,21 @@ class Solved:
     loss: Tensor  # 0-d
     metrics: Tensor  # (heads, 1 + metrics): the head's own loss without its coefficient, then its metrics
     tokens: list[Tensor]  # (N,) each, of `solved_names`
-    deferred: Tensor  # 0-d
+    deferred: float | Tensor  # 0-d
     gradients: Gradients
     plan: Plan  # of the last head
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the host knows that the deferred factor is 1."""
+        return isinstance(self.deferred, float) and self.deferred == 1.0
+
+    @property
+    def deferred_on_device(self) -> Tensor:
+        """0-d, in the dtype of the loss."""
+        if isinstance(self.deferred, Tensor):
+            return self.deferred
+        return torch.full((), self.deferred, dtype=self.loss.dtype, device=self.loss.device)
 
 
 @dataclass
@@ -85,8 +98,6 @@ def _solve(chosen: Sequence[tuple[Call, Rows]], *, static: bool, main: Tensor | 
         losses.append(total if known else total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
         metrics.append(torch.stack([own, *found]))
-    if not isinstance(deferred, Tensor):
-        deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, objective, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
@@ -100,7 +111,7 @@ def solved_names(loss: LossSpec) -> tuple[str, ...]:
     return ("predictions",) if loss.return_predictions else ()
 
 
-def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
+def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
     """The numbers of `solved_names`; d_logps is d loss / d logps."""
     names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
     if "d_logps" in names:
@@ -169,7 +180,11 @@ def token_gradients(
 def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
     """The strategy row_scaled: d_hidden `out` (N, H) from `vectors` (N, H), d logp / d hidden, and the
     objective's gradients. `out` may be `vectors`."""
-    rows = objective.rows
+    rows, factor = objective.rows, objective.vector_factor()
+    if factor is not None:
+        # Rows that are not walked are zero.
+        scale(vectors, rows.scattered(factor, vectors.shape[0]), out)
+        return
     for start in range(0, rows.count, SCALED_ROWS):
         stop = min(start + SCALED_ROWS, rows.count)
         at = rows.at(start, stop)

@@ -31,7 +31,9 @@ def variants() -> list[Variant]:
             found += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
             if not head["HAS_BIAS"]:
                 del flags["HAS_BIAS"]
-                found += [Variant("finish_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
+                found += [
+                    Variant("finish_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)
+                ]
         for extra, weights in ((False, False), (True, False), (True, True)):
             flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
             found.append(Variant("gradient_kernel", tuple(flags.items())))

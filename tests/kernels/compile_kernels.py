@@ -22,6 +22,8 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"),
 
 INTEGERS = (
     "numel",
+    "y_numel",
+    "y_columns",
     "n",
     "start",
     "width",
@@ -140,10 +142,14 @@ def shard_combinations() -> Iterator[Combination]:
 
 def scale_combinations() -> Iterator[Combination]:
     for x, out in itertools.product(TYPES, TYPES):
-        for in_place in {False, x == out}:
-            flags = {"IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
-            for kernel in ("scale_kernel", "scale_all_kernel"):
-                yield combination(kernel, {"x": x, "out": out}, flags)
+        for in_place, pair in itertools.product({False, x == out}, (False, True)):
+            # d_hidden in place beside d_weight, or features beside d_features; alone they stand in for each.
+            y, y_in_place = ("bf16", True) if pair else (x, in_place)
+            pointers = {"x": x, "out": out, "y": y, "y_out": y if pair else out}
+            flags = {"PAIR": pair, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
+            yield combination("scale_all_kernel", pointers, flags)
+            for two in (False, True):
+                yield combination("scale_kernel", pointers, flags | {"TWO": two})
 
 
 def select_combinations() -> Iterator[Combination]:
