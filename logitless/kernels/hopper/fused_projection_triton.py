@@ -40,7 +40,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 
-ROWS, TILES = 16, 64  # of a program that puts partial sums together
+ROWS, TILES = 4, 128  # of a program that puts partial sums together
 BLOCK_H = 1024
 PARTIALS = 5  # numbers per row and tile, at most
 
