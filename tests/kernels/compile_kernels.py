@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tests.kernels.offline import Source, compile_sources, jitted
 
 BLOCK, LONG_BLOCK = 1024, 2048
-SCALE_BLOCK, COMBINE_BLOCK = 2048, 128
+SCALE_BLOCK, COMBINE_BLOCK, SUM_BLOCK = 2048, 128, 2048
 TYPES = ("fp32", "bf16", "fp16")
 # Dtype of the logits and of the products (weight, hidden states, gradient): the latter may be narrower.
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
@@ -141,15 +141,32 @@ def shard_combinations() -> Iterator[Combination]:
 
 
 def scale_combinations() -> Iterator[Combination]:
+    both = False, True
     for x, out in itertools.product(TYPES, TYPES):
-        for in_place, pair in itertools.product({False, x == out}, (False, True)):
-            # d_hidden in place beside d_weight, or features beside d_features; alone they stand in for each.
-            y, y_in_place = ("bf16", True) if pair else (x, in_place)
-            pointers = {"x": x, "out": out, "y": y, "y_out": y if pair else out}
-            flags = {"PAIR": pair, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
+        for in_place in {False, x == out}:
+            # One matrix alone stands in for the other, too.
+            pointers = {"x": x, "out": out, "y": x, "y_out": out}
+            flags = {"PAIR": False, "IN_PLACE": in_place, "Y_IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
             yield combination("scale_all_kernel", pointers, flags)
-            for two in (False, True):
+            for two in both:
                 yield combination("scale_kernel", pointers, flags | {"TWO": two})
+    for x in TYPES:
+        # d_hidden and d_weight, of products in x: leaves in x or in fp32, and a sum of several chunks.
+        kinds = dict.fromkeys((x, "fp32"))
+        for out, y, y_out in itertools.product(kinds, kinds, kinds):
+            for in_place, y_in_place in itertools.product({False, x == out}, {False, y == y_out}):
+                pointers = {"x": x, "out": out, "y": y, "y_out": y_out}
+                flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
+                yield combination("scale_all_kernel", pointers, flags)
+        # Features and d_features.
+        for in_place, two in itertools.product(both, both):
+            pointers = dict.fromkeys(("x", "out", "y", "y_out"), x)
+            flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": True, "BLOCK": SCALE_BLOCK}
+            yield combination("scale_kernel", pointers, flags | {"TWO": two})
+
+
+def sum_combinations() -> Iterator[Combination]:
+    yield combination("sums_kernel", {}, {"BLOCK": SUM_BLOCK})
 
 
 def select_combinations() -> Iterator[Combination]:
@@ -238,6 +255,7 @@ def combinations() -> list[Combination]:
         *shard_combinations(),
         *combine_combinations(),
         *scale_combinations(),
+        *sum_combinations(),
         *select_combinations(),
         *gathered_combinations(),
         *slot_combinations(),
@@ -274,6 +292,7 @@ def source(number: int, c: Combination) -> Source:
         scale_triton,
         select_triton,
         shards_triton,
+        sums_triton,
         targets_triton,
     )
     from logitless.kernels.ids import gathered_triton, slots, slots_triton
@@ -288,6 +307,7 @@ def source(number: int, c: Combination) -> Source:
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (
         SCALE_BLOCK == scale_triton.BLOCK
+        and SUM_BLOCK == sums_triton.BLOCK
         and COMBINE_BLOCK == shards_triton.BLOCK
         and BLOCK == divergence_triton.BLOCK
     )
@@ -297,6 +317,7 @@ def source(number: int, c: Combination) -> Source:
         divergence_shard_triton,
         gathered_triton,
         scale_triton,
+        sums_triton,
         select_triton,
         shards_triton,
         slots_triton,
