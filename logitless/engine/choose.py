@@ -3,7 +3,6 @@
 With a sharded head it says too how large the vocabulary is.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from logitless.engine.call import Call
 from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.remembered import Remembered
-from logitless.engine.rows import TOLIST, Grouping, OtherSize, Rows, Shard, select_rows
+from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, all_rows, select_rows
 from logitless.engine.spec import Fault
 from logitless.errors import expect
 from logitless.kernels.head.targets import marked
@@ -23,15 +22,13 @@ from logitless.parallel.vocabulary import Shards
 _SIZES = Remembered()
 
 
-def choose_rows(
-    call: Call, read: Callable[[Tensor], list[int]] = TOLIST, shard: Shard | None = None
-) -> tuple[Call, Rows]:
+def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
     """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`).
 
     A call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
     """
     if call.vocabulary.sharded and shard is None:
-        return _of_shards(call, read)
+        return _of_shards(call)
     if call.loss.unmasked and shard is None:
         N = call.targets.shape[0]
         return call, Rows(N, N, 0, None, None, None)
@@ -50,38 +47,47 @@ def choose_rows(
         remedy = "count what is supervised"
         faults.append(Fault(zero, "num_items", "a number above 0", "0 beside supervised tokens", remedy))
     faults += [fault for fault in found if not fault.count.dim()]
-    grouped, packed = loss.scope != "token", call.cu_seqlens is not None
-    # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
-    together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
-    sequences = call.sequence_count if grouped else 0
-    grouping = Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
     peers = ALONE
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
-    options = {"compact": loss.compact, "peers": peers, "shard": shard, "read": read}
+    options = {"compact": loss.compact, "peers": peers, "shard": shard}
     options |= {"boundaries": loss.boundaries_argument}
-    rows = select_rows(marks, faults, grouping, call.cu_seqlens, **options)
+    rows = select_rows(marks, faults, _grouping(call), call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
 
 
-def _of_shards(call: Call, read: Callable[[Tensor], list[int]]) -> tuple[Call, Rows]:
+def every_row(call: Call) -> Rows:
+    """The rows of a call whose every token counts. Asks the device for nothing."""
+    return all_rows(call.targets.shape[0], _grouping(call), call.targets.device)
+
+
+def _grouping(call: Call) -> Grouping:
+    loss = call.loss
+    grouped, packed = loss.scope != "token", call.cu_seqlens is not None
+    # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
+    together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
+    sequences = call.sequence_count if grouped else 0
+    return Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
+
+
+def _of_shards(call: Call) -> tuple[Call, Rows]:
     """The same of a sharded head. Until all ranks have met, its vocabulary has the size of the last call."""
     group = call.loss.tp_group
     code = Shards.code(call.weight, unrounded=call.unrounded)
     if not call.loss.compact:
         shards = Shards.gathered(code, group, call.targets.device)
-        call, rows = choose_rows(call, read, Shard(group, code, shards.V, sure=True))
+        call, rows = choose_rows(call, Shard(group, code, shards.V, sure=True))
         return call.with_shards(shards), rows._replace(shards=shards)
     known = group.group_name, code
     shard = Shard(group, code, _SIZES.get(known, 0), sure=False)
     try:
-        return choose_rows(call, read, shard)
+        return choose_rows(call, shard)
     except OtherSize as other:
         V = other.V
     _SIZES[known] = V
-    return choose_rows(call, read, shard._replace(V=V, sure=True))
+    return choose_rows(call, shard._replace(V=V, sure=True))
 
 
 def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:

@@ -19,6 +19,8 @@ class Chunk:
     features: Tensor | None = None  # (C, H) what enters the product
     targets: Tensor | None = None  # (C,) as columns of the logits
     ignored: int | None = None  # what stands for an ignored one among them
-    gradient: Tensor | None = None  # (C, V) d loss / d products up to `factor`, in the products' dtype
-    factor: Tensor | None = None  # (C,) of the gradient's rows; None: 1
+    gradient: Tensor | None = None  # (C, V) d loss / d products up to `factors`, in the products' dtype
+    factor: Tensor | None = None  # (C,) that came with the gradient; None: 1
+    factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: what the gradient's rows lack
     d_features: Tensor | None = None  # (C, H)
+    trained: Tensor | None = None  # (C, H') what the gradient is multiplied with for d_weight

@@ -122,7 +122,9 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
     solved = passes.solve(calls, static=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
-    return (solved.loss, solved.metrics, *solved.tokens), [solved.deferred, *sums], None
+    # A factor of 1 that the host knows is none.
+    deferred = None if solved.is_final else solved.deferred_on_device
+    return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
 
 def _without_d_logps(run: Run, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -178,7 +180,8 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
     deferred, *sums = ctx.saved_tensors
     # Where nobody can come back for them, the kept gradients become the returned ones.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
-    return _finished(ctx, sums, deferred * upstream[0], owned=owned)
+    factor = upstream[0] if deferred is None else deferred * upstream[0]
+    return _finished(ctx, sums, factor, owned=owned)
 
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
@@ -235,14 +238,11 @@ BACKWARD = {
 
 def _finished(ctx, sums: Sequence[Tensor | None], factor: Tensor, *, owned: bool) -> list[Tensor | None]:
     """Gradients of the trained tensors in their shapes and dtypes."""
-    gradients = []
-    for x, kind, need in zip(sums, ctx.trained, ctx.run.signature.needs, strict=True):
-        if not need:
-            gradients.append(None)
-            continue
-        dtype, shape = kind
-        gradients.append(finish(x.reshape(-1, x.shape[-1]), factor, dtype, owned=owned).view(shape))
-    return gradients
+    needs = ctx.run.signature.needs
+    wanted = [x.reshape(-1, x.shape[-1]) if need else None for x, need in zip(sums, needs, strict=True)]
+    dtypes = [None if kind is None else kind[0] for kind in ctx.trained]
+    found = finish(wanted, factor, dtypes, owned=owned)
+    return [None if x is None else x.view(kind[1]) for x, kind in zip(found, ctx.trained, strict=True)]
 
 
 def _expect_one(upstream: Tensor, *, on_host: bool) -> None:

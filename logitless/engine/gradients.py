@@ -1,5 +1,6 @@
 """Sums of the trained tensors' gradients over chunks and heads, up to the deferred factor."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
 from logitless.engine.projection import Projection
-from logitless.kernels.head.scale import scale
+from logitless.kernels.head.scale import scale_all
 from logitless.kernels.matmul import accumulate
 
 
@@ -72,15 +73,16 @@ class Gradients:
     def add(self, chunk: Chunk, head: Projection) -> None:
         """Product 3: a chunk's share of d_weight and d_bias."""
         if self._weight is not None:
-            features = head.trained_features(chunk)
-            head.accumulate(self._weight.total, chunk.gradient, features, first=not self._weight.written)
+            head.accumulate(self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written)
             self._weight.written = True
         if self._bias is not None:
             self._add_bias(chunk, head)
 
     def _add_bias(self, chunk: Chunk, head: Projection) -> None:
-        gradient, factor = chunk.gradient, chunk.factor
-        if factor is None:
+        gradient = chunk.gradient
+        if chunk.factors:
+            factor = math.prod(chunk.factors[1:], start=chunk.factors[0])
+        else:
             factor = gradient.new_ones(gradient.shape[0])
         column, total = factor.to(gradient.dtype), self._bias.total
         if column.dtype == factor.dtype:
@@ -117,14 +119,23 @@ class Gradients:
         self._weight = self._bias = None
 
 
-def finish(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype, *, owned: bool) -> Tensor | None:
-    """`gradient * factor` in `dtype`, computed in fp32, in one pass, in place if the gradient is `owned`."""
-    if gradient is None:
-        return None
+def finish(
+    gradients: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype], *, owned: bool
+) -> list[Tensor | None]:
+    """`gradient * factor` of each (n, m), in its dtype.
+
+    Computed in fp32, in one pass over all of them; in place where the gradients are `owned` and have that
+    dtype.
+    """
     if torch.compiler.is_compiling():
-        return (gradient.to(factor.dtype) * factor).to(dtype)
-    return scale(
-        gradient,
-        factor,
-        gradient if owned and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype),
-    )
+        return [
+            None if x is None else (x.to(factor.dtype) * factor).to(dtype)
+            for x, dtype in zip(gradients, dtypes, strict=True)
+        ]
+    finished = [
+        x if x is None or (owned and x.dtype == dtype) else torch.empty_like(x, dtype=dtype)
+        for x, dtype in zip(gradients, dtypes, strict=True)
+    ]
+    pairs = [pair for pair in zip(gradients, finished, strict=True) if pair[0] is not None]
+    scale_all(pairs, (factor,))
+    return finished

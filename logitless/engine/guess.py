@@ -1,101 +1,146 @@
-"""The first product of a call, begun before the host knows how many rows there are.
+"""A pass over every row of a call, queued before the host knows that every row counts.
 
-Between the counts and the first product the GPU would wait for the host, which reads the counts, plans and
-allocates. Where the last few calls of an equal loss had no token to leave out, the GPU is given the first
-chunk of all rows before the counts are read. Of a wrong guess the product is thrown away: nothing but time
-depends on it.
+Between the counts and the first product the GPU would wait for the host, which reads the counts, plans,
+allocates and launches. Where every row of the last few calls of an equal loss counted, a pass takes all rows,
+with targets clamped to ids of the vocabulary, and the host reads what is wrong with that once the whole pass
+is queued. If anything is, the result is thrown away and the call is run from its counts, which raises its
+faults. Nothing but time depends on the guess.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from logitless.engine.call import Call
-from logitless.engine.chunk import Chunk
-from logitless.engine.plan import Pass, Plan
-from logitless.engine.projection import Projection
+from logitless.engine.choose import choose_rows, every_row
 from logitless.engine.remembered import Remembered
-from logitless.engine.rows import TOLIST, Rows
-from logitless.engine.side_stream import side_stream
+from logitless.engine.rows import Rows
+from logitless.kernels.head.targets import clamped, runs_kernels
 
-# A guess that is wrong costs a product, so it takes as many calls in a row to make the next one.
-LIKELY = 3
-# Calls in a row in which every row was walked, by the loss and the shape of its head.
+Result = TypeVar("Result")
+
+# Calls in a row in which every row counted, before the first guess. A wrong guess costs a pass, so that each
+# multiplies the calls before the next one.
+LIKELY, PATIENCE = 3, 4
+
+
+@dataclass
+class Streak:
+    """What the calls of a loss have shown.
+
+    Attributes:
+        length: calls in a row in which every row counted.
+        needed: the length from which on the next call is taken to be alike.
+    """
+
+    length: int = 0
+    needed: int = LIKELY
+
+
+# By the loss and the shape of its head.
 _STREAKS = Remembered()
 
 
-class Guess:
-    """That every row of a call will be walked.
+def over_rows(call: Call, run: Callable[[Call, Rows], Result]) -> Result:
+    """Run a pass over the supervised rows of a call.
 
     Args:
-        calls: the heads; of several none is begun.
-        purpose: of the pass.
-        begin: rows -> a head that has begun with them.
+        call: one head's share of a call.
+        run: the pass. It changes nothing that outlives its result, as it may run twice.
+
+    Returns:
+        What `run` returns.
+
+    Raises:
+        ValueError: what is wrong with the call's targets and inputs (see `spec.Fault`).
+    """
+    streak = _streak(call)
+    if streak is not None and streak.length >= streak.needed and _has_faults(call):
+        streak.length = 0
+    elif streak is not None and streak.length >= streak.needed:
+        guess = Guess(call)
+        try:
+            found = run(guess.call, guess.rows)
+        except Exception:
+            if guess.holds():
+                raise
+        else:
+            if guess.holds():
+                return found
+            del found  # before anything takes its place
+        streak.length = 0
+        streak.needed *= PATIENCE
+    call, rows = choose_rows(call)
+    if streak is not None:
+        streak.length = streak.length + 1 if rows.count == call.targets.shape[0] else 0
+    return run(call, rows)
+
+
+class Guess:
+    """That every row of a call counts.
 
     Attributes:
-        read: what brings the counts to the host, for `select_rows`.
+        call: the call, with targets that are ids of the vocabulary.
+        rows: all of them.
     """
 
-    def __init__(self, calls: Sequence[Call], purpose: Pass, begin: Callable[[Rows], "Begun"]):
-        call, self.read = calls[0], TOLIST
-        self._key, self._begun = (call.loss.identity, call.weight.shape), None
-        if _STREAKS.get(self._key, 0) >= LIKELY and len(calls) == 1 and _may_begin(call, purpose):
-            N = call.targets.shape[0]
-            self.read = partial(self._read_beside, begin, Rows(N, N, 0, None, None, None))
+    def __init__(self, call: Call):
+        loss = call.loss
+        num_items = call.num_items if loss.reduction == "mean" else None
+        targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
+        inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
+        self.call, self.rows = replace(call, targets=targets, inputs=inputs), every_row(call)
+        self._wrong, self._copied = wrong.to("cpu", non_blocking=True), None
+        if targets.is_cuda:
+            self._copied = torch.cuda.current_stream(targets.device).record_event()
 
-    def _read_beside(self, begin: Callable[[Rows], "Begun"], rows: Rows, numbers: Tensor) -> list[int]:
-        """The numbers; the copy waits for nothing that is queued after them."""
-        beside = side_stream(numbers.device, useful=True)
-        self._begun = begin(rows)
-        with beside:
-            return numbers.tolist()
-
-    def head(self, plan: Plan, rows: Rows) -> "Begun | None":
-        """What was begun, if it is the plan of these rows; and the next guess learns of them."""
-        every = rows.index is None and rows.group_sizes is None
-        _STREAKS[self._key] = _STREAKS.get(self._key, 0) + 1 if every else 0
-        begun, self._begun = self._begun, None
-        return begun if begun is not None and every and begun.plan == plan else None
+    def holds(self) -> bool:
+        """Whether it is right; waits for the counts, not for what was queued after them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return not any(self._wrong.tolist())
 
 
-class Begun:
-    """A head that has projected the first chunk of a plan. To the loop it is the head."""
+def _streak(call: Call) -> Streak | None:
+    """What the calls of this kind have shown; None where no guess is made.
 
-    def __init__(self, head: Projection, plan: Plan):
-        step = plan.steps[0]
-        self.plan, self._head = plan, head
-        self._buffers = head.new_buffer(plan, in_product=False)
-        parts = [x[: step.stop - step.start] for x in self._buffers]
-        self._first: Chunk | None = Chunk(step, head.rows.at(step.start, step.stop), *parts)
-        head.take(self._first)
-        head.project(self._first)
-
-    def __getattr__(self, name: str):
-        return getattr(self._head, name)
-
-    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
-        return self._buffers
-
-    def take(self, chunk: Chunk) -> None:
-        first = self._first
-        if first is None:
-            self._head.take(chunk)
-        else:
-            chunk.features, chunk.targets, chunk.ignored = first.features, first.targets, first.ignored
-
-    def project(self, chunk: Chunk) -> None:
-        if self._first is None:
-            self._head.project(chunk)
-        self._first = None
-
-
-def _may_begin(call: Call, purpose: Pass) -> bool:
-    """Whether the product can come first, and the GPU would wait for it otherwise."""
+    Ranks that share a call meet in its sync. Boundaries and other ids than the targets are not clamped, and
+    an integer per token may be an index where its token counts, and anything where it does not.
+    """
     loss = call.loss
-    alone = loss.tp_group is None and loss.cp_group is None and call.layers is None
-    return alone and _waits(call.targets) and loss.objective.projects_first(call, purpose)
+    if loss.unmasked or not loss.compact or not _waits(call.targets):
+        return None
+    if loss.tp_group is not None or loss.cp_group is not None:
+        return None
+    if call.layers is not None or call.cu_seqlens is not None:
+        return None
+    if not all(_is_no_index(x) or _is_same(x, call.targets) for x in call.inputs.values()):
+        return None
+    key = loss.identity, call.weight.shape
+    if key not in _STREAKS:
+        _STREAKS[key] = Streak()
+    return _STREAKS[key]
 
 
-def _waits(x: Tensor) -> bool:
-    return x.is_cuda and x.shape[0] > 0
+def _waits(targets: Tensor) -> bool:
+    """Whether there is a GPU that would wait for the host, and not a stand-in without memory."""
+    return targets.is_cuda and runs_kernels(targets)
+
+
+def _is_no_index(x: object) -> bool:
+    return not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool
+
+
+def _is_same(x: object, targets: Tensor) -> bool:
+    """Whether an input is the targets, as labels may be."""
+    alike = isinstance(x, Tensor) and x.dtype == targets.dtype and x.shape == targets.shape
+    return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()
+
+
+def _has_faults(call: Call) -> bool:
+    """Whether only the device can tell that the inputs, too, are right."""
+    faults = call.loss.faults
+    return faults is not None and len(faults(call.targets, call.inputs, call.V)) > 0

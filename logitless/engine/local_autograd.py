@@ -1,11 +1,14 @@
 """Small derivatives inside a pass: autograd that neither meets nor disturbs what surrounds the call."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 # Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the
 # model again. They detach: an operation that saves its own output would otherwise keep itself alive, with all
@@ -27,21 +30,36 @@ def no_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def grad_and_value(
-    function: Callable[[dict[str, Tensor]], tuple[Tensor, object]], variables: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], tuple[Tensor, object]]:
-    """`torch.func.grad_and_value(has_aux=True)` by plain autograd: gradients, and both results.
+def recorded(
+    function: Callable[[dict[str, Tensor]], Result], variables: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Result]:
+    """Copies of the variables that are leaves of a graph, and what a function makes of them."""
+    with torch.enable_grad(), identity_hooks():
+        leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
+        return leaves, function(leaves)
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], upstream: Sequence[Tensor], leaves: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The gradient of each leaf, from those of the outputs.
 
     The operations of a loss are so small that the host's time is what they cost. torch.func takes three
     times as much of it, and handing the graph to autograd's thread for the device takes more of it, too.
     """
-    with torch.enable_grad(), identity_hooks():
-        leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
-        total, more = function(leaves)
-    if not total.requires_grad:
-        return {name: torch.zeros_like(x) for name, x in variables.items()}, (total, more)
+    if not outputs:
+        return {name: torch.zeros_like(x) for name, x in leaves.items()}
     with torch.autograd.set_multithreading_enabled(False):
         gradients = torch.autograd.grad(
-            total, list(leaves.values()), allow_unused=True, materialize_grads=True
+            outputs, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True
         )
-    return dict(zip(leaves, gradients, strict=True)), (total.detach(), more)
+    return dict(zip(leaves, gradients, strict=True))
+
+
+def grad_and_value(
+    function: Callable[[dict[str, Tensor]], tuple[Tensor, object]], variables: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], tuple[Tensor, object]]:
+    """`torch.func.grad_and_value(has_aux=True)` by plain autograd: gradients, and both results."""
+    leaves, (total, more) = recorded(function, variables)
+    outputs = [total] if total.requires_grad else []
+    return gradients_of(outputs, [torch.ones_like(x) for x in outputs], leaves), (total.detach(), more)

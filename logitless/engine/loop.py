@@ -39,7 +39,8 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
             if chunk.gradient is None:
                 objective.write(chunk, head)
                 head.backproject(chunk)
-            chunk.factor = objective.factor(chunk)  # None for a loss of logits
-            arrival = head.reduce(chunk)  # factor onto d_features, then the ranks' sum starts
-            gradients.add(chunk, head)  # product 3, overlapping that sum; scales a copy of the features
+            chunk.factors = objective.row_factors(chunk)  # none for a loss of logits
+            head.scale(chunk)  # factors onto d_features, and onto a copy of the features
+            arrival = head.reduce(chunk)  # the ranks' sum starts
+            gradients.add(chunk, head)  # product 3, overlapping that sum
             head.scatter(chunk, arrival)  # wait, layers backward, rows into d_hidden

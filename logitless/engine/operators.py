@@ -194,7 +194,7 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
         calls = _calls(tensors, sequences, key)
         solved = passes.solve(calls, static=True)
         sums = _sums(solved.gradients, calls, key, solved.loss)
-        return [solved.loss, solved.metrics, *solved.tokens, solved.deferred, *sums]
+        return [solved.loss, solved.metrics, *solved.tokens, solved.deferred_on_device, *sums]
 
 
 @solve_op.register_fake
@@ -294,10 +294,11 @@ def accumulate(
     """Solve a call with its weight's gradient added to `main`; beside it (d_hidden, d_bias), finished."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
-    d_hidden = finish(gradients.sums.get(hidden), solved.deferred, call.hidden.dtype, owned=True)
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
-    d_bias = None if d_bias is None else finish(d_bias, solved.deferred, call.bias.dtype, owned=True).view(-1)
-    return solved, d_hidden, d_bias
+    dtypes = call.hidden.dtype, None if d_bias is None else call.bias.dtype
+    sums = gradients.sums.get(hidden), d_bias
+    d_hidden, d_bias = finish(sums, solved.deferred_on_device, dtypes, owned=True)
+    return solved, d_hidden, None if d_bias is None else d_bias.view(-1)
 
 
 # Dispatch state of a plain program, as it is while this module is imported.

@@ -4,9 +4,8 @@ Everything here runs eagerly below autograd, also inside a compiled graph, where
 operator.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import Call
 from logitless.engine.choose import choose_rows
 from logitless.engine.gradients import Gradients
-from logitless.engine.guess import Begun, Guess
+from logitless.engine.guess import over_rows
 from logitless.engine.loop import run
 from logitless.engine.objectives.base import Objective, settled
 from logitless.engine.objectives.gathered import GatheredProjection
@@ -24,6 +23,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
+from logitless.kernels.head.scale import scale
 
 # By whether only some columns of the head are gathered.
 PROJECTIONS = {False: Projection, True: GatheredProjection}
@@ -38,9 +38,21 @@ class Solved:
     loss: Tensor  # 0-d
     metrics: Tensor  # (heads, 1 + metrics): the head's own loss without its coefficient, then its metrics
     tokens: list[Tensor]  # (N,) each, of `solved_names`
-    deferred: Tensor  # 0-d
+    deferred: float | Tensor  # 0-d
     gradients: Gradients
     plan: Plan  # of the last head
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the host knows that the deferred factor is 1."""
+        return isinstance(self.deferred, float) and self.deferred == 1.0
+
+    @property
+    def deferred_on_device(self) -> Tensor:
+        """0-d, in the dtype of the loss."""
+        if isinstance(self.deferred, Tensor):
+            return self.deferred
+        return torch.full((), self.deferred, dtype=self.loss.dtype, device=self.loss.device)
 
 
 @dataclass
@@ -61,18 +73,20 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         static: dtypes may not depend on the number of tokens.
         main: a tensor that the weight's finished gradient is added to.
     """
-    static = static or len(calls) > 1
+    if len(calls) == 1 and main is None:
+        return over_rows(calls[0], lambda call, rows: _solve([(call, rows)], static=static, main=None))
+    return _solve(list(map(choose_rows, calls)), static=static or len(calls) > 1, main=main)
+
+
+def _solve(chosen: Sequence[tuple[Call, Rows]], *, static: bool, main: Tensor | None) -> Solved:
     wide = static or main is not None
-    planned = partial(plan_for, purpose=Pass.SOLVE, heads=len(calls), wide=wide)
-    guess = Guess(calls, Pass.SOLVE, partial(_begin, calls[0], planned, gradients=True))
-    chosen = [choose_rows(call, guess.read) for call in calls]
     gradients = Gradients([call for call, _ in chosen], static=static, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
     for call, rows in chosen:
-        plan = planned(call, rows)
+        plan = plan_for(call, rows, Pass.SOLVE, len(chosen), wide=wide)
         factors, deferred = unit_factors(call, rows, deferred)
         objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = guess.head(plan, rows) or PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
+        head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.chunks > 1)
         run(plan, rows, head, objective, gradients)
         if plan.strategy == "row_scaled":
@@ -84,8 +98,6 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
         losses.append(total if known else total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
         metrics.append(torch.stack([own, *found]))
-    if not isinstance(deferred, Tensor):
-        deferred = torch.full((), deferred, dtype=call.stat_dtype, device=call.targets.device)
     asked = call.loss.return_logps or call.loss.return_predictions
     tokens = _tokens(call, rows, objective, deferred) if asked else []
     table = torch.stack(metrics) if len(metrics) > 1 else metrics[0][None]
@@ -99,7 +111,7 @@ def solved_names(loss: LossSpec) -> tuple[str, ...]:
     return ("predictions",) if loss.return_predictions else ()
 
 
-def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> list[Tensor]:
+def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
     """The numbers of `solved_names`; d_logps is d loss / d logps."""
     names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
     if "d_logps" in names:
@@ -111,12 +123,14 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: Tensor) -> l
 
 def token_numbers(call: Call) -> Numbers:
     """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
-    planned, vectors = partial(plan_for, purpose=Pass.NUMBERS), keeps_vectors(call)
-    guess = Guess([call], Pass.NUMBERS, partial(_begin, call, planned, gradients=vectors))
-    (call, rows), N = choose_rows(call, guess.read), call.targets.shape[0]
-    plan = planned(call, rows)
+    return over_rows(call, _token_numbers)
+
+
+def _token_numbers(call: Call, rows: Rows) -> Numbers:
+    N, vectors = call.targets.shape[0], keeps_vectors(call)
+    plan = plan_for(call, rows, Pass.NUMBERS)
     objective = call.loss.objective.reading(call, rows, plan)
-    head = guess.head(plan, rows) or PROJECTIONS[plan.columns > 0](call, rows, gradients=vectors)
+    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=vectors)
     run(plan, rows, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
@@ -163,16 +177,14 @@ def token_gradients(
     return deferred, gradients
 
 
-def _begin(call: Call, planned: Callable[[Call, Rows], Plan], rows: Rows, *, gradients: bool) -> Begun:
-    """A head that has projected the first chunk of some rows."""
-    plan = planned(call, rows)
-    return Begun(PROJECTIONS[plan.columns > 0](call, rows, gradients=gradients), plan)
-
-
 def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
     """The strategy row_scaled: d_hidden `out` (N, H) from `vectors` (N, H), d logp / d hidden, and the
     objective's gradients. `out` may be `vectors`."""
-    rows = objective.rows
+    rows, factor = objective.rows, objective.vector_factor()
+    if factor is not None:
+        # Rows that are not walked are zero.
+        scale(vectors, rows.scattered(factor, vectors.shape[0]), out)
+        return
     for start in range(0, rows.count, SCALED_ROWS):
         stop = min(start + SCALED_ROWS, rows.count)
         at = rows.at(start, stop)

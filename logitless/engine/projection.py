@@ -11,7 +11,7 @@ from logitless.engine.local_autograd import identity_hooks
 from logitless.engine.plan import Plan
 from logitless.engine.rows import Rows
 from logitless.kernels import fused_projection
-from logitless.kernels.head.scale import scale
+from logitless.kernels.head.scale import scale_all
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 
 
@@ -74,23 +74,25 @@ class Projection:
             return self.d_hidden[chunk.at]
         return torch.empty_like(chunk.features, dtype=d_hidden_dtype(self.weight.dtype))
 
-    def reduce(self, chunk: Chunk):
-        """Apply the factor to d_features, and start to sum them over the ranks of a sharded head."""
-        if chunk.d_features is None:
-            return None
-        if chunk.factor is not None:
-            scale(chunk.d_features, chunk.factor, chunk.d_features)
-        return self.call.vocabulary.start_sum(chunk.d_features)
+    def scale(self, chunk: Chunk) -> None:
+        """Apply the factors to d_features and to what the gradient is multiplied with for d_weight, the
+        features of the trained columns: both in one launch."""
+        pairs = []
+        if self.needs.weight:
+            x = chunk.features
+            own = self.layers is None and (isinstance(chunk.at, Tensor) or x.dtype != self.call.hidden.dtype)
+            if self.frozen_columns:
+                x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
+            chunk.trained = x if own or not chunk.factors else torch.empty_like(x)
+            pairs.append((x, chunk.trained))
+        if chunk.d_features is not None:
+            pairs.append((chunk.d_features, chunk.d_features))
+        if chunk.factors:
+            scale_all(pairs, chunk.factors)
 
-    def trained_features(self, chunk: Chunk) -> Tensor:
-        """What the gradient is multiplied with for d_weight: trained columns' features, times the factor."""
-        x = chunk.features
-        own = self.layers is None and (isinstance(chunk.at, Tensor) or x.dtype != self.call.hidden.dtype)
-        if self.frozen_columns:
-            x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
-        if chunk.factor is None:
-            return x
-        return scale(x, chunk.factor, x if own else torch.empty_like(x))
+    def reduce(self, chunk: Chunk):
+        """Start to sum d_features over the ranks of a sharded head."""
+        return None if chunk.d_features is None else self.call.vocabulary.start_sum(chunk.d_features)
 
     def scatter(self, chunk: Chunk, arrival) -> None:
         """Wait for the ranks' sum, go back through the layers, and write the chunk's rows into d_hidden."""

@@ -1,9 +1,8 @@
 """Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,10 +18,6 @@ from logitless.parallel.vocabulary import Shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-# How numbers come to the host: at once.
-TOLIST = methodcaller("tolist")
 
 
 class Grouping(NamedTuple):
@@ -112,7 +107,6 @@ def select_rows(
     compact: bool,
     peers: Peers = ALONE,
     shard: Shard | None = None,
-    read: Callable[[Tensor], list[int]] = TOLIST,  # brings numbers to the host
     boundaries: str = "cu_seqlens",  # the argument's name in errors
 ) -> Rows:
     """Choose the rows to walk, and raise the faults that only the device could tell.
@@ -143,7 +137,18 @@ def select_rows(
             fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
     meeting = _Meeting(peers, shard) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, read)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
+
+
+def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
+    """What `select_rows` chooses of sequences of one length whose every token counts, without asking."""
+    if not (grouping.sequences or grouping.grouped):
+        return Rows(N, N, 0, None, None, None, grouping.roles)
+    length = N // max(1, grouping.sequences)
+    counts = torch.full((grouping.sequences,), length, dtype=torch.int64, device=device)
+    layout = _Layout(_order(N, grouping, device), counts, _in_row_order(counts, grouping), None)
+    chosen = grouping.sequences // 2 * length
+    return _every_row(N, N, grouping, layout)._replace(chosen_tokens=chosen)
 
 
 class _Counts(NamedTuple):
@@ -196,19 +201,22 @@ def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]
 
 def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compact: bool) -> _Layout:
     """Sequences of one length each; `counts` are their supervised tokens, where they are known."""
-    N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
+    N, device, sequences = supervised.shape[0], supervised.device, grouping.sequences
     length = N // max(1, sequences)
     if not compact:
         counts = torch.full((sequences,), length, dtype=torch.int64, device=device)
     elif counts is None:
         counts = supervised.view(sequences, length).sum(1)
-    order = None
-    if grouping.interleaves:
-        order = (
-            torch.arange(N, device=device).view(roles, grouping.groups, length).transpose(0, 1).reshape(-1)
-        )
     chosen = None if compact else supervised[: N // 2].sum()
-    return _Layout(order, counts, _in_row_order(counts, grouping), chosen)
+    return _Layout(_order(N, grouping, device), counts, _in_row_order(counts, grouping), chosen)
+
+
+def _order(N: int, grouping: Grouping, device: torch.device) -> Tensor | None:
+    """Call positions of sequences of one length, group by group; None: the call's own order."""
+    if not grouping.interleaves:
+        return None
+    positions = torch.arange(N, device=device).view(grouping.roles, grouping.groups, -1)
+    return positions.transpose(0, 1).reshape(-1)
 
 
 def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact: bool) -> _Layout:
@@ -283,14 +291,13 @@ def _supervised_rows(
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
-    read: Callable[[Tensor], list[int]],
 ) -> Rows:
     N, shards, numbers = supervised.shape[0], None, counts.numbers
     if meeting is not None:
         numbers = meeting.told(numbers)
     if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
-    numbers = read(numbers)  # the sync
+    numbers = numbers.tolist()  # the sync
     if counts.marks:
         numbers = counts.added_up(numbers)
     if meeting is not None:

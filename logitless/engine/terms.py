@@ -3,15 +3,17 @@
 The one place where a reduction is applied, and where an author's terms are checked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.local_autograd import gradients_of, recorded
 from logitless.engine.remembered import Remembered
 from logitless.errors import expect, warn
+from logitless.kernels.head.sums import sums
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 if TYPE_CHECKING:
@@ -91,12 +93,7 @@ def reduced(
     Raises:
         ValueError: the call has `num_items`, and no term is divided by it.
     """
-    unit = factors.num_items_unit
-    if unit is not None and all(term.over != unit for term in terms.values()):
-        units = ", ".join(sorted({str(term.over) for term in terms.values()}))
-        expected = f"None for a loss without a term over {unit!r}, the unit that it counts"
-        remedy = "leave it out, or set the loss's `unit` to the one that it counts"
-        expect(False, "num_items", expected, f"a number beside terms over {units}", remedy)
+    _check_num_items(terms, factors)
     first, *others = [
         sequences.sum_unless_whole(term.values.sum() * factors.loss[term.over], term.over)
         for term in terms.values()
@@ -104,34 +101,115 @@ def reduced(
     return sum(others, first)
 
 
-def metric_sums(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], Tensor]:
-    """A slice's share of the metrics (`Sums`): a few launches for all, as these are what such sums cost."""
+def _check_num_items(terms: Mapping[str, Term], factors: UnitFactors) -> None:
+    unit = factors.num_items_unit
+    if unit is not None and all(term.over != unit for term in terms.values()):
+        units = ", ".join(sorted({str(term.over) for term in terms.values()}))
+        expected = f"None for a loss without a term over {unit!r}, the unit that it counts"
+        remedy = "leave it out, or set the loss's `unit` to the one that it counts"
+        expect(False, "num_items", expected, f"a number beside terms over {units}", remedy)
+
+
+class _Table:
+    """Sums of values, without gradient: one launch for all of one length.
+
+    Args:
+        values: what is summed, in the order in which `take` is asked for it.
+    """
+
+    def __init__(self, values: Sequence[Tensor]):
+        alike: dict[tuple, list[Tensor]] = {}
+        for x in values:
+            alike.setdefault((x.dtype, x.shape), []).append(x.detach())
+        self._rest = {kind: sums(xs) if kind[1] else torch.stack(xs) for kind, xs in alike.items()}
+
+    def take(self, values: Sequence[Tensor]) -> Tensor:
+        """(m,) the sums of the next m values."""
+        kinds = [(x.dtype, x.shape) for x in values]
+        if len(set(kinds)) > 1:
+            return torch.stack([self.take([x])[0] for x in values])
+        found = self._rest[kinds[0]]
+        self._rest[kinds[0]] = found[len(values) :]
+        return found[: len(values)]
+
+
+def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[Tensor]]:
+    """What is summed for the metrics of each unit, by the unit and their names: see `Sums`."""
     names: dict[str | None, list[str]] = {}
     for name, term in metrics.items():
         names.setdefault(OWN if isinstance(term.over, Tensor) else term.over, []).append(name)
     found = {}
     for unit, chosen in names.items():
-        values = [metrics[name].values.detach() for name in chosen]
-        values += [metrics[name].over for name in chosen] if unit == OWN else []
-        first = values[0]
-        if len(values) == 1:
-            sums = first.sum().view(1)
-        elif first.dim() and all(x.shape == first.shape for x in values):
-            sums = torch.stack(values).sum(1)
-        else:
-            sums = torch.stack([x.sum() for x in values])
-        found[unit, *chosen] = sums.view(2, -1) if unit == OWN else sums
+        found[unit, *chosen] = [metrics[name].values for name in chosen]
+        if unit == OWN:
+            found[unit, *chosen] += [metrics[name].over for name in chosen]
     return found
 
 
+def metric_sums(metrics: Mapping[str, Term]) -> Sums:
+    """A slice's share of the metrics (`Sums`), in PyTorch alone: also inside a compiled function, where no
+    kernel can be launched and no shape may become a constant."""
+    found = {}
+    for (unit, *names), values in _by_unit(metrics).items():
+        first = values[0].detach()
+        if len(values) == 1:
+            total = first.sum().view(1)
+        elif first.dim() and all(x.shape == first.shape for x in values):
+            total = torch.stack([x.detach() for x in values]).sum(1)
+        else:
+            total = torch.stack([x.detach().sum() for x in values])
+        found[unit, *names] = total.view(2, -1) if unit == OWN else total
+    return found
+
+
+def reported(
+    result: Terms, factors: UnitFactors, sequences: WholeSequences = WHOLE_SEQUENCES
+) -> tuple[Tensor, Sums]:
+    """A slice's share of the loss, as `reduced` computes it, and of the metrics; without gradient."""
+    terms, metrics = result
+    _check_num_items(terms, factors)
+    units, losses = _by_unit(metrics), [term.values for term in terms.values()]
+    table = _Table([*(x for values in units.values() for x in values), *losses])
+    found = {
+        key: table.take(values).view(2, -1) if key[0] == OWN else table.take(values)
+        for key, values in units.items()
+    }
+    first, *others = [
+        sequences.sum_unless_whole(table.take([term.values])[0] * factors.loss[term.over], term.over)
+        for term in terms.values()
+    ]
+    return sum(others, first), found
+
+
+def differentiated(
+    evaluate: Callable[[dict[str, Tensor]], Terms], variables: Mapping[str, Tensor], factors: UnitFactors
+) -> tuple[dict[str, Tensor], Terms]:
+    """Gradients of a slice's share of the loss, and what `evaluate` made of the variables.
+
+    The sum of a term is not differentiated but its values, by the factor of their unit: every rank with a
+    slice of the sequences differentiates the same loss by its own tokens.
+    """
+    leaves, result = recorded(evaluate, variables)
+    terms = [term for term in result[0].values() if term.values.requires_grad]
+    upstream = [_spread(factors.loss[term.over], term.values) for term in terms]
+    return gradients_of([term.values for term in terms], upstream, leaves), result
+
+
+def _spread(factor: float | Tensor, values: Tensor) -> Tensor:
+    """A factor for each of some values."""
+    if not isinstance(factor, Tensor):
+        factor = values.new_full((), factor)
+    return factor.to(values.dtype).expand(values.shape)
+
+
 def means(
-    sums: Sequence[Sums], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
+    shares: Sequence[Sums], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> dict[str, Tensor]:
     """The metrics of a call from the sums of its slices; 0 where there was nothing to average."""
     found = {}
-    for unit, *names in sums[0] if sums else ():
+    for unit, *names in shares[0] if shares else ():
         # Values and weights of whole sequences, too, are summed over the ranks alike.
-        first, *others = [share[unit, *names] for share in sums]
+        first, *others = [share[unit, *names] for share in shares]
         total = sequences.sum_unless_whole(sum(others, first), unit)
         if unit == OWN:
             total, weights = total

@@ -1,7 +1,9 @@
-"""`Guess`: a first product that is begun before the rows are counted changes no number, and costs no second
-one where the guess is right."""
+"""A pass over every row of a call, before the host knows that every row counts, changes no number, and costs
+no second one where the guess is right."""
 
 import weakref
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from logitless import (
     DistillationLoss,
     DPOLoss,
     GRPOLoss,
+    Term,
+    TokenLoss,
     linear_cross_entropy,
     linear_logprobs,
     linear_topk,
 )
 from logitless.engine import guess, passes, remembered
-from logitless.engine.guess import LIKELY
+from logitless.engine.guess import LIKELY, PATIENCE
 from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
 from logitless.losses.logprobs import TokenNumbers
@@ -37,15 +41,15 @@ def guessing(monkeypatch):
 
 @pytest.fixture
 def begun(monkeypatch):
-    """One entry for each product that was begun early."""
-    plans, init = [], guess.Begun.__init__
+    """One entry for each pass that was begun early: its rows."""
+    rows, init = [], guess.Guess.__init__
 
-    def spy(self, head, plan):
-        plans.append(plan)
-        init(self, head, plan)
+    def spy(self, call):
+        init(self, call)
+        rows.append(self.rows)
 
-    monkeypatch.setattr(guess.Begun, "__init__", spy)
-    return plans
+    monkeypatch.setattr(guess.Guess, "__init__", spy)
+    return rows
 
 
 class Operands:
@@ -91,13 +95,6 @@ def of_one_id(x, targets):
     return found
 
 
-def of_several_ids(x, targets):
-    ids = torch.where(targets[:, None] < 0, -100, x.ids)
-    found = linear_logprobs(x.hidden, x.weight, ids, logits_budget=4 * BUDGET).logps
-    torch.where(found > -torch.inf, found, 0.0).square().sum().backward()
-    return found
-
-
 def of_the_best(x, targets):
     return linear_topk(x.hidden, x.weight, K, mask=targets >= 0, logits_budget=4 * BUDGET).logps
 
@@ -107,6 +104,29 @@ def of_logits(x, targets):
     own = {"teacher_hidden": hidden, "teacher_weight": weight}
     loss = DistillationLoss(divergence="jsd", logits_budget=4 * BUDGET)
     value = loss(x.hidden, x.weight, targets, **own).loss
+    value.backward()
+    return value
+
+
+def of_several_ids(x, targets):
+    ids = torch.where(targets[:, None] < 0, -100, x.ids)
+    found = linear_logprobs(x.hidden, x.weight, ids, logits_budget=4 * BUDGET).logps
+    torch.where(found > -torch.inf, found, 0.0).square().sum().backward()
+    return found
+
+
+def of_pairs(x, targets):
+    options = {"ref_logps": torch.linspace(-9.0, -3.0, 4), "num_items": 2.0}
+    loss = DPOLoss(logits_budget=BUDGET)
+    value = loss(x.hidden.view(4, 10, H), x.weight, targets.view(4, 10), **options).loss
+    value.backward()
+    return value
+
+
+def of_sequences(x, targets):
+    given = {"advantages": torch.linspace(-1.0, 1.0, 4), "old_logps": torch.full((4, 10), -3.0)}
+    loss = GRPOLoss(importance_sampling_level="sequence", logits_budget=BUDGET)
+    value = loss(x.hidden.view(4, 10, H), x.weight, targets.view(4, 10), **given).loss
     value.backward()
     return value
 
@@ -125,10 +145,10 @@ CALLS = (
     of_lse,
     of_a_frozen_head,
     of_one_id,
-    of_several_ids,
     of_the_best,
     of_logits,
-    of_gathered_columns,
+    of_pairs,
+    of_sequences,
 )
 
 
@@ -162,9 +182,22 @@ def test_no_number_depends_on_a_wrong_guess(run, begun):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_a_wrong_guess_makes_the_next_one_later(begun):
+    x = Operands()
+    some = torch.where(torch.arange(N) % 3 == 0, -100, x.targets)
+    for _ in range(LIKELY):
+        of_targets(x, x.targets)
+    of_targets(x, some)
+    assert len(begun) == 1
+    for _ in range(PATIENCE * LIKELY):
+        of_targets(x, x.targets)
+    assert len(begun) == 1
+    of_targets(x, x.targets)
+    assert len(begun) == 2
+
+
 @pytest.mark.parametrize("run", CALLS)
 def test_a_right_guess_costs_no_product(run, begun, monkeypatch):
-    """Nor is a chunk's first part multiplied twice."""
     rows = []
     for owner in (Projection, GatheredProjection):
         project = owner.project
@@ -185,16 +218,16 @@ def test_a_right_guess_costs_no_product(run, begun, monkeypatch):
     assert begun and rows == walked
 
 
-def test_the_product_comes_before_the_counts_are_read(monkeypatch):
-    order, tolist, project = [], torch.Tensor.tolist, Projection.project
-    monkeypatch.setattr(Projection, "project", lambda *x: (order.append("product"), project(*x)))
+def test_nothing_is_read_before_the_last_product(monkeypatch):
+    order, tolist, add = [], torch.Tensor.tolist, passes.Gradients.add
+    monkeypatch.setattr(passes.Gradients, "add", lambda *x: (order.append("product"), add(*x)))
     x = Operands()
     for _ in range(LIKELY):
         results(of_targets, x, x.targets)
-    order.clear()
+    chunks, order[:] = len(order) // LIKELY, []
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (order.append("read"), tolist(x))[1])
     results(of_targets, x, x.targets)
-    assert order[:2] == ["product", "read"]
+    assert chunks > 1 and order == ["product"] * chunks + ["read"]
 
 
 @pytest.mark.parametrize("run", CALLS)
@@ -218,40 +251,94 @@ def test_what_is_thrown_away_is_freed_before_anything_takes_its_place(run, monke
     assert len(alive) > 1 and not any(alive)
 
 
-@pytest.mark.parametrize("run", [of_targets, of_several_ids, of_gathered_columns])
-def test_wrong_ids_are_named_as_ever(run, begun):
+@dataclass(frozen=True, kw_only=True)
+class LookedUpLoss(TokenLoss):
+    """-u[target] log p: no id outside the table may reach it."""
+
+    shared_inputs: ClassVar = ("table",)
+
+    def terms(self, stats, batch):
+        assert 0 <= batch.targets.min() and batch.targets.max() < V
+        return {"loss": Term(-batch.table[batch.targets] * stats.logps)}, {}
+
+
+@pytest.mark.parametrize("wrong", [V, -1])
+@pytest.mark.parametrize("run", [of_targets, of_lse, of_logits, of_pairs])
+def test_wrong_ids_are_named_as_ever(run, wrong, begun):
     x = Operands()
     for _ in range(LIKELY):
         results(run, x, x.targets)
-    ids, x.ids = x.ids, x.ids.clone()
-    x.ids[5, 0] = V
-    wrong = x.targets.clone()
-    wrong[5] = V
-    with pytest.raises(ValueError, match="outside"):
-        run(x, wrong)
+    targets = x.targets.clone()
+    targets[5] = wrong
+    with pytest.raises(ValueError, match=rf"1 outside.*{wrong}"):
+        run(x, targets)
     assert len(begun) == 1
-    x.ids = ids
     results(run, x, x.targets)
 
 
-def test_what_is_not_begun(begun):
-    """Without a sync, in groups, with a reference through the same buffer, and without rows."""
-    x = Operands()
-    three, whole = x.hidden.view(4, 10, H), x.targets.view(4, 10)
-    reference = {"ref_hidden": three.detach(), "ref_weight": x.weight.detach()}
-    policy, sequences = GRPOLoss(loss_type="dapo", beta=0.1), GRPOLoss(importance_sampling_level="sequence")
+def test_a_loss_meets_ids_alone(begun):
+    x, loss, table = Operands(), LookedUpLoss(), torch.rand(V)
+    some = torch.where(torch.arange(N) % 3 == 0, -100, x.targets)
+    expected = loss(x.hidden, x.weight, some, table=table).loss
+    for _ in range(LIKELY):
+        loss(x.hidden, x.weight, x.targets, table=table)
+    assert torch.equal(loss(x.hidden, x.weight, some, table=table).loss, expected)
+    assert len(begun) == 1
 
+
+@dataclass(frozen=True, kw_only=True)
+class RefusingLoss(TokenLoss):
+    """Refuses a slice whose weights are not all positive."""
+
+    token_inputs: ClassVar = ("weights",)
+
+    def terms(self, stats, batch):
+        if batch.weights.min() <= 0:
+            raise RuntimeError("a weight that is not positive")
+        return {"loss": Term(-batch.weights * stats.logps)}, {}
+
+
+def test_an_error_of_rows_that_do_not_count_is_none(begun):
+    x, loss, weights = Operands(), RefusingLoss(), torch.ones(N)
+    for _ in range(LIKELY):
+        loss(x.hidden, x.weight, x.targets, weights=weights)
+    weights[3] = 0.0
+    with pytest.raises(RuntimeError, match="not positive"):
+        loss(x.hidden, x.weight, x.targets, weights=weights)
+    targets = x.targets.clone()
+    targets[3] = -100
+    loss(x.hidden, x.weight, targets, weights=weights)
+    assert len(begun) == 2
+
+
+def test_a_normalizer_of_zero_is_named_as_ever(begun):
+    x, count = Operands(), torch.tensor(3.0)
+    for _ in range(LIKELY + 1):
+        linear_cross_entropy(x.hidden, x.weight, x.targets, num_items=count)
+    assert len(begun) == 1
+    with pytest.raises(ValueError, match="num_items"):
+        linear_cross_entropy(x.hidden, x.weight, x.targets, num_items=count * 0)
+    assert len(begun) == 2
+
+
+def test_what_is_not_guessed(begun):
+    """Without a sync, onto a main gradient, with boundaries, integers per token, faults, and without rows."""
+    x = Operands()
+    three, whole, bounds = x.hidden.view(4, 10, H), x.targets.view(4, 10), torch.tensor([0, 10, 20, 30, N])
+    some = torch.where(torch.arange(N).view(4, 10) == 3, -100, whole)
+    main, ce = torch.zeros(V, H), CrossEntropyLoss()
     for _ in range(LIKELY + 1):
         linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
-        DPOLoss()(three, x.weight, whole, ref_logps=torch.zeros(4))
-        policy(three, x.weight, whole, advantages=torch.ones(4), **reference)
-        sequences(three, x.weight, whole, advantages=torch.ones(4))
+        ce(x.hidden, x.weight, x.targets, accumulate_into=main, accumulate_now=True).loss.backward()
+        DPOLoss()(x.hidden, x.weight, x.targets, ref_logps=torch.zeros(4), cu_seqlens=bounds)
+        of_several_ids(x, x.targets)
+        of_gathered_columns(x, x.targets)
         linear_cross_entropy(x.hidden[:0], x.weight, x.targets[:0])
-    assert policy.scope == "token" and sequences.scope == "group"
+        DPOLoss()(three, x.weight, some, ref_logps=torch.zeros(4))
     assert not begun
 
 
-def test_of_several_heads_none_is_begun(begun):
+def test_of_several_heads_none_is_guessed(begun):
     x = Operands()
     several = [call(CrossEntropyLoss(), x.hidden, x.weight, x.targets) for _ in range(2)]
     for _ in range(LIKELY + 1):

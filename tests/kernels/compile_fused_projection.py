@@ -11,6 +11,7 @@ from tests.kernels.compile_kernels import heads
 from tests.kernels.offline import Source, compile_sources, jitted
 
 PROGRAMS = 132  # multiprocessors of an H200
+GROUP = 16  # row tiles of a group at H = 4,096
 
 
 class Variant(NamedTuple):
@@ -30,13 +31,15 @@ def variants() -> list[Variant]:
             found += [Variant("read_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)]
             if not head["HAS_BIAS"]:
                 del flags["HAS_BIAS"]
-                found.append(Variant("finish_kernel", tuple(flags.items())))
+                found += [
+                    Variant("finish_kernel", (*flags.items(), ("AGAIN", again))) for again in (False, True)
+                ]
         for extra, weights in ((False, False), (True, False), (True, True)):
             flags = head | {"EXTRA": extra, "HAS_WEIGHTS": weights}
             found.append(Variant("gradient_kernel", tuple(flags.items())))
         sums = (False,) if softcap else (False, True)
         found += [Variant("shift_kernel", (*head.items(), ("SUMS", each))) for each in sums]
-    return [*found, *(Variant("again_kernel", (("EXTRA", extra),)) for extra in (False, True))]
+    return found
 
 
 def source(variant: Variant) -> Source:
@@ -50,11 +53,11 @@ def source(variant: Variant) -> Source:
     product = "x" in kernel.arg_names
     constants = dict(variant.flags)
     if product:
-        constants |= TILE | {"PROGRAMS": PROGRAMS}
+        constants |= TILE | {"GROUP": GROUP, "PROGRAMS": PROGRAMS}
     constants |= {"BLOCK": fused_projection_triton.BLOCK_H} if variant.kernel == "shift_kernel" else {}
-    if variant.kernel in ("again_kernel", "finish_kernel"):
+    if variant.kernel == "finish_kernel":
         constants |= {"ROWS": fused_projection_triton.ROWS, "TILES": fused_projection_triton.TILES}
-        constants |= {"BN": BLOCK_N}
+        constants |= {"BM": BLOCK_M, "BN": BLOCK_N}
     tiles = {"x": (BLOCK_M, BLOCK_K), "w": (BLOCK_N, BLOCK_K), "grad": (BLOCK_M, BLOCK_N // 2)}
 
     def type_of(name: str) -> str:

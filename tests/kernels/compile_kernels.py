@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tests.kernels.offline import Source, compile_sources, jitted
 
 BLOCK, LONG_BLOCK = 1024, 2048
-SCALE_BLOCK, COMBINE_BLOCK = 2048, 128
+SCALE_BLOCK, COMBINE_BLOCK, SUM_BLOCK = 2048, 128, 2048
 TYPES = ("fp32", "bf16", "fp16")
 # Dtype of the logits and of the products (weight, hidden states, gradient): the latter may be narrower.
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"))
@@ -22,6 +22,8 @@ PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp32", "bf16"),
 
 INTEGERS = (
     "numel",
+    "y_numel",
+    "y_columns",
     "n",
     "start",
     "width",
@@ -139,11 +141,32 @@ def shard_combinations() -> Iterator[Combination]:
 
 
 def scale_combinations() -> Iterator[Combination]:
+    both = False, True
     for x, out in itertools.product(TYPES, TYPES):
         for in_place in {False, x == out}:
-            flags = {"IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
-            for kernel in ("scale_kernel", "scale_all_kernel"):
-                yield combination(kernel, {"x": x, "out": out}, flags)
+            # One matrix alone stands in for the other, too.
+            pointers = {"x": x, "out": out, "y": x, "y_out": out}
+            flags = {"PAIR": False, "IN_PLACE": in_place, "Y_IN_PLACE": in_place, "BLOCK": SCALE_BLOCK}
+            yield combination("scale_all_kernel", pointers, flags)
+            for two in both:
+                yield combination("scale_kernel", pointers, flags | {"TWO": two})
+    for x in TYPES:
+        # d_hidden and d_weight, of products in x: leaves in x or in fp32, and a sum of several chunks.
+        kinds = dict.fromkeys((x, "fp32"))
+        for out, y, y_out in itertools.product(kinds, kinds, kinds):
+            for in_place, y_in_place in itertools.product({False, x == out}, {False, y == y_out}):
+                pointers = {"x": x, "out": out, "y": y, "y_out": y_out}
+                flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
+                yield combination("scale_all_kernel", pointers, flags)
+        # Features and d_features.
+        for in_place, two in itertools.product(both, both):
+            pointers = dict.fromkeys(("x", "out", "y", "y_out"), x)
+            flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": True, "BLOCK": SCALE_BLOCK}
+            yield combination("scale_kernel", pointers, flags | {"TWO": two})
+
+
+def sum_combinations() -> Iterator[Combination]:
+    yield combination("sums_kernel", {}, {"BLOCK": SUM_BLOCK})
 
 
 def select_combinations() -> Iterator[Combination]:
@@ -178,6 +201,8 @@ def target_combinations() -> Iterator[Combination]:
     yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": MARK_BLOCK})
     for packed in (False, True):
         yield combination("count_kernel", {}, {"PACKED": packed, "COUNTED": COUNTED})
+    for items in (False, True):
+        yield combination("clamp_kernel", {}, {"HAS_ITEMS": items, "BLOCK": MARK_BLOCK})
     yield combination("shard_columns_kernel", {}, {"BLOCK": MARK_BLOCK})
 
 
@@ -230,6 +255,7 @@ def combinations() -> list[Combination]:
         *shard_combinations(),
         *combine_combinations(),
         *scale_combinations(),
+        *sum_combinations(),
         *select_combinations(),
         *gathered_combinations(),
         *slot_combinations(),
@@ -266,6 +292,7 @@ def source(number: int, c: Combination) -> Source:
         scale_triton,
         select_triton,
         shards_triton,
+        sums_triton,
         targets_triton,
     )
     from logitless.kernels.ids import gathered_triton, slots, slots_triton
@@ -280,6 +307,7 @@ def source(number: int, c: Combination) -> Source:
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (
         SCALE_BLOCK == scale_triton.BLOCK
+        and SUM_BLOCK == sums_triton.BLOCK
         and COMBINE_BLOCK == shards_triton.BLOCK
         and BLOCK == divergence_triton.BLOCK
     )
@@ -289,6 +317,7 @@ def source(number: int, c: Combination) -> Source:
         divergence_shard_triton,
         gathered_triton,
         scale_triton,
+        sums_triton,
         select_triton,
         shards_triton,
         slots_triton,

@@ -29,8 +29,8 @@ HEADS = {
 }
 # Of a tile. Its size is time and nothing else in the interpreter, where it is smaller.
 BM, BN, BK = (16, 32, 16) if INTERPRETED else (128, 256, 64)
-# Ragged in all three, rows, vocabulary and width; one tile of rows, and several.
-SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3))
+# Ragged in all three, rows, vocabulary and width; one tile of rows, several, and several groups of tiles.
+SHAPES = ((5, BK - 8, BN + 12), (BM + 3, BK + 8, 2 * BN + 3), (4 * BM + 3, BK + 8, 2 * BN + 3))
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,9 @@ def tiles(monkeypatch):
             monkeypatch.setitem(product_tiles_triton.TILE, name, size)
             monkeypatch.setattr(product_tiles_triton, f"BLOCK_{name[1]}", size)
         monkeypatch.setattr(fused_projection_triton, "BLOCK_N", BN)
+        monkeypatch.setattr(fused_projection_triton, "ROWS", BM // 2)
+    # Two row tiles at the widths below.
+    monkeypatch.setattr(product_tiles_triton, "GROUP_BYTES", 2 * BM * (BK + 8) * DTYPE.itemsize)
     assert product_tiles_triton.TILE == {"BM": BM, "BN": BN, "BK": BK}
 
 
@@ -180,6 +183,20 @@ def test_rows_far_above_their_target_are_read_again():
     assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
 
 
+def test_one_row_of_a_tile_is_read_again():
+    """The others' targets keep their entries, though their tile is stored anew."""
+    given = problem((2 * BM, BK, 2 * BN), "plain")
+    row = BM + 3
+    given[0][row] *= 60.0
+    x, z, log_p, rows = truth(*given, Head())
+    logps = log_p.gather(1, given[2].clamp(min=0)[:, None])[:, 0]
+    assert logps[row] < -60 and (logps[rows] > -20).sum() == rows.sum() - 1
+    out, gradient = read(given, Head(), "entropy", write=True)
+    check_numbers(out, z.detach(), log_p.detach(), given[2], rows, allowed=1e-5)
+    (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
+    assert relative_error(gradient, wanted) < 4e-3
+
+
 def test_a_row_without_a_target_here():
     """As a shard of the vocabulary has, whose logits may all lie far below the shift of 0."""
     hidden, weight, targets, _ = problem(SHAPES[0], "plain")
@@ -200,7 +217,12 @@ def test_a_target_elsewhere_is_no_tie(monkeypatch):
 
     class Watched:
         def __getitem__(self, grid):
-            return lambda *args, **options: again.append(args[4].clone()) or finish[grid](*args, **options)
+            def launch(*args, **options):
+                if options["AGAIN"]:
+                    again.append(args[4].clone())
+                finish[grid](*args, **options)
+
+            return launch
 
     monkeypatch.setattr(fused_projection_triton, "finish_kernel", Watched())
     hidden, weight, targets, _ = problem((5, BK, 2 * BN), "plain")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from logitless.kernels.head.scale import scale
+from logitless.kernels.head.scale import scale, scale_all
 from tests.cases import DTYPES
 from tests.kernels.support import DEVICE, Random, poisoned, rounded
 
@@ -46,6 +46,27 @@ def test_strides(per_row):
     assert torch.equal(wide, transposed * (factor[:, None] if per_row else factor))
 
 
+@pytest.mark.parametrize("factors", ["one for all", "one a row", "two a row"])
+@pytest.mark.parametrize("widths", [(17, 5003), (5003, 17), (2048, 2048)], ids=str)
+def test_several_matrices_at_once(widths, factors):
+    """In place and apart, of dtypes of their own; three are no pair."""
+    random = Random()
+    x, y, z = (random.normal(7, width) for width in (*widths, 40))
+    given = [
+        random.normal(*(() if factors == "one for all" else (7,))) for _ in range(1 + (factors[0] == "t"))
+    ]
+    product = given[0].reshape(-1, 1) if len(given) == 1 else (given[0] * given[1])[:, None]
+    half, out = y.bfloat16(), poisoned(7, widths[0], dtype=torch.bfloat16)
+    expected = [
+        rounded(x * product, torch.bfloat16),
+        rounded(half.float() * product, torch.bfloat16),
+        z * product,
+    ]
+    scale_all(((x, out), (half, half), (z, z)), given)
+    for found, wanted in zip((out, half, z), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_any_length_fits_the_grid(monkeypatch):
     """CUDA allows 65,535 blocks along the second dimension; one row of 2^28 numbers must not lie along it."""
     pytest.importorskip("triton")
@@ -61,12 +82,12 @@ def test_any_length_fits_the_grid(monkeypatch):
     monkeypatch.setattr(scale_triton, "scale_all_kernel", Grid())
     for shape in ((1, 2**28), (2**17, 2048), (3, 5 * 2**20), (2**28, 1)):
         x = torch.empty(shape, device="meta")
-        scale_triton.scale(x, torch.empty((), device="meta"), x)
+        scale_triton.scale_all(((x, x), (x, x)), (torch.empty((), device="meta"),))
     # A factor of 1 must not launch as many programs as there are blocks.
     assert all(grid[0] <= 65535 for grid in found), found
     for shape in ((2**28, 1), (2**17, 2048)):
         x = torch.empty(shape, device="meta")
-        scale_triton.scale(x, torch.empty(shape[0], device="meta"), x)
+        scale_triton.scale_all(((x, x), (x, x)), (torch.empty(shape[0], device="meta"),))
     assert all(grid[1] <= 65535 for grid in found if len(grid) > 1), found
 
 

@@ -1,9 +1,18 @@
 """Which targets are supervised, which are no ids, and which are columns of a shard."""
 
+import itertools
+
 import pytest
 import torch
 
-from logitless.kernels.head.targets import counted, marked, masked, one_per_position, shard_columns
+from logitless.kernels.head.targets import (
+    clamped,
+    counted,
+    marked,
+    masked,
+    one_per_position,
+    shard_columns,
+)
 from tests.kernels.support import DEVICE, Random, strided
 
 
@@ -40,6 +49,29 @@ def test_masks(shape, kind):
         for value in (2, 127, 255 if kind == torch.uint8 else -1):
             mask.flatten()[-1:], expected.flatten()[-1:] = value, wrong
             assert torch.equal(masked(targets, mask, -7, wrong), expected)
+
+
+@pytest.mark.parametrize("N", [0, 1, 7, 3000])
+def test_clamped_targets(N):
+    V, random = 11, Random(N)
+    ids = random.integers(V, N)
+    for targets in (ids, strided(ids)):
+        found, wrong = clamped(targets, V, -100)
+        assert found.dtype == torch.int64 and torch.equal(found, ids) and not wrong.any()
+    for place, value in itertools.product({0, N // 2, N - 1} if N else (), (-100, -1, V)):
+        targets = ids.clone()
+        targets[place] = value
+        found, wrong = clamped(targets, V, -100)
+        assert wrong.sum() == 1 and torch.equal(found, targets.clamp(0, V - 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_clamped_targets_beside_a_normalizer(dtype):
+    targets = torch.arange(5, device=DEVICE)
+    for count, wrong in ((3, 0), (0, 1)):
+        items = torch.tensor(count, dtype=dtype, device=DEVICE)
+        assert clamped(targets, 5, -100, items)[1].sum() == wrong
+    assert clamped(targets, 5, 4)[1].sum() == 1
 
 
 @pytest.mark.parametrize(("m", "N", "parts"), [(1, 0, 1), (2, 1, 1), (3, 5000, 1), (2, 60, 4), (1, 12, 12)])

@@ -66,8 +66,8 @@ class Objective(Protocol):
     def write(self, chunk: Chunk, head: Projection) -> None:
         """Turn the logits into their gradient."""
 
-    def factor(self, chunk: Chunk) -> Tensor | None:
-        """(C,) what the rows of the chunk's gradient still lack; None for nothing."""
+    def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """(C,) each, two at most: what the rows of the chunk's gradient still lack."""
 
     def numbers(self) -> dict[str, Tensor]:
         """What was read, by the names of `number_names`: (rows, ...) per token, or 0-d."""
@@ -75,9 +75,8 @@ class Objective(Protocol):
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
         """(n, H) d loss / d hidden of some rows, from what the strategy row_scaled kept of them."""
 
-    @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        """Whether `fill` begins with product 1, which may then come before anything else."""
+    def vector_factor(self) -> Tensor | None:
+        """(rows,) what is left to multiply those vectors by; None where that is not all they lack."""
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:

@@ -14,7 +14,7 @@ from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.plan import Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
-from logitless.engine.terms import UnitFactors, metric_sums, reduced
+from logitless.engine.terms import UnitFactors, reported
 from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logits, weighted_rows
 
 
@@ -112,7 +112,7 @@ class GatheredObjective(IdsObjective):
         numbers = logits[rows], self.stats["teacher_logps"][rows]
         found = call.loss.kernel(*numbers, factors, gradient)
         terms, metrics = map(batch_of(call, self.rows, span).masked, found)
-        self.reports.append(Report(reduced(terms, self.factors), metric_sums(metrics)))
+        self.reports.append(Report(*reported((terms, metrics), self.factors)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         rows = slice(chunk.step.start, chunk.step.stop)

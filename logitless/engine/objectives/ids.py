@@ -13,14 +13,13 @@ from torch.nn.functional import pad
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.local_autograd import grad_and_value
 from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
+from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
 from logitless.errors import expect
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
@@ -74,10 +73,6 @@ class IdsObjective:
         cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, dict(numbers), dict(upstream))
-
-    @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        return True
 
     @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
@@ -151,16 +146,16 @@ class IdsObjective:
         stats, batch = {name: x[rows] for name, x in self.stats.items()}, batch_of(self.call, self.rows, span)
         names = call.loss.differentiates if call.trainable else ()
 
-        def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
-            terms, metrics = evaluate_terms(call.loss, stats | variables, batch)
-            return reduced(terms, self.factors), metric_sums(metrics)
+        def evaluate(variables: dict[str, Tensor]) -> Terms:
+            return evaluate_terms(call.loss, stats | variables, batch)
 
-        gradients, report = grad_and_value(total, {name: stats[name] for name in names})
+        variables = {name: stats[name] for name in names}
+        gradients, result = differentiated(evaluate, variables, self.factors)
         for name, gradient in gradients.items():
             if name not in self.grads:
                 self.grads[name] = torch.zeros_like(self.stats[name])
             self.grads[name][rows] = gradient
-        self.reports.append(Report(*report))
+        self.reports.append(Report(*reported(result, self.factors)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
@@ -190,8 +185,11 @@ class IdsObjective:
         given = {name: x[rows] for name, x in self.grads.items()}
         return Upstream(*(given.get(name) for name in Upstream._fields))
 
-    def factor(self, chunk: Chunk) -> Tensor | None:
-        return chunk.factor
+    def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        return () if chunk.factor is None else (chunk.factor,)
+
+    def vector_factor(self) -> Tensor | None:
+        return None
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
         """d loss / d hidden of some rows from sum p_r W[r] over the ids that nobody asked for.

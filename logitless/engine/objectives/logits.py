@@ -61,10 +61,6 @@ class LogitsObjective:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
     @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        return True
-
-    @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 
@@ -154,8 +150,8 @@ class LogitsObjective:
     def write(self, chunk: Chunk, head: Projection) -> None:
         chunk.gradient, self._gradient = self._gradient.to(self.call.dtype), None
 
-    def factor(self, chunk: Chunk) -> Tensor | None:
-        return None
+    def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        return ()
 
 
 def _unreduced_factors(call: Call, rows: Rows) -> UnitFactors:

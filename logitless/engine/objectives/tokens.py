@@ -14,7 +14,6 @@ from torch import Tensor
 
 from logitless.engine.call import Call
 from logitless.engine.chunk import Chunk
-from logitless.engine.local_autograd import grad_and_value
 from logitless.engine.objectives.base import Costs, Report, batch_of
 from logitless.engine.objectives.ids import best
 from logitless.engine.plan import Pass, Plan, Span
@@ -22,7 +21,7 @@ from logitless.engine.projection import Projection
 from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
-from logitless.engine.terms import UnitFactors, evaluate_terms, metric_sums, reduced
+from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
 from logitless.kernels import fused_projection as fused
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
@@ -93,11 +92,6 @@ class TokenObjective:
         if loss.logits_dtype is not None:
             return loss.logits_dtype == dtype
         return loss.reduction == "none" or "lse" not in loss.differentiates
-
-    @staticmethod
-    def projects_first(call: Call, purpose: Pass) -> bool:
-        in_product = call.unrounded and reads_in_product(call, purpose)
-        return not in_product and call.inputs.get("ref_hidden") is None
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
@@ -208,14 +202,17 @@ class TokenObjective:
         # Tokens that stand alone are summed over the ranks once, in the end (`objective.settled`).
         sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
 
-        def total(variables: dict[str, Tensor]) -> tuple[Tensor, Mapping]:
-            terms, metrics = evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
-            return reduced(terms, self.factors, sequences), metric_sums(metrics)
+        def evaluate(variables: dict[str, Tensor]) -> Terms:
+            return evaluate_terms(call.loss, dict(stats.items()) | variables, batch)
 
-        gradients, report = grad_and_value(total, {name: getattr(stats, name) for name in names})
+        variables = {name: getattr(stats, name) for name in names}
+        gradients, result = differentiated(evaluate, variables, self.factors)
         for name, gradient in gradients.items():
-            getattr(self.grads, name)[span.start : span.stop] = gradient
-        self.reports.append(Report(*report))
+            if gradient.shape[0] == self.rows.count:
+                setattr(self.grads, name, gradient.contiguous())
+            else:
+                getattr(self.grads, name)[span.start : span.stop] = gradient
+        self.reports.append(Report(*reported(result, self.factors, sequences)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
         step, loss = chunk.step, self.call.loss
@@ -232,10 +229,17 @@ class TokenObjective:
         if self.vectors and target_apart(loss):
             _clear_target(chunk)
 
-    def factor(self, chunk: Chunk) -> Tensor | None:
-        if chunk.factor is None or self.vectors:
-            return chunk.factor
-        return chunk.factor * self.grads.logps[chunk.step.start : chunk.step.stop]
+    def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        if chunk.factor is None:
+            return ()
+        if self.vectors:
+            return (chunk.factor,)
+        return chunk.factor, self.grads.logps[chunk.step.start : chunk.step.stop]
+
+    def vector_factor(self) -> Tensor | None:
+        if self.grads.lse is not None or target_apart(self.call.loss):
+            return None
+        return torch.zeros_like(self.stats.lse) if self.grads.logps is None else self.grads.logps
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
         """For a loss of lse, W[target] is left out of the vectors (`target_apart`) and added here.
@@ -245,13 +249,10 @@ class TokenObjective:
         """
         call, stats, grads = self.call, self.stats[rows], self.grads[rows]
         g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
-        g_lse = 0.0 if grads.lse is None else grads.lse
+        g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
+        own = g_lse
         if target_apart(call.loss):
             own = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
-        elif grads.lse is not None:
-            own = grads.lse
-        else:
-            return vectors * g_logp[:, None]
         targets = call.targets[at]
         supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
         own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)

@@ -91,51 +91,18 @@ def shift_kernel(
     tl.store(own_ptr + row, tl.where(known, own, -float("inf")))
 
 
-@held
-@triton.jit(**OF_CHUNKS)
-def again_kernel(
-    targets_ptr,
-    shift_ptr,
-    own_ptr,
-    again_ptr,
-    partials_ptr,
-    partial_stride,
-    C,
-    tiles,
-    ignore_index,
-    EXTRA: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Which rows are done again and why, and relative to what."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = rows < C
-    y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
-    own = tl.load(own_ptr + rows, mask=here, other=-float("inf"))
-    total, top = tl.zeros([TILES, ROWS], tl.float32), tl.full([TILES, ROWS], -float("inf"), tl.float32)
-    tie = tl.zeros([TILES, ROWS], tl.int32)
-    for start in range(0, tiles, TILES):
-        tile = start + tl.arange(0, TILES)
-        at = partials_ptr + tile[:, None].to(tl.int64) * C + rows[None, :]
-        mask = (tile < tiles)[:, None] & here[None, :]
-        total += tl.load(at, mask=mask, other=0.0)
-        tops = tl.load(at + partial_stride, mask=mask, other=-float("inf"))
-        top = tl.maximum(top, tops)
-        if EXTRA:
-            tie |= (mask & (tops == own[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(tl.int32)
-    highest = tl.maximum(tl.max(top, 0), own)
-    sum_e = tl.sum(total, 0) + tl.exp2(own)
+@triton.jit
+def chosen_again(y, total, top, own, shift, tie, ignore_index):
+    """Of rows: why they are done again, if they are, and by how much their shift then rises."""
+    highest = tl.maximum(top, own)
+    sum_e = total + tl.exp2(own)
     # Also a row without a target here whose logits all lie far below 0, the shift it was given.
     drifted = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
     # Where all logits are infinite there is nothing to be relative to.
     drifted = drifted & (highest > NEVER) & (highest < float("inf"))
-    tied = (y != ignore_index) & (tl.max(tie, 0) > 0)
+    tied = (y != ignore_index) & (tie > 0)
     rise = tl.where(drifted, tl.floor(highest + 0.5), 0.0)
-    shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
-    tl.store(again_ptr + rows, tl.where(drifted, DRIFTED, tl.where(tied, TIE, 0)), mask=here)
-    tl.store(shift_ptr + rows, shift + rise, mask=here)
-    tl.store(own_ptr + rows, own - rise, mask=here)
+    return tl.where(drifted, DRIFTED, tl.where(tied, TIE, 0)), rise
 
 
 @held
@@ -168,12 +135,25 @@ def finish_kernel(
     SUM: tl.constexpr,
     SQUARES: tl.constexpr,
     WRITE: tl.constexpr,
+    AGAIN: tl.constexpr,
+    BM: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A row's numbers from its partial sums, and the target's entry of what was stored."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A row's numbers from its partial sums, and the target's entry of what was stored; which rows are done
+    again and why, and relative to what.
+
+    With AGAIN, once they are, the same for every row of a tile that has one of them: the tile was stored
+    anew, without the targets' entries.
+    """
+    first = tl.program_id(0) * ROWS
+    if AGAIN:
+        others_of_tile = first // BM * BM + tl.arange(0, BM)
+        flags = tl.load(again_ptr + others_of_tile, mask=others_of_tile < C, other=0)
+        tiles = tl.where(tl.max(flags, 0) > 0, tiles, 0)
+        C = tl.where(tl.max(flags, 0) > 0, C, 0)
+    rows = first + tl.arange(0, ROWS)
     here = rows < C
     y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
     known = here & (y >= 0) & (y < V) & (y != ignore_index)
@@ -182,24 +162,35 @@ def finish_kernel(
     rest = tl.zeros([TILES, ROWS], tl.float32)
     rest_d, rest_sq, plain = rest, rest, rest
     top = tl.full([TILES, ROWS], -float("inf"), tl.float32)
-    beaten = tl.load(again_ptr + rows, mask=here & EXTRA, other=0) == TIED
+    tie = tl.zeros([TILES, ROWS], tl.int32)
+    beaten = rows < 0
+    if AGAIN and EXTRA:
+        beaten = tl.load(again_ptr + rows, mask=here, other=0) == TIED
     for start in range(0, tiles, TILES):
         tile = start + tl.arange(0, TILES)
         at = partials_ptr + tile[:, None].to(tl.int64) * C + rows[None, :]
         mask = (tile < tiles)[:, None] & here[None, :]
         rest += tl.load(at, mask=mask, other=0.0)
-        if EXTRA:
+        if EXTRA or not AGAIN:
             tops = tl.load(at + partial_stride, mask=mask, other=-float("inf"))
+            top = tl.maximum(top, tops)
+        if EXTRA:
             earlier = ((tile + 1) * BN)[:, None] <= y[None, :]
             above = (tops > own[None, :]) | (earlier & (tops == own[None, :]))
             beaten = beaten | (tl.max((above & mask).to(tl.int32), 0) > 0)
-            top = tl.maximum(top, tops)
+            if not AGAIN:
+                tie |= (mask & (tops == own[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(tl.int32)
             rest_d += tl.load(at + 2 * partial_stride, mask=mask, other=0.0)
         if SUM:
             plain += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
         if SQUARES:
             rest_sq += tl.load(at + (3 + SUM) * partial_stride, mask=mask, other=0.0)
     others, supervised = tl.sum(rest, 0), y != ignore_index
+    if not AGAIN:
+        why, rise = chosen_again(y, others, tl.max(top, 0), own, shift, tl.max(tie, 0), ignore_index)
+        tl.store(again_ptr + rows, why, mask=here)
+        tl.store(shift_ptr + rows, shift + rise, mask=here)
+        tl.store(own_ptr + rows, own - rise, mask=here)
     total, log_total, logp, lse, residual, entropy = numbers_of_row(
         others, tl.sum(rest_d, 0) * LN2, own * LN2, shift * LN2_HIGH
     )

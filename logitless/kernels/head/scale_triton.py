@@ -1,5 +1,7 @@
 """Triton kernels of `scale.py`: bound by memory traffic, one read and one write per element."""
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,34 +16,58 @@ BLOCK, WARPS = 2048, 4
 PROGRAMS = 16
 
 
+@triton.jit
+def scale_block(x_ptr, out_ptr, cols, columns, factor, IN_PLACE: tl.constexpr):
+    """Of one row."""
+    if IN_PLACE:
+        # A factor of 1 leaves nothing to do.
+        columns = tl.where(factor == 1.0, 0, columns)
+    mask = cols < columns
+    x = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @held
 @triton.jit(**OF_CHUNKS)
 def scale_kernel(
     x_ptr,
-    factor_ptr,
     out_ptr,
+    y_ptr,
+    y_out_ptr,
+    factor_ptr,
+    factors_ptr,
     x_stride,
     out_stride,
-    factor_stride,
+    y_stride,
+    y_out_stride,
     columns,
+    y_columns,
+    factor_stride,
+    factors_stride,
+    TWO: tl.constexpr,  # factors
+    PAIR: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    Y_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1)
     factor = tl.load(factor_ptr + row * factor_stride).to(tl.float32)
-    if IN_PLACE:
-        # A factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
-        columns = tl.where(factor == 1.0, 0, columns)
-    mask = cols < columns
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+    if TWO:
+        factor *= tl.load(factors_ptr + row * factors_stride).to(tl.float32)
+    parts = tl.cdiv(columns, BLOCK)
+    if PAIR:
+        if part >= parts:
+            cols = (part - parts) * BLOCK + tl.arange(0, BLOCK)
+            y, y_out = y_ptr + row * y_stride, y_out_ptr + row * y_out_stride
+            scale_block(y, y_out, cols, y_columns, factor, Y_IN_PLACE)
+    if part < parts:
+        cols = part * BLOCK + tl.arange(0, BLOCK)
+        scale_block(x_ptr + row * x_stride, out_ptr + row * out_stride, cols, columns, factor, IN_PLACE)
 
 
-@held
-@triton.jit(**OF_CHUNKS)
-def scale_all_kernel(x_ptr, factor_ptr, out_ptr, numel, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    factor = tl.load(factor_ptr).to(tl.float32)
+@triton.jit
+def scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     if IN_PLACE:
         # A factor of 1 leaves nothing to do: a loss that is not scaled is the usual one.
         numel = tl.where(factor == 1.0, 0, numel)
@@ -54,22 +80,47 @@ def scale_all_kernel(x_ptr, factor_ptr, out_ptr, numel, IN_PLACE: tl.constexpr, 
         tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def scale(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    rows, columns = x.shape
-    in_place = x.data_ptr() == out.data_ptr() and x.dtype == out.dtype
-    options = {"IN_PLACE": in_place, "BLOCK": BLOCK, "num_warps": WARPS}
-    if factor.dim() == 0 and x.is_contiguous() and out.is_contiguous():
-        programs = min(triton.cdiv(x.numel(), BLOCK), PROGRAMS * multiprocessors(x.device))
-        scale_all_kernel[(programs,)](x, factor, out, x.numel(), **options)
-        return out
-    scale_kernel[(rows, triton.cdiv(columns, BLOCK))](
-        x,
-        factor,
-        out,
-        x.stride(0),
-        out.stride(0),
-        factor.stride(0) if factor.dim() else 0,
-        columns,
-        **options,
-    )
-    return out
+@held
+@triton.jit(**OF_CHUNKS)
+def scale_all_kernel(
+    x_ptr,
+    out_ptr,
+    y_ptr,
+    y_out_ptr,
+    factor_ptr,
+    numel,
+    y_numel,
+    PAIR: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    Y_IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE, BLOCK)
+    if PAIR:
+        scale_flat(y_ptr, y_out_ptr, y_numel, factor, Y_IN_PLACE, BLOCK)
+
+
+def scale_all(pairs: Sequence[tuple[Tensor, Tensor]], factors: Sequence[Tensor]) -> None:
+    factor, more = factors[0], factors[-1]
+    for number in range(0, len(pairs), 2):
+        two = pairs[number : number + 2]
+        (x, out), (y, y_out) = two[0], two[-1]
+        options = {"PAIR": len(two) == 2, "IN_PLACE": _same(x, out), "Y_IN_PLACE": _same(y, y_out)}
+        options |= {"BLOCK": BLOCK, "num_warps": WARPS}
+        flat = all(a.is_contiguous() and b.is_contiguous() for a, b in two)
+        if len(factors) == 1 and factor.dim() == 0 and flat:
+            blocks = -(-max(a.numel() for a, _ in two) // BLOCK)
+            programs = min(blocks, PROGRAMS * multiprocessors(x.device))
+            scale_all_kernel[(programs,)](x, out, y, y_out, factor, x.numel(), y.numel(), **options)
+            continue
+        rows, columns = x.shape
+        strides = [a.stride(0) for pair in (two[0], two[-1]) for a in pair]
+        steps = [a.stride(0) if a.dim() else 0 for a in (factor, more)]
+        parts = sum(-(-a.shape[1] // BLOCK) for a, _ in two)
+        operands = (x, out, y, y_out, factor, more, *strides, columns, y.shape[1], *steps)
+        scale_kernel[(rows, parts)](*operands, TWO=len(factors) == 2, **options)
+
+
+def _same(x: Tensor, out: Tensor) -> bool:
+    return x.data_ptr() == out.data_ptr() and x.dtype == out.dtype

@@ -10,7 +10,8 @@ from torch import Tensor
 from logitless.kernels import uses_triton
 
 
-def _runs(targets: Tensor) -> bool:
+def runs_kernels(targets: Tensor) -> bool:
+    """Whether the functions here launch kernels for these targets."""
     return targets.numel() > 0 and uses_triton(targets.device, torch.float32)
 
 
@@ -21,7 +22,7 @@ def marked(
     others: Tensor | None = None,  # (m, N) bool
 ) -> Tensor:
     """(2 + m, N) bool: supervised; supervised and outside [0, V); supervised and marked by the others."""
-    if _runs(targets):
+    if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
         return targets_triton.marked(targets, V, ignore_index, others)
@@ -37,7 +38,7 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tens
     """
     if mask.dtype == torch.bool:
         return torch.where(mask, targets, ignore_index)
-    if _runs(targets) and not torch.compiler.is_compiling():
+    if runs_kernels(targets) and not torch.compiler.is_compiling():
         from logitless.kernels.head import targets_triton
 
         return targets_triton.masked(targets, mask, ignore_index, wrong)
@@ -58,7 +59,7 @@ def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> 
     """
     N = marks.shape[1]
     marks = marks.view(marks.shape[0] * parts, N // parts)
-    if _runs(marks):
+    if runs_kernels(marks):
         from logitless.kernels.head import targets_triton
 
         return targets_triton.counted(marks, N, cu_seqlens)
@@ -77,7 +78,7 @@ def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
     """(..., k) int64 ids, `ignore_index` in empty slots -> (...): a wrong one if there is one, else the
     largest; `ignore_index` where every slot is empty."""
-    if _runs(ids) and not torch.compiler.is_compiling():
+    if runs_kernels(ids) and not torch.compiler.is_compiling():
         from logitless.kernels.head import targets_triton
 
         return targets_triton.one_per_position(ids, ignore_index)
@@ -89,10 +90,28 @@ def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
 def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ignored: int) -> Tensor:
     """(n,) int64 targets as columns of the ids start:start + width: `width` for those of another shard, and
     `ignored` for `ignore_index`."""
-    if _runs(targets):
+    if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
         return targets_triton.shard_columns(targets, start, width, ignore_index, ignored)
     local = targets - start
     inside = (local >= 0) & (local < width)
     return torch.where(targets == ignore_index, ignored, torch.where(inside, local, width))
+
+
+def clamped(
+    targets: Tensor,  # (N,) int64
+    V: int,
+    ignore_index: int,
+    num_items: Tensor | None = None,  # (), a normalizer
+) -> tuple[Tensor, Tensor]:
+    """(N,) the targets, those that are no ids of [0, V) replaced by the nearest; and integers (parts,), all 0
+    if every target is such an id, none is `ignore_index`, and the normalizer is not 0."""
+    if runs_kernels(targets):
+        from logitless.kernels.head import targets_triton
+
+        return targets_triton.clamped(targets, V, ignore_index, num_items)
+    wrong = ((targets == ignore_index) | (targets < 0) | (targets >= V)).sum()
+    if num_items is not None:
+        wrong = wrong + (num_items == 0)
+    return targets.clamp(0, V - 1), wrong.view(1)

@@ -154,3 +154,38 @@ def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ig
     grid, numbers = (triton.cdiv(rows, BLOCK),), (rows, start, width, ignore_index, ignored)
     shard_columns_kernel[grid](targets, columns, *numbers, BLOCK=BLOCK, num_warps=WARPS)
     return columns
+
+
+@held
+@triton.jit(**OF_CHUNKS)
+def clamp_kernel(
+    targets_ptr,
+    num_items_ptr,
+    ids_ptr,
+    counts_ptr,
+    rows,
+    V,
+    ignore_index,
+    HAS_ITEMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part = tl.program_id(0)
+    at = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < rows
+    y = tl.load(targets_ptr + at, mask=inside, other=0)
+    wrong = inside & ((y == ignore_index) | (y < 0) | (y >= V))
+    count = tl.sum(wrong.to(tl.int32), 0)
+    if HAS_ITEMS:
+        count += tl.where(tl.load(num_items_ptr) == 0, 1, 0)
+    tl.store(ids_ptr + at, tl.minimum(tl.maximum(y, 0), V - 1), mask=inside)
+    tl.store(counts_ptr + part, count.to(tl.int64))
+
+
+def clamped(targets: Tensor, V: int, ignore_index: int, num_items: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows, targets = targets.shape[0], dense(targets, torch.int64)
+    parts, ids = triton.cdiv(rows, BLOCK), torch.empty_like(targets)
+    wrong = torch.empty(parts, dtype=torch.int64, device=targets.device)
+    items = wrong if num_items is None else num_items
+    flags = {"HAS_ITEMS": num_items is not None, "BLOCK": BLOCK, "num_warps": WARPS}
+    clamp_kernel[(parts,)](targets, items, ids, wrong, rows, V, ignore_index, **flags)
+    return ids, wrong

@@ -12,7 +12,9 @@ from logitless.kernels.hopper.product_tiles_triton import (
     TILE,
     aligned,
     described,
+    group_of,
     halves_of_product,
+    place_of_tile,
     programs_of,
 )
 from logitless.kernels.launch import OF_CHUNKS, held
@@ -82,14 +84,14 @@ def gradient_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """As `cross_entropy_triton.logits_gradient_kernel`, from the accumulators."""
-    row_tiles = tl.cdiv(C, BM)
-    tiles = row_tiles * tl.cdiv(V, BN)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-        # Row tiles run fastest: x stays in L2, and w is read once.
-        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+    row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
+    for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
+        row, column = place_of_tile(tile, row_tiles, col_tiles, GROUP)
+        m0, n0 = row * BM, column * BN
         left, right = halves_of_product(x, w, m0, n0, H, BM, BN, BK)
         rows = m0 + tl.arange(0, BM)
         here = rows < C
@@ -147,5 +149,6 @@ def write(
         EXTRA=extra,
         **TILE,
         **LAUNCH,
+        GROUP=group_of(features),
         PROGRAMS=programs,
     )

@@ -7,9 +7,9 @@ partial sums per row and tile, 5 to 12 KB a token, which `row_partials_triton.py
 Exponentials are powers of two, taken relative to a shift known beforehand, a whole number near log2(e) times
 the target's logit: the total of a row is then about 1 or more. A row that rises more than DRIFT above it is
 done again relative to its largest logit, which is among the partials; so is one whose target ties with
-another logit of its tile, to learn which comes first. That launch is unconditional, returns at once where
-there is no such row and leaves out tiles without one, so the host waits for nothing. The target is left out
-of every sum, as in `cross_entropy_triton.py`.
+another logit of its tile, to learn which comes first. Its two launches are unconditional, return at once
+where there is no such row and leave out tiles without one, so the host waits for nothing. The target is left
+out of every sum, as in `cross_entropy_triton.py`.
 """
 
 import torch
@@ -23,7 +23,6 @@ from logitless.kernels.head.row_partials_triton import (
     NEVER,
     TIED,
     above_shift,
-    again_kernel,
     finish_kernel,
     shift_kernel,
 )
@@ -33,13 +32,15 @@ from logitless.kernels.hopper.product_tiles_triton import (
     TILE,
     aligned,
     described,
+    group_of,
     halves_of_product,
+    place_of_tile,
     programs_of,
 )
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 
-ROWS, TILES = 16, 64  # of a program that puts partial sums together
+ROWS, TILES = 4, 128  # of a program that puts partial sums together
 BLOCK_H = 1024
 PARTIALS = 5  # numbers per row and tile, at most
 
@@ -129,20 +130,21 @@ def read_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
 
-    With AGAIN only of the tiles with a row that `again_kernel` chose; the other rows in them come out as
+    With AGAIN only of the tiles with a row that `finish_kernel` chose; the other rows in them come out as
     before. There is no branch in the epilogue that depends on the data: one costs more than the masks do.
     """
-    row_tiles = tl.cdiv(C, BM)
-    tiles = row_tiles * tl.cdiv(V, BN)
+    row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
+    tiles = row_tiles * col_tiles
     if AGAIN:
         tiles = tl.where(any_again(again_ptr, C, 1024), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not AGAIN):
-        # Row tiles run fastest: x stays in L2, and w is read once.
-        m0, n0 = (tile % row_tiles) * BM, (tile // row_tiles) * BN
+        row, column = place_of_tile(tile, row_tiles, col_tiles, GROUP)
+        m0, n0 = row * BM, column * BN
         rows = m0 + tl.arange(0, BM)
         here = rows < C
         wanted = True
@@ -160,7 +162,7 @@ def read_kernel(
             total_r, top_r, sum_d_r, plain_r, sum_sq_r, tied_r = read_half(
                 right, n0 + BN // 2, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, SUM, SQUARES, WRITE, AGAIN
             )
-            at = partials_ptr + (tile // row_tiles).to(tl.int64) * C + rows
+            at = partials_ptr + column.to(tl.int64) * C + rows
             tl.store(at, total + total_r, mask=here)
             tl.store(at + partial_stride, tl.maximum(top, top_r), mask=here)
             if EXTRA:
@@ -185,7 +187,7 @@ def read(
     write, extra, squares = gradient is not None, out.entropy is not None, out.log_sum_sq_probs is not None
     summed = out.sum_logits is not None and sums is not None  # not in the epilogue
     total = out.sum_logits is not None and not summed
-    features, targets, tiles = aligned(features), dense(targets), triton.cdiv(V, BLOCK_N)
+    features, targets, tiles = aligned(features), dense(targets), -(-V // BLOCK_N)
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
     transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
@@ -210,28 +212,26 @@ def read(
     )
     partials = out.lse.new_empty(2 + extra + total + squares, tiles, C)
     again = torch.empty(C, dtype=torch.int32, device=features.device)
-    programs, rows = programs_of(features), (triton.cdiv(C, ROWS),)
+    programs, grid = programs_of(features), (-(-C // ROWS),)
     found = (targets, shift, own, again, partials, partials.stride(0))
     operands = (*described(features, weight, gradient), bias, *found, C, V, H, *scalars)
     levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
-    options = transform | levels | TILE | LAUNCH | {"PROGRAMS": programs}
-    few = {"BN": BLOCK_N, "ROWS": ROWS, "TILES": TILES, "num_warps": 4}
-    read_kernel[(programs,)](*operands, **options, AGAIN=False)
-    again_kernel[rows](*found, C, tiles, ignore_index, EXTRA=extra, **few)
-    read_kernel[(programs,)](*operands, **options, AGAIN=True)
+    options = transform | levels | TILE | LAUNCH | {"GROUP": group_of(features), "PROGRAMS": programs}
     row_scale = torch.empty_like(out.lse) if write else None
     results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
     results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
-    finish_kernel[rows](
+    numbers = (
         grad,
         *found[:-1],
         *(out.lse if x is None else x for x in results),
         grad.stride(0),
         partials.stride(0),
         *(C, V, tiles, ignore_index, gain, cap),
-        HAS_SOFTCAP=flags["HAS_SOFTCAP"],
-        **levels,
-        **few,
     )
+    few = levels | {"HAS_SOFTCAP": flags["HAS_SOFTCAP"], "BM": TILE["BM"], "BN": BLOCK_N}
+    few |= {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
+    for again in (False, True):
+        read_kernel[(programs,)](*operands, **options, AGAIN=again)
+        finish_kernel[grid](*numbers, **few, AGAIN=again)
     return row_scale
