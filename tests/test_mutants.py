@@ -147,22 +147,30 @@ def test_the_tests_of_a_file(tmp_path):
 PROJECT = {
     "logitless/__init__.py": "",
     "logitless/it.py": """
-        def large(x):
-            return x > 10
+        def larger(x, y):
+            return x > y
 
-        def untested(x):
-            return x > 10
+        def untested(x, y):
+            return x > y
+    """,
+    "tests/__init__.py": "",
+    "tests/test_it.py": """
+        from logitless.it import larger
 
+        def test_larger():
+            assert larger(2, 1) and not larger(1, 1)
+    """,
+}
+
+
+WAITING = {
+    "logitless/wait.py": """
         def wait(x):
             while x:
                 pass
     """,
-    "tests/__init__.py": "",
-    "tests/test_it.py": """
-        from logitless.it import large, wait
-
-        def test_large():
-            assert large(11) and not large(10)
+    "tests/test_wait.py": """
+        from logitless.wait import wait
 
         def test_wait():
             wait(0)
@@ -199,26 +207,31 @@ def outcomes(record: Path) -> dict[int, set[str]]:
     return found
 
 
-def test_a_run(project, tmp_path, monkeypatch):
-    """What is tested is caught, in a loop too; what is not survives; an interrupted run goes on."""
-    monkeypatch.setattr("tests.mutants.running.GRACE", 1)
+def test_a_run(project, tmp_path):
+    """What is tested is caught; what is not survives; an interrupted run goes on."""
     record = tmp_path / "record.json"
-    options = ["--limit", "1", "--json", str(record)]
-    output = invoke(project, "logitless/it.py", *options)
-    assert outcomes(record) == {3: {"caught"}, 6: {"survived"}, 9: {"timed out"}}
-    assert "survived  logitless/it.py:6 " in output and " mutants caught (" in output
+    options = ["logitless/it.py", "--json", str(record)]
+    output = invoke(project, *options)
+    assert outcomes(record) == {3: {"caught"}, 6: {"survived"}}
+    assert "survived  logitless/it.py:6 " in output and "1 of 2 mutants caught (50.0%)" in output
     assert (project / "logitless/it.py").read_text() == dedent(PROJECT["logitless/it.py"])
 
     rows = json.loads(record.read_text())
     kept, dropped = rows["mutants"][:-1], rows["mutants"][-1]
     record.write_text(json.dumps({**rows, "mutants": kept}))
-    assert invoke(project, "logitless/it.py", *options).count(" s  logitless") == 1
+    assert invoke(project, *options).count(" s  logitless") == 1
     assert json.loads(record.read_text())["mutants"][-1]["line"] == dropped["line"]
-    done = CliRunner()
-    app = typer.Typer()
-    app.command()(command.main)
-    other = done.invoke(app, ["--root", str(project), "--seed", "1", "--json", str(record)])
-    assert other.exit_code == 2 and "another's" in other.output
+    with pytest.raises(typer.BadParameter, match="another's"):
+        command.main(seed=1, json_file=record, root=project)
+
+
+def test_a_mutant_that_does_not_end(project, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.mutants.running.GRACE", 2)
+    write(project, WAITING)
+    commit(project)
+    record = tmp_path / "record.json"
+    output = invoke(project, "wait.py", "--limit", "3", "--json", str(record))
+    assert outcomes(record) == {3: {"timed out"}} and "1 of 1 mutants caught (100.0%), 1 by time" in output
 
 
 CASES = """
@@ -241,14 +254,28 @@ def test_one_case_of_every_test_comes_first(tmp_path, failing, failed):
     )
 
 
+FAILING = """
+    import builtins
+
+    def test_first():
+        builtins.marked = True
+
+    def test_after_another():
+        assert not hasattr(builtins, "marked")
+
+    def test_always():
+        assert False
+"""
+
+
 def test_two_trees_of_tests(project, tmp_path):
-    """The same mutants under the tests of another commit; a test that fails anyway catches nothing."""
-    write(project, {"tests/test_it.py": "def test_it():\n    pass\n"})
+    """The same mutants under the tests of another commit. What fails without them catches nothing."""
+    write(project, {"tests/test_it.py": FAILING})
     commit(project)
-    write(project, {"tests/test_it.py": "def test_it():\n    assert False\n"})
-    commit(project)
-    for tests, outcome in (("HEAD~1", "survived"), ("HEAD", "unclear")):
-        record = tmp_path / f"{outcome}.json"
-        options = ("--library", "HEAD~2", "--tests", tests, "--count", "2", "--json", str(record))
-        invoke(project, *options)
-        assert set.union(*outcomes(record).values()) == {outcome}
+    records = {tests: tmp_path / f"{tests}.json" for tests in ("HEAD~1", "HEAD")}
+    for tests, record in records.items():
+        invoke(project, "--library", "HEAD~1", "--tests", tests, "--json", str(record))
+    assert outcomes(records["HEAD~1"]) == {3: {"caught"}, 6: {"survived"}}
+    assert outcomes(records["HEAD"]) == {3: {"survived"}, 6: {"survived"}}
+    left_out = ["tests/test_it.py::test_after_another", "tests/test_it.py::test_always"]
+    assert json.loads(records["HEAD"].read_text())["left_out"] == left_out

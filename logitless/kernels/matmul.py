@@ -13,18 +13,20 @@ import functools
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
     """Whether this device multiplies `dtype` matrices into fp32 ones; asked of the device itself, once."""
-    probe = torch.ones(16, 16, device=device_type, dtype=dtype)
-    wide = torch.ones(16, 16, device=device_type, dtype=torch.float32)
-    try:
-        torch.mm(probe, probe, out_dtype=torch.float32)
-        torch.addmm(wide, probe, probe, out_dtype=torch.float32, out=wide)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
+    with unset_fake_temporarily():  # a fake product exists on every device
+        try:
+            probe = torch.ones(16, 16, device=device_type, dtype=dtype)
+            wide = torch.ones(16, 16, device=device_type, dtype=torch.float32)
+            torch.mm(probe, probe, out_dtype=torch.float32)
+            torch.addmm(wide, probe, probe, out_dtype=torch.float32, out=wide)
+        except (RuntimeError, NotImplementedError, TypeError, AssertionError):  # the last: no such device
+            return False
     return True
 
 

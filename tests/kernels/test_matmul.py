@@ -3,7 +3,9 @@ pieces."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from logitless.kernels import matmul
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from tests.cases import DTYPES
 from tests.kernels.support import Random, poisoned
@@ -66,3 +68,16 @@ def test_accumulate(dtype, out_dtype, vocab):
             max(relative_error(naive, truth), rounding(truth, out_dtype)),
             name=f"d_weight after {chunk + 1}",
         )
+
+
+def test_a_fake_product_says_nothing_of_the_device():
+    """A call on fake tensors may be the first to ask whether a device has a product."""
+    matmul._has_out_dtype.cache_clear()
+
+    def projected() -> torch.Tensor:
+        hidden, weight = torch.ones(3, 4, dtype=torch.float16), torch.ones(5, 4, dtype=torch.float16)
+        return project(hidden, weight, torch.empty(3, 5, dtype=torch.float32))
+
+    with FakeTensorMode():
+        assert projected().shape == (3, 5)
+    assert projected().unique().tolist() == [4.0]

@@ -30,12 +30,14 @@ from typing import Annotated
 import typer
 
 from tests.mutants.generate import Mutant, sample
-from tests.mutants.running import needs_interpreter, run, select_tests
+from tests.mutants.running import Result, needs_interpreter, run, select_tests
 
 ROOT = Path(__file__).parents[2]
 CAUGHT, TIMED_OUT, SURVIVED = "caught", "timed out", "survived"
-# A test failed that fails without the mutant, too.
+# The tests do not end without the mutant either.
 UNCLEAR = "unclear"
+# CPU seconds for one test; those of a file that cannot be imported end after the first.
+ALONE = 1.0
 
 
 def git(*arguments: str, root: Path) -> bytes:
@@ -59,7 +61,11 @@ def make_tree(folder: Path, library: str, tests: str, root: Path) -> Path:
 
 
 class Runner:
-    """Runs mutants, each in a tree that no other one uses at the time."""
+    """Runs mutants, each in a tree that no other one uses at the time.
+
+    A mutant is caught by a test that fails alone with it and passes alone without it. What fails otherwise
+    (always, or after certain other tests) shows nothing: it is left out from then on.
+    """
 
     def __init__(self, trees: list[Path], limit: float) -> None:
         self.limit = limit
@@ -69,28 +75,36 @@ class Runner:
             self.free.put(tree)
         self.lock = Lock()
         self.passed: dict[tuple, bool] = {}
+        self.left_out: set[str] = set()
 
     def __call__(self, mutant: Mutant) -> dict:
         """The mutant's entry in the record."""
         tree = self.free.get()
         path = tree / mutant.file
         source = path.read_text()
-        interpret = needs_interpreter(source)
-        tests = select_tests(tree, mutant.file)
         try:
             path.write_text(mutant.code)
-            result = run(tree, tests, self.limit, interpret=interpret)
+            outcome, result = self.judge(tree, mutant.file, needs_interpreter(source))
         finally:
             path.write_text(source)
             self.free.put(tree)
-        if result.timed_out:
-            outcome = TIMED_OUT if self.passes(*tests, limit=self.limit, interpret=interpret) else UNCLEAR
-        elif result.failed:
-            test = result.failed if result.failed.startswith("tests/") else tests[0]
-            outcome = CAUGHT if self.passes(test, limit=1, interpret=interpret) else UNCLEAR
-        else:
-            outcome = SURVIVED
         return {**entry(mutant), "outcome": outcome, "test": result.failed, "seconds": result.seconds}
+
+    def judge(self, tree: Path, file: str, interpret: bool) -> tuple[str, Result]:
+        tests = select_tests(tree, file)
+        while True:
+            options = [f"--deselect={test}" for test in sorted(self.left_out)]
+            result = run(tree, [*tests, *options], self.limit, interpret=interpret)
+            if not result.failed:
+                return SURVIVED, result
+            if not result.failed.startswith("tests/"):  # no test: the process was ended
+                outcome = TIMED_OUT if result.timed_out else CAUGHT
+                clean = self.passes(*tests, *options, limit=self.limit, interpret=interpret)
+                return (outcome if clean else UNCLEAR), result
+            alone = run(tree, [result.failed], ALONE, interpret=interpret)
+            if alone.failed and self.passes(result.failed, limit=ALONE, interpret=interpret):
+                return CAUGHT, result
+            self.left_out.add(result.failed)
 
     def passes(self, *tests: str, limit: float, interpret: bool) -> bool:
         """Whether the tests pass, as far as they come within the limit, without a mutant."""
@@ -147,10 +161,10 @@ def main(
         for name, commit in (("library", library), ("tests", tests))
     }
     record = {**commits, "files": files or [], "count": count, "seed": seed, "limit": limit}
-    record |= {"versions": versions(), "mutants": []}
+    record |= {"versions": versions(), "left_out": [], "mutants": []}
     if json_file is not None and json_file.exists():
         before = json.loads(json_file.read_text())
-        if {**before, "mutants": []} != record:
+        if {**before, "left_out": [], "mutants": []} != record:
             raise typer.BadParameter(f"expected a record of this command, got another's: {json_file}")
         record = before
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -166,14 +180,18 @@ def main(
         drawn = sample(sources, count, seed)
         waiting = [m for m in drawn if not any(entry(m).items() <= row.items() for row in record["mutants"])]
         runner = Runner(trees, limit)
+        runner.left_out |= set(record["left_out"])
         with ThreadPoolExecutor(jobs) as pool:
             for future in as_completed([pool.submit(runner, mutant) for mutant in waiting]):
                 row = future.result()
                 record["mutants"].append(row)
+                record["left_out"] = sorted(runner.left_out)
                 typer.echo(f"{row['outcome']:9} {row['seconds']:5.0f} s  {describe(row)}  {row['test']}")
                 if json_file is not None:
                     json_file.write_text(json.dumps(record, indent=1) + "\n")
     typer.echo("\n" + summarize(record["mutants"]))
+    for test in record["left_out"]:
+        typer.echo(f"left out, as it fails without a mutant or only after other tests: {test}")
 
 
 if __name__ == "__main__":

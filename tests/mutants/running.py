@@ -25,7 +25,10 @@ BESIDE = {"": ("losses",), "engine": ("losses",), "parallel": ("losses",), "kern
 GRACE = 120
 # A run may take so many seconds for each CPU second, as the machine may be busy and ranks may wait.
 SLOWEST = 15
-PYTEST = ("-x", "-q", "--tb=line", "--disable-warnings", "--timeout=1200", "-p", "no:cacheprovider")
+PYTEST = (
+    *("-x", "-q", "--tb=line", "--disable-warnings", "-p", "no:cacheprovider"),
+    *("--disable-plugin-autoload", "-p", "pytest_timeout", "--timeout=1200"),
+)
 
 
 def select_tests(tree: Path, file: str) -> list[str]:
