@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.random.calls import Call
 
-# By the name of the fault: which calls, or which trainers' options, meet it. An entry goes when its fault is fixed.
+# By the name of the fault: which calls, or which trainers' options, meet it. Remove an entry with its fault.
 LOSSES: dict[str, Callable[[Call], bool]] = {
     "phi of sequences without tokens": lambda case: case.options.get("loss_type") == "vespo",
 }

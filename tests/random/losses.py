@@ -424,9 +424,14 @@ DPO_TYPES = st.one_of(
     one(loss_type=[("sigmoid", "sft", "bco_pair"), ("ipo", "robust", "aot")], loss_weights=[(0.5, 2.0, 1.0)]),
 )
 DPO_OPTIONS = some(
-    beta=(0.5, 0.01), label_smoothing=[0.1], average_logps=(True, False), ld_alpha=(0.5, 0.0), use_weighting=[True],
-    reference_free=[True], discopop_tau=[0.5],
-)  # fmt: skip
+    beta=(0.5, 0.01),
+    label_smoothing=[0.1],
+    average_logps=(True, False),
+    ld_alpha=(0.5, 0.0),
+    use_weighting=[True],
+    reference_free=[True],
+    discopop_tau=[0.5],
+)
 REFERENCE = one(reference=("tokens", "sequences", "model"))
 OF_REFERENCES = some(ref_softcap=(30.0, None), ref_logit_scale=[0.5])
 RATIOS = some(delta=(1.1, 2.0), epsilon=[0.1], epsilon_high=[0.3], importance_sampling_level=["sequence"])
@@ -438,22 +443,36 @@ GRPO_TYPES = st.one_of(
     merged(one(loss_type=["vespo"]), some(vespo_k_pos=[0.5], vespo_lambda_neg=[0.5])),
 )
 GRPO_OPTIONS = some(
-    beta=[0.1], entropy_coef=[0.1], use_bias_correction_kl=[True], top_entropy_quantile=(0.5, 0.1),
+    beta=[0.1],
+    entropy_coef=[0.1],
+    use_bias_correction_kl=[True],
+    top_entropy_quantile=(0.5, 0.1),
     off_policy_mask_threshold=[0.05],
-)  # fmt: skip
+)
 ROLLOUT = merged(
     one(advantages=("sequences", "tokens")),
     some(old_logps=(0.1, 2.0), sampling_logps=[True], importance_weights=("sequences", "tokens")),
 )
 CPO_OPTIONS = some(
-    beta=[1.0], average_logps=(True, False), label_smoothing=[0.2], cpo_alpha=(0.0, 0.5), simpo_gamma=[0.1],
-    alpha=(0.3, -0.2), logits_over=["position"],
-)  # fmt: skip
+    beta=[1.0],
+    average_logps=(True, False),
+    label_smoothing=[0.2],
+    cpo_alpha=(0.0, 0.5),
+    simpo_gamma=[0.1],
+    alpha=(0.3, -0.2),
+    logits_over=["position"],
+)
 DIVERGENCES = some(
-    divergence=("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"), beta=(0.0, 0.1, 1.0),
-    skew_alpha=(0.0, 0.5, 1.0), hard_loss_weight=(0.3, 1.0), topk_mode=["renormalize"],
-    support=("teacher", "student", "union"), k=(1, 3), teacher_softcap=[30.0], teacher_logit_scale=[0.5],
-)  # fmt: skip
+    divergence=("forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"),
+    beta=(0.0, 0.1, 1.0),
+    skew_alpha=(0.0, 0.5, 1.0),
+    hard_loss_weight=(0.3, 1.0),
+    topk_mode=["renormalize"],
+    support=("teacher", "student", "union"),
+    k=(1, 3),
+    teacher_softcap=[30.0],
+    teacher_logit_scale=[0.5],
+)
 TEACHER = merged(
     one(teacher=("same", "topk", "larger", "smaller"), best=(1, 3, 100)),
     some(unlabelled=[True], empty=[True], peak=(8.0, 0.25)),
@@ -470,59 +489,117 @@ SMOOTHED = {"label_smoothing": (0.1, 1.0), "z_loss": [0.1], "dft": [True]}
 
 FAMILIES: dict[str, Family] = {
     "cross-entropy": Family(
-        ll.CrossEntropyLoss, cross_entropy, some(**SMOOTHED), some(class_weights=[True], token_weights=[True]), weights,
+        ll.CrossEntropyLoss,
+        cross_entropy,
+        some(**SMOOTHED),
+        some(class_weights=[True], token_weights=[True]),
+        weights,
         takes=OF_TOKENS,
     ),
     "multi-token": Family(
-        make_multi_token, multi_token, some(**SMOOTHED), one(depths=(1, 2, 3)), takes=("mask", "num_items", "sum")
+        make_multi_token,
+        multi_token,
+        some(**SMOOTHED),
+        one(depths=(1, 2, 3)),
+        takes=("mask", "num_items", "sum"),
     ),
     "DPO": Family(
-        ll.DPOLoss, of_sequences(reference.dpo), merged(DPO_TYPES, DPO_OPTIONS, OF_REFERENCES),
-        REFERENCE, near, 2, fits=fits_dpo,
+        ll.DPOLoss,
+        of_sequences(reference.dpo),
+        merged(DPO_TYPES, DPO_OPTIONS, OF_REFERENCES),
+        REFERENCE,
+        near,
+        2,
+        fits=fits_dpo,
     ),
     "ORPO": Family(
-        ll.ORPOLoss, of_sequences(reference.orpo), some(beta=[1.0], logits_over=["position"]),
-        some(nll_targets=[True]), nll_targets, 2, ("mask", "shift", "num_items", "sum", "main"),
+        ll.ORPOLoss,
+        of_sequences(reference.orpo),
+        some(beta=[1.0], logits_over=["position"]),
+        some(nll_targets=[True]),
+        nll_targets,
+        2,
+        ("mask", "shift", "num_items", "sum", "main"),
         fits=lambda case: "nll_targets" not in case.inputs or case.mask is None,
     ),
     "CPO": Family(
-        ll.CPOLoss, of_sequences(reference.cpo), merged(one(loss_type=("sigmoid", "hinge", "ipo", "simpo")), CPO_OPTIONS),
-        group=2, fits=lambda case: case.options.get("reduction") != "none" or case.options.get("cpo_alpha") == 0,
+        ll.CPOLoss,
+        of_sequences(reference.cpo),
+        merged(one(loss_type=("sigmoid", "hinge", "ipo", "simpo")), CPO_OPTIONS),
+        group=2,
+        fits=lambda case: case.options.get("reduction") != "none" or case.options.get("cpo_alpha") == 0,
     ),
     "SimPO": Family(ll.SimPOLoss, of_sequences(reference.simpo), some(beta=[0.5], gamma=[0.1]), group=2),
     "KTO": Family(
-        ll.KTOLoss, of_sequences(reference.kto),
+        ll.KTOLoss,
+        of_sequences(reference.kto),
         merged(some(loss_type=["apo_zero_unpaired"], beta=[1.0], desirable_weight=[2.0]), OF_REFERENCES),
-        merged(REFERENCE, one(kl=(0.0, 1.5, -1.0))), judged, 1, fits=distinct,
+        merged(REFERENCE, one(kl=(0.0, 1.5, -1.0))),
+        judged,
+        1,
+        fits=distinct,
     ),
     "GRPO": Family(
-        ll.GRPOLoss, of_sequences(reference.grpo), merged(GRPO_TYPES, GRPO_OPTIONS, OF_REFERENCES),
-        merged(ROLLOUT, one(reference=("tokens", "model"))), rollout, 1, fits=fits_grpo,
+        ll.GRPOLoss,
+        of_sequences(reference.grpo),
+        merged(GRPO_TYPES, GRPO_OPTIONS, OF_REFERENCES),
+        merged(ROLLOUT, one(reference=("tokens", "model"))),
+        rollout,
+        1,
+        fits=fits_grpo,
     ),
     "PPO": Family(
-        ll.PPOLoss, of_sequences(reference.ppo), some(epsilon=[0.1], epsilon_high=[0.3], entropy_coef=[0.1]), ROLLOUT,
-        rollout, 1,
+        ll.PPOLoss,
+        of_sequences(reference.ppo),
+        some(epsilon=[0.1], epsilon_high=[0.3], entropy_coef=[0.1]),
+        ROLLOUT,
+        rollout,
+        1,
     ),
     "RLOO": Family(
-        ll.RLOOLoss, of_sequences(reference.rloo), some(epsilon=[0.1], epsilon_high=[0.3]),
-        merged(one(advantages=["sequences"]), some(old_logps=(0.1, 2.0), sums=[True])), rollout, 1,
+        ll.RLOOLoss,
+        of_sequences(reference.rloo),
+        some(epsilon=[0.1], epsilon_high=[0.3]),
+        merged(one(advantages=["sequences"]), some(old_logps=(0.1, 2.0), sums=[True])),
+        rollout,
+        1,
     ),
     "REINFORCE": Family(
-        ll.REINFORCELoss, of_sequences(reference.reinforce), some(), one(advantages=("sequences", "tokens")), rollout, 1
+        ll.REINFORCELoss,
+        of_sequences(reference.reinforce),
+        some(),
+        one(advantages=("sequences", "tokens")),
+        rollout,
+        1,
     ),
     "distillation": Family(
-        ll.DistillationLoss, distillation, DIVERGENCES, TEACHER, teacher, 0,
-        tuple(x for x in OF_TOKENS if x != "tokens"), fits_distillation,
+        ll.DistillationLoss,
+        distillation,
+        DIVERGENCES,
+        TEACHER,
+        teacher,
+        0,
+        tuple(x for x in OF_TOKENS if x != "tokens"),
+        fits_distillation,
     ),
     "linear_logprobs": Family(
-        make_logprobs, logprobs, some(), merged(USED, some(entropy=(True, "metric"), ids=(1, 3))), takes=("shift", "flat"),
+        make_logprobs,
+        logprobs,
+        some(),
+        merged(USED, some(entropy=(True, "metric"), ids=(1, 3))),
+        takes=("shift", "flat"),
         fits=lambda case: "entropy" not in case.inputs["used"] or case.inputs.get("entropy") is True,
     ),
     "linear_topk": Family(
-        make_topk, topk, some(), one(k=(1, 3, 100)), takes=("mask", "flat"), fits=lambda case: not case.trained
+        make_topk,
+        topk,
+        some(),
+        one(k=(1, 3, 100)),
+        takes=("mask", "flat"),
+        fits=lambda case: not case.trained,
     ),
     "own TokenLoss": Family(
         make_own, own, some(), merged(OWN, some(by_sequence=[True], token_weights=[True])), weights, 1
     ),
     "own LogitsLoss": Family(Brier, brier, takes=tuple(x for x in OF_TOKENS if x != "tokens")),
-}  # fmt: skip
+}

@@ -152,7 +152,7 @@ def check(case: Call) -> None:
 
 
 def solve(family: Family, w: World, mode=contextlib.nullcontext()) -> dict[str, Tensor]:  # noqa: B008
-    """On full logits: value, metrics, numbers per token, and the gradient of the products (depths, S, T, V)."""
+    """On full logits: value, metrics, statistics per token, gradient of the products (depths, S, T, V)."""
     z = w.products.clone().requires_grad_()
     with mode:
         value, metrics, *tokens = family.truth(w, z if "depths" in w.case.inputs else z[0])

@@ -1,4 +1,4 @@
-"""Stock TRL and the flag, one step each, with options drawn at random, on tiny models whose heads are peaked."""
+"""Stock TRL and the flag, one step each, with options drawn at random, on tiny models with peaked heads."""
 
 import functools
 import tempfile
