@@ -173,7 +173,7 @@ def best_of(logits: Tensor, k: int) -> Tensor:
 
 
 def on_kept_ids(logprobs: Tensor, kept: Tensor, mode: str) -> Tensor:
-    """Log-probabilities `(..., V)` over the kept ids `(..., V')`, as `on_best_ids`; ids past `V'` are others."""
+    """Log-probs `(..., V)` over the kept ids `(..., V')`, as `on_best_ids`; ids past V' are others."""
     shared = logprobs[..., : kept.shape[-1]]
     chosen = shared.masked_fill(~kept, NOTHING)
     if mode == "renormalize":

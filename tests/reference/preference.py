@@ -263,8 +263,8 @@ def dpo(
 
     The mean divides by `num_items`, else by the number of pairs; that of sft divides by the number of chosen
     tokens, for which `num_items` stands where sft is the only type. A list of types gives the weighted sum of
-    their reductions. Exponents are bounded by 80. A pair with empty sequences counts. `average_logps=True` divides `π`, `π_ref` and the scores by `|y|` in
-    every type, False in none (`Δ'` is `Δ`).
+    their reductions. Exponents are bounded by 80. A pair with empty sequences counts. `average_logps=True`
+    divides `π`, `π_ref` and the scores by `|y|` in every type, False in none (`Δ'` is `Δ`).
 
     `f'(t)` is of reverse_kl `log t`, of forward_kl `1 - 1 / t`, of js_divergence `log(2t / (1 + t))`, of
     alpha_divergence `(t^(α - 1) - 1) / (α - 1)`; it acts on the losses written with `Δ` or `Δ'`, the aot ones
