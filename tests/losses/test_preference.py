@@ -324,7 +324,7 @@ BAD = {
             torch.zeros(9, dtype=torch.int64),
             cu_seqlens=torch.tensor([0, 2, 8]),
         ),
-        "cu_seqlens: expected rising boundaries from 0 to 9",
+        "cu_seqlens: expected non-decreasing boundaries from 0 to 9",
     ),
     "falling boundaries": (
         lambda: SimPOLoss()(
@@ -333,7 +333,7 @@ BAD = {
             torch.zeros(6, dtype=torch.int64),
             cu_seqlens=torch.tensor([0, 7, 6]),
         ),
-        "cu_seqlens: expected rising",
+        "cu_seqlens: expected non-decreasing",
     ),
     "boundary dtype": (
         lambda: SimPOLoss()(

@@ -153,8 +153,8 @@ def multi_token(
         0-d loss, and by depth its loss and the accuracy of its best ids.
 
     References:
-        Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction", 2024; DeepSeek-AI,
-        "DeepSeek-V3", 2024, section 2.2.
+        Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction", 2024;
+        DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2.
     """
     coefficients = coefficients or (1.0, *[0.3] * (len(hiddens) - 1))
     head = {

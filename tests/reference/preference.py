@@ -261,10 +261,10 @@ def dpo(
         sigmoid_norm  -log σ(βΔ')
         sft           -π(y_c), a sum over tokens
 
-    The mean divides by `num_items`, else by the number of pairs; that of sft always divides by the number of
-    chosen tokens. A list of types gives the weighted sum of their reductions. Exponents are bounded by 80. A
-    pair with empty sequences counts. `average_logps=True` divides `π`, `π_ref` and the scores by `|y|` in
-    every type, False in none (`Δ'` is `Δ`).
+    The mean divides by `num_items`, else by the number of pairs; that of sft divides by the number of chosen
+    tokens, unless `num_items` is given for sft alone. A list of types gives the weighted sum of their
+    reductions. Exponents are bounded by 80. A pair with empty sequences counts. `average_logps=True` divides
+    `π`, `π_ref` and the scores by `|y|` in every type, False in none (`Δ'` is `Δ`).
 
     `f'(t)` is of reverse_kl `log t`, of forward_kl `1 - 1 / t`, of js_divergence `log(2t / (1 + t))`, of
     alpha_divergence `(t^(α - 1) - 1) / (α - 1)`; it acts on the losses written with `Δ` or `Δ'`, the aot ones
@@ -320,10 +320,12 @@ def dpo(
     losses = _dpo_losses(logps, ref, scores, tokens, beta, label_smoothing, discopop_tau, average_logps)
     chosen_tokens = _halves(tokens.mask)[0].sum()
     pairs = len(logps) // 2 if num_items is None else num_items
+    alone = set(names) == {"sft"} and num_items is not None
     loss = logps.new_zeros(())
     for name, factor in zip(names, loss_weights or [1.0] * len(names), strict=True):
         values = losses[name]() * pair_weights
-        loss = loss + factor * _reduce(values, reduction, chosen_tokens if name == "sft" else pairs)
+        count = chosen_tokens if name == "sft" and not alone else pairs
+        loss = loss + factor * _reduce(values, reduction, count)
     return loss, _pair_metrics(
         tokens, logps, beta * (logps - ref), ratio_of(losses["sft"]().sum(), chosen_tokens)
     )

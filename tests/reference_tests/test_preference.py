@@ -210,7 +210,7 @@ SFT = [math.log(4 / 3), math.log(8)]
         pytest.param({"reduction": "sum"}, sum(SIGMOIDS), id="sum"),
         pytest.param({"num_items": 8}, sum(SIGMOIDS) / 8, id="num_items"),
         pytest.param({"num_items": torch.tensor(8)}, sum(SIGMOIDS) / 8, id="num_items_tensor"),
-        pytest.param({"loss_type": "sft", "num_items": 8}, sum(SFT) / 2, id="sft_num_items"),
+        pytest.param({"loss_type": "sft", "num_items": 8}, sum(SFT) / 8, id="sft_num_items"),
         pytest.param({"loss_type": "sft", "reduction": "sum"}, sum(SFT), id="sft_sum"),
         pytest.param(
             {"loss_type": ["sigmoid", "sft"], "num_items": 8}, sum(SIGMOIDS) / 8 + sum(SFT) / 2, id="list"
