@@ -68,8 +68,8 @@ def distillation(
     at `temperature`, "token_accuracy" (its best id is the target) and "agreement" (its best id is the
     teacher's). "hard_loss" and "token_accuracy" are 0 without targets.
 
-    With a whole teacher, `support` ("teacher", "student", "union") takes the `k` best ids of each named (of
-    equal logits the lowest) in the place of those of `teacher_logprobs_topk`.
+    With a whole teacher, `support` ("teacher", "student", "union") takes the `k` best ids of each it names
+    (of equal logits the lowest) in the place of those of `teacher_logprobs_topk`.
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network", 2015 (temperature, hard and soft loss).
@@ -173,7 +173,8 @@ def best_of(logits: Tensor, k: int) -> Tensor:
 
 
 def on_kept_ids(logprobs: Tensor, kept: Tensor, mode: str) -> Tensor:
-    """Log-probs `(..., V)` over the kept ids `(..., V')`, as `on_best_ids`; ids past V' are others."""
+    """Log-probabilities `(..., V)` over the kept ids `(..., V')`, as by `on_best_ids`; ids from `V'` on are
+    others."""
     shared = logprobs[..., : kept.shape[-1]]
     chosen = shared.masked_fill(~kept, NOTHING)
     if mode == "renormalize":

@@ -262,9 +262,9 @@ def dpo(
         sft           -π(y_c), a sum over tokens
 
     The mean divides by `num_items`, else by the number of pairs; that of sft divides by the number of chosen
-    tokens, for which `num_items` stands where sft is the only type. A list of types gives the weighted sum of
-    their reductions. Exponents are bounded by 80. A pair with empty sequences counts. `average_logps=True`
-    divides `π`, `π_ref` and the scores by `|y|` in every type, False in none (`Δ'` is `Δ`).
+    tokens, unless `num_items` is given for sft alone. A list of types gives the weighted sum of their
+    reductions. Exponents are bounded by 80. A pair with empty sequences counts. `average_logps=True` divides
+    `π`, `π_ref` and the scores by `|y|` in every type, False in none (`Δ'` is `Δ`).
 
     `f'(t)` is of reverse_kl `log t`, of forward_kl `1 - 1 / t`, of js_divergence `log(2t / (1 + t))`, of
     alpha_divergence `(t^(α - 1) - 1) / (α - 1)`; it acts on the losses written with `Δ` or `Δ'`, the aot ones
@@ -319,13 +319,13 @@ def dpo(
     names = [loss_type] if isinstance(loss_type, str) else loss_type
     losses = _dpo_losses(logps, ref, scores, tokens, beta, label_smoothing, discopop_tau, average_logps)
     chosen_tokens = _halves(tokens.mask)[0].sum()
-    alone = loss_type in ("sft", ["sft"], ("sft",)) and num_items is not None
-    nll_count = num_items if alone else chosen_tokens
     pairs = len(logps) // 2 if num_items is None else num_items
+    alone = set(names) == {"sft"} and num_items is not None
     loss = logps.new_zeros(())
     for name, factor in zip(names, loss_weights or [1.0] * len(names), strict=True):
         values = losses[name]() * pair_weights
-        loss = loss + factor * _reduce(values, reduction, nll_count if name == "sft" else pairs)
+        count = chosen_tokens if name == "sft" and not alone else pairs
+        loss = loss + factor * _reduce(values, reduction, count)
     return loss, _pair_metrics(
         tokens, logps, beta * (logps - ref), ratio_of(losses["sft"]().sum(), chosen_tokens)
     )
