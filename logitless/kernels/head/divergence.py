@@ -32,9 +32,8 @@ NOTHING = -1e30
 FUSED = ("jsd", "forward_kl", "reverse_kl")
 
 
-def kl_terms(logp: Tensor, logq: Tensor, r: Tensor) -> Tensor:
+def kl_terms(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
     """p phi(r), r = log q/p, element by element."""
-    p, q = logp.exp(), logq.exp()
     near = r.clamp(max=1.0)
     # The right form does not overflow, the left one does not cancel.
     return torch.where(r < 1, p * (torch.expm1(near) - near), q - p - p * r)
@@ -43,27 +42,20 @@ def kl_terms(logp: Tensor, logq: Tensor, r: Tensor) -> Tensor:
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(p||q) of rows of log-probabilities."""
     logp, logq = logp.clamp(min=NOTHING), logq.clamp(min=NOTHING)
-    return kl_terms(logp, logq, logq - logp).sum(-1)
+    return kl_terms(logp.exp(), logq.exp(), logq - logp).sum(-1)
 
 
-def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log m, log m/s and log m/t of m = beta t + (1 - beta) s with 0 < beta < 1.
-
-    The last two are exactly 0 where s = t.
-    """
+def mixture(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log m/s and log m/t of m = beta t + (1 - beta) s with 0 < beta < 1, exactly 0 where s = t."""
+    if beta > 0.5:
+        to_teacher, to_student = mixture(teacher, student, 1 - beta)
+        return to_student, to_teacher
     d = teacher - student
-    above = d > 0
-    gap = torch.where(above, -d, d)
-    of_teacher, of_student = (torch.full((), x, dtype=d.dtype, device=d.device) for x in (beta, 1 - beta))
-    larger, smaller = torch.where(above, of_teacher, of_student), torch.where(above, of_student, of_teacher)
-    # The first form is exactly 0 where s = t; the second one keeps the digits of a small share of the larger.
-    shrunk = torch.where(
-        gap > -1,
-        torch.log1p(smaller * torch.expm1(gap.clamp(min=-1))),
-        torch.log(larger + smaller * torch.exp(gap)),
-    )
-    log_m = torch.maximum(student, teacher) + shrunk
-    return log_m, torch.where(above, shrunk + d, shrunk), torch.where(above, shrunk, shrunk - d)
+    # log m/s where t is not much larger, and log m/t where it is: neither sum cancels, however small beta is.
+    near = torch.log1p(beta * torch.expm1(d.clamp(max=1)))
+    far = torch.log(beta + (1 - beta) * torch.exp(-d.clamp(min=1)))
+    is_near = d < 1
+    return torch.where(is_near, near, far + d), torch.where(is_near, near - d, far)
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -72,10 +64,10 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     if beta in (0.0, 1.0):
         return kl(student, teacher) if beta else kl(teacher, student)
     student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
-    log_m, to_student, to_teacher = mixture(student, teacher, beta)
-    return (
-        (1 - beta) * kl_terms(student, log_m, to_student) + beta * kl_terms(teacher, log_m, to_teacher)
-    ).sum(-1)
+    to_student, to_teacher = mixture(student, teacher, beta)
+    s, t = student.exp(), teacher.exp()
+    m = torch.lerp(s, t, beta)
+    return ((1 - beta) * kl_terms(s, m, to_student) + beta * kl_terms(t, m, to_teacher)).sum(-1)
 
 
 def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
@@ -85,8 +77,9 @@ def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
     student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
     if alpha == 1.0:
         return (0.0 * student).sum(-1)
-    log_m, _, to_teacher = mixture(student, teacher, alpha)
-    return kl_terms(teacher, log_m, to_teacher).sum(-1)
+    _, to_teacher = mixture(student, teacher, alpha)
+    t = teacher.exp()
+    return kl_terms(t, torch.lerp(student.exp(), t, alpha), to_teacher).sum(-1)
 
 
 class DivergenceStats(NamedTuple):
