@@ -1,7 +1,7 @@
-"""`Call`: one head's share of a public call, its tensors and what of them needs a gradient.
+"""`Given` and `Call`: the arguments of one LM head in a public call, outside and inside the autograd Function.
 
-A public call becomes one `Given` per head, nearly always one. Packed and unpacked again (`packing.py`) it is
-a `Call`.
+`prepare` checks the arguments of a public call and makes one `Given` per LM head; only Medusa and multi-token
+prediction have more than one head. `packing.py` turns each `Given` into a `Call` inside the Function.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Needs(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """Layers between the hidden states and head number `head` of a module: `module.blocks(head)`."""
+    """The layers between the hidden states and head number `head` of a module: `module.blocks(head)`."""
 
     module: nn.Module
     head: int
@@ -39,7 +39,7 @@ class Layers(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which of the trained tensors of a packed call a head uses."""
+    """The indices of a head's tensors among the trained tensors of a packed call."""
 
     hidden: int
     weight: int
@@ -49,7 +49,7 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One head of a public call, checked and flattened to one row per token."""
+    """The arguments of one head in a public call, checked and flattened to one row per token."""
 
     loss: LossSpec
     hidden: Tensor  # (N, H)
@@ -63,12 +63,12 @@ class Given:
     sequence_count: int  # 0 where the loss does not look at sequences
     frozen: Tensor | None  # (V, H - r), columns without gradient in front of those of `weight`
     layers: Layers | None = None
-    coefficient: float = 1.0  # of this head's loss in the whole
+    coefficient: float = 1.0  # factor of this head's loss in the sum over heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call(Given):
-    """The same as the passes see it, with what follows from it."""
+    """A `Given` inside the passes, with values derived from its tensors and options."""
 
     needs: Needs
     slots: Slots
@@ -76,17 +76,19 @@ class Call(Given):
     sequences: WholeSequences
     trainable: bool  # whether anything needs a gradient
     V: int  # size of the vocabulary
-    # Columns of a chunk of logits to plan for: the same on all ranks, so that they walk the same chunks.
+    # Columns of a chunk of logits to plan for: the size of the largest shard on all ranks, so that all ranks
+    # have the same chunks.
     width: int
-    stat_dtype: torch.dtype  # of per-token numbers
+    stat_dtype: torch.dtype  # of per-token statistics
     logits_dtype: torch.dtype
-    # Whether a kernel can read logits that are wanted in fp32 in the product. A matter of device, dtypes and
-    # head alone: all walks of the same rows see the same logits, in whatever call. Of a shard, whether this
-    # rank's can, until `with_shards` knows of all.
+    # Whether the statistics come from logits that were never rounded: fp32 accumulators of a kernel that
+    # projects a chunk and computes its statistics. It depends on loss, device, dtypes and head, not on the
+    # number of rows or the grad mode, so every pass over the same rows sees the same logits. With a sharded
+    # head it is this rank's answer until `with_shards` replaces it by that of all ranks.
     unrounded: bool
 
     def with_shards(self, shards: Shards | None) -> "Call":
-        """The call, once the host knows what each rank has of the head; None: all of it."""
+        """The call with the shard sizes and kernels of all ranks; unchanged for None, a head that is whole."""
         if shards is None:
             return self
         V = sum(shards.sizes)
@@ -104,15 +106,15 @@ class Call(Given):
 
 
 def d_hidden_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the rows of d_hidden before the mean's division, from the dtype of the products.
+    """The dtype of d_hidden before the deferred factor is applied, given the dtype of the products.
 
-    In fp16 they may be larger than any number of that dtype, which their quotient is not.
+    In fp16 it is fp32, as these values may overflow where the final gradient does not.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 class Options(NamedTuple):
-    """What a public call takes beside the operands and the loss's own inputs."""
+    """The options of a public call, besides its operands and the loss's own inputs."""
 
     num_items: float | Tensor | None = None
     shift: bool = False
@@ -178,7 +180,7 @@ def prepare(
 
 
 def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence_count: int) -> None:
-    """One of the loss's inputs against its role."""
+    """Check type and shape of an input of the loss against its role."""
     role, shape = loss.roles[name], targets.shape
     if role is Role.WHOLE:
         return
@@ -192,7 +194,7 @@ def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence
 
 
 def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
-    """An input (V,), once the size of the vocabulary is known."""
+    """Check the shape of an input (V,), once the size of the vocabulary is known."""
     expected, got = f"shape ({V},), one per token id", tuple(x.shape)
     expect(got == (V,), name, expected, got, "give every token id an entry")
 

@@ -1,4 +1,4 @@
-"""A chunk on its way through the loop: some rows, their logits, and the gradient that overwrites them."""
+"""`Chunk`: the rows of one step of the chunk loop, their logits, and the gradient that overwrites them."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,18 @@ from logitless.engine.plan import Step
 
 @dataclass
 class Chunk:
-    """What is known of a chunk so far."""
+    """The tensors of a chunk; the loop fills those that are None at first."""
 
     step: Step
-    at: slice | Tensor  # where its rows are in the flat call: side by side, or anywhere
-    logits: Tensor  # (C, V) products, in the loop's one buffer
-    # (C, V) room for the gradient: the logits themselves, or the same memory seen in a narrower dtype.
+    at: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
+    logits: Tensor  # (C, V) products, a view of the loop's one buffer
+    # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower one.
     place: Tensor
-    features: Tensor | None = None  # (C, H) what enters the product
+    features: Tensor | None = None  # (C, H) input of product 1
     targets: Tensor | None = None  # (C,) as columns of the logits
-    ignored: int | None = None  # what stands for an ignored one among them
+    ignored: int | None = None  # the value of an ignored target in `targets`
     gradient: Tensor | None = None  # (C, V) d loss / d products up to `factors`, in the products' dtype
-    factor: Tensor | None = None  # (C,) that came with the gradient; None: 1
-    factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: what the gradient's rows lack
+    factor: Tensor | None = None  # (C,) row factor that the kernel of the gradient returned; None: 1
+    factors: tuple[Tensor, ...] = ()  # (C,) each, up to two: row factors that the gradient lacks
     d_features: Tensor | None = None  # (C, H)
-    trained: Tensor | None = None  # (C, H') what the gradient is multiplied with for d_weight
+    trained: Tensor | None = None  # (C, H') features of the trained columns, the input of product 3

@@ -2,15 +2,15 @@
 
 It runs in one of four modes:
 
-* `SOLVED`: the forward pass computes the loss with its gradients, up to a scalar; the backward pass
-  multiplies them by that scalar and the upstream gradient, in the same pass that casts d_weight.
-* `PER_TOKEN`: per-token numbers are handed out, and what follows is ordinary autograd. The backward pass
-  walks the chunks again once their gradients are known; with a frozen head it only scales one vector per
-  token, which the forward pass kept.
-* `INTO_MAIN`: the forward pass computes the loss alone. The backward pass solves the call again and adds
-  the weight's gradient to the caller's main gradient. Nothing may be added to that earlier, and nothing of
-  its size is kept until then.
-* `INTO_MAIN_NOW`: the same, but the forward pass solves the call and adds, because the caller allows it.
+* `SOLVED`: the forward pass computes the loss and its gradients, the gradients up to a scalar factor. The
+  backward pass multiplies the gradients by this factor and the upstream gradient, and casts d_weight in the
+  same kernel.
+* `PER_TOKEN`: the forward pass returns per-token statistics, and the caller's loss of these statistics is
+  ordinary autograd. The backward pass receives the gradients of the statistics and recomputes the chunks of
+  logits. With a frozen head it recomputes nothing: it scales d logp / d hidden, which the forward pass saved.
+* `INTO_MAIN`: the forward pass computes the loss without gradients. The backward pass solves the call and
+  adds d_weight to the caller's main gradient. Between the two, no tensor of the size of d_weight is kept.
+* `INTO_MAIN_NOW`: the forward pass solves the call and adds d_weight to the main gradient (`accumulate_now`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from logitless.errors import expect
 
 
 class Mode(Enum):
-    """What a call hands out, and when its gradients are computed."""
+    """What the Function returns, and which pass computes the gradients."""
 
     SOLVED = "the loss, solved in the forward pass"
     PER_TOKEN = "per-token numbers"
@@ -42,7 +42,7 @@ class Mode(Enum):
 
 @dataclass
 class Run:
-    """What is no tensor in a call of the Function."""
+    """The non-tensor arguments of the Function."""
 
     mode: Mode
     signature: Signature
@@ -53,22 +53,22 @@ class Run:
 
 
 class Outcome(NamedTuple):
-    """What a call gave."""
+    """The results of a public call."""
 
     loss: Tensor | None  # 0-d
     metrics: Tensor | None  # (heads, 1 + metrics): each head's own loss, then its metrics
-    numbers: dict[str, Tensor]  # (N,) per token, or 0-d, by name
+    numbers: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
     plan: Plan | None  # None inside a compiled graph
 
 
-# (heads, mode) -> Outcome: what computes in place of the passes; None for the passes themselves.
+# (heads, mode) -> Outcome: a function that replaces the passes (`tools` sets it); None: the passes run.
 StandIn = Callable[[Sequence[Given], Mode], Outcome]
 _STAND_IN: ContextVar[StandIn | None] = ContextVar("stand_in", default=None)
 
 
 @contextmanager
 def replaced(stand_in: StandIn | None) -> Iterator[None]:
-    """While this is active, eager calls of this thread go to `stand_in`."""
+    """Context in which eager calls of this thread run `stand_in` instead of the passes."""
     token = _STAND_IN.set(stand_in)
     try:
         yield
@@ -79,8 +79,15 @@ def replaced(stand_in: StandIn | None) -> Iterator[None]:
 def run_calls(
     heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
 ) -> Outcome:
-    """Run the heads of one public call: from a loss to `passes`, under autograd if anything trains."""
-    # In this order Dynamo never meets the ContextVar.
+    """Run the heads of one public call, under autograd if any tensor needs a gradient.
+
+    Args:
+        heads: one `Given` per head.
+        mode: see the module's docstring.
+        main: (V, H) main gradient of the modes `INTO_MAIN` and `INTO_MAIN_NOW`.
+        grad_scale: factor of the gradients in these two modes.
+    """
+    # `is_compiling` comes first, so that Dynamo does not trace the ContextVar.
     if not torch.compiler.is_compiling() and (stand_in := _STAND_IN.get()) is not None:
         return stand_in(heads, mode)
     signature, tensors, sequences = pack(heads)
@@ -93,13 +100,18 @@ def run_calls(
     if mode is Mode.PER_TOKEN:
         return Outcome(None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan)
     value, metrics, *numbers = outputs
-    # Onto a main gradient there is no d_logps: the forward pass knows no gradient, or a scaled one.
+    # With a main gradient there is no d_logps: the forward pass has no gradient, or one times grad_scale.
     named = dict(zip(passes.solved_names(loss), numbers)) if numbers else {}
     return Outcome(value, metrics, named, plan)
 
 
 def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
-    """(outputs, what the backward pass needs of this one, rows), eagerly or through an operator."""
+    """Run the forward pass, eagerly or as an operator.
+
+    Returns:
+        (outputs of the Function, tensors that the forward pass computed for the backward pass, `Rows`). The
+        rows are None where the backward pass does not use them or must choose them again.
+    """
     sequences, per_token = run.sequences, run.mode is Mode.PER_TOKEN
     if torch.compiler.is_compiling():
         key = operators.graph_key(signature)
@@ -122,18 +134,47 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
     solved = passes.solve(calls, static=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
-    # A factor of 1 that the host knows is none.
+    # None stands for a factor of 1 that the host knows: it needs no multiplication.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
 
 def _without_d_logps(run: Run, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Outputs whose last one would be the gradient with respect to logps, where the loss hands that out."""
+    """The outputs without d_logps, which is the last one of a loss with `return_logps`."""
     return outputs[:-1] if run.signature.loss.return_logps else outputs
 
 
 class FusedLinearBase(torch.autograd.Function):
-    """The passes under autograd: called directly in eager mode, as opaque operators under `torch.compile`."""
+    """The passes under autograd: called directly in eager mode, as opaque operators under `torch.compile`.
+
+    The flow:
+
+    1. A loss checks and flattens its arguments (`call.prepare`); `run_calls` packs the heads into a flat list
+       of tensors and a `Signature` (`packing.pack`), and applies this Function.
+    2. `forward` unpacks the list into one `Call` per head and runs a pass: `passes.solve` for a reduced loss,
+       `passes.token_numbers` for statistics.
+    3. The pass chooses the supervised rows, plans the chunks and runs the chunk loop (`loop.run`).
+    4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
+       factor (`SOLVED`), or the packed tensors, the statistics and d logp / d hidden (`PER_TOKEN`).
+    5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk; in `PER_TOKEN` with a trainable
+       head it recomputes the chunks (`passes.token_gradients`).
+    6. `gradients.finish` multiplies each sum by deferred factor and upstream gradient and casts it to the
+       dtype of its tensor: in place where autograd does not keep the graph, and not at all if the factor
+       is 1 and the dtype is right.
+    7. `backward` returns one gradient per trained tensor, and None for the others.
+
+    FSDP2: a DTensor parameter is gathered before step 1 (`parallel.groups.local_parameter`), so the Function
+    sees plain tensors. The autograd node of the gather reduces d_weight over the ranks after step 7.
+
+    tp_group: `weight` is this rank's shard (V_r, H). The passes exchange statistics per token and all-reduce
+    d_hidden; d_weight (V_r, H) is complete without a collective.
+
+    cp_group: `hidden` has the tokens of this rank's slices. Every rank gets the loss of whole sequences,
+    d_hidden of its own tokens, and its share of d_weight, which the caller sums over the group.
+
+    torch.compile: Dynamo traces `forward` and `backward`; each pass in them is one opaque operator
+    (`operators`), so that the chunk loop is not unrolled. There is no `Plan` in the results.
+    """
 
     @staticmethod
     def forward(ctx, run: Run, *tensors: Tensor | None):
@@ -151,7 +192,7 @@ class FusedLinearBase(torch.autograd.Function):
             ctx.save_for_backward(*kept)
             ctx.mark_non_differentiable(*outputs[1:])
         elif into_main:
-            ctx.save_for_backward(*tensors)  # `main` is not saved: every call in between may add to it
+            ctx.save_for_backward(*tensors)  # `main` is not saved: other calls may modify it before backward
             ctx.mark_non_differentiable(*outputs[1:])
         else:
             ctx.save_for_backward(*tensors, *kept, *outputs)
@@ -178,7 +219,7 @@ class FusedLinearBase(torch.autograd.Function):
 
 def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     deferred, *sums = ctx.saved_tensors
-    # Where nobody can come back for them, the kept gradients become the returned ones.
+    # Without retain_graph the saved gradients may be scaled in place and returned.
     owned = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     factor = upstream[0] if deferred is None else deferred * upstream[0]
     return _finished(ctx, sums, factor, owned=owned)
@@ -218,7 +259,7 @@ def _backward_added(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> 
 
 
 def _by_slot(run: Run, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
-    """Gradients of the trained tensors, of which the weight has got its own already."""
+    """Gradients by slot of the trained tensors: None for the weight, whose gradient is in `main`."""
     hidden, _, bias, _ = run.signature.parts[0].slots
     gradients = [None] * len(run.signature.needs)
     if run.signature.needs[hidden]:

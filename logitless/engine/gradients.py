@@ -16,29 +16,31 @@ from logitless.kernels.matmul import accumulate
 
 @dataclass
 class Sum:
-    """A buffer: the first chunk writes it, later ones add."""
+    """A buffer that the first chunk overwrites and later chunks add to."""
 
     total: Tensor
     written: bool = False
 
 
 class Gradients:
-    """Where the loop adds a chunk's share of d_weight and d_bias, and what comes of it.
+    """The sums of d_hidden, d_weight, d_bias and the layers' gradients over the chunks and heads of a call.
 
-    What several heads share is summed in fp32; what is one head's alone is cast as soon as the head is done,
-    so that a single unshared d_weight in fp32 is alive at a time. The cast loses nothing that the last one,
-    after a power of two, would not.
+    With several heads, the gradient of a tensor that heads share is summed in fp32. The gradient of a tensor
+    that one head uses is cast to the tensor's dtype when this head is done, so at most one such d_weight in
+    fp32 is alive. The early cast costs no precision: `finish` later multiplies by a power of two, which is
+    exact.
 
     Args:
         calls: the heads, in order.
-        static: the sums' dtypes may not depend on the number of tokens, as in a compiled graph.
-        main: (V, H) to which the weight's gradient is added as it is: no factor is left for the backward
-            pass. In fp16 that takes `main` to order one and back.
+        static: whether the dtypes of the sums must not depend on the number of tokens (compiled graphs).
+        main: (V, H) main gradient to which d_weight is added, complete: the backward pass applies no factor
+            to it. In fp16, `open` divides `main` by the deferred factor and `close` multiplies it again.
 
     Attributes:
-        sums: by the slot of the trained tensor: (N, H), (V, H), (V, 1), or the shape of a layer's parameter.
-        deferred: the factor that these sums leave for the backward pass. None: any; in fp16 alone gradients
-            must be kept at order one.
+        sums: the gradients up to `deferred`, by slot of the trained tensor: (N, H), (V, H), (V, 1), or the
+            shape of a layer's parameter.
+        deferred: the factor that the sums lack and the backward pass applies. 1.0 except in fp16. There it
+            is None at first: the first head chooses a power of two that keeps the gradients near 1.
     """
 
     def __init__(self, calls: Sequence[Call], *, static: bool, main: Tensor | None = None):
@@ -46,11 +48,11 @@ class Gradients:
         self._last = {slot: call for call in calls for slot in call.slots[:3]}
         self.sums: dict[int, Tensor] = {}
         self.deferred = None if calls[0].dtype == torch.float16 else 1.0
-        self._weight: Sum | None = None  # of the head that is walked
+        self._weight: Sum | None = None  # of the head between `open` and `close`
         self._bias: Sum | None = None
 
     def open(self, call: Call, deferred: float | Tensor, *, several_chunks: bool) -> None:
-        """Begin with a head."""
+        """Begin a head: allocate the sums of its d_weight and d_bias, or find those of an earlier head."""
         needs, (V, H), (_, weight, bias, _) = call.needs, call.weight.shape, call.slots
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
@@ -59,7 +61,7 @@ class Gradients:
         elif needs.weight:
             self._weight = Sum(self.sums[weight], written=True) if weight in self.sums else None
             if self._weight is None:
-                # In fp16 the sum may be larger than any number of that dtype, which the mean is not.
+                # In fp16 the sum may overflow where the mean, which is smaller, does not.
                 wide = several_chunks or self._static or call.dtype == torch.float16
                 dtype = call.loss.accum_dtype or (call.stat_dtype if wide else call.dtype)
                 self.sums[weight] = torch.empty(V, H, dtype=dtype, device=call.weight.device)
@@ -71,7 +73,7 @@ class Gradients:
             self._bias = Sum(self.sums[bias], written=known)
 
     def add(self, chunk: Chunk, head: Projection) -> None:
-        """Product 3: a chunk's share of d_weight and d_bias."""
+        """Product 3: add a chunk's d_weight and d_bias."""
         if self._weight is not None:
             head.accumulate(self._weight.total, chunk.gradient, chunk.trained, first=not self._weight.written)
             self._weight.written = True
@@ -88,7 +90,8 @@ class Gradients:
         if column.dtype == factor.dtype:
             head.accumulate(total, gradient, column[:, None], first=not self._bias.written)
         else:
-            # In two pieces: a factor that all tokens share would be rounded the same way in all of them.
+            # The factor as the sum of two numbers of the narrow dtype: one alone would round the factor of
+            # all tokens in the same direction, and the errors would add up.
             pieces = torch.stack((column, (factor - column).to(column.dtype)), dim=1)
             shares = total.new_empty(total.shape[0], 2)
             accumulate(shares, gradient, pieces, first=True)
@@ -97,7 +100,7 @@ class Gradients:
         self._bias.written = True
 
     def close(self, call: Call, head: Projection, deferred: float | Tensor) -> None:
-        """End with a head: zero what no chunk reached, take its d_hidden, cast what no later head adds to."""
+        """End a head: zero sums that no chunk wrote, add its d_hidden, cast sums that no later head uses."""
         for total in (self._weight, self._bias):
             if total is not None and not total.written:
                 total.total.zero_()
@@ -122,10 +125,10 @@ class Gradients:
 def finish(
     gradients: Sequence[Tensor | None], factor: Tensor, dtypes: Sequence[torch.dtype], *, owned: bool
 ) -> list[Tensor | None]:
-    """`gradient * factor` of each (n, m), in its dtype.
+    """`gradient * factor` for each gradient (n, m), cast to its entry of `dtypes`.
 
-    Computed in fp32, in one pass over all of them; in place where the gradients are `owned` and have that
-    dtype.
+    Computed in fp32, in one launch for all gradients; in place for a gradient that is `owned` and has that
+    dtype already.
     """
     if torch.compiler.is_compiling():
         return [

@@ -1,6 +1,7 @@
-"""The chunk loop: the one place where the steps of a plan are carried out.
+"""The chunk loop: run the steps of a plan.
 
-A feature is a matter of the Projection, of the Objective or of the Gradients; none of them is a branch here.
+The loop has no branch for a feature. LoRA, layers and shards of the head are in the Projection; the kind of
+loss is in the Objective; heads and main gradients are in the Gradients.
 """
 
 from contextlib import nullcontext
@@ -15,9 +16,40 @@ from logitless.engine.side_stream import side_stream
 
 
 def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradients: Gradients) -> None:
-    """Project each chunk, read it, evaluate the loss once its inputs are complete, multiply the gradient out.
+    """Run the steps of `plan`: logits, statistics, loss and gradients, chunk by chunk.
 
-    One buffer of logits is alive; their gradient overwrites them.
+    The flow:
+
+    1. Allocate one buffer of logits for all chunks; the gradient of a chunk overwrites its logits.
+
+    Then for each step:
+
+    2. `head.take`: take the chunk's hidden states, run the layers in front of the head, and turn the targets
+       into columns of this rank's logits.
+    3. `objective.fill`: compute the reference's or teacher's values, project the chunk (product 1), and
+       compute its statistics if the step reads. One kernel may also write the gradient up to a factor per
+       row.
+    4. If that gradient exists, queue product 2 (`head.backproject`) at once, and evaluate the loss on a side
+       stream.
+    5. `objective.evaluate`, if the step has a span: the loss of these rows and its gradient with respect to
+       their statistics.
+    6. If the step writes and there is no gradient yet: write it over the logits, then product 2.
+    7. `head.scale`: apply the row factors to d_features and to the features (or a copy of them).
+    8. `head.reduce`: start to sum d_features over the ranks of tp_group.
+    9. `gradients.add`: add the chunk's d_weight and d_bias (product 3), which overlaps that sum.
+    10. `head.scatter`: wait for the sum, run the layers' backward pass, and write the rows of d_hidden.
+
+    FSDP2: nothing happens here. The head is a plain whole tensor, and its gradient is reduced after the
+    Function's backward pass.
+
+    tp_group: all ranks run the same steps, as they plan for the largest shard. Step 3 gathers the statistics
+    of a chunk from all shards and merges them; steps 8 to 10 sum d_features. d_weight needs no collective.
+
+    cp_group: ranks have different rows, and may run different numbers of chunks. For a loss of sequences all
+    rows of a rank are one group, and the ranks exchange sums in the one evaluation (step 5). For a loss of
+    single tokens the loop has no collective: `objectives.base.settled` sums the loss after it.
+
+    torch.compile: the loop runs eagerly in the body of an operator (`operators`); Dynamo does not trace it.
     """
     buffer, place = head.new_buffer(plan, in_product=objective.in_product)
     for step in plan.steps:
@@ -25,22 +57,23 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
         if size:
             chunk = Chunk(step, rows.at(step.start, step.stop), buffer[:size], place[:size])
             head.take(chunk)  # features (C, H); targets as this rank's columns
-            objective.fill(chunk, head)  # reference or teacher, product 1, numbers if the step reads
-            # A gradient that is there already lacks only a factor per row: the GPU is given product 2 before
-            # the host evaluates the loss.
+            objective.fill(chunk, head)  # reference or teacher, product 1, statistics if the step reads
+            # A gradient that `fill` wrote lacks only a factor per row. Queue product 2 before the host
+            # evaluates the loss, so that the GPU is busy meanwhile.
             if chunk.gradient is not None:
                 beside = side_stream(buffer.device, useful=step.evaluate is not None)
                 head.backproject(chunk)  # product 2; nothing where hidden needs no gradient
         if step.evaluate is not None:
-            with beside:  # tiny kernels, hidden behind product 2
-                # A span, often not this chunk's rows; also on a rank that has none.
+            with beside:  # tiny kernels that overlap product 2
+                # The span may have other rows than this chunk. A rank without rows evaluates too, for the
+                # collectives.
                 objective.evaluate(step.evaluate)
         if chunk is not None and step.write:
             if chunk.gradient is None:
                 objective.write(chunk, head)
                 head.backproject(chunk)
-            chunk.factors = objective.row_factors(chunk)  # none for a loss of logits
-            head.scale(chunk)  # factors onto d_features, and onto a copy of the features
-            arrival = head.reduce(chunk)  # the ranks' sum starts
-            gradients.add(chunk, head)  # product 3, overlapping that sum
-            head.scatter(chunk, arrival)  # wait, layers backward, rows into d_hidden
+            chunk.factors = objective.row_factors(chunk)  # empty for a loss of logits
+            head.scale(chunk)  # apply the factors to d_features and to the features of product 3
+            arrival = head.reduce(chunk)  # start the sum over ranks
+            gradients.add(chunk, head)  # product 3, overlaps the sum
+            head.scatter(chunk, arrival)  # wait for the sum, layers backward, write rows of d_hidden

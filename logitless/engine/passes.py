@@ -1,7 +1,6 @@
-"""The three passes over a call: solve it, hand out per-token numbers, compute gradients from those numbers'.
+"""The three passes over a call: solve it, return per-token statistics, compute gradients from theirs.
 
-Everything here runs eagerly below autograd, also inside a compiled graph, where it is the body of an opaque
-operator.
+The passes run eagerly and below autograd. In a compiled graph they are the body of an opaque operator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +24,9 @@ from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head.scale import scale
 
-# By whether only some columns of the head are gathered.
+# The projection, by whether a plan gathers only some columns of the head.
 PROJECTIONS = {False: Projection, True: GatheredProjection}
-# Rows of vectors that are scaled at a time: a few [rows, H] temporaries, small beside d_hidden.
+# Rows that `scale_vectors` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
 SCALED_ROWS = 2048
 
 
@@ -37,8 +36,8 @@ class Solved:
 
     loss: Tensor  # 0-d
     metrics: Tensor  # (heads, 1 + metrics): the head's own loss without its coefficient, then its metrics
-    tokens: list[Tensor]  # (N,) each, of `solved_names`
-    deferred: float | Tensor  # 0-d
+    tokens: list[Tensor]  # (N,) per-token statistics, in the order of `solved_names`
+    deferred: float | Tensor  # factor that the gradients lack; 0-d where it is a tensor
     gradients: Gradients
     plan: Plan  # of the last head
 
@@ -49,7 +48,7 @@ class Solved:
 
     @property
     def deferred_on_device(self) -> Tensor:
-        """0-d, in the dtype of the loss."""
+        """The deferred factor as a 0-d tensor in the dtype of the loss."""
         if isinstance(self.deferred, Tensor):
             return self.deferred
         return torch.full((), self.deferred, dtype=self.loss.dtype, device=self.loss.device)
@@ -57,21 +56,21 @@ class Solved:
 
 @dataclass
 class Numbers:
-    """Per-token numbers of a call."""
+    """Per-token statistics of a call."""
 
-    named: dict[str, Tensor]  # (N,) each, 0 where ignored; or 0-d
+    named: dict[str, Tensor]  # by name: (N,) per token, 0 where ignored; or 0-d
     vectors: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
     rows: Rows
     plan: Plan
 
 
 def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) -> Solved:
-    """The loss and its gradients in one pass.
+    """Compute the loss and its gradients in one pass.
 
     Args:
-        calls: the heads, one after the other.
-        static: dtypes may not depend on the number of tokens.
-        main: a tensor that the weight's finished gradient is added to.
+        calls: the heads, in order.
+        static: whether the dtypes of the gradients must not depend on the number of tokens.
+        main: (V, H) to which the complete gradient of the weight is added.
     """
     if len(calls) == 1 and main is None:
         return over_rows(calls[0], lambda call, rows: _solve([(call, rows)], static=static, main=None))
@@ -93,7 +92,7 @@ def _solve(chosen: Sequence[tuple[Call, Rows]], *, static: bool, main: Tensor | 
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
         total, found = settled(call, objective.reports, factors.metrics)
-        # A factor of 1 that the host knows costs no kernel; one on the device is not asked for.
+        # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read.
         known = isinstance(deferred, float) and deferred == 1.0
         losses.append(total if known else total * deferred)
         own = losses[-1] if call.coefficient == 1.0 else losses[-1] / call.coefficient
@@ -105,14 +104,14 @@ def _solve(chosen: Sequence[tuple[Call, Rows]], *, static: bool, main: Tensor | 
 
 
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
-    """Names of the per-token numbers that stand beside a solved loss, in order: what its options ask for."""
+    """Names of the per-token statistics that a solved loss also returns, in order, as its options say."""
     if loss.return_logps:
         return (*loss.objective.number_names(loss), "d_logps")
     return ("predictions",) if loss.return_predictions else ()
 
 
 def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
-    """The numbers of `solved_names`; d_logps is d loss / d logps."""
+    """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
     names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
     if "d_logps" in names:
         known = call.trainable and "logps" in call.loss.differentiates
@@ -122,7 +121,7 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tens
 
 
 def token_numbers(call: Call) -> Numbers:
-    """Per-token numbers for autograd outside, and d logp / d hidden where that spares a second walk."""
+    """Per-token statistics, and d logp / d hidden where that spares recomputing the logits (frozen head)."""
     return over_rows(call, _token_numbers)
 
 
@@ -145,7 +144,19 @@ def token_gradients(
     *,
     static: bool,
 ) -> tuple[Tensor, Gradients]:
-    """The deferred factor, and the gradients, once those of the per-token numbers (N,) are known."""
+    """The backward pass of `token_numbers`.
+
+    Args:
+        call: the call.
+        numbers: (N,) statistics by name, as the forward pass returned them.
+        upstream: (N,) gradients of the differentiable statistics, by name.
+        vectors: (N, H) d logp / d hidden, if the forward pass kept it.
+        rows: the rows of the forward pass; None: choose them again.
+        static: see `solve`.
+
+    Returns:
+        (deferred factor, gradients up to that factor).
+    """
     if rows is None:
         call, rows = choose_rows(call)
     else:
@@ -164,7 +175,7 @@ def token_gradients(
         return one, gradients
     deferred = one
     if gradients.deferred is None:
-        # At order one, whatever their size: the exponent of the largest is left for the end.
+        # Divide by a power of two so that the largest upstream gradient is near 1; `finish` multiplies again.
         largest = torch.stack([x.abs().amax() if x.numel() else one * 0 for x in given.values()]).amax()
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
@@ -178,11 +189,11 @@ def token_gradients(
 
 
 def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
-    """The strategy row_scaled: d_hidden `out` (N, H) from `vectors` (N, H), d logp / d hidden, and the
-    objective's gradients. `out` may be `vectors`."""
+    """Strategy row_scaled: write d_hidden to `out` (N, H), from `vectors` (N, H) = d logp / d hidden and the
+    gradients of the objective. `out` may be `vectors`."""
     rows, factor = objective.rows, objective.vector_factor()
     if factor is not None:
-        # Rows that are not walked are zero.
+        # Rows that were not projected get a factor of 0.
         scale(vectors, rows.scattered(factor, vectors.shape[0]), out)
         return
     for start in range(0, rows.count, SCALED_ROWS):
@@ -196,16 +207,23 @@ def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Proj
 
 
 def keeps_vectors(call: Call) -> bool:
-    """Whether a call that hands out per-token numbers keeps d logp / d hidden with them."""
+    """Whether a call that returns per-token statistics keeps d logp / d hidden with them."""
     hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
 def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: bool = False) -> Plan:
-    """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default.
+    """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default budget.
 
-    What grows with the vocabulary counts; the two [C, H] matrices beside a chunk belong to O(N H).
-    `wide`: d_weight is summed in a wider dtype even if one chunk is all.
+    The budget counts memory of size [C, V]. The [C, H] features and d_features of a chunk are not counted:
+    they are as small as the (N, H) tensors of the call.
+
+    Args:
+        call: the call.
+        rows: the rows to project.
+        purpose: which pass.
+        heads: how many heads the public call has.
+        wide: whether d_weight is summed in a wider dtype even if there is a single chunk.
     """
     loss, device, needs = call.loss, call.weight.device, call.needs
     budget = loss.logits_budget or default_budget(device)
@@ -223,8 +241,9 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
     spared = 0
-    # A pass that hands out numbers has the chunks of the one that follows it.
-    # In fp16 the sum is in fp32 in any case.
+    # Memory of a sum of d_weight in a wider dtype, which a single chunk does not need. It counts in
+    # Pass.NUMBERS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does not
+    # count, as d_weight is in fp32 in any case.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
     if summed and not wide and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize
