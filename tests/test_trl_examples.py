@@ -47,7 +47,7 @@ def run(name: str, *arguments: str) -> str:
 def test_tiny_run(name):
     metric, rises, strategies = EXAMPLES[name]
     output = run(name, "--steps", "12")
-    found = re.search(rf"{metric} ([\d.]+) -> ([\d.]+); ({strategies}): .* supervised tokens", output)
+    found = re.search(rf"{metric} ([\d.]+) -> ([\d.]+); ({strategies}): .* projected tokens", output)
     assert found, output[-1000:]
     before, after = map(float, found.groups()[:2])
     assert (after > before) == rises

@@ -27,7 +27,7 @@ OF_CHUNKS = {
             *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
             *("ids", "z", "read_lse", "read_residual", "read_entropy", "rest"),
             *("g_logps", "g_rest", "entries", "values"),
-            *("a", "b", "c", "d", "e", "f", "g", "h", "sums"),
+            *("x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "sums"),
         )
     ],
 }

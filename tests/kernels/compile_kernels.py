@@ -153,9 +153,11 @@ def scale_combinations() -> Iterator[Combination]:
     for x in TYPES:
         # d_hidden and d_weight, of products in x: leaves in x or in fp32, and a sum of several chunks.
         kinds = dict.fromkeys((x, "fp32"))
-        for out, y, y_out in itertools.product(kinds, kinds, kinds):
-            for in_place, y_in_place in itertools.product({False, x == out}, {False, y == y_out}):
-                pointers = {"x": x, "out": out, "y": y, "y_out": y_out}
+        # In fp16 both are summed in fp32.
+        firsts = (x, "fp32") if x == "fp16" else (x,)
+        for first, out, y, y_out in itertools.product(firsts, kinds, kinds, kinds):
+            for in_place, y_in_place in itertools.product({False, first == out}, {False, y == y_out}):
+                pointers = {"x": first, "out": out, "y": y, "y_out": y_out}
                 flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
                 yield combination("scale_all_kernel", pointers, flags)
         # Features and d_features.
@@ -187,7 +189,7 @@ def gathered_combinations() -> Iterator[Combination]:
         for out in {x, "fp32"}:
             sums, pointers = slots, {"weight": x, "out": out, "base": out}
             yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
-            if out == x:
+            if out == x or x == "fp16":
                 yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
             yield combination("piece_kernel", {"hidden": x}, slots)
             for first in (False, True):

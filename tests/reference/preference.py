@@ -519,4 +519,4 @@ def kto(
         undesirable_weight * torch.sigmoid(beta * (ratios - z)),
     )
     loss = _reduce(losses, reduction, len(losses) if num_items is None else num_items)
-    return loss, _metrics(tokens, logps, beta * ratios, labels) | {"kl": z}
+    return loss, _metrics(tokens, logps, beta * ratios, labels) | {"kl": z if len(losses) else 0 * z}

@@ -24,24 +24,26 @@ def sum_one(x_ptr, sums_ptr, number, rows, BLOCK: tl.constexpr):
 
 @held
 @triton.jit(**OF_CHUNKS)
-def sums_kernel(a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr, sums_ptr, rows, BLOCK: tl.constexpr):
+def sums_kernel(
+    x0_ptr, x1_ptr, x2_ptr, x3_ptr, x4_ptr, x5_ptr, x6_ptr, x7_ptr, sums_ptr, rows, BLOCK: tl.constexpr
+):
     number = tl.program_id(0)
     if number == 0:
-        sum_one(a_ptr, sums_ptr, 0, rows, BLOCK)
+        sum_one(x0_ptr, sums_ptr, 0, rows, BLOCK)
     elif number == 1:
-        sum_one(b_ptr, sums_ptr, 1, rows, BLOCK)
+        sum_one(x1_ptr, sums_ptr, 1, rows, BLOCK)
     elif number == 2:
-        sum_one(c_ptr, sums_ptr, 2, rows, BLOCK)
+        sum_one(x2_ptr, sums_ptr, 2, rows, BLOCK)
     elif number == 3:
-        sum_one(d_ptr, sums_ptr, 3, rows, BLOCK)
+        sum_one(x3_ptr, sums_ptr, 3, rows, BLOCK)
     elif number == 4:
-        sum_one(e_ptr, sums_ptr, 4, rows, BLOCK)
+        sum_one(x4_ptr, sums_ptr, 4, rows, BLOCK)
     elif number == 5:
-        sum_one(f_ptr, sums_ptr, 5, rows, BLOCK)
+        sum_one(x5_ptr, sums_ptr, 5, rows, BLOCK)
     elif number == 6:
-        sum_one(g_ptr, sums_ptr, 6, rows, BLOCK)
+        sum_one(x6_ptr, sums_ptr, 6, rows, BLOCK)
     else:
-        sum_one(h_ptr, sums_ptr, 7, rows, BLOCK)
+        sum_one(x7_ptr, sums_ptr, 7, rows, BLOCK)
 
 
 def sums(vectors: Sequence[Tensor]) -> Tensor:
