@@ -177,7 +177,7 @@ def _own_class(cls: type) -> tuple[type, bool]:
 
 
 def unviewed(x: Tensor, module: nn.Module) -> Tensor:
-    """`x` as an output of `module`: copied if x is a view and FSDP2 wraps the module, as FSDP2 warns of views."""
+    """`x` as an output of `module`: a view is copied if FSDP2 wraps the module, as FSDP2 warns of views."""
     return x.clone() if _own_class(type(module))[1] and x._base is not None else x
 
 

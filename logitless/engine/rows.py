@@ -61,7 +61,7 @@ class Rows(NamedTuple):
         return Segments(sizes, rows, last - first, self.roles)
 
     def sequences(self, first: int, last: int) -> Tensor:
-        """Call indices of the sequences of groups first:last, role by role (all chosen, then all rejected)."""
+        """Call indices of the sequences of groups first:last, role by role (chosen ones, then rejected)."""
         groups = self.sequence_sizes.shape[0] // self.roles
         device = self.sequence_sizes.device
         roles = torch.arange(self.roles, device=device)[:, None]

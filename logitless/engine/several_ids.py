@@ -57,7 +57,7 @@ class Reader(NamedTuple):
     def numbers(
         self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor], gradient: Tensor | None = None
     ) -> Tensor | None:
-        """Fill `out` with statistics of the ids (see `slots.numbers`), and take their logits out of the chunk.
+        """Fill `out` with statistics of the ids (see `slots.numbers`); take their logits out of the chunk.
 
         With `gradient`, also fill it with p_r d z_r / d x_r for all other ids r, up to a factor per row, and
         return that factor (n,).
