@@ -287,7 +287,7 @@ def _(main, grad_scale, tensors, sequences, key):
 def accumulate(
     call: Call, main: Tensor, grad_scale: float, *, static: bool
 ) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
-    """Solve a call and add its weight's gradient to `main`: (solved, d_hidden, d_bias), gradients complete."""
+    """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]

@@ -144,8 +144,8 @@ def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[T
 
 
 def metric_sums(metrics: Mapping[str, Term]) -> Sums:
-    """The sums of a slice's metrics, in plain PyTorch: for compiled functions, which cannot launch our kernels
-    and must not specialize on a shape."""
+    """The sums of a slice's metrics, in plain PyTorch: for compiled functions, which cannot launch our
+    kernels and must not specialize on a shape."""
     found = {}
     for (unit, *names), values in _by_unit(metrics).items():
         first = values[0].detach()

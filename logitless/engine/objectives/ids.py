@@ -175,7 +175,7 @@ class IdsObjective:
         chunk.gradient = chunk.place
 
     def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
-        """Overwrite the logits with the part of their gradient that is a row factor times the probabilities."""
+        """Overwrite the logits with the part of their gradient that is a row factor times probabilities."""
         # Without a target in the chunk the kernel does not use log-probabilities; pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
@@ -237,8 +237,8 @@ class TopkObjective(IdsObjective):
 
 
 def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:
-    """(n, k) ids of the largest logits of the whole vocabulary, in descending order; of equal logits the lowest
-    id first."""
+    """(n, k) ids of the largest logits of the whole vocabulary, in descending order; of equal logits the
+    lowest id first."""
     vocabulary, width = reader.vocabulary, logits.shape[1]
     own = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
     columns = selection.select(logits, min(k, width), **own)

@@ -46,7 +46,7 @@ def teacher_dtype(call: Call) -> torch.dtype:
 
 @dataclass
 class SupportObjective(IdsObjective):
-    """The objective of distillation on a support: statistics of student and teacher per id, and of the label."""
+    """The objective of distillation on a support: statistics of student, teacher and label."""
 
     statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")

@@ -176,7 +176,7 @@ class TokenObjective:
         return self.head_sums
 
     def _read_reference(self, chunk: Chunk) -> None:
-        """Compute the reference model's log-probabilities of the chunk's rows, in the same buffer of logits."""
+        """Compute the reference model's log-probabilities of the chunk's rows, in the chunk's buffer."""
         call, inputs = self.call, self.call.inputs
         hidden = inputs["ref_hidden"][chunk.at].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
@@ -247,8 +247,8 @@ class TokenObjective:
 
         `vectors` holds d logp / d hidden = W[target] - E_p[W], for a loss of logps. For a loss that also
         differentiates lse, it holds the same sum without the target's term, -sum_{v != target} p_v W[v]
-        (`target_apart`), and the target's term of d logp and of d lse is added here. Otherwise d lse / d hidden
-        = W[target] - d logp / d hidden would lose digits by cancellation where d lse / d hidden is small.
+        (`target_apart`), and the target's terms of d logp and of d lse are added here. Otherwise
+        d lse / d hidden = W[target] - d logp / d hidden would lose digits by cancellation where it is small.
         """
         call, stats, grads = self.call, self.stats[rows], self.grads[rows]
         g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
@@ -267,8 +267,8 @@ class TokenObjective:
 def reads_in_product(call: Call, purpose: Pass) -> bool:
     """Whether a pass over unrounded logits projects and reads them in one kernel.
 
-    The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum of
-    logits, or for predictions; then the pass stores logits in fp32.
+    The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum
+    of logits, or for predictions; then the pass stores logits in fp32.
     """
     loss = call.loss
     between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)
