@@ -95,8 +95,8 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
 def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
     """Raise unless a teacher's or reference's head is sharded like the trained head, with `tp_group`.
 
-    Both must be DTensors, whose shape is that of the whole head, or both plain tensors, whose shape is that of
-    this rank's rows. Then the comparison has the same outcome on all ranks.
+    Both must be DTensors, whose shape is that of the whole head, or both plain tensors, whose shape is that
+    of this rank's rows. Then the comparison has the same outcome on all ranks.
     """
     kinds = ["a DTensor" if is_dtensor(each) else "a plain tensor" for each in (x, weight)]
     found, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))

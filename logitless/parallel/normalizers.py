@@ -16,9 +16,9 @@ def global_num_items(
     """`num_items` of a mean over the tokens (pairs, sequences) of all ranks: their number / number of ranks.
 
     With it, the average of the ranks' losses is the mean over all tokens, and the average of their gradients,
-    which DDP and FSDP compute, is the gradient of this mean. The distribution of the tokens does not matter: a
-    rank may have none, other samples (data parallel) or other tokens of the same samples (sequence or context
-    parallel).
+    which DDP and FSDP compute, is the gradient of this mean. The distribution of the tokens does not matter:
+    a rank may have none, other samples (data parallel) or other tokens of the same samples (sequence or
+    context parallel).
 
     Args:
         items: this rank's targets, of which all but `ignore_index` are counted (for unshifted labels, pass

@@ -60,7 +60,7 @@ class WholeVocabulary:
         return x
 
     def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
-        """Merge the statistics of a chunk over the shards, in place: from this shard to the whole vocabulary."""
+        """Merge a chunk's statistics within each shard into those of the whole vocabulary, in place."""
 
     def combine_gradient(
         self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
@@ -107,7 +107,7 @@ class WholeVocabulary:
         return z.argmax(-1)
 
     def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> (their columns of this rank's logits, 0 if on no column; whether on this rank)."""
+        """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
         here = (ids >= 0) & (ids < V)
         return torch.where(here, ids, 0), here
 
@@ -116,7 +116,7 @@ class WholeVocabulary:
         return ids
 
     def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:
-        """(n, k) logits of the ids on this rank -> logits of all ids, summed over ranks; -inf in empty slots."""
+        """(n, k) logits of the ids on this rank -> logits of the ids on all ranks; -inf in empty slots."""
         return z
 
 
