@@ -43,7 +43,7 @@ class TokenLoss(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsLoss(LinearLoss):
-    """A loss that is a differentiable function of the logits: `terms(logits (n, V), batch)`, a value per token.
+    """A differentiable function of the logits, with a value per token: `terms(logits (n, V), batch)`.
 
     With `teacher = True` the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and
     teacher_bias (V,), and the batch has `teacher_logits` (n, V), which get no gradient.

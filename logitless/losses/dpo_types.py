@@ -40,8 +40,8 @@ class Options(Protocol):
 
 
 class Pairs(NamedTuple):
-    """Values (pairs,) each: log-probabilities of policy and reference, f-divergence scores of their log-ratios,
-    and lengths."""
+    """Values (pairs,) each: log-probabilities of policy and reference, f-divergence scores of their
+    log-ratios, and lengths."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor

@@ -63,7 +63,7 @@ def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple
 
 
 def _kept(function: Callable) -> Callable:
-    """Cache a function of a loss, except for losses with a process group, which the cache would keep alive."""
+    """Cache a function of a loss, except for losses with a group, which the cache would keep alive."""
     once = lru_cache(maxsize=256)(function)
 
     @wraps(function)

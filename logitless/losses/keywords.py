@@ -18,7 +18,7 @@ MODELS = {"teacher": "teacher", "reference": "ref"}
 
 
 MASK = "mask", "pass it as mask", "set the targets to ignore_index where it is off"
-# Names of our arguments in other libraries: (our argument, remedy if the call takes it, remedy if it does not).
+# Names of our arguments in other libraries: (our argument, remedy if the call takes it, remedy if not).
 SYNONYMS = {
     "attention_mask": MASK,
     "completion_mask": MASK,
@@ -56,8 +56,7 @@ class CheckedCall:
         cls.keywords = call_keywords(cls)
 
     def check_call(self, given: Iterable[str], **tensors: object) -> None:
-        """Refuse names in `given` that are not keywords of this loss, and `tensors` that are not Tensor or None.
-        """
+        """Refuse names in `given` that are not keywords of this loss, and `tensors` of other types."""
         unknown = [name for name in given if name not in self.keywords]
         if unknown:
             taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
