@@ -1,4 +1,4 @@
-"""What a loss sees beside the numbers of its tokens: the inputs of a call, cut to a slice of its rows."""
+"""`TokenStats` and `Batch`, the arguments of a loss's `terms`: statistics and inputs of a slice of rows."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,17 +16,17 @@ LARGEST_POSITION = 2**40
 
 
 class TokenStats:
-    """Per-token numbers (n,) of the logits, in fp32 (fp64 for fp64 logits).
+    """Per-token statistics (n,) of the logits, in fp32 (fp64 for fp64 logits).
 
-    Reading one that the loss does not declare raises.
+    Reading a statistic that the loss does not declare raises AttributeError.
 
     Attributes:
-        logps: log-probabilities of the targets. Always there.
-        lse: log-sum-exp of the logits. Always there.
-        lse_residual: what rounding left out of lse: exp((z - lse) - lse_residual) is exact also where lse is
-            large.
-        entropy: of the distribution, in nats.
-        sum_logits: the sum of the logits, with the loss's weights where it has them.
+        logps: log-probabilities of the targets. Always available.
+        lse: log-sum-exp of the logits. Always available.
+        lse_residual: rounding error of lse: exp((z - lse) - lse_residual) is accurate also for large lse.
+            Always available.
+        entropy: entropy of the distribution, in nats.
+        sum_logits: sum of the logits, weighted by the loss's `sum_logits_weights` if it has any.
         log_sum_sq_probs: log of the sum of the squared probabilities.
         is_top1: 1 where the target has the largest logit, else 0.
     """
@@ -52,18 +52,18 @@ class TokenStats:
 
 
 class Batch:
-    """The slice of a call that a loss is looking at. Its declared inputs are attributes, cut to match it.
+    """A slice of n rows of a call. The inputs that the loss declares are attributes, cut to the slice.
 
     Attributes:
         targets: (n,) int64 token ids.
         V: size of the vocabulary.
         supervised: (n,) bool.
         ignored: (n,) bool; None where every row is supervised.
-        lengths: (sequences,) supervised tokens of each sequence in the slice.
-        positions: (n,) how many supervised tokens of its sequence come before each. Where ranks have slices
-            of the sequences, the loss must declare `position_ids` in `prediction_inputs`: each token's
-            position in its whole sequence.
-        is_chosen: (n,) bool, whether a token's sequence is of the first half.
+        lengths: (sequences,) number of supervised tokens in each sequence of the slice.
+        positions: (n,) number of supervised tokens that precede each token in its sequence. With `cp_group`
+            the loss must declare `position_ids` in `prediction_inputs`: each token's position in its whole
+            sequence.
+        is_chosen: (n,) bool, whether a token's sequence is in the first half of the sequences.
         teacher_logits: (n, V'), where the loss declares a teacher.
         ref_logps: (n,) log-probabilities under the reference model, where the loss declares one.
     """
@@ -86,14 +86,14 @@ class Batch:
         sequences: WholeSequences | None = None,
     ):
         self.targets, self.V, self.segments = targets, V, segments
-        # Not as defaults: Dynamo does not trace those of a class of ours.
+        # Not as default arguments: Dynamo does not trace defaults that are instances of our classes.
         self.vocabulary, self._sequences = vocabulary or WHOLE_VOCABULARY, sequences or WHOLE_SEQUENCES
         self.ignored = None if ignore_index is None else targets == ignore_index
         self.absent = tuple(name for name, x in inputs.items() if x is None)
         for name, value in inputs.items():
             setattr(self, name, value)
 
-    def __getattr__(self, name: str) -> Any:  # as far as a checker knows, a declared input
+    def __getattr__(self, name: str) -> Any:  # for a type checker: a declared input
         raise AttributeError(
             f"{name}: expected an input that the loss declares, got an undeclared one; add {name!r} to "
             "`token_inputs` or its like, and pass it to the call."
@@ -101,7 +101,7 @@ class Batch:
 
     @property
     def shows_shapes(self) -> bool:
-        """Whether a value per row, per sequence and per pair could be told from a single value here."""
+        """Whether the shapes of a value per row, per sequence and per pair differ from that of one value."""
         return self.targets.shape[0] > 1 and (self.segments is None or self.segments.lengths.shape[0] > 3)
 
     @cached_property
@@ -112,18 +112,18 @@ class Batch:
 
     @property
     def own_segments(self) -> Segments:
-        """The sequences in the slice, where the loss asks for any."""
+        """The sequences in the slice; TypeError for a loss of scope "token"."""
         if self.segments is None:
             expected, remedy = "'group' or 'batch' where terms looks at sequences", "declare it in the class"
             expect(False, "scope", expected, "'token'", remedy, TypeError)
         return self.segments
 
     def total(self, x: Tensor) -> Tensor:
-        """0-d, of this rank's tokens -> of the tokens of whole sequences."""
+        """Sum a 0-d value of this rank's tokens over the ranks of `cp_group`."""
         return self._sequences.sum(x)
 
     def everyones(self, x: Tensor) -> Tensor:
-        """(n,) of this rank's tokens -> of the tokens of whole sequences, in any order; without gradient."""
+        """Gather (n,) values of this rank's tokens from all ranks of `cp_group`, unordered, no gradient."""
         return self._sequences.everyones(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Batch:
         return before[:-1] - before[segments.starts][segments.ids]
 
     def _positions_in_slices(self) -> Tensor:
-        """Ranks of the tokens among all ranks' supervised tokens of their sequences."""
+        """`positions`, counted over the slices of all ranks: sort the positions of every rank's tokens."""
         name, ids, given = "position_ids", self.own_segments.ids, getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
         expect(given is not None, name, expected, None, "declare it in prediction_inputs and pass it")
@@ -177,15 +177,15 @@ class Batch:
         expect(not twice.any().item(), name, expected, got, remedy)
         return torch.searchsorted(known, own) - torch.searchsorted(known, first)
 
-    # What a function of logits needs of the whole vocabulary, also where `z` is a rank's shard of it
-    # (`vocab_parallel`).
+    # For losses of logits: reductions over the whole vocabulary, where `z` may be this rank's shard of the
+    # columns (`vocab_parallel`).
 
     def log_softmax(self, z: Tensor) -> Tensor:
         """(n, columns) logits -> log-probabilities, normalized over the whole vocabulary."""
         return self.vocabulary.log_softmax(z)
 
     def summed(self, x: Tensor) -> Tensor:
-        """(n,) sums over the columns that this rank has -> over the whole vocabulary."""
+        """(n,) sums over this rank's columns -> sums over the whole vocabulary."""
         return self.vocabulary.reduce(x)
 
     def norm(self, z: Tensor) -> Tensor:
@@ -197,12 +197,12 @@ class Batch:
         return self.vocabulary.argmax(z)
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> their columns of the logits, 0 where this rank has none, and whether it has one."""
+        """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
         return self.vocabulary.find(ids, self.V)
 
     @property
     def unit_lengths(self) -> dict[str, int]:
-        """How many values a term of each unit has."""
+        """The number of values that a term of each unit has."""
         lengths = {"tokens": self.targets.shape[0]}
         if self.segments is not None:
             sequences = self.segments.lengths.shape[0]
@@ -212,11 +212,14 @@ class Batch:
         return lengths
 
     def is_of_groups(self, term: Any) -> bool:
-        """Whether a `Term` has a value per sequence or pair, also where there are as many tokens."""
+        """Whether a `Term` has one value per sequence or pair.
+
+        The term's unit decides, as the shape does not where the slice has as many tokens as sequences.
+        """
         return term.unit != "tokens" and term.values.shape == (self.unit_lengths.get(term.unit),)
 
     def masked(self, terms: Mapping) -> dict:
-        """Terms with the per-token values of unsupervised rows set to zero."""
+        """`terms` with the per-token values of unsupervised rows set to zero."""
         if self.ignored is None:
             return dict(terms)
 

@@ -1,6 +1,6 @@
-"""The budget of a chunk in bytes, and the bytes a row takes in a loss of logits without a kernel: measured.
+"""The memory budget of a chunk, and the measured bytes per row of a loss of logits without a kernel.
 
-`passes.plan_for` puts them together.
+`passes.plan_for` makes a plan of both.
 """
 
 import functools
@@ -21,21 +21,24 @@ from logitless.engine.terms import UNITS, UnitFactors
 from logitless.errors import warn
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, LoneShard, WholeVocabulary
 
-# Rows with which a loss of logits is measured.
+# Number of rows with which the memory of a loss of logits is measured.
 MEASURED_ROWS = 64
-# Bytes of a card that is sold with 64 GB or more; it shows a little less.
+# Bytes from which on a GPU counts as large: cards sold with 64 GB report a little less.
 LARGE_CARD = 60 * 2**30
-# Bytes of a row that were measured, by the loss's class and identity, and what else they depend on.
+# Measured bytes per row, by the loss's class and identity and everything else that they depend on.
 _MEASURED = Remembered()
-# Copies of the logits in fp32 that a loss is taken to need which could not be measured.
+# Copies of the logits in fp32 that a loss is assumed to need if measuring it fails.
 UNMEASURED_COPIES = 8
 
 
 @functools.cache
 def default_budget(device: torch.device) -> int:
-    """2.5 GiB on a card of 64 GiB or more, where 4,096 rows of every common vocabulary fit, up to Gemma's
-    262,144, and 8,192 of Qwen's. Else 1 GiB, or 1/32 of a small card's memory; 256 MiB on the CPU, whose
-    caches like small chunks."""
+    """The default `logits_budget` in bytes.
+
+    2.5 GiB on a GPU of 64 GiB or more: 4,096 rows of every common vocabulary fit, up to Gemma's 262,144 ids,
+    and 8,192 rows of Qwen's. On other GPUs 1 GiB, or 1/32 of the memory if that is less. 256 MiB on the CPU,
+    where small chunks stay in the cache.
+    """
     if device.type == "cpu":
         return 256 * MIB
     backend = getattr(torch, device.type, None)
@@ -45,19 +48,19 @@ def default_budget(device: torch.device) -> int:
     return 512 * MIB
 
 
-# Warnings that were given, by the loss's identity and what they say.
+# Warnings that were issued, by the loss's identity and the subject.
 _WARNED = Remembered()
 
 
 def warn_once(loss: LossSpec, about: str, message: str) -> None:
-    """A warning about the budget, once for each loss: its numbers may differ in every call."""
+    """Issue a `BudgetWarning` once per loss and subject, as the numbers in it may differ in every call."""
     if (loss.identity, about) not in _WARNED:
         _WARNED[loss.identity, about] = True
         warn(message, BudgetWarning)
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes alive at once among the storages created while it is active."""
+    """Dispatch mode that records the peak of the bytes alive, of storages created while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -85,10 +88,10 @@ class PeakBytes(TorchDispatchMode):
 
 
 def measured_row_bytes(call: Call) -> int:
-    """Bytes of temporaries a row takes inside a loss of logits, measured once per loss and vocabulary."""
+    """Bytes of temporaries per row inside a loss of logits, measured once per loss and vocabulary."""
     loss, device = call.loss, call.weight.device
     teacher = call.inputs.get("teacher_weight")
-    # The same on all ranks, which walk the same chunks.
+    # The largest shard, so that all ranks plan the same chunks.
     teacher_width = 0 if teacher is None else call.vocabulary.widest(teacher.shape[0])
     teacher_bytes = teacher_width * call.logits_dtype.itemsize
     if loss.has_kernel(device, call.logits_dtype, call.inputs):
@@ -104,12 +107,12 @@ def measured_row_bytes(call: Call) -> int:
             _MEASURED[key] = _measure(loss, example, call.trainable, vocabulary)
         return teacher_bytes + _MEASURED[key]
     except Exception:
-        # What is wrong with the loss is better told of the call itself, which comes next.
+        # The call itself comes next and raises the same error, with more context.
         return teacher_bytes + UNMEASURED_COPIES * call.width * torch.float32.itemsize
 
 
 class _Example(NamedTuple):
-    """Shapes and dtypes of a chunk's arguments; equal for all chunks, however many rows they have."""
+    """Shapes and dtypes of a chunk's arguments, with `MEASURED_ROWS` rows: equal for all chunks."""
 
     width: int
     teacher_width: int
@@ -128,9 +131,9 @@ class _Example(NamedTuple):
         return cls(call.width, teacher_width, tuple(inputs), call.logits_dtype, device)
 
     def arguments(self, loss: LossSpec) -> tuple[Tensor, ChunkInputs]:
-        """Zeros of these shapes, as a chunk's function takes them."""
+        """Zeros of these shapes, as the arguments of a `ChunkFunction`."""
         make = functools.partial(torch.zeros, device=self.device)
-        # As a chunk's own: what is not given is None.
+        # As in a chunk, inputs that are not given are None.
         inputs: dict[str, Tensor | None] = dict.fromkeys(loss.roles)
         inputs |= {name: make(shape, dtype=dtype) for name, shape, dtype in self.inputs}
         if self.teacher_width:
@@ -143,9 +146,9 @@ class _Example(NamedTuple):
 
 
 def _measure(loss: LossSpec, example: _Example, differentiate: bool, vocabulary: WholeVocabulary) -> int:
-    """Bytes that the compiled function allocates on a GPU.
+    """Bytes per row that the compiled function allocates on a GPU.
 
-    On the meta device, what the uncompiled function would allocate: an upper bound.
+    On the meta device: bytes that the uncompiled function would allocate, an upper bound.
     """
     arguments = example.arguments(loss)
     if example.device.type == "meta":

@@ -1,4 +1,4 @@
-"""`Given` and `Call`: the arguments of one LM head in a public call, outside and inside the autograd Function.
+"""`Given` and `Call`: the arguments of one LM head in a public call, outside and inside the Function.
 
 `prepare` checks the arguments of a public call and makes one `Given` per LM head; only Medusa and multi-token
 prediction have more than one head. `packing.py` turns each `Given` into a `Call` inside the Function.
@@ -88,7 +88,7 @@ class Call(Given):
     unrounded: bool
 
     def with_shards(self, shards: Shards | None) -> "Call":
-        """The call with the shard sizes and kernels of all ranks; unchanged for None, a head that is whole."""
+        """The call with the shard sizes and kernels of all ranks; unchanged for None, a whole head."""
         if shards is None:
             return self
         V = sum(shards.sizes)

@@ -1,6 +1,6 @@
-"""Which rows of a call are walked: what its targets and inputs say, read in one host sync.
+"""Choose the rows of a call to project, and find faults of its targets and inputs, in one host sync.
 
-With a sharded head it says too how large the vocabulary is.
+With a sharded head the same sync tells the host the sizes of all shards.
 """
 
 from functools import partial
@@ -18,14 +18,20 @@ from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
 
-# Size of the vocabulary in the last call, by the group's name and this rank's code (see `Shards`).
+# Vocabulary size in the last call, by the group's name and this rank's code (see `Shards.code`).
 _SIZES = Remembered()
 
 
 def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
-    """Which rows are projected, and in which order; raises the call's faults (see `spec.Fault`).
+    """Choose the rows to project and their order, and raise the call's faults (see `spec.Fault`).
 
-    A call comes back with the shards of its vocabulary, whose sizes are read with the number of rows.
+    Args:
+        call: the call.
+        shard: this rank's shard of the head, with the vocabulary size to check targets against; None: the
+            function finds it out.
+
+    Returns:
+        (the call, with the shard sizes of all ranks if the head is sharded; the rows).
     """
     if call.vocabulary.sharded and shard is None:
         return _of_shards(call)
@@ -59,21 +65,26 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
 
 
 def every_row(call: Call) -> Rows:
-    """The rows of a call whose every token counts. Asks the device for nothing."""
+    """All rows, for a call in which every token is supervised. No host sync."""
     return all_rows(call.targets.shape[0], _grouping(call), call.targets.device)
 
 
 def _grouping(call: Call) -> Grouping:
     loss = call.loss
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
-    # Ranks with slices of the same sequences have different chunks: they meet once, with all tokens read.
+    # With cp_group, ranks may have different numbers of chunks. All sequences form one group, so that every
+    # rank evaluates the loss, and runs its collectives, exactly once.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
     sequences = call.sequence_count if grouped else 0
     return Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
 
 
 def _of_shards(call: Call) -> tuple[Call, Rows]:
-    """The same of a sharded head. Until all ranks have met, its vocabulary has the size of the last call."""
+    """`choose_rows` for a sharded head.
+
+    The check of the targets needs the vocabulary size before the ranks exchange it. It assumes the size of
+    the last call, and runs again on all ranks if a rank assumed a wrong size (`OtherSize`).
+    """
     group = call.loss.tp_group
     code = Shards.code(call.weight, unrounded=call.unrounded)
     if not call.loss.compact:
@@ -91,10 +102,13 @@ def _of_shards(call: Call) -> tuple[Call, Rows]:
 
 
 def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:
-    """What to say of targets that are no ids, and a remedy: another one where they look like a mark."""
+    """Details and remedy of the error about targets outside the vocabulary; called only on failure.
+
+    The remedy is to set `ignore_index` where all of these targets have one value that may mark padding.
+    """
     outside = marks[1]
     ids = targets[outside]
-    if not ids.numel():  # they are on other ranks
+    if not ids.numel():  # the wrong targets are on other ranks
         return "", remedy
     wrong_mask = (ids == WRONG_MASK).sum().item()
     expect(
@@ -104,7 +118,7 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     row = outside.nonzero()[0, 0].item()
     seen = f": the least is {least}, the greatest {greatest}; "
     seen += f"the first, {first}, is that of hidden's row {row}"
-    # As in labels made for transformers, or in data that marks padding with -1.
+    # Labels made for transformers mark padding with -100, other data with -1, for example.
     mark = -100 if (ids == -100).any() else least
     if mark != -100 and (least != greatest or least >= 0):
         return seen, remedy

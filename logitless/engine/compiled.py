@@ -18,7 +18,7 @@ from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
 
 class ChunkInputs(NamedTuple):
-    """What a loss of logits takes beside the logits of a chunk."""
+    """The arguments of a loss of logits for one chunk, besides the logits."""
 
     bias: Tensor | None  # (V,)
     targets: Tensor  # (n,)
@@ -30,19 +30,23 @@ class ChunkInputs(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What a chunk gave."""
+    """The results of a loss of logits on one chunk."""
 
-    total: Tensor  # 0-d, what is differentiated
+    total: Tensor  # 0-d, the differentiated scalar
     metrics: Sums
     values: Tensor | None = None  # (n,) of an unreduced loss
 
 
-# (logits (n, V), what else) -> (gradient or None, evaluation)
+# (logits (n, V), other arguments) -> (gradient (n, V) or None, evaluation)
 ChunkFunction = Callable[[Tensor, ChunkInputs], tuple[Tensor | None, Evaluation]]
 
 
 def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | None) -> Evaluation:
-    """Terms and metrics of a chunk, reduced; the values themselves where the loss is not."""
+    """Reduce the terms and metrics of a chunk.
+
+    With reduction="none" (`factors.loss` is None) the evaluation also has the unreduced values (n,), and its
+    total is their product with `upstream`, summed.
+    """
     losses, metrics = terms
     sums = metric_sums(metrics)
     if factors.loss is not None:
@@ -54,10 +58,10 @@ def settle(terms: tuple[dict, dict], factors: UnitFactors, upstream: Tensor | No
 def chunk_function(
     loss: LossSpec, differentiate: bool, vocabulary: WholeVocabulary = WHOLE_VOCABULARY
 ) -> ChunkFunction:
-    """A loss on one chunk of raw products, in plain PyTorch."""
+    """A loss as a function of one chunk of products, before the logit transform, in plain PyTorch."""
 
     def objective(products: Tensor, given: ChunkInputs) -> tuple[Tensor, tuple]:
-        """What to differentiate, and the fields of an Evaluation: those that are not None, for torch.func."""
+        """(total, fields of an `Evaluation`); fields that are None are left out, as torch.func requires."""
         z, _ = loss.head.logits(products, given.bias)
         inputs = dict(given.inputs)
         if inputs.get("teacher_logits") is not None:
@@ -75,7 +79,7 @@ def chunk_function(
         if not differentiate:
             return None, Evaluation(*objective(products, given)[1])
         if vocabulary.sharded:
-            # What crosses the group has derivatives of its own, which torch.func does not take.
+            # The collectives are autograd Functions that torch.func does not support.
             gradients, (_, fields) = grad_and_value(
                 lambda leaves: objective(leaves["z"], given), {"z": products}
             )
@@ -93,7 +97,8 @@ def compiled_chunk_function(
 ) -> ChunkFunction:
     """`chunk_function` under torch.compile; uncompiled, with a warning, if compiling this loss fails.
 
-    Collectives stay uncompiled, and what has a process group is not kept.
+    A loss with `tp_group` runs uncompiled, for its collectives, and is not cached, as the cache would keep
+    its process group alive.
     """
     if vocabulary.sharded or loss.tp_group is not None:
         return chunk_function(loss, differentiate, vocabulary)
@@ -102,9 +107,9 @@ def compiled_chunk_function(
 
 @functools.lru_cache(maxsize=128)
 def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
-    """Kept for the last losses. With a function its compiled code goes."""
+    """The compiled function of a loss, cached for the last 128; an evicted function frees its code."""
     plain = chunk_function(loss, differentiate)
-    # Dynamo counts the graphs of a code object, and gives up after a few: each loss has one of its own.
+    # Dynamo limits the number of graphs per code object, so each loss gets a copy of the code object.
     plain.__code__ = plain.__code__.replace()
     run = torch.compile(plain, dynamic=True)
 
@@ -128,7 +133,7 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
-    """Whether an error was raised while compiling. Others, out of memory among them, are the call's own."""
+    """Whether the compiler raised the error; other errors, such as out of memory, belong to the call."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import CppCompileError
 
@@ -141,6 +146,6 @@ def _is_of_the_compiler(error: Exception) -> bool:
 
 
 def _stance(device: torch.device) -> AbstractContextManager:
-    """While a CUDA graph is captured nothing can be compiled: what has not been runs as it is."""
+    """Context that runs uncompiled what is not compiled yet while a CUDA graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return torch.compiler.set_stance("eager_on_recompile") if capturing else nullcontext()

@@ -159,12 +159,11 @@ class FusedLinearBase(torch.autograd.Function):
     5. `backward` gets the upstream gradient. In `SOLVED` it runs no chunk; in `PER_TOKEN` with a trainable
        head it recomputes the chunks (`passes.token_gradients`).
     6. `gradients.finish` multiplies each sum by deferred factor and upstream gradient and casts it to the
-       dtype of its tensor: in place where autograd does not keep the graph, and not at all if the factor
-       is 1 and the dtype is right.
+       dtype of its tensor, in place where that dtype is the sum's and autograd does not keep the graph.
     7. `backward` returns one gradient per trained tensor, and None for the others.
 
-    FSDP2: a DTensor parameter is gathered before step 1 (`parallel.groups.local_parameter`), so the Function
-    sees plain tensors. The autograd node of the gather reduces d_weight over the ranks after step 7.
+    FSDP2: `prepare` gathers a DTensor parameter (`parallel.groups.local_parameter`), so the Function sees
+    plain tensors. The autograd node of that gather averages d_weight over the ranks after step 7.
 
     tp_group: `weight` is this rank's shard (V_r, H). The passes exchange statistics per token and all-reduce
     d_hidden; d_weight (V_r, H) is complete without a collective.

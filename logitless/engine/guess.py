@@ -1,10 +1,11 @@
-"""A pass over every row of a call, queued before the host knows that every row counts.
+"""Speculative pass: queue a pass over all rows before the host knows that every row is supervised.
 
-Between the counts and the first product the GPU would wait for the host, which reads the counts, plans,
-allocates and launches. Where every row of the last few calls of an equal loss counted, a pass takes all rows,
-with targets clamped to ids of the vocabulary, and the host reads what is wrong with that once the whole pass
-is queued. If anything is, the result is thrown away and the call is run from its counts, which raises its
-faults. Nothing but time depends on the guess.
+Otherwise the GPU is idle between the count of supervised rows and the first product, while the host reads the
+count, plans, allocates and launches. If every row was supervised in the last few calls of an equal loss, the
+pass is queued for all rows, with targets clamped to ids of the vocabulary. The number of rows for which this
+was wrong is counted in the same launch, and the host reads it after the whole pass is queued. If it is not 0,
+the result is discarded and the call runs from its counts, which also raises its faults. A guess, right or
+wrong, never changes a result.
 """
 
 from collections.abc import Callable
@@ -22,25 +23,25 @@ from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
 
-# Calls in a row in which every row counted, before the first guess. A wrong guess costs a pass, so that each
-# multiplies the calls before the next one.
+# LIKELY: consecutive calls with every row supervised before the first guess. A wrong guess costs a pass, so
+# each one multiplies this number by PATIENCE.
 LIKELY, PATIENCE = 3, 4
 
 
 @dataclass
 class Streak:
-    """What the calls of a loss have shown.
+    """The history of the calls of a loss.
 
     Attributes:
-        length: calls in a row in which every row counted.
-        needed: the length from which on the next call is taken to be alike.
+        length: number of consecutive last calls in which every row was supervised.
+        needed: the length from which on a guess is made.
     """
 
     length: int = 0
     needed: int = LIKELY
 
 
-# By the loss and the shape of its head.
+# Streaks by the identity of the loss and the shape of its head.
 _STREAKS = Remembered()
 
 
@@ -70,7 +71,7 @@ def over_rows(call: Call, run: Callable[[Call, Rows], Result]) -> Result:
         else:
             if guess.holds():
                 return found
-            del found  # before anything takes its place
+            del found  # free the result before the second pass allocates
         streak.length = 0
         streak.needed *= PATIENCE
     call, rows = choose_rows(call)
@@ -80,11 +81,11 @@ def over_rows(call: Call, run: Callable[[Call, Rows], Result]) -> Result:
 
 
 class Guess:
-    """That every row of a call counts.
+    """The guess that every row of a call is supervised.
 
     Attributes:
-        call: the call, with targets that are ids of the vocabulary.
-        rows: all of them.
+        call: the call with its targets clamped to ids of the vocabulary.
+        rows: all rows of the call.
     """
 
     def __init__(self, call: Call):
@@ -98,17 +99,18 @@ class Guess:
             self._copied = torch.cuda.current_stream(targets.device).record_event()
 
     def holds(self) -> bool:
-        """Whether it is right; waits for the counts, not for what was queued after them."""
+        """Whether the guess is right. Waits for the copy of the counts, not for the pass queued after it."""
         if self._copied is not None:
             self._copied.synchronize()
         return not any(self._wrong.tolist())
 
 
 def _streak(call: Call) -> Streak | None:
-    """What the calls of this kind have shown; None where no guess is made.
+    """The streak of the call's loss and head; None for calls that never guess.
 
-    Ranks that share a call meet in its sync. Boundaries and other ids than the targets are not clamped, and
-    an integer per token may be an index where its token counts, and anything where it does not.
+    These are calls without a GPU or without a host sync, calls with `tp_group` or `cp_group` (ranks exchange
+    their counts in the sync), calls with layers or boundaries, and calls with integer inputs per token: such
+    an input may be an index that is only valid where its token is supervised, and is not clamped.
     """
     loss = call.loss
     if loss.unmasked or not loss.compact or not _waits(call.targets):
@@ -126,7 +128,7 @@ def _streak(call: Call) -> Streak | None:
 
 
 def _waits(targets: Tensor) -> bool:
-    """Whether there is a GPU that would wait for the host, and not a stand-in without memory."""
+    """Whether the targets are on a GPU that runs the kernels, and are not fake tensors."""
     return targets.is_cuda and runs_kernels(targets)
 
 
@@ -135,12 +137,12 @@ def _is_no_index(x: object) -> bool:
 
 
 def _is_same(x: object, targets: Tensor) -> bool:
-    """Whether an input is the targets, as labels may be."""
+    """Whether an input is the same memory as the targets, as labels may be."""
     alike = isinstance(x, Tensor) and x.dtype == targets.dtype and x.shape == targets.shape
     return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()
 
 
 def _has_faults(call: Call) -> bool:
-    """Whether only the device can tell that the inputs, too, are right."""
+    """Whether the loss has checks of its inputs that only the device can make."""
     faults = call.loss.faults
     return faults is not None and len(faults(call.targets, call.inputs, call.V)) > 0

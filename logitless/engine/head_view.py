@@ -1,7 +1,8 @@
-"""An LM head as a module, or as `HeadView`, in the place of its weight.
+"""LM heads that are passed as a module, or as a `HeadView`, instead of a weight.
 
-Exactly `nn.Linear` is read here. Other modules are read by a converter of `logitless.models`, imported when
-the first module of their package comes, and what has none is refused: its forward pass may do anything.
+`view_of` reads `nn.Linear` itself, and no subclass. A converter of `logitless.models` reads the modules of
+another package, and is imported with the first such module. Modules without a converter are refused, as
+their forward pass may compute anything.
 """
 
 import functools
@@ -17,11 +18,11 @@ from logitless.engine.operands import SplitHead
 from logitless.errors import expect
 from logitless.parallel.groups import is_dtensor, local_parameter, sharded_like
 
-# Module that has `view_of(module) -> HeadView`, by the package of the module's class.
+# The module with a function `view_of(module) -> HeadView`, by the package of the head's class.
 CONVERTERS = {"peft": "logitless.models.peft_heads"}
 FSDP = "torch.distributed.fsdp"
 LEAVE_WHOLE = "leave the LM head out of quantization ({}), or dequantize it"
-# What to do about a head of that package; `transformers` holds quantized layers only.
+# Remedy for a head that is refused, by package; heads of `transformers` are quantized layers.
 REMEDIES = {
     "bitsandbytes": LEAVE_WHOLE.format("BitsAndBytesConfig(llm_int8_skip_modules=['lm_head'])"),
     "auto_gptq": LEAVE_WHOLE.format("lm_head=False"),
@@ -32,7 +33,7 @@ REMEDIES = {
 
 
 class LowRank(NamedTuple):
-    """Columns that train beside a head: x @ (scale * up @ down).T."""
+    """A LoRA adapter of a head: adds x @ (scale * up @ down).T to the logits."""
 
     down: Tensor  # (r, H)
     up: Tensor  # (V, r)
@@ -42,17 +43,18 @@ class LowRank(NamedTuple):
 
 
 class HeadView(NamedTuple):
-    """What a head computes of hidden states: softcap * tanh(logit_scale * (h·w + b) / softcap).
+    """The parameters of a head that computes softcap * tanh(logit_scale * (h·w + b) / softcap).
 
     Attributes:
-        weight: (V, H), whole or a DTensor.
-        bias: (V,), whole or a DTensor; None for none.
-        columns: LoRA on the head.
+        weight: (V, H), a plain tensor or a DTensor.
+        bias: (V,), a plain tensor or a DTensor; None for no bias.
+        columns: the LoRA adapters of the head.
         softcap: as the field of the losses; None for none.
         logit_scale: as the field of the losses.
-        of_model: whether softcap and logit_scale are a model's, which a loss must not contradict.
-        in_shards: whether the rows of a DTensor stay where a tensor-parallel plan has put them, and the loss
-            gets its group; else the DTensor is gathered, unless the loss names the group itself.
+        of_model: whether softcap and logit_scale come from a model. A loss with other values is refused.
+        in_shards: how a loss treats a DTensor weight. True: each rank keeps its rows, and the loss takes the
+            mesh dimension "tp" as `tp_group` if it has none. False: the weight is gathered, unless the loss
+            has a `tp_group`.
     """
 
     weight: Tensor
@@ -65,7 +67,7 @@ class HeadView(NamedTuple):
 
     @property
     def options(self) -> dict[str, float | None]:
-        """Fields of a loss."""
+        """Softcap and logit_scale as keyword arguments of a loss."""
         return {"softcap": self.softcap, "logit_scale": self.logit_scale}
 
     @property
@@ -81,7 +83,7 @@ class HeadView(NamedTuple):
         return self.weight.device
 
     def first(self, rows: int) -> "HeadView":
-        """The head of the first token ids alone."""
+        """The head cut to its first `rows` token ids."""
         columns = tuple(
             x._replace(up=x.up[:rows], bias=None if x.bias is None else x.bias[:rows]) for x in self.columns
         )
@@ -89,16 +91,17 @@ class HeadView(NamedTuple):
         return self._replace(weight=self.weight[:rows], bias=bias, columns=columns)
 
     def split_like(self, weight: Tensor) -> "HeadView":
-        """A whole head as a DTensor in shards like `weight`, of this rank's rows; nothing is copied."""
+        """The whole head as a DTensor that is sharded like `weight`: a view of this rank's rows, no copy."""
         if is_dtensor(self.weight) or self.shape[0] != weight.shape[0]:
             return self
         bias = None if self.bias is None else sharded_like(self.bias, weight)
         return self._replace(weight=sharded_like(self.weight, weight), bias=bias)
 
     def operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | SplitHead, Tensor | None]:
-        """(hidden, weight, bias) of the product.
+        """(hidden, weight, bias) of the product h·w + b.
 
-        LoRA makes the first two wider, [h, s·h·Aᵀ] · [W, B]ᵀ; a frozen W gets no gradient (`SplitHead`).
+        With LoRA, hidden and weight are wider, [h, s·h·Aᵀ] and [W, B]; for a frozen W the weight is a
+        `SplitHead`, in which W gets no gradient.
         """
         weight, bias = self.weight, self.bias
         if not self.columns:
@@ -123,26 +126,26 @@ class HeadView(NamedTuple):
 
 
 def same_option(one: float | str | None, other: float | str | None) -> bool:
-    """Whether two softcaps or scales are the same, up to rounding: a model may divide where we multiply."""
+    """Whether two softcaps or scales are equal up to rounding, as a model may divide by the inverse scale."""
     numbers = isinstance(one, int | float) and isinstance(other, int | float)
     return math.isclose(one, other) if numbers else one == other
 
 
 def is_head(*given: object) -> bool:
-    """Whether any of these is a module or a view in the place of a weight."""
+    """Whether any argument is a module or a view instead of a weight tensor."""
     return any(isinstance(x, nn.Module | HeadView) for x in given)
 
 
 def view_of(head: object, argument: str = "weight", *, called: bool = False) -> HeadView:
-    """What a head module holds now: FSDP and PEFT replace parameters after construction.
+    """The view of a head module, read at every call, as FSDP and PEFT replace parameters.
 
     Args:
-        head: a module, or a view, which is returned.
-        argument: its name in errors.
-        called: whether the module is called, so that its hooks run.
+        head: a module, or a view, which is returned unchanged.
+        argument: name of the argument, for errors.
+        called: whether the caller calls the module too, so that its hooks run; else hooks are refused.
 
     Raises:
-        TypeError: for a module that only its own forward pass can read.
+        TypeError: for a module of another class than `nn.Linear` without a converter.
     """
     if isinstance(head, HeadView):
         return head
@@ -166,15 +169,15 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
 
 
 def _own_class(cls: type) -> tuple[type, bool]:
-    """(the class under those that FSDP2 and `models.exchange` put on top of it, whether FSDP2 did)."""
-    # FSDP2 makes a class of FSDPModule and the module's own.
+    """(class of the module without the subclasses of FSDP2 and `models.exchange`, whether FSDP2 made one)."""
+    # FSDP2 replaces the class by a subclass of FSDPModule and the original class.
     added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
     own = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))
     return next(own), bool(added)
 
 
 def unviewed(x: Tensor, module: nn.Module) -> Tensor:
-    """What `module` may return: of a view a copy, where FSDP2 would warn of views among its outputs."""
+    """`x` as an output of `module`: a view is copied if FSDP2 wraps the module, as FSDP2 warns of views."""
     return x.clone() if _own_class(type(module))[1] and x._base is not None else x
 
 

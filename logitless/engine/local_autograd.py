@@ -1,4 +1,4 @@
-"""Small derivatives inside a pass: autograd that neither meets nor disturbs what surrounds the call."""
+"""Derivatives inside a pass, isolated from the autograd state (hooks, grad mode) around the call."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,15 +10,15 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
-# Identity saved-tensor hooks. They shadow a checkpoint's hooks, which would discard our tensors and run the
-# model again. They detach: an operation that saves its own output would otherwise keep itself alive, with all
-# that nobody differentiates.
+# Identity saved-tensor hooks. They shadow the hooks of an activation checkpoint, which would discard the
+# saved tensors and run the model again. They detach, because an operation that saves its own output would
+# otherwise be a reference cycle and keep its graph alive.
 identity_hooks = functools.partial(torch.autograd.graph.saved_tensors_hooks, torch.Tensor.detach, lambda x: x)
 
 
 @contextmanager
 def no_hooks() -> Iterator[None]:
-    """No saved-tensor hooks at all: torch.func works under none, not even under the identity."""
+    """Context without saved-tensor hooks: torch.func supports none, not even identity hooks."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -33,7 +33,7 @@ def no_hooks() -> Iterator[None]:
 def recorded(
     function: Callable[[dict[str, Tensor]], Result], variables: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Result]:
-    """Copies of the variables that are leaves of a graph, and what a function makes of them."""
+    """Run `function` on detached copies of `variables` that require grad; (the copies, the result)."""
     with torch.enable_grad(), identity_hooks():
         leaves = {name: x.detach().requires_grad_() for name, x in variables.items()}
         return leaves, function(leaves)
@@ -42,10 +42,10 @@ def recorded(
 def gradients_of(
     outputs: Sequence[Tensor], upstream: Sequence[Tensor], leaves: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The gradient of each leaf, from those of the outputs.
+    """The gradient of each leaf, given the gradients of the outputs.
 
-    The operations of a loss are so small that the host's time is what they cost. torch.func takes three
-    times as much of it, and handing the graph to autograd's thread for the device takes more of it, too.
+    The operations of a loss are so small that host time dominates. torch.func takes three times as much host
+    time, and autograd's device thread, which is disabled here, more as well.
     """
     if not outputs:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}

@@ -1,4 +1,4 @@
-"""`accumulate_into=`: what must be true of a main gradient."""
+"""Checks of `accumulate_into=`, the main gradient, and of `accumulate_now=`."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""One projection `(..., H) x (V, H)` and its targets as a caller gives them, and what must be true of
-them."""
+"""The operands of a projection `(..., H) x (V, H)` and its targets, as a caller passes them; their checks."""
 
 from typing import NamedTuple
 
@@ -11,20 +10,18 @@ from logitless.kernels.head import targets as kernels
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# What an entry of an integer mask that is neither 0 nor 1 makes of its target: no id, and read as a fault
-# with the others (`choose.py`).
+# Target of a token whose entry in an integer mask is neither 0 nor 1: not an id, so that `choose.py` finds it
+# as a fault.
 WRONG_MASK = torch.iinfo(torch.int64).min
 MASKS = "booleans, or integers that are 0 or 1"
 
 
 class SplitHead(NamedTuple):
-    """A head whose last columns train and whose others do not, in the place of `weight`.
+    """A `weight` of H frozen columns followed by r trained ones: LoRA on the head, with hidden [h, s·h·Aᵀ].
 
-    That is LoRA on the head, with hidden [h, s·h·Aᵀ]. The product is with (V, H + r), and only the gradient
-    of
-    `trained` is computed: r columns of a product in the place of H + r. It costs a copy of the head,
-    V * (H + r) numbers, for as long as a pass lasts: one product with both parts side by side is faster than
-    two that meet in a chunk's logits.
+    The product is with the concatenation (V, H + r), and d_weight is computed for the r trained columns
+    alone. The concatenation is a copy of V * (H + r) elements that lives as long as a pass: one product with
+    it is faster than two products whose results are added.
     """
 
     frozen: Tensor  # (V, H)
@@ -47,7 +44,7 @@ class SplitHead(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What enters the product, and the targets."""
+    """The operands of the product, and the targets."""
 
     hidden: Tensor  # (..., H)
     weight: Tensor | SplitHead  # (V, H); in `check`, the trained columns (V, r) beside the frozen ones
@@ -56,9 +53,9 @@ class Operands(NamedTuple):
     frozen: Tensor | None = None  # (V, H - r)
 
     def check(self) -> torch.dtype:
-        """Check types, shapes, dtypes and devices; returns the dtype of the products (autocast's, where on).
+        """Check types, shapes, dtypes and devices, and return the dtype of the products (autocast's if on).
 
-        The texts of errors are made only where something is wrong: this runs before the first product.
+        Error texts are made only on failure, as the GPU is idle until the first product.
         """
         hidden, weight, targets, bias, frozen = self
         for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -79,8 +76,8 @@ class Operands(NamedTuple):
             expected, remedy = "as many rows in both parts of a SplitHead", "both are of the same vocabulary"
             expect(False, "weight", expected, tuple(weight.shape), remedy)
         if rows[-1] != head.shape[1]:
-            # The trained columns' own hidden states are the caller's business; the frozen ones must be the
-            # head's.
+            # Only the hidden states of the frozen columns are checked: the width of the trained columns is
+            # that of the rest of hidden by construction.
             expected = f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}"
             remedy = "pass the hidden states that enter this LM head, and weight as (V, H)"
             expect(False, "hidden", expected, tuple(rows), remedy)
@@ -111,7 +108,7 @@ class Operands(NamedTuple):
 
 
 def check_data(**tensors: Tensor) -> None:
-    """Refuse tensors on the meta device, which have a shape and no numbers."""
+    """Refuse tensors on the meta device, which have no data."""
     for name, x in tensors.items():
         remedy = "load the model, or make the tensor, on a real device first"
         expect(not x.is_meta, name, "a tensor with data", "one on the meta device", remedy)
@@ -128,7 +125,7 @@ def _check_floats(name: str, x: object) -> None:
     dense = x.dtype in FLOATS and x.layout == torch.strided
     remedy = "dequantize it (or cast it) before the call"
     if name != "bias" and x.dtype in INTEGERS[:2] and x.layout == torch.strided:
-        # Token ids where floats belong: an order such as that of F.cross_entropy.
+        # Token ids instead of floats: the arguments are probably in another order.
         remedy = "the order is (hidden, weight, targets), with the token ids last"
     expect(dense, name, expected, got, remedy, TypeError)
 
@@ -143,7 +140,7 @@ def _check_ids(targets: object) -> None:
 
 
 def holds_flags(x: Tensor) -> bool:
-    """Whether the dtype is one of flags: floats would be read by their truth value."""
+    """Whether x is bool or integer; a float mask is refused, as it may be additive (0 keeps, -inf drops)."""
     return x.dtype == torch.bool or x.dtype in INTEGERS
 
 
@@ -153,8 +150,8 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
     Args:
         targets: (...) integers.
         mask: (...), bool or integers.
-        ignore_index: what the targets of tokens that do not count become.
-        weights: the argument of the call that takes weights of tokens, if it has one.
+        ignore_index: the new target of tokens whose mask is off.
+        weights: name of the call's argument for token weights, if it has one, for the error.
     """
     expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
     expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
@@ -168,14 +165,15 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
 def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens") -> Tensor:
     """The boundaries of packed sequences as int64, on the device of the tokens.
 
-    Every call that takes boundaries begins with this. What the host can see is checked here; their values are
-    checked on the device, and read with the number of supervised tokens (`rows.select_rows`). Until then they
-    may be anything: whoever reads them earlier must not index beyond the tokens (see `sequence_numbers`).
+    Every call that takes boundaries begins with this function. It checks type, dtype and shape. The values
+    are checked on the device, and the result is read with the number of supervised tokens
+    (`rows.select_rows`). Until then the values may be wrong, and code that uses them must not index beyond
+    the tokens (see `sequence_numbers`).
 
     Args:
         cu_seqlens: (sequences + 1,) integers.
         like: targets (N,) or hidden states (N, H) of the packed tokens.
-        name: of the argument, for the error.
+        name: name of the argument, for the error.
     """
     kind = type(cu_seqlens).__name__
     remedy = f"pass torch.as_tensor({name})"
@@ -192,17 +190,17 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
 
 
 def sequence_numbers(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """The number of the sequence of each packed position, in [0, sequences) whatever the boundaries are."""
+    """The index of each packed position's sequence, in [0, sequences) even if the boundaries are wrong."""
     number = torch.searchsorted(cu_seqlens[1:], positions, right=True)
     return number.clamp(max=cu_seqlens.shape[0] - 2)
 
 
 def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Each position gets the entry of the next one along `dim`, and the last of a sequence gets `last`.
+    """x shifted left by one along `dim`: position i gets entry i + 1; the last of a sequence gets `last`.
 
     Args:
-        x: labels (..., T), or what is aligned with them.
-        last: what the last position of every sequence gets.
+        x: labels (..., T), or an input that is aligned with labels.
+        last: the value of the last position of every sequence.
         dim: the dimension of the tokens.
         cu_seqlens: (sequences + 1,) `checked_boundaries` of packed sequences; None: each row of x is one
             sequence.

@@ -1,10 +1,10 @@
 """The passes as opaque operators for `torch.compile`.
 
-Without them Dynamo would unroll the chunk loop into a new graph for every length.
+Without operators, Dynamo would unroll the chunk loop into a new graph for every number of tokens.
 
-An operator takes the tensors of a packed call, the number of its sequences, and a key: a name for what is
-constant in a graph. It returns tensors only, always as many, whose dtypes do not depend on the number of
-tokens; empty ones stand for None.
+An operator takes the tensors of a packed call, the number of sequences, and a key that names the constants of
+the graph (see `Signature`). It returns a fixed number of tensors whose dtypes do not depend on the number of
+tokens; an empty tensor stands for None.
 """
 
 import copy
@@ -25,11 +25,11 @@ from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
 from logitless.errors import expect
 
-# -- Names for what is constant in a graph
+# -- Names of the constants of a graph
 
-# A compiled graph has the key of its call as a text, and nothing tells when the graph is gone: a backward
-# pass, an exported program and a graph whose loss is made inside need no live loss. So entries stay: one for
-# each different call that was compiled, beside the graph that Dynamo keeps. Eager calls make none.
+# A compiled graph holds the key of its call as a string, and there is no event when the graph is freed: a
+# backward pass, an exported program and a graph that constructs its loss run without a live loss object. So
+# entries are never removed: one for each different call that was compiled. Eager calls add none.
 _SIGNATURES: dict[str, "Registered"] = {}
 _LOSSES: dict[str, LossSpec] = {}
 _GROUPS: dict[str, dict[str, weakref.ref]] = {}
@@ -38,13 +38,13 @@ _LOCK, _NUMBERS = threading.Lock(), itertools.count()
 
 
 class Registered(NamedTuple):
-    """A signature whose loss has no process groups: these are not kept, as they would live as long."""
+    """A signature whose loss has no process groups; weak references to the groups, which must not be kept."""
 
     signature: Signature
-    groups: Mapping[str, weakref.ref]  # by field of the loss
+    groups: Mapping[str, weakref.ref]  # by field name of the loss
 
     def complete(self) -> Signature:
-        """The signature with the groups, as long as they exist."""
+        """The signature with its groups; ValueError if a group was destroyed."""
         if not self.groups:
             return self.signature
         groups = {name: reference() for name, reference in self.groups.items()}
@@ -61,10 +61,9 @@ def signature_of(key: str) -> Signature:
 
 
 def constant_in_graphs(function):
-    """Let Dynamo call a function while it traces, and take its result for a constant.
+    """Make Dynamo call the function while tracing and treat its result as a constant.
 
-    `torch.compiler.assume_constant_result` sets this very attribute, but loads all of Dynamo when it is
-    called.
+    `torch.compiler.assume_constant_result` sets the same attribute, but imports all of Dynamo.
     """
     function._dynamo_marked_constant = True
     return function
@@ -74,7 +73,7 @@ def constant_in_graphs(function):
 def _registered(
     loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str
 ) -> str:
-    """The key of a signature, of whose loss and module there are the names."""
+    """The key of a signature, given the names of its loss and module."""
     key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}"
     with _LOCK:
         if key not in _SIGNATURES:
@@ -85,14 +84,14 @@ def _registered(
 
 
 def register_loss(loss: LossSpec) -> str:
-    """The name in graphs of a loss that was made outside of them: its identity."""
+    """The name in graphs of a loss that was constructed outside of them: its identity."""
     values = [getattr(loss, field.name) for field in fields(loss)]
     return _register(type(loss), values, loss.identity)
 
 
 @constant_in_graphs
 def _register_values(loss: type, values: tuple) -> str:
-    """The name of a loss that is made inside a graph, where it has no object yet."""
+    """The name of a loss that is constructed inside a graph, from its class and field values."""
     return _register(loss, values, f"{loss.__module__}.{loss.__qualname__}{values} made in a graph")
 
 
@@ -122,11 +121,8 @@ def _part(plain: tuple) -> Part:
 
 
 def register_module(module: nn.Module) -> str:
-    """A name for the layers of a module inside a compiled graph.
-
-    The graph hands in the tensors itself, so what is kept of the module needs none: a copy of it on the meta
-    device.
-    """
+    """The name in graphs of a module with layers. A copy on the meta device is kept, as the graph passes the
+    module's tensors."""
     memo = {id(x): nn.Parameter(x.detach().to("meta"), x.requires_grad) for x in module.parameters()}
     memo |= {id(x): x.to("meta") for x in module.buffers()}
     name = f"{type(module).__qualname__}#{next(_NUMBERS)}"
@@ -135,7 +131,7 @@ def register_module(module: nn.Module) -> str:
 
 
 def graph_key(signature: Signature) -> str:
-    """The key of a signature. Dynamo traces this, and meets the loss and the module here first."""
+    """The key of a signature. Dynamo traces this function, and guards on the loss and the module in it."""
     loss, dtype, needs, parts, autocast, module = signature
     if loss.identity:
         name = loss.name_in_graphs()
@@ -144,7 +140,7 @@ def graph_key(signature: Signature) -> str:
     plain = tuple([(part.coefficient, tuple(part.slots), part.head, part.names) for part in parts])
     layers = ""
     if module is not None:
-        id(module)  # Dynamo guards on which module this is: another of its class may compute otherwise
+        id(module)  # makes Dynamo guard on the module's identity: another instance may compute otherwise
         layers = module.name_in_graphs()
     return _registered(name, dtype, needs, plain, autocast, layers)
 
@@ -209,7 +205,7 @@ def _(tensors, sequences, key):
 
 @torch.library.custom_op("logitless::numbers", mutates_args=())
 def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
-    """[d logp / d hidden, *numbers]"""
+    """[d logp / d hidden, *statistics]"""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
         numbers = passes.token_numbers(call)
@@ -257,7 +253,7 @@ def _(tensors, vectors, numbers, upstream, sequences, key):
 def token_gradients(
     call: Call, numbers, upstream, vectors, rows, *, static: bool
 ) -> tuple[Tensor, Gradients]:
-    """`passes.token_gradients` from numbers and upstream gradients in the order of `number_names`."""
+    """`passes.token_gradients`, from statistics and upstream gradients in the order of `number_names`."""
     objective, loss = call.loss.objective, call.loss
     named = list(zip(objective.number_names(loss), numbers, upstream, strict=True))
     known = {name: x for name, x, _ in named if x.dim()}
@@ -270,7 +266,7 @@ def token_gradients(
 def accumulate_op(
     main: Tensor, grad_scale: float, tensors: Sequence[Tensor | None], sequences: int, key: str
 ) -> tuple[Tensor, Tensor]:
-    """(d_hidden, d_bias), finished; the weight's gradient is added to `main`."""
+    """(d_hidden, d_bias), complete; adds the weight's gradient to `main`."""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
         _, d_hidden, d_bias = accumulate(call, main, grad_scale, static=True)
@@ -291,7 +287,7 @@ def _(main, grad_scale, tensors, sequences, key):
 def accumulate(
     call: Call, main: Tensor, grad_scale: float, *, static: bool
 ) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
-    """Solve a call with its weight's gradient added to `main`; beside it (d_hidden, d_bias), finished."""
+    """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)
     gradients, (hidden, _, bias, _) = solved.gradients, call.slots
     d_bias = None if bias is None or not call.needs.bias else gradients.sums[bias]
@@ -301,16 +297,16 @@ def accumulate(
     return solved, d_hidden, None if d_bias is None else d_bias.view(-1)
 
 
-# Dispatch state of a plain program, as it is while this module is imported.
+# Dispatch state of eager code, recorded at import.
 _PLAIN_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def plain_dispatch():
-    """Let autograd and `torch.func` work inside an operator's body.
+    """Context in which autograd and `torch.func` work inside an operator's body.
 
-    The dispatcher calls a body with autograd and functorch masked out, and on a compiled graph's first run
-    from inside a dispatch mode; differentiating there ends in "Cannot access data pointer of Tensor that
-    doesn't have storage". The guard puts the mask of a plain program back. (The alternative, tracing the
-    gradient beforehand with make_fx, costs a trace per loss and shape class.)
+    The dispatcher calls the body with the autograd and functorch keys masked out, and in the first run of a
+    compiled graph inside a dispatch mode; differentiating there fails with "Cannot access data pointer of
+    Tensor that doesn't have storage". The guard restores the dispatch state of eager code. (Tracing the
+    gradient with make_fx instead would cost a trace per loss and shape class.)
     """
     return torch._C._ForceDispatchKeyGuard(*_PLAIN_DISPATCH)

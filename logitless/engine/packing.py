@@ -1,6 +1,6 @@
-"""Calls as autograd and the operators see them: a flat list of tensors, and a `Signature` that explains it.
+"""Pack a public call into a flat list of tensors and a `Signature`, as autograd and the operators take it.
 
-The order of the tensors is known here alone.
+Only this module knows the order of the tensors.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ class Part(NamedTuple):
 
     coefficient: float
     slots: Slots
-    head: int | None  # number of the head whose layers come first; None without layers
-    names: tuple[str, ...]  # of the layers' tensors
+    head: int | None  # index k of the head's layers, `module.blocks(k)`; None without layers
+    names: tuple[str, ...]  # names of the layers' tensors
 
 
 class Signature(NamedTuple):
-    """All of a call that is no tensor, and constant for a compiled graph."""
+    """The non-tensor part of a call, which is constant in a compiled graph."""
 
     loss: LossSpec
     dtype: torch.dtype
@@ -36,12 +36,12 @@ class Signature(NamedTuple):
     module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
 
     def without_gradients(self) -> "Signature":
-        """The same call where nothing needs a gradient."""
+        """The signature of the same call in which no tensor needs a gradient."""
         return self._replace(needs=(False,) * len(self.needs))
 
 
 def pack(heads: Sequence[Given]) -> tuple[Signature, list[Tensor | None], int]:
-    """Heads of one public call -> signature, tensors, number of sequences.
+    """Pack the heads of one public call: (signature, tensors, number of sequences).
 
     A tensor that several heads use is packed once, and gets one gradient.
     """
@@ -70,7 +70,7 @@ def pack(heads: Sequence[Given]) -> tuple[Signature, list[Tensor | None], int]:
 
 
 def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[Call]:
-    """The heads of a packed call."""
+    """The heads of a packed call: the inverse of `pack`."""
     loss, needs, dtype, heads = signature.loss, signature.needs, signature.dtype, len(signature.parts)
     num_items, cu_seqlens, frozen, *inputs = tensors[len(needs) + heads :]
     inputs = dict(zip(loss.roles, inputs, strict=True))

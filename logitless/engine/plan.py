@@ -1,10 +1,10 @@
-"""How a call will run: strategy and chunk boundaries, from shapes, budget, scope and what needs a gradient.
+"""The plan of a pass: strategy and chunks, from shapes, budget, scope and what needs a gradient.
 
-A plan is a list of steps over the rows: the supervised tokens, or all with `compact=False`, whole groups
-side by side. A step projects its
-rows to logits, may *read* them into per-token numbers, may then *evaluate* the loss on a span of rows, with
-its gradient with respect to those numbers, and may *write*: turn the logits into their gradient and multiply
-it out. Every strategy is such a list:
+A plan is a list of steps over rows. Rows are the supervised tokens (all tokens with `compact=False`), and
+the rows of a group are adjacent. A step projects its rows to logits. It may then *read* (compute per-token
+statistics of the logits), *evaluate* (compute the loss on a span of rows, and its gradient with respect to
+the statistics), and *write* (overwrite the logits with their gradient, and compute d_hidden and d_weight from
+it). Every strategy is such a list:
 
     fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
     recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 class Pass(Enum):
-    """What a walk over the rows is for."""
+    """The purpose of a pass over the rows."""
 
     SOLVE = "the loss, with its gradients"
     NUMBERS = "per-token numbers, for autograd outside"
@@ -30,11 +30,11 @@ class Pass(Enum):
 
 
 class BudgetWarning(UserWarning):
-    """The logits budget forces a slower plan, or cannot hold even one row."""
+    """Warning: the logits budget forces a slower plan, or cannot hold even one row."""
 
 
 class Span(NamedTuple):
-    """Rows `start:stop`, which are groups `first:last`."""
+    """Rows `start:stop`, which are the groups `first:last`."""
 
     start: int
     stop: int
@@ -43,33 +43,33 @@ class Span(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A chunk, rows `start:stop`, and what happens to its logits. It may have no rows and still evaluate."""
+    """A chunk of rows `start:stop` and the operations on its logits; a step without rows may evaluate."""
 
     start: int
     stop: int
     read: bool = False
     write: bool = False
-    evaluate: Span | None = None  # often not this chunk's rows
+    evaluate: Span | None = None  # rows of the loss, often others than the chunk's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What ran: a strategy and its steps.
+    """A strategy and its steps; `out.plan` is the plan of a call.
 
     Attributes:
         strategy: "fused", "resident", "recompute", "row_scaled", "loss_only" or "mixed".
         steps: the chunks, in order.
         rows: projected tokens: the supervised ones, or all with `compact=False`.
-        row_bytes: memory of one row of logits and of every temporary beside it.
+        row_bytes: bytes of one row of logits and of its temporaries.
         budget: bytes that a chunk may take: `logits_budget` less `fixed_bytes`.
-        chunks: how many chunks of logits are projected.
-        token_chunk: rows of the largest of them.
-        parts: the strategies of the groups, where they have several.
-        columns: of the head, how many are multiplied with for each row; 0: all.
-        backward: products of a chunk whose gradient is written: d_hidden, d_weight.
-        later: products per token of the backward pass, where that projects the tokens again.
-        fixed_bytes: what of `logits_budget` does not grow with the rows.
-        heads: of the call; the plan is that of the last one.
+        chunks: number of chunks of logits that are projected.
+        token_chunk: rows of the largest chunk.
+        parts: the strategies of the groups, if they differ.
+        columns: number of columns of the logits that are computed per row; 0: all.
+        backward: number of products (d_hidden, d_weight) for a chunk whose gradient is written.
+        later: products per token in the backward pass, if that recomputes the logits.
+        fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
+        heads: number of heads of the call; the plan is that of the last head.
     """
 
     strategy: str
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def products(self) -> float:
-        """With this head and its gradients, per supervised token; 0 where only some columns are gathered."""
+        """Products with the head per projected token, forward and backward; 0 for gathered columns."""
         if self.columns or not self.rows:
             return 0.0
         walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in self.steps)
@@ -102,7 +102,7 @@ class Plan:
         return self.describe()
 
     def describe(self) -> str:
-        """In one line, which `print(out.plan)` shows."""
+        """The plan in one line, as `print(out.plan)` shows it."""
         head = f"the last of {self.heads} heads: " if self.heads > 1 else ""
         parts = f" ({', '.join(self.parts)})" if len(self.parts) > 1 else ""
         gathered = f"gathered: {_counted(self.columns, 'column')}, " if self.columns else ""
@@ -131,32 +131,32 @@ TILE = 128
 
 
 def chunk_rows(rows: int, row_bytes: int, budget: int) -> int:
-    """Rows of a chunk: all, else the largest good size that the budget holds, else what fits, evened out."""
+    """Rows of a chunk: all rows if they fit, else the largest of `GOOD_CHUNKS` that fits, else equal chunks
+    of as many rows as fit."""
     capacity = max(1, budget // row_bytes)
     good = next((size for size in GOOD_CHUNKS if size <= capacity), None)
     if rows <= (good or capacity):
         return max(1, rows)
     if good is None:
         return -(-rows // -(-rows // capacity))
-    # A few rows more in every chunk cost less than a last chunk of only a few, which reads and writes all of
-    # d_weight too.
+    # Slightly larger chunks cost less than a last chunk of few rows, which reads and writes all of d_weight.
     stretched = -(-rows // (rows // good) // TILE) * TILE
     return stretched if stretched <= min(capacity, good + good // 8) else good
 
 
 class Facts(NamedTuple):
-    """What of a call decides its strategy."""
+    """The properties of a call that decide its strategy."""
 
     rows: int  # projected tokens
-    # Rows of each group that must be seen together; None where every token stands alone.
+    # Rows of each group that must be evaluated together; None for a loss of single tokens.
     groups: tuple[int, ...] | None
     differentiable: bool  # whether anything needs a gradient
     trainable_head: bool  # whether weight or bias do
     linear_in_logps: bool  # whether the loss reaches the logits through log p(target) (and lse) alone
-    rereads: bool = False  # whether the gradient of a chunk comes from reading it again
-    columns: int = 0  # gathered for each row, in the place of the whole head
-    spared_bytes: int = 0  # of d_weight's sum, which one chunk does without
-    # What a plan only tells of: see `Plan`.
+    rereads: bool = False  # whether Pass.GRADIENTS must read a chunk again to compute its gradient
+    columns: int = 0  # columns that are gathered for each row, instead of the whole head
+    spared_bytes: int = 0  # bytes of d_weight's sum in a wider dtype, which a single chunk does not need
+    # Only copied to the plan: see `Plan`.
     backward: int = 0
     later: int = 0
     fixed_bytes: int = 0
@@ -168,12 +168,13 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     """Choose the strategy and cut the rows into chunks of at most `budget` bytes, at `row_bytes` each."""
     rows, groups, differentiable, trainable_head, linear_in_logps, rereads, columns, _, *told = facts
     C = chunk_rows(rows, row_bytes, budget)
-    # d_weight of one chunk is written in its own dtype, that of several is summed in fp32: where that takes
-    # more memory than one chunk of all rows, it also takes more time (3% at 8,192 tokens).
+    # d_weight of a single chunk is written in the dtype of the products; that of several chunks is summed in
+    # fp32. Take a single chunk if its extra rows take no more memory than the fp32 sum: it is also faster (3%
+    # at 8,192 tokens).
     if (rows - C) * row_bytes <= facts.spared_bytes and rows * row_bytes <= budget:
         C = max(1, rows)
     if columns:
-        # Without a product no chunk is too large to be good.
+        # Without a product there is no preferred chunk size: take the largest that fits.
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
     row_scaled = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
@@ -203,16 +204,16 @@ def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = 
 
 
 def _evaluating(steps: list[Step], span: Span) -> list[Step]:
-    """`steps`, the last of which evaluates the loss on the span. If there are none: one step without rows."""
+    """`steps` with the last one evaluating the loss on `span`; for no steps, one step without rows."""
     *others, last = steps or [Step(0, 0)]
     return [*others, last._replace(evaluate=span)]
 
 
 def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, list[Step], tuple[str, ...]]:
-    """Pack whole groups into resident chunks of about C rows; walk a group beyond the capacity twice."""
+    """Pack whole groups into resident chunks of about C rows; project a group above the capacity twice."""
     steps: list[Step] = []
     parts: list[str] = []
-    start = stop = first = 0  # the rows that wait for a chunk, and the first of their groups
+    start = stop = first = 0  # pending rows start:stop, and the first of their groups
 
     def flush(last: int) -> None:
         nonlocal start, first

@@ -1,4 +1,4 @@
-"""From hidden states to logits and back: the product with the head, and layers in front of it."""
+"""`Projection`: the products of hidden states and gradients with the head, and the layers in front of it."""
 
 from collections.abc import Mapping
 
@@ -16,11 +16,11 @@ from logitless.kernels.matmul import accumulate, hidden_gradient, project
 
 
 class Projection:
-    """The head of one call, as the loop uses it; collects d_hidden where that is needed.
+    """The head of one call, as the chunk loop uses it. It collects d_hidden if that is needed.
 
     Args:
-        call: whose head.
-        rows: which of its rows are walked.
+        call: the call.
+        rows: the rows of the call to project.
         gradients: whether the pass computes gradients.
     """
 
@@ -33,16 +33,17 @@ class Projection:
         self.weight = call.weight.to(call.dtype) if call.frozen is None else _joined(call)
         self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
         self.layers = None if call.layers is None else LayerPasses(call.layers, gradients=call.trainable)
-        self.d_hidden: Tensor | None = None  # (N, H), rows that are not walked zero
+        self.d_hidden: Tensor | None = None  # (N, H), 0 in rows that are not projected
         if self.needs.hidden and gradients:
             make = torch.empty if rows.count == call.hidden.shape[0] else torch.zeros
             dtype = d_hidden_dtype(self.weight.dtype)
             self.d_hidden = make(call.hidden.shape, dtype=dtype, device=self.weight.device)
 
     def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
-        """Room for the logits of a chunk, and the same memory as it holds their gradient.
+        """(logits, gradient): buffers of a chunk, views of the same memory in their dtypes.
 
-        Read in the product they need none, and their gradient only in a plan that writes it.
+        `in_product`: one kernel projects and reads, so no logits are stored. The buffer then holds the
+        gradient alone, and has no rows if no step of the plan writes a gradient.
         """
         if in_product:
             rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
@@ -52,7 +53,7 @@ class Projection:
         return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 
     def take(self, chunk: Chunk) -> None:
-        """Features in the dtype of the products, and targets as columns of the logits."""
+        """Set the chunk's features, in the dtype of the products, and targets, as columns of the logits."""
         call = self.call
         x = call.hidden[chunk.at].to(self.weight.dtype)
         chunk.features = x if self.layers is None else self.layers.forward(x)
@@ -64,19 +65,19 @@ class Projection:
         project(chunk.features, self.weight, chunk.logits)
 
     def backproject(self, chunk: Chunk) -> None:
-        """Product 2: gradient -> d_features, up to the chunk's factor; nothing where nobody needs it."""
+        """Product 2: gradient -> d_features, up to the chunk's factors; skipped if it is not needed."""
         if self.needs.hidden or self.needs.layers:
             chunk.d_features = hidden_gradient(chunk.gradient, self.weight, self.d_features(chunk))
 
     def d_features(self, chunk: Chunk) -> Tensor:
-        """Room for a chunk's d_features: its rows of d_hidden, where these are in one piece."""
+        """The buffer of a chunk's d_features: its rows of d_hidden if they are a slice, else a new tensor."""
         if isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None:
             return self.d_hidden[chunk.at]
         return torch.empty_like(chunk.features, dtype=d_hidden_dtype(self.weight.dtype))
 
     def scale(self, chunk: Chunk) -> None:
-        """Apply the factors to d_features and to what the gradient is multiplied with for d_weight, the
-        features of the trained columns: both in one launch."""
+        """Apply the row factors to d_features and to the features of the trained columns, the inputs of
+        product 3, in one launch."""
         pairs = []
         if self.needs.weight:
             x = chunk.features
@@ -91,11 +92,11 @@ class Projection:
             scale_all(pairs, chunk.factors)
 
     def reduce(self, chunk: Chunk):
-        """Start to sum d_features over the ranks of a sharded head."""
+        """Start the sum of d_features over the ranks of a sharded head; None if there is none to wait for."""
         return None if chunk.d_features is None else self.call.vocabulary.start_sum(chunk.d_features)
 
     def scatter(self, chunk: Chunk, arrival) -> None:
-        """Wait for the ranks' sum, go back through the layers, and write the chunk's rows into d_hidden."""
+        """Wait for the sum over ranks, run the layers' backward pass, write the chunk's rows of d_hidden."""
         if arrival is not None:
             arrival.wait()
         if chunk.d_features is None:
@@ -110,7 +111,7 @@ class Projection:
 
 
 def _joined(call: Call) -> Tensor:
-    """Frozen and trained columns of the head, side by side."""
+    """The frozen and the trained columns of the head, concatenated."""
     frozen, weight = call.frozen, call.weight
     joined = frozen.new_empty((frozen.shape[0], call.hidden.shape[1]), dtype=call.dtype)
     joined[:, : frozen.shape[1]], joined[:, frozen.shape[1] :] = frozen, weight
@@ -118,7 +119,7 @@ def _joined(call: Call) -> Tensor:
 
 
 class LayerPasses:
-    """Layers in front of a head, run forward and backward chunk by chunk; nothing else is stored."""
+    """The layers in front of a head, run forward and backward per chunk; one chunk's activations are kept."""
 
     def __init__(self, layers: Layers, *, gradients: bool):
         self._gradients = gradients
@@ -138,7 +139,7 @@ class LayerPasses:
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        # An operator's body runs outside of the autocast that its call was in.
+        # The body of an operator runs outside the autocast context of its caller.
         autocast = torch.autocast(x.device.type, dtype=self._autocast, enabled=self._autocast is not None)
         with torch.set_grad_enabled(self._gradients), identity_hooks(), autocast:
             self._x = x.detach().requires_grad_(self._gradients)

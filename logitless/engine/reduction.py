@@ -1,8 +1,9 @@
-"""Normalizers: what each unit's sum is divided by, and the power of two that waits for the backward pass.
+"""The normalizer of each unit's sum, and the power of two that is deferred to the backward pass.
 
-In fp16, with the factor of the loss's main unit as m * 2^e, m in [0.5, 1), m enters the chunks and 2^e waits:
-no gradient underflows, however many tokens there are, and applying 2^e rounds nothing. What the host knows
-stays a Python number, because launching tiny kernels would keep the GPU waiting for the first product.
+In fp16 the factor of the loss's main unit is split into m * 2^e with m in [0.5, 1). The chunks are multiplied
+by m and the backward pass multiplies by 2^e. So no gradient underflows, however many tokens there are, and
+multiplying by 2^e is exact. Numbers that the host knows stay Python numbers: tiny kernels for them would
+delay the first product.
 """
 
 import math
@@ -18,7 +19,10 @@ Number = float | Tensor
 
 
 def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
-    """Each unit's factor in a reduced loss, and the deferred power of two: the given one, else the best."""
+    """(factors of the units in a reduced loss, the deferred power of two).
+
+    `deferred` None: choose the power of two from the main unit's factor; else use the one that is given.
+    """
     loss, counts = call.loss, unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     if loss.reduction == "sum":
         normalizers = dict.fromkeys(counts, 1)
@@ -35,19 +39,19 @@ def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitF
 
 
 def metric_factors(counts: dict[str, int | Tensor], dtype: torch.dtype) -> dict[str | None, Number]:
-    """Metrics are means over the call itself, whatever `num_items` and `reduction` say."""
+    """Factors of the metrics: means over this call, whatever `num_items` and `reduction` are."""
     return _inverses(counts, dtype, 1.0)
 
 
 def unit_counts(tokens: int | Tensor, chosen_tokens: int | Tensor, sequences: int) -> dict[str, int | Tensor]:
-    """How many of each unit a call contains."""
+    """The number of each unit in a call."""
     return {"tokens": tokens, "sequences": sequences, "pairs": sequences // 2, "chosen_tokens": chosen_tokens}
 
 
 def _inverses(
     normalizers: dict[str, Number], dtype: torch.dtype, coefficient: float
 ) -> dict[str | None, Number]:
-    """coefficient / normalizer by unit. A normalizer of 0 divides nothing, as nothing was summed."""
+    """coefficient / normalizer by unit; a normalizer of 0, an empty sum, counts as 1."""
     factors: dict[str | None, Number] = {None: coefficient}
     for unit, count in normalizers.items():
         if isinstance(count, Tensor):

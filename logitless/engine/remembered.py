@@ -1,14 +1,14 @@
-"""What is kept between calls, and may be forgotten: the last entries of a dictionary."""
+"""`Remembered`: a bounded dictionary for values that are kept between calls."""
 
 from collections.abc import Hashable
 
-# Entries of each: more than the losses and shapes of a program.
+# Entries of each dictionary: more than a program has losses and shapes.
 MOST = 1024
 
 
 class Remembered(dict):
-    """A dictionary of the last entries that were set. Keys must hold no process group and no tensor, which
-    would live as long."""
+    """A dictionary that drops its oldest entry when full. Keys must not hold a process group or a tensor,
+    which the dictionary would keep alive."""
 
     def __setitem__(self, key: Hashable, value: object) -> None:
         if key not in self and len(self) >= MOST:

@@ -1,4 +1,4 @@
-"""Which rows of a call are walked, and in which order: supervised tokens alone, whole groups side by side."""
+"""`Rows`: the rows of a call to project, in order: the supervised tokens, those of a group adjacent."""
 
 import functools
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Grouping(NamedTuple):
-    """How a call's tokens belong together."""
+    """How the tokens of a call form sequences and groups of sequences."""
 
-    sequences: int = 0  # 0: nobody asks for sequences
-    roles: int = 1  # sequences of a group: 2 for pairs
-    grouped: bool = False  # whether the tokens of a group must be seen together
+    sequences: int = 0  # number of sequences; 0: the loss does not look at sequences
+    roles: int = 1  # sequences per group: 2 for pairs
+    grouped: bool = False  # whether the tokens of a group must be evaluated together
 
     @property
     def groups(self) -> int:
@@ -33,35 +33,35 @@ class Grouping(NamedTuple):
 
     @property
     def interleaves(self) -> bool:
-        """Whether the sequences of a group do not lie side by side in the call."""
+        """Whether the sequences of a group are not adjacent in the call."""
         return 1 < self.roles < self.sequences
 
 
 class Rows(NamedTuple):
-    """The rows of a call in the order in which they are walked."""
+    """The rows of a call in the order in which they are projected ("row order")."""
 
     count: int
-    tokens: int | Tensor  # supervised ones: equal to the count, unless every row is walked
-    chosen_tokens: int | Tensor  # those of them in the first half of the sequences; 0 without sequences
-    index: Tensor | None  # (count,) int64 positions in the flat call; None: all of them, in place
-    group_sizes: Sequence[int] | None  # rows of each group; None where every token stands alone
-    sequence_sizes: Tensor | None  # (sequences,) in row order
-    roles: int = 1
-    shards: Shards | None = None  # of the head, with `tp_group`
+    tokens: int | Tensor  # supervised tokens: equal to `count`, unless unsupervised rows are projected too
+    chosen_tokens: int | Tensor  # supervised tokens in the first half of the sequences; 0 without sequences
+    index: Tensor | None  # (count,) int64 positions in the flat call; None: all rows, in call order
+    group_sizes: Sequence[int] | None  # rows of each group; None for a loss of single tokens
+    sequence_sizes: Tensor | None  # (sequences,) rows of each sequence, in row order
+    roles: int = 1  # sequences per group
+    shards: Shards | None = None  # shards of the head, with `tp_group`
 
     def at(self, start: int, stop: int) -> slice | Tensor:
-        """Where rows start:stop are in the flat call."""
+        """Positions of rows start:stop in the flat call."""
         return slice(start, stop) if self.index is None else self.index[start:stop]
 
     def segments(self, rows: int, first: int, last: int) -> Segments | None:
-        """The sequences of groups first:last, which have so many rows."""
+        """The sequences of groups first:last, which have `rows` rows."""
         if self.sequence_sizes is None:
             return None
         sizes = self.sequence_sizes[first * self.roles : last * self.roles]
         return Segments(sizes, rows, last - first, self.roles)
 
     def sequences(self, first: int, last: int) -> Tensor:
-        """Numbers in the call of the sequences of groups first:last, role by role."""
+        """Call indices of the sequences of groups first:last, role by role (chosen ones, then rejected)."""
         groups = self.sequence_sizes.shape[0] // self.roles
         device = self.sequence_sizes.device
         roles = torch.arange(self.roles, device=device)[:, None]
@@ -73,16 +73,16 @@ class Rows(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What a rank knows of a sharded head before it meets the others."""
+    """A rank's knowledge of a sharded head before the ranks exchange theirs."""
 
     group: "ProcessGroup"
-    code: int  # see `Shards`
-    V: int  # what it takes for the size of the vocabulary
-    sure: bool  # whether they have met before
+    code: int  # see `Shards.code`
+    V: int  # size of the vocabulary that this rank assumes
+    sure: bool  # whether V is known from an exchange of this call
 
 
 class OtherSize(Exception):
-    """The ranks did not all know the size of the vocabulary. It is raised on all of them."""
+    """A rank assumed a wrong size of the vocabulary. Raised on all ranks, with the right size."""
 
     def __init__(self, V: int):
         super().__init__(f"the vocabulary has {V} ids")
@@ -90,17 +90,17 @@ class OtherSize(Exception):
 
 
 class _Layout(NamedTuple):
-    """What the device knows of the sequences before anything is read."""
+    """The sequences of a call, computed on the device before the host sync."""
 
     order: Tensor | None  # (N,) call positions, group by group; None: the call's own order
     counts: Tensor  # (sequences,) rows of each, in call order
     sizes: Tensor  # (sequences,) the same in row order
-    chosen: Tensor | None  # () supervised tokens of the first half; None where the host adds them up
+    chosen: Tensor | None  # () supervised tokens of the first half; None: the host sums the counts
 
 
 def select_rows(
-    marks: Tensor,  # (1 + m, N) bool: the supervised tokens, and those that each of m faults marks
-    faults: Sequence[Fault],  # the m that mark tokens come first
+    marks: Tensor,  # (1 + m, N) bool: the supervised tokens, and the tokens that each of m faults marks
+    faults: Sequence[Fault],  # the m faults that mark tokens come first
     grouping: Grouping,
     cu_seqlens: Tensor | None,
     *,
@@ -109,13 +109,12 @@ def select_rows(
     shard: Shard | None = None,
     boundaries: str = "cu_seqlens",  # the argument's name in errors
 ) -> Rows:
-    """Choose the rows to walk, and raise the faults that only the device could tell.
+    """Choose the rows to project, and raise the faults that were counted on the device.
 
-    Boundaries are checked whether or not the loss looks at sequences.
-
-    The call's only host sync is here. With compact=False there is none, and every row is walked; of packed
-    sequences the host then knows only how many there are, so the caller makes one group of all of them. What
-    is wrong on one of the peers is raised on all.
+    The only host sync of a call is here. With compact=False there is none: all rows are projected, and faults
+    are asserted on the device. The host then knows the number of packed sequences but not their lengths, so
+    the caller makes one group of them. A fault on one of the peers is raised on all of them. Boundaries are
+    checked even if the loss does not look at sequences.
     """
     supervised, packed, layout = marks[0], cu_seqlens is not None, None
     N = supervised.shape[0]
@@ -126,7 +125,8 @@ def select_rows(
         faults = (*faults[:marking], boundary_fault(cu_seqlens, N, boundaries), *faults[marking:])
     if grouping.sequences or grouping.grouped:
         if packed:
-            # Nothing may be read beyond the tokens before the fault is known.
+            # The boundaries may be wrong until the fault is read: clamp them, so that no index is out of
+            # bounds.
             layout = _packed(supervised, grouping, cu_seqlens.clamp(0, N), compact)
         else:
             layout = _padded(supervised, grouping, counts.of_sequences, compact)
@@ -141,7 +141,7 @@ def select_rows(
 
 
 def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
-    """What `select_rows` chooses of sequences of one length whose every token counts, without asking."""
+    """The rows of padded sequences whose tokens are all supervised, without a host sync."""
     if not (grouping.sequences or grouping.grouped):
         return Rows(N, N, 0, None, None, None, grouping.roles)
     length = N // max(1, grouping.sequences)
@@ -152,27 +152,31 @@ def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
 
 
 class _Counts(NamedTuple):
-    """Of the supervised tokens and of each fault, on the device."""
+    """Counts of the supervised tokens and of each fault, on the device."""
 
-    numbers: Tensor  # (n,) one count each; of marked tokens there may be one for each sequence
-    marks: int = 0  # how many of the counts come for each sequence
+    # (n,) The first `marks` quantities have `sequences` counts each, one per sequence; then come the others,
+    # with one count each.
+    numbers: Tensor
+    marks: int = 0  # number of quantities that are counted per sequence; 0: one count each
     sequences: int = 0
 
     @property
     def of_sequences(self) -> Tensor | None:
-        """(sequences,) supervised tokens, where they are known."""
+        """(sequences,) supervised tokens; None where they were not counted per sequence."""
         return self.numbers[: self.sequences] if self.marks else None
 
     def added_up(self, numbers: list[int]) -> list[int]:
-        """The numbers as the host has read them -> one count each, then those of the sequences."""
+        """`numbers` on the host -> one total per quantity, then the supervised tokens of each sequence."""
         end = self.marks * self.sequences
         tables = [numbers[start : start + self.sequences] for start in range(0, end, self.sequences or 1)]
         return [*map(sum, tables), *numbers[end:], *(tables[0] if tables else ())]
 
 
 def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens: Tensor | None) -> _Counts:
-    """Counts for each of so many padded sequences, or with 0 for the call: in few launches, as the GPU waits
-    for them. What is wrong with boundaries comes after the marks, and before the other faults."""
+    """Count the marks per padded sequence, or over the whole call if `sequences` is 0, in few launches.
+
+    The order of the counts: the marks, the wrong boundaries (with `cu_seqlens`), the other faults.
+    """
     count = marks.shape[0]
     found = counted(marks, max(1, sequences), cu_seqlens)
     others = [fault.count for fault in faults[count - 1 :]]
@@ -181,26 +185,26 @@ def _counted(marks: Tensor, faults: Sequence[Fault], sequences: int, cu_seqlens:
 
 
 def boundary_fault(cu_seqlens: Tensor, N: int, name: str) -> Fault:
-    """The fault of wrong boundaries, whose argument has a name. Its count is found with the others."""
+    """The fault of wrong boundaries; `name` is that of the argument. `_counted` counts it."""
     remedy = "let them cover every token of hidden once"
     seen = partial(_seen_boundaries, cu_seqlens, N, remedy)
     return Fault(cu_seqlens, name, f"non-decreasing boundaries from 0 to {N}", "others", remedy, seen)
 
 
 def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]:
-    """What to say of wrong boundaries."""
+    """Details and remedy of the error about wrong boundaries; called only on failure."""
     bounds = cu_seqlens.tolist()
     falls = [i for i in range(1, len(bounds)) if bounds[i] < bounds[i - 1]]
     if falls:
         i = falls[0]
         return f": entry {i} is {bounds[i]} after {bounds[i - 1]}", remedy
-    if bounds[0] == 0 and bounds[-1] == N:  # those of another rank are wrong
+    if bounds[0] == 0 and bounds[-1] == N:  # the boundaries of another rank are wrong
         return "", remedy
     return f": the first is {bounds[0]}, the last {bounds[-1]}", remedy
 
 
 def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compact: bool) -> _Layout:
-    """Sequences of one length each; `counts` are their supervised tokens, where they are known."""
+    """The layout of padded sequences; `counts` (sequences,) are their supervised tokens, None: count them."""
     N, device, sequences = supervised.shape[0], supervised.device, grouping.sequences
     length = N // max(1, sequences)
     if not compact:
@@ -220,7 +224,7 @@ def _order(N: int, grouping: Grouping, device: torch.device) -> Tensor | None:
 
 
 def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact: bool) -> _Layout:
-    """Sequences side by side, between the boundaries."""
+    """The layout of packed sequences, between the boundaries."""
     N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
     ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
     counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
@@ -229,7 +233,7 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
         positions = torch.arange(N, device=device)
         number = sequence_numbers(cu_seqlens, positions)
         order = torch.argsort(number % grouping.groups * roles + number // grouping.groups, stable=True)
-    half = cu_seqlens[sequences // 2 :][:1]  # of one element: a 0-d index would be read by the host
+    half = cu_seqlens[sequences // 2 :][:1]  # a 0-d index would be a host sync
     chosen = None if compact else ends[half].view(())
     return _Layout(order, counts, _in_row_order(counts, grouping), chosen)
 
@@ -247,13 +251,13 @@ def _every_row(N: int, tokens: Tensor, grouping: Grouping, layout: _Layout | Non
 
 
 class _Meeting(NamedTuple):
-    """What ranks that share a call tell each other of it, at once."""
+    """The exchange of counts and shard sizes between the ranks that share a call, in one collective."""
 
     peers: Peers
     shard: Shard | None
 
     def told(self, numbers: Tensor) -> Tensor:
-        """The number of rows and of each fault -> the same of all ranks, with their names and shards."""
+        """(n,) counts of this rank -> flat table of all ranks: global rank and code, assumed V, counts."""
         code, V = (0, 0) if self.shard is None else (self.shard.code, self.shard.V)
         own = _constants((dist.get_rank() << 32) + code, V, numbers.device)
         return self.peers.table(torch.cat((own, numbers))).view(-1)
@@ -261,7 +265,19 @@ class _Meeting(NamedTuple):
     def settle(
         self, faults: Sequence[Fault], numbers: Sequence[int]
     ) -> tuple[Shards | None, int, Sequence[int]]:
-        """Raise what is wrong anywhere; (the shards, this rank's rows, the numbers that come after)."""
+        """Raise the faults of all ranks, with the ranks where they are.
+
+        Args:
+            faults: the faults, in the order of the counts.
+            numbers: the table of `told`, read by the host, and more numbers of this rank after it.
+
+        Returns:
+            (the shards, if the head is sharded; this rank's number of rows; the numbers after the table).
+
+        Raises:
+            OtherSize: a rank assumed a wrong size of the vocabulary.
+            ValueError: a fault on any rank.
+        """
         width, place = 3 + len(faults), self.peers.place
         rows = [numbers[at : at + width] for at in range(0, self.peers.size * width, width)]
         shards = None
@@ -280,7 +296,7 @@ class _Meeting(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _constants(first: int, second: int, device: torch.device) -> Tensor:
-    """Two integers on a device, where they are the same in every call."""
+    """Two integers on a device, cached, as they are the same in every call."""
     return torch.tensor((first, second), dtype=torch.int64, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Sequences inside a slice of rows: sums over each, and the transpose, both deterministic."""
+"""`Segments`: the sequences in a slice of rows; sums per sequence and their transpose, deterministic."""
 
 import inspect
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class cached_property:  # noqa: N801
 class Segments:
     """The sequences of a slice of rows.
 
-    Rows run group by group, and inside a group role by role: of pairs, the chosen sequence and then the
-    rejected one. As seen by a loss, sequences come role by role, as in the call: all chosen ones first
-    ("sequence order").
+    Two orders of sequences: "row order" is group by group, and role by role inside a group (for pairs: chosen
+    1, rejected 1, chosen 2, ...). "Sequence order" is that of the call, which losses see: role by role (all
+    chosen sequences, then all rejected ones).
     """
 
     lengths: Tensor  # (sequences,) int64, in row order
@@ -39,20 +39,20 @@ class Segments:
 
     @cached_property
     def ids(self) -> Tensor:
-        """(rows,) the number of each row's sequence, in row order."""
+        """(rows,) the index of each row's sequence, in row order."""
         return torch.repeat_interleave(self.lengths, output_size=self.rows)
 
     @cached_property
     def starts(self) -> Tensor:
-        """(sequences,) the first row of each, in row order."""
+        """(sequences,) the first row of each sequence, in row order."""
         return self.lengths.cumsum(0) - self.lengths
 
     def to_sequence_order(self, x: Tensor) -> Tensor:
-        """(sequences,) from row order."""
+        """Reorder (sequences,) from row order to sequence order."""
         return x.view(self.groups, self.roles).t().reshape(-1)
 
     def to_row_order(self, x: Tensor) -> Tensor:
-        """(sequences,) into row order."""
+        """Reorder (sequences,) from sequence order to row order."""
         return x.view(self.roles, self.groups).t().reshape(-1)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -67,9 +67,8 @@ class Segments:
 def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
     """Sums of consecutive runs of x (rows,) without atomics.
 
-    `segment_reduce` is a tree on CUDA. On the CPU it adds one by one, so that fp32 would lose a part of every
-    sum of thousands of tokens: it adds in fp64 there. Devices that do not have it (MPS) leave these few
-    numbers to the CPU.
+    `segment_reduce` is a tree reduction on CUDA. On the CPU it adds sequentially, which in fp32 is inaccurate
+    for thousands of tokens, so it adds in fp64 there. MPS does not have the operator: the CPU computes it.
     """
     if x.device.type in ("cpu", "mps"):
         wide = x.detach().cpu().double().contiguous()
@@ -113,6 +112,7 @@ class _Spread(torch.autograd.Function):
         return _sum(grad, ctx.lengths, ctx.ids), None, None
 
 
-# PyTorch works these out in every call, which takes longer than the sums, unless they are known.
+# PyTorch inspects the signature of `forward` in every call unless it is cached, which takes longer than the
+# sums.
 for _function in (_Sum, _Spread):
     _function.forward.__signature__ = inspect.signature(_function.forward)

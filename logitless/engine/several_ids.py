@@ -1,4 +1,4 @@
-"""`Reader`: what it takes to read the numbers of several ids per token from a chunk of logits."""
+"""`Reader`: compute the statistics of several ids per token from a chunk of logits."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,36 +14,42 @@ from logitless.parallel.vocabulary import WholeVocabulary
 
 
 class Reader(NamedTuple):
-    """The logits are those of this rank's columns, the ids (n, k) those of the whole vocabulary."""
+    """The arguments of the kernels that compute statistics of several ids per token from a chunk.
+
+    Logits have this rank's columns; ids (n, k) are those of the whole vocabulary, negative for an empty slot.
+    """
 
     head: Head
     bias: Tensor | None  # (columns,)
     vocabulary: WholeVocabulary
     V: int
-    targets: Tensor  # (n,) `ignored`, or a column that does not exist
+    targets: Tensor  # (n,) `ignored` for ignored rows, else a column that does not exist
     ignored: int
-    dtype: torch.dtype  # of the numbers
+    dtype: torch.dtype  # dtype of the statistics
 
     @property
     def options(self) -> dict:
-        """Of the kernels that read a chunk."""
+        """Keyword arguments of the kernels that read a chunk."""
         return {"head": self.head, "bias": self.bias, "ignore_index": self.ignored}
 
     @property
     def kept(self) -> dict:
-        """What `slots.entries` takes to know ignored rows, and the head's slope."""
+        """Keyword arguments of `slots.entries`: ignored rows, and the head for its derivative."""
         return {"head": self.head, "targets": self.targets, "ignore_index": self.ignored}
 
     def statistics(
         self, logits: Tensor, names: tuple[str, ...], maxima: Tensor | None = None
     ) -> TokenBuffers:
-        """Log-sum-exp and the named numbers of each row of this rank's columns; 0 where ignored."""
+        """Log-sum-exp and the named statistics of each row over this rank's columns; 0 where ignored."""
         stats = kernels.allocate_stats(names, len(self.targets), self.dtype, logits.device)
         kernels.token_statistics(logits, self.targets, stats, **self.options, maxima=maxima)
         return stats
 
     def take_out(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """(n, k) logits of the ids on all ranks, -inf in empty slots; they are then gone from the chunk."""
+        """(n, k) logits of the ids, from the ranks that have them; -inf in empty slots.
+
+        Overwrites these logits in the chunk by a value whose exponential is 0.
+        """
         columns = self.vocabulary.columns_of(ids)
         z = slots.take_out(logits, columns, head=self.head, bias=self.bias)
         return self.vocabulary.logits_of(ids, z, columns)
@@ -51,10 +57,10 @@ class Reader(NamedTuple):
     def numbers(
         self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor], gradient: Tensor | None = None
     ) -> Tensor | None:
-        """Fill `out`, see `slots.numbers`. The ids' logits are taken out of the chunk.
+        """Fill `out` with statistics of the ids (see `slots.numbers`); take their logits out of the chunk.
 
-        With `gradient` fill that too: with p_r d z_r / d x_r of all other ids r, up to the factor (n,) that
-        comes back.
+        With `gradient`, also fill it with p_r d z_r / d x_r for all other ids r, up to a factor per row, and
+        return that factor (n,).
         """
         z = self.take_out(logits, ids)
         stats = kernels.allocate_stats(
@@ -71,7 +77,8 @@ class Reader(NamedTuple):
         slots.numbers(z, ids, stats, out, **options)
         if gradient is None:
             return None
-        # The chunk's own softmax is a part of the whole one. Of what was taken out it has nothing: its
-        # probability is 0, or with a soft cap the slope. With nothing else in the chunk there is no softmax.
+        # `gradient` is the softmax over the ids left in the chunk; `part` is the log of their share of the
+        # whole softmax. Entries of the ids that were taken out are 0: their probability is 0, or with a
+        # softcap its derivative is. If no id is left in the chunk, lse is -inf and the factor is 0.
         part = (stats.lse - out["lse"]) + (stats.lse_residual - out["lse_residual"])
         return torch.where(stats.lse == -torch.inf, 0.0, -scale * part.exp())

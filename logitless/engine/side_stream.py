@@ -1,6 +1,6 @@
-"""Tiny kernels beside a large one.
+"""Run tiny kernels on a side stream, concurrently with a product.
 
-Evaluating a loss is a hundred kernels of a few microseconds each; a product hides them.
+Evaluating a loss is about a hundred kernels of a few microseconds each, which overlap a product.
 """
 
 import functools
@@ -16,11 +16,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def side_stream(device: torch.device, *, useful: bool) -> AbstractContextManager:
-    """Run the body of the returned context on a side stream, where the device has one and it is useful.
+    """Context whose body runs on a side stream, if the device is a GPU and `useful` is set.
 
-    The body starts after every kernel queued before this call, and overlaps those queued between this call
-    and the `with`. Both streams wait for each other at the context's ends, so that memory passes between them
-    in order.
+    The body starts after the kernels that were queued before this call, and overlaps kernels that are queued
+    between this call and the `with` statement. The main stream waits for the side stream at the end of the
+    context.
     """
     if not useful or device.type != "cuda":
         return nullcontext()

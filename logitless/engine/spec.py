@@ -1,6 +1,6 @@
-"""`LossSpec`: what the engine reads of a loss, and the roles of its inputs.
+"""`LossSpec`: the attributes of a loss that the engine reads, and the roles of its inputs.
 
-The engine knows no loss by name.
+The engine names no loss class.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What an input of a call is aligned with, which says how it is shaped, shifted and cut to a chunk."""
+    """The alignment of an input, which determines its shape, whether `shift` moves it, and how it is cut."""
 
     TOKEN = "its target"  # targets' shape + (...)
     POSITION = (
@@ -33,7 +33,7 @@ class Role(Enum):
 
 
 def looks_at_sequences(loss: "LossSpec") -> bool:
-    """Whether a loss, or what its mean divides by, is of sequences."""
+    """Whether the loss, or the normalizer of its mean, depends on sequences."""
     return loss.scope != "token" or loss.unit != "tokens"
 
 
@@ -41,7 +41,7 @@ PER_TOKEN = (Role.TOKEN, Role.POSITION, Role.FEATURES)
 
 
 def roles_of(loss: type) -> dict[str, Role]:
-    """Roles by the name of the input, from what the author of a loss class declares."""
+    """Roles by the name of the input, from the declarations of a loss class."""
     roles = dict.fromkeys(loss.token_inputs, Role.TOKEN) | dict.fromkeys(loss.sequence_inputs, Role.SEQUENCE)
     roles |= dict.fromkeys(loss.prediction_inputs, Role.POSITION) | dict.fromkeys(
         loss.vocabulary_inputs, Role.VOCABULARY
@@ -54,27 +54,26 @@ def roles_of(loss: type) -> dict[str, Role]:
 
 
 class Fault(NamedTuple):
-    """Something wrong that only the device knows of.
+    """An invalid value on the device. The count is read in the call's one host sync, or asserted to be 0."""
 
-    It is read in the call's one sync, or asserted on the device.
-    """
-
-    count: Tensor  # 0-d integer, how often; or (N,) bool, at which tokens, of which the supervised count
+    # 0-d integer, the number of invalid values; or (N,) bool, the tokens with one, of which the supervised
+    # ones are counted.
+    count: Tensor
     argument: str
     expected: str
-    got: str  # may name the {count}
+    got: str  # may contain {count}
     remedy: str
-    # Looks at what is wrong, once something is: (what follows `got`, a remedy that fits).
+    # Called only on failure; returns (text after `got`, better remedy).
     details: Callable[[], tuple[str, str]] | None = None
 
     def raise_(self, count: int, ranks: Sequence[int] = ()) -> None:
-        """Raise ValueError once the count has been read; `ranks` are those where something is wrong."""
+        """Raise ValueError with the count that the host has read; `ranks` are the ranks with the fault."""
         where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
         more, remedy = ("", self.remedy) if self.details is None else self.details()
         expect(False, self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
 
     def assert_async(self, fits: Tensor) -> None:
-        """The same on the device, unless `fits` (0-d bool), without reading anything back."""
+        """Assert `fits` (0-d bool) on the device, without a host sync."""
         message = f"{self.argument}: expected {self.expected}, got others; {self.remedy}."
         torch._assert_async(fits, message)
 
@@ -84,7 +83,7 @@ class LossSpec(Protocol):
 
     ignore_index: int
     reduction: str
-    identity: str  # a text that equal losses alone have
+    identity: str  # a text that is equal for equal losses and only for these
     logits_budget: int | None
     accum_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None
@@ -101,12 +100,12 @@ class LossSpec(Protocol):
     unmasked: bool
     boundaries_argument: str
     roles: ClassVar[Mapping[str, Role]]
-    # The Objective class that evaluates it: of per-token numbers, or of logits.
+    # The Objective class that evaluates the loss.
     objective: ClassVar[type]
 
     @property
     def head(self) -> Head:
-        """The transform of its logits."""
+        """The transform of the logits: softcap, scale and temperature."""
 
     @property
     def sequences(self) -> WholeSequences:
@@ -116,8 +115,8 @@ class LossSpec(Protocol):
         """The unreduced loss and metrics of a slice."""
 
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:
-        """What the sum over each unit is divided by in a mean."""
+        """The divisor of the sum over each unit in a mean."""
 
-    # (targets, inputs, size of the vocabulary) -> what of the inputs is wrong where only the device can tell;
-    # None: nothing can be.
+    # (targets, inputs, size of the vocabulary) -> faults of the inputs that are checked on the device; None:
+    # the inputs need no such check.
     faults: Callable[[Tensor, Mapping[str, Tensor | None], int], Sequence[Fault]] | None

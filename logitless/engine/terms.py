@@ -1,7 +1,4 @@
-"""What a loss hands back: unreduced terms.
-
-The one place where a reduction is applied, and where an author's terms are checked.
-"""
+"""`Term`, the unreduced values that a loss returns; their checks, reduction and derivative."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,17 +22,17 @@ GROUPS = ("sequences", "pairs")
 
 
 class Term(NamedTuple):
-    """Unreduced values of one part of a loss (or of a metric) and the unit that their sum is divided by.
+    """Unreduced values of a part of a loss (or of a metric), and the unit whose number divides their sum.
 
     Attributes:
-        values: one entry per row of the slice; in a loss whose scope is not "token" also one per sequence or
-            per pair; 0-d only with `over=None`. The engine sums them.
-        over: "tokens", "sequences", "pairs" or "chosen_tokens" (those of the first half of the sequences);
-            None leaves the sum as it is. In a metric it may be a tensor like the values, such as a mask: its
-            own sum over the call divides theirs.
-        of: "tokens", "sequences" or "pairs": what there is one value of each, in a loss whose scope is not
-            "token". None: what `over` says, if it is "sequences" or "pairs", else tokens; with a warning
-            where the shape says otherwise.
+        values: (n,), one entry per row of the slice; in a loss whose scope is not "token" also (sequences,)
+            or (pairs,); 0-d only with `over=None`. The engine sums the values over the call.
+        over: the divisor of the sum. "tokens", "sequences", "pairs" or "chosen_tokens" (tokens of the first
+            half of the sequences): the number of these in the call. None: 1. In a metric also a tensor of
+            weights in the shape of `values`, such as a mask: the sum of the weights over the call.
+        of: what each value belongs to, in a loss whose scope is not "token": "tokens", "sequences" or
+            "pairs". None: `over` if that is "sequences" or "pairs", else "tokens"; with a warning if the
+            shape of the values contradicts that.
     """
 
     values: Tensor
@@ -44,20 +41,20 @@ class Term(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What there is one value of each."""
+        """What each value belongs to: "tokens", "sequences" or "pairs"."""
         if self.of is not None:
             return self.of
         return self.over if isinstance(self.over, str) and self.over in GROUPS else "tokens"
 
 
-# Statistics that need not be declared.
+# Statistics that a loss need not declare.
 ALWAYS_THERE = ("logps", "lse", "lse_residual")
-# What `terms` returns: the parts of the loss, and the metrics, by name.
+# The result of `terms`: parts of the loss by name, and metrics by name.
 Terms = tuple[Mapping[str, Term], Mapping[str, Term]]
-# What the sum over each unit (None: of no unit) is multiplied by.
+# The factor of the sum over each unit; the key None is for terms with `over=None`.
 Factors = Mapping[str | None, float | Tensor]
-# Raw sums of a slice's metrics: (metrics,) by their unit followed by their names; (2, metrics) of values and
-# of weights where each is divided by a sum of its own.
+# Sums of a slice's metrics. The key is a unit followed by the names of the metrics over this unit, the value
+# their sums (metrics,). For the unit OWN the value is (2, metrics): sums of the values, sums of the weights.
 Sums = Mapping[tuple[str | None, ...], Tensor]
 OWN = "weights of its own"
 
@@ -70,13 +67,13 @@ class UnitFactors(NamedTuple):
     num_items_unit: str | None = None  # the unit that `num_items` counts; None: the call has none
 
     def tensors(self, like: Tensor) -> "UnitFactors":
-        """All as 0-d tensors: a compiled function would take every new number for a new program."""
+        """The factors as 0-d tensors: a compiled function would recompile for every new Python number."""
         options = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
 
         def convert(factors: Factors | None) -> Factors | None:
             if factors is None:
                 return None
-            # Filled on the device: a copy from the host would be a sync.
+            # torch.full fills on the device; copying a number from the host would be a sync.
             return {
                 unit: x.to(**options) if isinstance(x, Tensor) else torch.full((), x, **options)
                 for unit, x in factors.items()
@@ -88,10 +85,10 @@ class UnitFactors(NamedTuple):
 def reduced(
     terms: Mapping[str, Term], factors: UnitFactors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> Tensor:
-    """The one place where the loss is reduced: each term's sum, times the factor of its unit; 0-d.
+    """The reduced loss, 0-d: the sum over terms of (sum of the values * factor of the unit).
 
     Raises:
-        ValueError: the call has `num_items`, and no term is divided by it.
+        ValueError: the call has `num_items`, and no term has the unit that it counts.
     """
     _check_num_items(terms, factors)
     first, *others = [
@@ -111,10 +108,10 @@ def _check_num_items(terms: Mapping[str, Term], factors: UnitFactors) -> None:
 
 
 class _Table:
-    """Sums of values, without gradient: one launch for all of one length.
+    """Sums of tensors, without gradient, with one launch for all tensors of the same length.
 
     Args:
-        values: what is summed, in the order in which `take` is asked for it.
+        values: the tensors to sum, in the order in which `take` returns their sums.
     """
 
     def __init__(self, values: Sequence[Tensor]):
@@ -134,7 +131,7 @@ class _Table:
 
 
 def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[Tensor]]:
-    """What is summed for the metrics of each unit, by the unit and their names: see `Sums`."""
+    """The tensors to sum for the metrics of each unit, with the keys of `Sums`."""
     names: dict[str | None, list[str]] = {}
     for name, term in metrics.items():
         names.setdefault(OWN if isinstance(term.over, Tensor) else term.over, []).append(name)
@@ -147,8 +144,8 @@ def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[T
 
 
 def metric_sums(metrics: Mapping[str, Term]) -> Sums:
-    """A slice's share of the metrics (`Sums`), in PyTorch alone: also inside a compiled function, where no
-    kernel can be launched and no shape may become a constant."""
+    """The sums of a slice's metrics, in plain PyTorch: for compiled functions, which cannot launch our
+    kernels and must not specialize on a shape."""
     found = {}
     for (unit, *names), values in _by_unit(metrics).items():
         first = values[0].detach()
@@ -165,7 +162,7 @@ def metric_sums(metrics: Mapping[str, Term]) -> Sums:
 def reported(
     result: Terms, factors: UnitFactors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> tuple[Tensor, Sums]:
-    """A slice's share of the loss, as `reduced` computes it, and of the metrics; without gradient."""
+    """(reduced loss of a slice, as `reduced` computes it; sums of its metrics), without gradient."""
     terms, metrics = result
     _check_num_items(terms, factors)
     units, losses = _by_unit(metrics), [term.values for term in terms.values()]
@@ -184,10 +181,11 @@ def reported(
 def differentiated(
     evaluate: Callable[[dict[str, Tensor]], Terms], variables: Mapping[str, Tensor], factors: UnitFactors
 ) -> tuple[dict[str, Tensor], Terms]:
-    """Gradients of a slice's share of the loss, and what `evaluate` made of the variables.
+    """(gradients of the reduced loss with respect to `variables`, result of `evaluate`).
 
-    The sum of a term is not differentiated but its values, by the factor of their unit: every rank with a
-    slice of the sequences differentiates the same loss by its own tokens.
+    The backward pass starts at the values of each term, with the factor of the unit as their upstream
+    gradient. So the reduction over the ranks of `cp_group` is not differentiated, and every rank gets the
+    gradient with respect to its own tokens.
     """
     leaves, result = recorded(evaluate, variables)
     terms = [term for term in result[0].values() if term.values.requires_grad]
@@ -196,7 +194,7 @@ def differentiated(
 
 
 def _spread(factor: float | Tensor, values: Tensor) -> Tensor:
-    """A factor for each of some values."""
+    """The factor expanded to the shape of `values`."""
     if not isinstance(factor, Tensor):
         factor = values.new_full((), factor)
     return factor.to(values.dtype).expand(values.shape)
@@ -205,10 +203,11 @@ def _spread(factor: float | Tensor, values: Tensor) -> Tensor:
 def means(
     shares: Sequence[Sums], factors: Factors, sequences: WholeSequences = WHOLE_SEQUENCES
 ) -> dict[str, Tensor]:
-    """The metrics of a call from the sums of its slices; 0 where there was nothing to average."""
+    """The metrics of a call, from the sums of its slices; 0 where the divisor is 0."""
     found = {}
     for unit, *names in shares[0] if shares else ():
-        # Values and weights of whole sequences, too, are summed over the ranks alike.
+        # With the unit OWN, sums of values and of weights are both summed over the ranks. For values of whole
+        # sequences, which all ranks have, that multiplies both by the number of ranks.
         first, *others = [share[unit, *names] for share in shares]
         total = sequences.sum_unless_whole(sum(others, first), unit)
         if unit == OWN:
@@ -221,27 +220,27 @@ def means(
 
 
 def unreduced(terms: Mapping[str, Term]) -> Tensor:
-    """The sum of the terms, still one value per unit; they must share it."""
+    """The sum of the terms, unreduced. All terms must have the same unit."""
     units = {term.over for term in terms.values()}
     got = f"'none' with {sorted(map(str, units))}"
     expect(len(units) == 1, "reduction", "'mean' or 'sum' for a loss of several units", got, "reduce it")
     return sum(term.values for term in terms.values())
 
 
-# Classes and identities of losses whose terms have been seen to fit a slice with several rows and units, with
-# the names of the inputs that were None.
+# Losses (class, identity, names of the inputs that were None) whose terms passed the checks on a slice with
+# several rows and units.
 _CHECKED = Remembered()
 
 
 def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch: Batch) -> Terms:
-    """`loss.terms` on a slice, of its logits or its numbers by name; unsupervised rows' values are zeroed.
+    """`loss.terms` on the logits of a slice, or on its statistics by name; 0 in unsupervised rows.
 
-    What an author can get wrong is checked by shape alone, until a slice that could show it has passed.
+    Shapes of the terms are checked until a slice has passed in which every wrong shape would show.
     """
     if not isinstance(seen, Tensor):
         stats, declared = TokenStats(), (*ALWAYS_THERE, *loss.differentiates, *loss.observes)
         for name, x in seen.items():
-            # Kernels find some numbers together; that one is declared does not declare the other.
+            # Some kernels compute several statistics together; pass on those that the loss declares.
             if name in declared:
                 setattr(stats, name, x)
         seen = stats
@@ -255,7 +254,7 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
         raise
     key = type(loss), loss.identity, batch.absent
     if torch.compiler.is_compiling():
-        # Tracing may neither read nor change what eager calls have seen.
+        # Tracing must not read or change the state of eager calls.
         check_terms(loss, result, batch)
     elif not batch.targets.is_meta and key not in _CHECKED:
         check_terms(loss, result, batch)
@@ -268,7 +267,7 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
 
 
 def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
-    """Whether terms and metrics are dicts of Term, one value per row, sequence or pair of the slice."""
+    """Raise unless `result` is two dicts of Term with a value per row, sequence or pair of the slice."""
     name, remedy = type(loss).__name__, "return the unreduced parts of the loss and the metrics"
     form = f"({{name: Term}}, {{metric name: Term}}) from {name}.terms"
     pair = (
@@ -291,7 +290,7 @@ def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
 
 
 def _check_unit(whose: str, term: Term, lengths: Mapping[str, int]) -> None:
-    """What the values are of, where there are more units than tokens: as declared, else as `over` says."""
+    """Raise, or warn, if a term's values are not one per `term.unit`."""
     if term.values.shape[0] == lengths.get(term.unit):
         return
     several = ", ".join(map(repr, lengths))
@@ -319,7 +318,7 @@ def _check_values(whose: str, term: Term, lengths: Mapping[str, int], *, in_metr
         expect(over is None or over in UNITS, "terms", expected, repr(over), "name the unit")
     fits = values.dim() == 1 and any(values.shape[0] == length for length in lengths.values())
     if not fits and not (values.dim() == 0 and over is None):
-        # The text is made here alone: Dynamo would take the lengths in it for constants.
+        # Made only on failure: Dynamo would specialize on the lengths in the text.
         names = {"tokens": "row", "sequences": "sequence", "pairs": "pair"}
         shapes = " or ".join(f"({length},), one per {names[unit]}" for unit, length in lengths.items())
         remedy = "return unreduced values: a mean over a slice is no part of the mean over the call"

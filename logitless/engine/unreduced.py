@@ -1,4 +1,4 @@
-"""reduction="none": the values themselves, in ordinary autograd over per-token numbers."""
+"""reduction="none": the values of the loss, by ordinary autograd over per-token statistics."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from logitless.parallel.vocabulary import Shards
 
 
 def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
-    """(values in the loss's unit, metrics, per-token numbers that are asked for, plan)."""
+    """(values of the loss, one per unit; metrics; per-token statistics that the options ask for; plan)."""
     loss = given.loss
     outcome = run_calls([given], Mode.PER_TOKEN)
     numbers = dict(outcome.numbers)
     if "values" in numbers:
-        # A loss of logits was evaluated chunk by chunk.
+        # A loss of logits: its values were computed chunk by chunk.
         values = numbers.pop("values").view(shape)
         metrics = torch.stack(list(numbers.values())) if numbers else values.new_zeros(0)
         return values, metrics, {}, outcome.plan
@@ -42,7 +42,7 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
 
 
 def _whole_batch(given: Given) -> Batch:
-    """All tokens at once, in the order of the call."""
+    """A batch of all tokens, in call order."""
     loss, targets, count, segments = given.loss, given.targets, given.sequence_count, None
     if looks_at_sequences(loss):
         N = targets.shape[0]

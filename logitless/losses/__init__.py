@@ -1,9 +1,9 @@
-"""The losses, and what is needed to write another.
+"""The losses, and the base classes for writing a loss.
 
-A family of losses is a file: its terms, its inputs and their checks. `base` is what an author of a loss
-needs, `linear` what every call has in common, `heads` an LM head as a module; `declarations`, `inputs` and
-`keywords` are the signatures. Called by users, who find all that is public in `logitless`, by models and by
-trainers.
+Each file has one family of losses: terms, inputs and checks. `base` has the base classes for an author of a
+loss, `linear` the call that all losses share, `heads` the conversion of LM head modules to tensors;
+`declarations`, `inputs` and `keywords` check class declarations and call signatures. Public names are in
+`logitless`. Users, models and trainers call the losses.
 """
 
 from logitless.engine.batch import Batch, TokenStats

@@ -1,4 +1,4 @@
-"""What ranks that share a call must agree on: compared where LOGITLESS_DEBUG=1 is set."""
+"""LOGITLESS_DEBUG=1: compare the arguments of a call between the ranks that share it."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -14,12 +14,12 @@ GROUPS = ("tp_group", "cp_group")
 
 
 def check_agreement(loss, tensors: dict[str, Tensor | None], given: Iterable[str]) -> None:
-    """Raise on every rank unless those that share a call agree on it, and hold different parts.
+    """Raise on every rank unless the ranks of a call pass equal options and different shards or slices.
 
     Args:
-        loss: with its groups as process groups.
-        tensors: hidden, weight, targets and bias, as a call takes them.
-        given: names of what else it is given.
+        loss: the loss, with process groups as its groups.
+        tensors: hidden, weight, targets and bias of the call, by name.
+        given: names of the other arguments of the call that are not None.
     """
     hidden, weight = tensors["hidden"], tensors["weight"]
     facts = {"loss": type(loss).__name__, "inputs": sorted(given), "autograd": torch.is_grad_enabled()}
@@ -43,7 +43,7 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], given: Iterable[str
         )
         _expect_in_order(own)
     if loss.cp_group is not None:
-        # Sequences are whole; of what comes per token, each rank has its own.
+        # All ranks have the same sequences, and different tokens of them.
         sequences = {"sequences": hidden.shape[0]} if hidden.dim() > 2 else {}
         found = exchanged("cp_group", loss.cp_group, facts | sequences | {"own": _numbers(hidden)})
         own = {rank: other.pop("own") for rank, other in found.items()}
@@ -52,20 +52,20 @@ def check_agreement(loss, tensors: dict[str, Tensor | None], given: Iterable[str
 
 
 def _sum(x: Tensor) -> int:
-    """Of integers, each weighed by its place."""
+    """The sum of integers weighted by their positions."""
     places = torch.arange(1, x.numel() + 1, device=x.device)
     return int((x.detach().reshape(-1).long() * places).sum())
 
 
 def _numbers(x: Tensor) -> list[float] | None:
-    """Shape and sum, which tell other numbers; None where all are the same, as at an initialization."""
+    """Shape, sum and sum of squares, to compare tensors; None if all elements are equal, as initialized."""
     if not x.numel() or bool((x == x.reshape(-1)[0]).all()):
         return None
     return [*x.shape, float(x.detach().double().sum()), float(x.detach().double().square().sum())]
 
 
 def _shard(weight: Tensor) -> dict:
-    """A rank's rows; of a DTensor on one mesh dimension, where they begin and how many there are in all."""
+    """Facts about a rank's rows of the head; for a DTensor on a 1-d mesh also its first row and all rows."""
     local = weight.frozen if hasattr(weight, "frozen") else weight
     if not hasattr(local, "to_local"):
         return {"numbers": _numbers(local), "rows": local.shape[0]}
@@ -80,7 +80,7 @@ def _shard(weight: Tensor) -> dict:
 
 
 def _expect_in_order(shards: dict[int, dict]) -> None:
-    """Every DTensor's rows are where the ranks before it end, and all rows are there."""
+    """Raise unless the rows of the DTensors are contiguous in rank order and add up to the whole head."""
     start = 0
     for rank, shard in shards.items():
         fits = shard.get("start") is None or shard["start"] == start

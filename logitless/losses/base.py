@@ -21,16 +21,16 @@ __all__ = ["LinearLoss", "LogitsLoss", "LossOutput", "TokenLoss"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLoss(LinearLoss):
-    """A loss that depends on the logits only through per-token numbers: `terms(stats: TokenStats, batch)`.
+    """A loss of per-token statistics of the logits: `terms(stats: TokenStats, batch)`.
 
-    `differentiates` names the numbers that carry a gradient, `observes` those that metrics look at without
-    one: logps, lse, entropy, sum_logits, log_sum_sq_probs and is_top1. logps and lse are always there.
+    `differentiates` names the statistics that carry a gradient, `observes` those that the loss or its metrics
+    use as constants: logps, lse, entropy, sum_logits, log_sum_sq_probs and is_top1. logps and lse are always
+    available.
 
     Args:
-        return_logps: hand out the tokens' log-probabilities, and what else is known of each, so that nobody
-            needs another pass.
-        return_predictions: hand out the id of each position's largest logit, of equal ones the lowest. It
-            reads every chunk of logits once more.
+        return_logps: return the per-token statistics, such as the log-probabilities, in `LossOutput.tokens`.
+        return_predictions: return the id of the largest logit at each position, of equal logits the lowest
+            id. Reads every chunk of logits once more.
     """
 
     return_logps: bool = False
@@ -43,10 +43,10 @@ class TokenLoss(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsLoss(LinearLoss):
-    """A differentiable function of a chunk of logits: `terms(logits (n, V), batch)`, a value per token.
+    """A differentiable function of the logits, with a value per token: `terms(logits (n, V), batch)`.
 
     With `teacher = True` the call also takes teacher_hidden (..., H'), teacher_weight (V, H') and
-    teacher_bias, and the batch has `teacher_logits`, which get no gradient.
+    teacher_bias (V,), and the batch has `teacher_logits` (n, V), which get no gradient.
 
     Args:
         teacher_softcap: `softcap` of the teacher's head.
@@ -76,7 +76,7 @@ class LogitsLoss(LinearLoss):
     def has_kernel(
         self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]
     ) -> bool:
-        """Whether `kernel` takes the place of `terms` and its derivative in this call."""
+        """Whether this call uses `kernel` instead of `terms` and its derivative."""
         return False
 
     def kernel(
@@ -87,8 +87,8 @@ class LogitsLoss(LinearLoss):
         factors: Tensor | None,
         gradient: Tensor | None,
     ) -> tuple[dict[str, Term], dict[str, Term]]:
-        """What `terms` returns, from products with the heads.
+        """The result of `terms`, computed by a kernel from products before the logit transform.
 
-        With `factors` (n,), the gradient of sum(factors * loss) is written too.
+        With `factors` (n,), the kernel also writes d sum(factors * loss) / d products to `gradient`.
         """
         raise NotImplementedError

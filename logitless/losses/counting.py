@@ -1,4 +1,4 @@
-"""How many tokens a call will supervise, before it is made: the normalizer of a mean over several calls."""
+"""`count_targets`: the number of supervised tokens of a call, to normalize a mean over several calls."""
 
 from torch import Tensor
 
@@ -16,12 +16,13 @@ def count_targets(
     mask: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """How many tokens a call of a loss with the same arguments supervises: the metric `num_tokens` of
-    `CrossEntropyLoss`.
+    """The number of tokens that a loss supervises in a call with the same arguments: the metric `num_tokens`
+    of `CrossEntropyLoss`.
 
-    Divide every micro-batch by the tokens of all: `num_items` is the sum of their counts, and over ranks
-    `global_num_items` of that sum. With `shift` the last position of a sequence, and the first label of the
-    next one in a packed row, count for nothing; `(labels[:, 1:] != -100).sum()` counts the latter.
+    To normalize every micro-batch by the tokens of all micro-batches, pass the sum of their counts as
+    `num_items`; over several ranks, `global_num_items` of that sum. With `shift`, the last position of each
+    sequence predicts nothing, so the first label of every packed sequence is not counted, unlike in
+    `(labels[:, 1:] != -100).sum()`.
 
     Args:
         targets: (...) int64 token ids, or `ignore_index`; (N,) with `cu_seqlens`.

@@ -113,7 +113,7 @@ class CrossEntropyLoss(TokenLoss):
 
 
 def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:
-    """The weight of each target's class; of any class where the target is ignored, whatever its id."""
+    """The class weight of each target; an arbitrary one for ignored targets, whose id may be any integer."""
     return class_weights[targets.clamp(0, class_weights.shape[0] - 1)]
 
 

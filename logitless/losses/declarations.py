@@ -1,4 +1,4 @@
-"""What the author of a loss class may get wrong before anything is called: checked when a loss is made."""
+"""Checks of the declarations and fields of a loss, when its class is defined or the loss is constructed."""
 
 import functools
 import inspect
@@ -19,9 +19,9 @@ _CHECKED: WeakSet[type] = WeakSet()
 
 
 def check_class(cls: type, base: type) -> None:
-    """A loss class needs `terms`, and the dataclass decorator if it has fields of its own.
+    """Raise unless a loss class defines `terms`, and has the dataclass decorator if it has fields.
 
-    Checked once a class.
+    Checked once per class.
     """
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
@@ -42,9 +42,9 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_statistics(cls: type, differentiates: object, observes: object) -> None:
-    """Refuse per-token numbers that are not there, and those to differentiate that have no gradient.
+    """Refuse unknown statistics in `observes`, and statistics without a gradient in `differentiates`.
 
-    Checked where the class is defined, and of properties where the loss is made.
+    Checked when the class is defined; if these are properties, when the loss is constructed.
     """
     objective = cls.objective
     for field, given, known, which in (
@@ -70,11 +70,11 @@ def _is_class_variable(kind: object) -> bool:
 
 
 class NumericField(NamedTuple):
-    """What a field that is annotated as a number, or as a sequence of numbers, may hold."""
+    """The values that a field annotated as a number, or as a sequence of numbers, may have."""
 
-    whole: bool  # an integer
-    several: bool  # a sequence
-    others: tuple  # values that are allowed beside numbers, such as None
+    whole: bool  # integers only
+    several: bool  # a sequence of numbers
+    others: tuple  # other values that are allowed, such as None
 
     @property
     def expected(self) -> str:
@@ -99,7 +99,7 @@ def numeric_fields(cls: type) -> Mapping[str, NumericField]:
 
 
 def _resolved(annotation: object, owner: type) -> object:
-    """An annotation that may be a text; a text that cannot be evaluated names no number."""
+    """An annotation, evaluated if it is a string; None for a string that cannot be evaluated."""
     if not isinstance(annotation, str):
         return annotation
     module = sys.modules.get(owner.__module__)
@@ -131,7 +131,7 @@ def _numeric_field(annotation: object) -> NumericField | None:
 
 
 def check_numbers(loss) -> None:
-    """Numeric fields hold numbers: no text, no bool, no NaN and no infinity."""
+    """Raise unless numeric fields hold finite numbers, not strings or bools."""
     for name, field in loss.numeric.items():
         value = getattr(loss, name)
         if any(value is other or value == other for other in field.others):
@@ -143,7 +143,7 @@ def check_numbers(loss) -> None:
 
 
 def check_fields(loss) -> None:
-    """Fields are constants: hashable, of the right kind, and no tensors."""
+    """Raise unless all fields are hashable constants of the right type, and none is a tensor."""
     for field in fields(loss):
         value = getattr(loss, field.name)
         remedy = f"declare {field.name!r} in shared_inputs and pass it to the call"
@@ -182,12 +182,12 @@ def _check_hashable(loss) -> None:
 
 
 def made(cls: type, **options):
-    """`cls(**options)`, made and checked once for equal options, for calls that make a loss of their own."""
-    # Whoever keeps a process group keeps its threads.
+    """`cls(**options)`, cached by its options, for functions that construct a loss in every call."""
+    # Do not cache losses that hold a process group: it would never be destroyed.
     shared = options.get("tp_group") is None and options.get("cp_group") is None
     if torch.compiler.is_compiling() or not shared:
         return cls(**options)
-    with suppress(TypeError):  # of what cannot be hashed the class itself says it
+    with suppress(TypeError):  # for options that are not hashable, the class itself raises
         return _made(cls, **options)
     return cls(**options)
 
@@ -197,12 +197,12 @@ def _made(cls: type, **options):
     return cls(**options)
 
 
-# Types whose values are known by their text.
+# Types whose values are identified by their repr.
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 
 
 def identity_of(loss) -> str:
-    """Class and field values as a text, equal for equal losses and only for these."""
+    """Class and field values as a string that is equal for equal losses and only for these."""
     cls = type(loss)
     values = ", ".join([_text(getattr(loss, field.name)) for field in fields(loss)])
     return f"{cls.__module__}.{cls.__qualname__}@{id(cls):x}({values})"

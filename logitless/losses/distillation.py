@@ -22,10 +22,9 @@ from logitless.losses.support import SUPPORTS, check_support, on_support
 from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
 from logitless.parallel.groups import check_alike
 
-# Of the logits themselves: half the squared distance of the unit vectors is 1 - cos, without its
-# cancellation.
+# 1 - cos of the logits, computed as half the squared distance of the unit vectors, which does not cancel.
 COSINE = "cosine"
-# The least length of a row of logits that is divided by, as in torch.nn.functional.normalize.
+# Lower bound of the norm of a row of logits before division, as in torch.nn.functional.normalize.
 TINY = 1e-12
 NAMES = (*DIVERGENCES, COSINE)
 Divergence = Literal["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"]
@@ -118,13 +117,13 @@ class DistillationLoss(LogitsLoss):
             best, favourite = batch.argmax(z), batch.argmax(t)
         else:
             values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
-            # Whatever id an empty slot holds, or a token that is not supervised.
+            # Empty slots and unsupervised tokens may have any id.
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
             best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
-            # An id that a bias of -inf rules out takes no part.
+            # Leave out ids whose logit is -inf.
             ruled_out = (z == -torch.inf) | (t == -torch.inf)
             z, t = (x.masked_fill(ruled_out, 0.0) for x in (z, t))
             z, t = z / batch.norm(z).clamp(min=TINY), t / batch.norm(t).clamp(min=TINY)
@@ -174,7 +173,7 @@ class DistillationLoss(LogitsLoss):
         rows, labels = (logits, batch.teacher_logits), batch.labels
         if not batch.vocabulary.sharded:
             return self._mixed(*kernels.fused_divergence(*rows, labels, factors, **options))
-        # Without labels, or with one of an id that no rank has: -1.
+        # -1 without labels, and for a label outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
         return self._mixed(
@@ -233,7 +232,7 @@ class DistillationLoss(LogitsLoss):
         return call(hidden, weight, counted, **inputs, **arguments)
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
-        """The teacher's head, with the rows alone that mean the same to the student."""
+        """The teacher's head, cut to the ids that both vocabularies share (`shared_vocabulary`)."""
         rows, shared = teacher["teacher_weight"].shape[0], self.shared_vocabulary
         if shared is None:
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
@@ -245,7 +244,7 @@ class DistillationLoss(LogitsLoss):
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 
     def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size) -> dict[str, Tensor]:
-        """The teacher that is known by its k best tokens, as inputs."""
+        """`teacher_logprobs_topk` as inputs of the loss."""
         name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
         alone = self.tp_group is None or self.support in SUPPORTS
         expect(alone, name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
@@ -267,7 +266,8 @@ class JSDLoss(DistillationLoss):
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (n, k) of both over the teacher's best ids; (n, k + 1) with a bucket for the rest."""
+    """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
+    last entry being that of all other ids."""
     filled = values > -torch.inf
     teacher = torch.where(filled, values, NOTHING)
     picked = torch.where(filled, student.gather(-1, ids), NOTHING)
@@ -275,7 +275,7 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
     others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
-    # The teacher's bucket is at least the rounding error of the sum, below which 1 - sum means nothing.
+    # Bound the teacher's probability of other ids, 1 - sum, below by the rounding error of the sum.
     known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)
     rest = torch.log(-torch.expm1(known))
     rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)

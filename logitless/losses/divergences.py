@@ -9,13 +9,13 @@ from logitless.kernels.head import divergence as kernels
 
 
 class Options(Protocol):
-    """What a divergence reads of its loss."""
+    """The fields of the loss that a divergence uses."""
 
     beta: float
     skew_alpha: float
 
 
-# Of log-probabilities (n, K) of student and teacher.
+# (loss, student (n, K), teacher (n, K)), log-probabilities -> (n,).
 DIVERGENCES: Mapping[str, Callable[[Options, Tensor, Tensor], Tensor]] = {
     "jsd": lambda loss, student, teacher: kernels.jsd(student, teacher, loss.beta),
     "forward_kl": lambda loss, student, teacher: kernels.kl(teacher, student),

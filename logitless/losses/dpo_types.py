@@ -40,7 +40,8 @@ class Options(Protocol):
 
 
 class Pairs(NamedTuple):
-    """Numbers (pairs,) each: policy, reference, the f-divergence scores of their log-ratios, and lengths."""
+    """Values (pairs,) each: log-probabilities of policy and reference, f-divergence scores of their
+    log-ratios, and lengths."""
 
     chosen_logps: Tensor
     rejected_logps: Tensor
@@ -53,12 +54,12 @@ class Pairs(NamedTuple):
 
     @property
     def chosen(self) -> Tensor:
-        """Log-ratio of policy and reference."""
+        """(pairs,) log-ratio of policy to reference for the chosen sequences."""
         return self.chosen_logps - self.ref_chosen_logps
 
     @property
     def rejected(self) -> Tensor:
-        """Log-ratio of policy and reference."""
+        """(pairs,) log-ratio of policy to reference for the rejected sequences."""
         return self.rejected_logps - self.ref_rejected_logps
 
     @property
@@ -66,7 +67,7 @@ class Pairs(NamedTuple):
         return self.chosen_scores - self.rejected_scores
 
     def averaged(self) -> "Pairs":
-        """The same with every sum of log-probabilities, and every score, divided by its sequence's length."""
+        """The pairs with all log-probabilities and scores divided by the lengths of their sequences."""
         *sums, chosen, rejected = self
         means = [x / (rejected if i % 2 else chosen) for i, x in enumerate(sums)]
         return Pairs(*means, chosen, rejected)
@@ -103,7 +104,7 @@ def discopop(loss: Options, p: Pairs) -> Tensor:
     return (gate - 1) * logsigmoid(x) + gate * bounded_exp(-x)
 
 
-# "sft" is counted in tokens and stands apart, in `DPOLoss.terms`.
+# "sft" is a mean over tokens, not pairs: see `DPOLoss.terms`.
 DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
     "sigmoid": lambda loss, p: smoothed(loss.beta * p.delta, loss.label_smoothing),
     "hinge": lambda loss, p: relu(1 - loss.beta * p.delta),
@@ -125,10 +126,10 @@ DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
 DPO_TYPES = (*DPO_LOSSES, "sft")
 # Those that TRL computes from means over the tokens of a sequence; the others take sums.
 AVERAGED = {"ipo", "sigmoid_norm"}
-# Those that sort over the batch.
+# Losses that sort over the batch.
 SORTED = {"aot", "aot_unpaired"}
-# Losses of the difference of the two scores alone. In it the partition function of any divergence cancels;
-# where the scores stand apart, that of reverse KL alone may be left out.
+# Losses that depend on the scores through their difference alone, in which the partition function of every
+# divergence cancels. In other losses it can be left out for reverse KL alone.
 DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 
 

@@ -129,7 +129,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether one ratio serves a whole sequence."""
+        """Whether there is one ratio per sequence."""
         return self.importance_sampling_level == "sequence"
 
     @property
@@ -184,7 +184,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         return self.with_bonus(values, stats.entropy, kept, batch), metrics
 
     def phi(self, log_ratio: Tensor, batch: Batch) -> Tensor:
-        """VESPO's weight of a token, from the product of its sequence's ratios; without gradient."""
+        """(n,) VESPO's weights, from the product of the ratios of each sequence; without gradient."""
         log_w = batch.sum_by_sequence(log_ratio.clamp(-LARGEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
         if batch.log_importance is not None:
             log_w = log_w + batch.sum_by_sequence(batch.log_importance)
@@ -207,7 +207,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     def with_bonus(
         self, values: Tensor, entropy: Tensor, kept: Tensor | None, batch: Batch
     ) -> dict[str, Term]:
-        """The loss's terms: with reduction="none" one value per unit, else surrogate and entropy apart."""
+        """The terms of the loss: with reduction="none" one term, else the surrogate and the entropy bonus."""
         entropy = entropy if kept is None else entropy * kept
         if self.reduction == "none":
             values = values - self.entropy_coef * entropy if self.entropy_coef else values
@@ -263,7 +263,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
         if model and self.reduction == "none":
-            # An unreduced loss is computed from per-token numbers of the policy alone.
+            # An unreduced loss has the policy's statistics alone: compute the reference's log-probs here.
             inputs["ref_logps"] = self.detached_logps(*model.values(), layout.targets, self.ref_head)
         else:
             inputs |= model
@@ -273,7 +273,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         elif self.loss_type == "dr_grpo":
             weight = 1 / self.max_completion_length
             inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
-        # A number that a whole sequence shares is counted once.
+        # A flag that all tokens of a sequence share counts once per sequence.
         once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
         everyone = None if once and not self.entropy_coef else layout.share
         share = layout.shares / layout.sequences if once else everyone.expand(layout.sequences)
@@ -284,7 +284,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if self.loss_type != "vespo":
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        # One factor of a sequence, which its tokens share.
+        # Split the log of a sequence's factor evenly over its tokens.
         logs = logs.reshape(-1) * layout.shares if layout.is_per_sequence(logs) else logs
         return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
 

@@ -20,7 +20,7 @@ class Options(Protocol):
 
 
 def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
-    """`torch.where` of two numbers in the dtype of `like`."""
+    """`torch.where(condition, positive, negative)` in the dtype of `like`."""
     return negative + (positive - negative) * condition.to(like.dtype)
 
 
@@ -69,5 +69,5 @@ FLAGS = {
 }
 # Types whose mean is over sequences; that of the others is over tokens.
 PER_SEQUENCE = ("grpo", "sapo", "luspo", "dr_grpo")
-# What a ratio is of.
+# Values of `importance_sampling_level`.
 LEVELS = ("token", "sequence")

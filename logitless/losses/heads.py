@@ -1,4 +1,4 @@
-"""LM heads as modules in the calls of losses: taken apart into the tensors that the engine knows."""
+"""Replace LM head modules among the arguments of a loss by their tensors."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -12,12 +12,12 @@ from logitless.engine.operands import SplitHead
 from logitless.errors import expect
 from logitless.parallel.groups import TENSOR_PARALLEL
 
-# What stands before the names of a head's hidden states, weight and bias in a call.
+# Prefixes of the names of hidden states, weight and bias of the heads in a call.
 PREFIXES = ("", "teacher_", "ref_")
 
 
 def with_heads(call: Callable, loss, targets: Tensor | None, **arguments):
-    """`call(loss, hidden, weight, targets, ...)` with its head modules taken apart."""
+    """`call(loss, hidden, weight, targets, ...)` with head modules replaced by their tensors."""
     loss, arguments = taken_apart(loss, arguments)
     return call(loss, arguments.pop("hidden"), arguments.pop("weight"), targets, **arguments)
 
@@ -25,8 +25,7 @@ def with_heads(call: Callable, loss, targets: Tensor | None, **arguments):
 def taken_apart(loss, arguments: dict) -> tuple:
     """(loss, arguments) with every head module or `HeadView` among the arguments replaced by its tensors.
 
-    Softcap and scale that come with a model's head become the loss's own, and the group over which the rows
-    of a view in shards are spread.
+    The loss takes the softcap and scale of a model's head, and the `tp_group` of a view with `in_shards`.
 
     Raises:
         TypeError: a module that cannot be read.
@@ -56,7 +55,7 @@ def taken_apart(loss, arguments: dict) -> tuple:
 
 
 def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
-    """(loss, weight, bias) of a head whose hidden states others share: LoRA cannot make them wider."""
+    """(loss, weight, bias) of a head whose hidden states other heads use too, so that it cannot have LoRA."""
     columns, remedy = view_of(head, name).columns, "merge it, or train the head whole"
     expect(not columns, name, "a head without an adapter", "LoRA on it", remedy)
     loss, own = taken_apart(loss, {"weight": head, "bias": bias})
@@ -64,7 +63,7 @@ def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple
 
 
 def _kept(function: Callable) -> Callable:
-    """Make equal losses once, except those that have a process group: it would live as long."""
+    """Cache a function of a loss, except for losses with a group, which the cache would keep alive."""
     once = lru_cache(maxsize=256)(function)
 
     @wraps(function)

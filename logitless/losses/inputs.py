@@ -1,7 +1,7 @@
-"""Keywords of the losses' calls, and options of heads, as type checkers see them (PEP 692).
+"""Typed keyword arguments (PEP 692) that the calls of several losses share.
 
-A call's own signature has what is particular to a loss; these have the rest. tests/test_typing.py compares
-both with what the calls take.
+The signature of a loss's `__call__` has its own arguments; these dicts have the others. tests/test_typing.py
+compares both with the calls.
 """
 
 from typing import TYPE_CHECKING, Literal, Required, TypedDict
@@ -20,7 +20,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class CallInputs(TypedDict, total=False):
-    """What the call of every loss takes: see `CrossEntropyLoss.__call__`."""
+    """Keyword arguments of every loss: see `CrossEntropyLoss.__call__`."""
 
     bias: Tensor | None
     num_items: float | Tensor | None
@@ -33,7 +33,7 @@ class CallInputs(TypedDict, total=False):
 
 
 class ReferenceInputs(CallInputs, total=False):
-    """With a reference model, as log-probabilities or as hidden states and head."""
+    """Keyword arguments of losses with a reference model: log-probabilities, or hidden states and head."""
 
     ref_logps: Tensor | None
     ref_hidden: Tensor | None
@@ -42,7 +42,7 @@ class ReferenceInputs(CallInputs, total=False):
 
 
 class RolloutInputs(CallInputs, total=False):
-    """With what is known of a rollout: the calls of GRPO and PPO."""
+    """Keyword arguments of GRPO and PPO: advantages and log-probabilities of the rollout."""
 
     advantages: Required[Tensor]
     old_logps: Tensor | None
@@ -51,7 +51,7 @@ class RolloutInputs(CallInputs, total=False):
 
 
 class HeadOptions(TypedDict, total=False):
-    """Options of a loss that its functions (`linear_logprobs` and others) take: see `CrossEntropyLoss`."""
+    """Fields of a loss that functions such as `linear_logprobs` take as options: see `CrossEntropyLoss`."""
 
     softcap: float | None
     logit_scale: float

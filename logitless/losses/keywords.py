@@ -1,4 +1,4 @@
-"""What a loss's call takes: the names of its keywords, and tensors where tensors belong."""
+"""Checks of a loss's call: names of keyword arguments, and tensors where tensors are expected."""
 
 import difflib
 import inspect
@@ -10,16 +10,15 @@ from torch import Tensor
 from logitless.engine.operands import check_data
 from logitless.errors import expect
 
-# What to pass in place of a model's whole output.
+# Remedy where a model's whole output was passed as hidden states.
 ALONE = "pass the hidden states alone, such as outputs.last_hidden_state"
-# Whose hidden states, weight and bias the call takes where a loss declares it, and what stands before their
-# names.
+# Declarations of a loss class that add the hidden states, weight and bias of another model to its call, and
+# the prefixes of these arguments.
 MODELS = {"teacher": "teacher", "reference": "ref"}
 
 
 MASK = "mask", "pass it as mask", "set the targets to ignore_index where it is off"
-# Names that other libraries have for arguments of ours, and close by spelling to other ones: the argument,
-# what to do where a call takes it, and where it does not.
+# Names of our arguments in other libraries: (our argument, remedy if the call takes it, remedy if not).
 SYNONYMS = {
     "attention_mask": MASK,
     "completion_mask": MASK,
@@ -43,13 +42,13 @@ SYNONYMS = {
 
 
 class CheckedCall:
-    """A loss that refuses what its call does not take, in one form and before anything is computed."""
+    """Base of the losses that refuses unknown keyword arguments and non-tensors, with a remedy."""
 
-    # Declared inputs that the loss's `__call__` makes itself, for the `__call__` below it: no keywords.
+    # Declared inputs that the loss's `__call__` computes for the `__call__` of its base: not keywords.
     internal_inputs: ClassVar[tuple[str, ...]] = ()
-    # What the call takes by keyword; derived from the signatures of `__call__` and from the declared inputs.
+    # Keywords of the call, derived from the signatures of `__call__` and from the declared inputs.
     keywords: ClassVar[tuple[str, ...]] = ()
-    # What to do instead, by the name of what came or by what stands before its first underscore.
+    # Remedies for unknown keywords, by the full name or by its part before the first underscore.
     remedies: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **options):
@@ -57,7 +56,7 @@ class CheckedCall:
         cls.keywords = call_keywords(cls)
 
     def check_call(self, given: Iterable[str], **tensors: object) -> None:
-        """Refuse `given` names that are no keywords of this loss, and `tensors` that are none (or None)."""
+        """Refuse names in `given` that are not keywords of this loss, and `tensors` of other types."""
         unknown = [name for name in given if name not in self.keywords]
         if unknown:
             taken = f"keywords of {type(self).__name__} ({', '.join(self.keywords)})"
@@ -78,14 +77,14 @@ class CheckedCall:
 
 
 def call_keywords(cls: type) -> tuple[str, ...]:
-    """Keywords that a call of a loss takes, in alphabetical order."""
+    """The keywords of a loss's call, in alphabetical order."""
     names: set[str] = set()
     for owner in cls.__mro__:
         if "__call__" not in vars(owner):
             continue
         parameters = inspect.signature(vars(owner)["__call__"]).parameters.values()
         names |= {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
-        # What `**` collects is passed on to the next class, unless it is there only to be refused.
+        # `**arguments` are passed to the base class; `**unknown` are refused.
         rest = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
         if rest in ([], ["unknown"]):
             break
@@ -99,7 +98,7 @@ def call_keywords(cls: type) -> tuple[str, ...]:
 
 
 def check_options(given: Iterable[str], known: tuple[str, ...], arguments: tuple[str, ...] = ()) -> None:
-    """Refuse `given` names that are no options of a loss; `arguments`: what a function takes beside them."""
+    """Refuse names in `given` that are not in `known`; `arguments`: other arguments, for the remedy."""
     unknown = [name for name in given if name not in known]
     if unknown:
         remedy = synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments))
@@ -107,7 +106,7 @@ def check_options(given: Iterable[str], known: tuple[str, ...], arguments: tuple
 
 
 def synonym(name: str, known: Iterable[str]) -> str:
-    """A remedy for another library's name of an argument; empty for other names."""
+    """The remedy for another library's name of an argument; empty for other names."""
     if name not in SYNONYMS:
         return ""
     argument, taken, other = SYNONYMS[name]
@@ -115,6 +114,6 @@ def synonym(name: str, known: Iterable[str]) -> str:
 
 
 def meant(name: str, choices: Iterable[str]) -> str:
-    """A remedy for a misspelt name."""
+    """The remedy for a misspelt name: the closest choice."""
     close = difflib.get_close_matches(name, choices, n=1)
     return f"perhaps {close[0]} is meant" if close else "leave it out"

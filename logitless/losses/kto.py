@@ -21,8 +21,8 @@ from logitless.losses.preference import PairedLoss, ReferencedLoss, mean_over
 from logitless.losses.reference_model import check_reference
 
 KTOType = Literal["kto", "apo_zero_unpaired"]
-# By how much the policy prefers a sequence, from the reward beta * log-ratio and beta * KL. The loss of a
-# desirable sequence is sigma(-margin), that of an undesirable one sigma(margin).
+# Margins by loss type, from the reward beta * log-ratio and beta * KL. The loss of a desirable sequence is
+# sigma(-margin), that of an undesirable one sigma(margin).
 KTO_MARGINS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kto": lambda reward, kl: reward - kl,
     "apo_zero_unpaired": lambda reward, kl: reward,
@@ -150,7 +150,7 @@ class KTOLoss(ReferencedLoss):
         return out
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        """Integer labels that are neither 0 nor 1."""
+        """The fault of integer labels that are neither 0 nor 1."""
         labels = inputs["labels"]
         if labels.dtype == torch.bool:
             return []
@@ -166,7 +166,7 @@ class KTOLoss(ReferencedLoss):
         ref_head: tuple[Tensor | None, Tensor | None],  # (V, H'), (V,)
         shift: bool,
     ) -> Tensor:
-        """Of the unrelated completions that `kl` describes: the mean over sequences of sums over tokens."""
+        """The mean log-ratio of the unrelated completions in `kl`: sums over tokens, mean over sequences."""
         sequences, starts = self._check_kl(kl)
         targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
         per_token = reference is None or self.is_per_token(reference, targets)
@@ -189,7 +189,7 @@ class KTOLoss(ReferencedLoss):
         return (sums[0] - sums[1]) / max(sequences, 1)
 
     def _check_kl(self, kl: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
-        """How many unrelated completions there are, and their boundaries where they are packed."""
+        """Check `kl`: (number of unrelated completions, their boundaries if packed)."""
         needed, known = {"kl_hidden", "kl_targets"}, {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
         complete = needed <= set(kl) <= needed | known and ("ref_logps" in kl) != ("ref_hidden" in kl)
         expected = "kl_hidden, kl_targets and one of ref_logps and ref_hidden"

@@ -1,4 +1,4 @@
-"""What every loss has: options, declarations, and the call."""
+"""`LinearLoss`, the base of all losses: options, declarations and the call."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -46,37 +46,40 @@ SCOPES = ("token", "group", "batch")
 
 @dataclass(frozen=True, kw_only=True)
 class LinearLoss(CheckedCall):
-    """What every loss has: how logits come from the head, and how the work is bounded.
+    """The base of all losses: the options of the logits, of memory and of parallelism.
 
     Args:
         ignore_index: targets with this id are not supervised. With `compact` they are not projected.
         reduction: "mean" (the sum over the normalizer of each unit), "sum" or "none".
-        softcap: c in logits c * tanh(logit_scale * (h·w + b) / c) / temperature; None for no bound.
+        softcap: c in logits = c * tanh(logit_scale * (h·w + b) / c) / temperature; None for no softcap.
         logit_scale: factor of h·w + b.
-        temperature: divides the logits in the end.
-        logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.5 GiB on cards of
-            64 GiB and more, 1 GiB below, less on small cards and CPUs.
-        accum_dtype: dtype in which d_weight is summed over chunks; default fp32 when there is more than one.
-        logits_dtype: dtype of the chunk of logits; default that of the operands. fp32 gives log-probs without
-            rounding noise. On Hopper one kernel projects bf16 and reads the logits in fp32, and stores none:
-            with fp32, and by default unless a reduced loss needs the gradient of lse (label smoothing,
-            z-loss); with `tp_group` where all ranks can. bf16 gives rounded logits there, too.
-        compact: leave unsupervised rows out before the first product, at the price of one host sync. False
-            reads nothing back, as a CUDA graph requires: every row is projected, and packed sequences that
-            belong to groups are taken for one group.
-        tp_group: the process group whose ranks hold a shard of the vocabulary each: weight (V_r, H), bias
-            (V_r,) and their like are this rank's rows, in the order of the ranks, and hidden and targets are
-            the same on all; so must `logits_budget` be, where the cards differ. The sizes of the shards are
-            read in the call's one host sync; in another one where they are new, and with compact=False. Also
-            a one-dimensional DeviceMesh or, for a DTensor weight, the name of its mesh dimension. Every rank
-            gets the loss, d_hidden and its own d_weight.
-        cp_group: the process group whose ranks hold a slice of every sequence each (context parallel), named
-            like `tp_group`; of losses of policies, pairs and whole sequences. What comes per token is this
-            rank's, shifted before it was sliced, what comes per sequence is whole. A slice may be any of the
-            tokens (of 2n chunks, rank r of n may have r and 2n - 1 - r): what looks at earlier tokens takes
-            `position_ids`. Every rank gets the whole loss and its metrics, d_hidden of its own tokens, and
-            their share of d_weight: the sum over the group is the whole. Where the ranks' average is taken
-            instead (DDP, FSDP), backpropagate the loss times the size of the group.
+        temperature: divisor of the logits, after the softcap.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default 2.5 GiB on GPUs of
+            64 GiB and more, 1 GiB on others, less on small GPUs and CPUs.
+        accum_dtype: dtype in which d_weight is summed over chunks; default fp32 if there are several chunks.
+        logits_dtype: dtype of the logits from which statistics are computed; default None. On most devices
+            None is the dtype of the operands, and the chunk is stored in it; fp32 then gives log-probs
+            without rounding noise. On Hopper with bf16 operands, one kernel projects a chunk and computes its
+            statistics from fp32 accumulators, without storing logits. It runs with fp32, and with None unless
+            a reduced loss needs the gradient of lse (label smoothing, z-loss); with `tp_group` only if all
+            ranks have the kernel. bf16 gives rounded logits on Hopper as well.
+        compact: remove unsupervised rows before the first product, at the cost of one host sync. False: no
+            host sync, as a CUDA graph requires; all rows are projected, and packed sequences in a loss of
+            groups form one group.
+        tp_group: process group for vocabulary parallelism; also a one-dimensional DeviceMesh or, for a
+            DTensor weight, the name of a dimension of its mesh. Each rank passes its rows of the head, in
+            the order of the ranks: weight (V_r, H), bias (V_r,), and the heads of teacher and reference
+            likewise. hidden, targets and other inputs must be equal on all ranks, and so must
+            `logits_budget`: set it if the GPUs differ. The shard sizes are exchanged in the call's one host
+            sync; one more sync is needed when they have changed. With compact=False their exchange is a host
+            sync. Every rank gets the loss, the whole d_hidden, and d_weight of its rows.
+        cp_group: process group for context parallelism, named like `tp_group`; for losses of policies, pairs
+            and whole sequences. Each rank passes a slice of every sequence: inputs per token are those of its
+            slice, shifted before slicing; inputs per sequence are whole. A slice may be any tokens of the
+            sequence (for example chunks r and 2n - 1 - r of 2n, for rank r of n); losses that depend on
+            earlier tokens take `position_ids`. Every rank gets the loss and metrics of whole sequences,
+            d_hidden of its own tokens, and its share of d_weight, to be summed over the group. If gradients
+            are averaged instead (DDP, FSDP), multiply the loss by the size of the group before backward.
     """
 
     ignore_index: int = -100
@@ -91,14 +94,14 @@ class LinearLoss(CheckedCall):
     tp_group: "ProcessGroup | DeviceMesh | str | None" = None
     cp_group: "ProcessGroup | DeviceMesh | str | None" = None
 
-    # Tokens that must be seen together: "token", "group" (`sequences_per_group` sequences, 2 for a pair) or
-    # "batch".
+    # The tokens that one evaluation of `terms` must contain: "token" (any slice), "group" (the tokens of
+    # `sequences_per_group` sequences, 2 for a pair) or "batch" (all tokens).
     scope: ClassVar[str] = "token"
-    # The unit that `num_items` counts, and whose normalizer stays out of the chunk.
+    # The unit that `num_items` counts. The power of two of its factor is deferred in fp16.
     unit: ClassVar[str] = "tokens"
-    # Names of the tensors that the call takes besides the head's: in targets' shape, aligned with the targets
-    # (`shift` moves them along) or with the positions that predict (it does not); (B,) per sequence; (V,) per
-    # token id; or whole.
+    # Names of the tensors that the call takes, besides those of heads. `token_inputs`: targets' shape, shifted
+    # with the targets. `prediction_inputs`: targets' shape, aligned with hidden, not shifted.
+    # `sequence_inputs`: (B,). `vocabulary_inputs`: (V,). `shared_inputs`: any shape, passed whole.
     token_inputs: ClassVar[tuple[str, ...]] = ()
     prediction_inputs: ClassVar[tuple[str, ...]] = ()
     sequence_inputs: ClassVar[tuple[str, ...]] = ()
@@ -113,22 +116,23 @@ class LinearLoss(CheckedCall):
     # See `TokenLoss`.
     differentiates: ClassVar[tuple[str, ...]] = ()
     observes: ClassVar[tuple[str, ...]] = ()
-    # The one of `vocabulary_inputs` that weighs the logits in `stats.sum_logits`.
+    # Name of the vocabulary input that weights the logits in `stats.sum_logits`.
     sum_logits_weights: ClassVar[str | None] = None
-    # Whether `terms` is right on a shard of the logits: see `Batch`. Per-token numbers always are.
+    # Whether `terms` supports `tp_group`. A loss of statistics always does; a loss of logits must then be
+    # correct on a shard of the columns, by the reductions of `Batch`.
     vocab_parallel: ClassVar[bool] = True
-    # Whether `terms` is right where each rank has a slice of every sequence: it looks at others' tokens
-    # through the batch alone, and unless its scope is "token", its values are per sequence or pair exactly
-    # where their unit is, else per token.
+    # Whether `terms` supports `cp_group`. Then `terms` must use values of other tokens only through methods of
+    # the batch, such as `sum_by_sequence`. If the scope is not "token", a term over "sequences" or "pairs" must
+    # have one value per sequence or pair, and a term over another unit one value per token.
     context_parallel: ClassVar[bool] = False
-    # The argument that brings the boundaries of packed sequences, for errors.
+    # Name of the argument with the boundaries of packed sequences, for errors.
     boundaries_argument: ClassVar[str] = "cu_seqlens"
-    # Whether the caller knows that every token counts, and none can be wrong.
+    # Whether the caller guarantees that every token is supervised and has a valid target.
     unmasked: ClassVar[bool] = False
-    # What of the inputs is wrong where only the device can tell, as a method (targets, inputs, V) -> list of
-    # `Fault`: read in the call's one sync. None: nothing can be.
+    # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the device.
+    # The counts are read in the call's one host sync. None: no such checks.
     faults: ClassVar[Callable | None] = None
-    # The values of the fields as a text, which Dynamo guards on; empty for a loss made inside a graph.
+    # Class and field values as a string, which Dynamo guards on; empty for a loss constructed in a graph.
     identity: ClassVar[str] = ""
     # Derived from the declarations above, and from the annotations of the fields.
     roles: ClassVar[Mapping[str, Role]] = MappingProxyType({})
@@ -172,12 +176,12 @@ class LinearLoss(CheckedCall):
 
     @constant_in_graphs
     def name_in_graphs(self) -> str:
-        """A name that stands for this loss in a compiled graph."""
+        """The name of this loss in a compiled graph."""
         return register_loss(self)
 
     @property
     def head(self) -> Head:
-        """The transform of the logits."""
+        """The transform of the logits: softcap, scale and temperature."""
         return Head(self.softcap, self.logit_scale, self.temperature)
 
     @property
@@ -186,17 +190,17 @@ class LinearLoss(CheckedCall):
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
     def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
-        """The loss itself, unreduced: ({name: Term}, {metric name: Term}). A pure function of tensors."""
+        """The unreduced loss: ({name: Term}, {metric name: Term}). A pure function of tensors."""
         raise NotImplementedError
 
     def normalizers(
         self, counts: Mapping[str, Tensor], targets: Tensor, inputs: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        """What the sum over each unit is divided by in a mean: how many of it the call contains."""
+        """The divisor of the sum over each unit in a mean; default the number of this unit in the call."""
         return dict(counts)
 
     def resolved(self, weight: Tensor | SplitHead) -> "LinearLoss":
-        """The loss with its groups as process groups, whatever names them."""
+        """The loss with `tp_group` and `cp_group` resolved to process groups."""
         given = {
             name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
         }
@@ -208,11 +212,11 @@ class LinearLoss(CheckedCall):
         )
 
     def refuse_shift(self) -> None:
-        """Slices of sequences cannot be shifted: the last token of one predicts another rank's first."""
+        """Raise: slices cannot be shifted, as the next token of a slice's last one is on another rank."""
         expect(False, "shift", "False with cp_group", True, "shift whole sequences before they are sliced")
 
     def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
-        """Targets with `ignore_index` where the mask of a call is off."""
+        """`targets` with `ignore_index` where the mask is off."""
         weights = "token_weights" if "token_weights" in self.keywords else None
         return masked(targets, mask, self.ignore_index, weights)
 

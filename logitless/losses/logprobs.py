@@ -1,4 +1,4 @@
-"""Differentiable log-probabilities of given tokens: the primitive for losses that are not written yet."""
+"""`linear_logprobs`: differentiable log-probabilities of given tokens, for losses of your own."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, overload
@@ -20,12 +20,12 @@ from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
 
-# What a call returns as entropy: for checkers it follows from `entropy=`.
+# The type of the returned entropy, which follows from the argument `entropy`.
 Entropy = TypeVar("Entropy", bound=Tensor | None, covariant=True)
 
 
 class TokenLogprobs(NamedTuple, Generic[Entropy]):
-    """What `linear_logprobs` returns: fp32 tensors (fp64 for fp64 operands), 0 where ignored.
+    """The result of `linear_logprobs`: fp32 tensors (fp64 for fp64 operands), 0 where ignored.
 
     Attributes:
         logps: log-probabilities, of the targets' shape: (...), or (..., k).
@@ -40,11 +40,11 @@ class TokenLogprobs(NamedTuple, Generic[Entropy]):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNumbers(TokenLoss):
-    """The per-token numbers of a `TokenLoss`, for ordinary autograd: `numbers(hidden, weight, targets)`.
+    """Per-token statistics for ordinary autograd: `numbers(hidden, weight, targets)`.
 
     Args:
-        entropy: False; True: differentiable; "metric": without gradient.
-        also: names of further numbers, without gradient.
+        entropy: whether to compute the entropy. False; True: differentiable; "metric": without gradient.
+        also: names of further statistics, without gradient.
     """
 
     entropy: bool | str = False
@@ -78,7 +78,7 @@ class TokenNumbers(TokenLoss):
         shift: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
-        """({name: (...)}, plan): differentiable numbers in the targets' shape, 0 where ignored."""
+        """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
         if not isinstance(weight, Tensor | SplitHead):
             own = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
             return with_heads(TokenNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
@@ -93,7 +93,7 @@ ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens")
 
 
 class LogprobsOptions(HeadOptions, total=False):
-    """What `linear_logprobs` takes beside `entropy`."""
+    """Keyword arguments of `linear_logprobs` besides `entropy`."""
 
     bias: Tensor | None
     ignore_index: int

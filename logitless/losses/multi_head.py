@@ -1,8 +1,8 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is one more `Call` of the engine over its own targets, and all of them add to the same gradients:
-one d_hidden, and one d_weight in fp32 at a time. Layers in front of a head are run on a chunk of rows,
-forward and backward, inside the loop. So nothing grows with the number of heads but their own gradients.
+Every head is a `Call` of the engine with its own targets. All calls add to the same d_hidden, and one d_weight
+in fp32 is alive at a time. The chunk loop runs the layers in front of a head forward and backward per chunk.
+So only the gradients of the heads' parameters grow with the number of heads.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | N
 
 
 class BlockHeads(nn.Module):
-    """What a module with layers in front of its heads has."""
+    """Base of modules with several heads and layers in front of each."""
 
     def blocks(self, k: int) -> nn.Module:
         """The layers in front of head k."""
@@ -59,13 +59,13 @@ class BlockHeads(nn.Module):
 
     @constant_in_graphs
     def name_in_graphs(self) -> str:
-        """A name that stands for this module in a compiled graph."""
+        """The name of this module in a compiled graph."""
         return register_module(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiHeadLoss(CrossEntropyLoss):
-    """What the losses of several heads share: a weighted sum of cross-entropies, solved head after head."""
+    """Base of the losses of several heads: a weighted sum of cross-entropies, solved head by head."""
 
     def __post_init__(self) -> None:
         coefficients = getattr(self, "coefficients", None)
@@ -118,13 +118,13 @@ class MultiHeadLoss(CrossEntropyLoss):
                     if not any(x is given for given, _ in local):
                         local.append((x, local_parameter(name, x, loss.tp_group)))
                 weight, bias = (next(own for given, own in local if given is x) for x in (weight, bias))
-            # Of a DTensor and a plain tensor, one may be whole where the other is a shard.
+            # With a DTensor and a plain tensor, one may be a whole head and the other a shard.
             rows = heads[0].weight.shape[0] if heads else weight.shape[0]
             expected = f"{rows} rows on this rank, as {parts[0].name} has"
             expect(weight.shape[0] == rows, part.name, expected, weight.shape[0], "shard all heads alike")
             operands = Operands(part.hidden, weight, labels, bias)
             given = prepare(loss, operands, Options(num_items, cu_seqlens=cu_seqlens), {})
-            # The same hidden states are the same tensor, with one gradient, also once they are flat.
+            # Parts with the same hidden states share one flattened tensor, which gets one gradient.
             known = [rows for hidden, rows in flat if hidden is part.hidden]
             hidden = known[0] if known else given.hidden
             flat.append((part.hidden, hidden))

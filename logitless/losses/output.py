@@ -1,4 +1,4 @@
-"""`LossOutput`: what a loss returns."""
+"""`LossOutput`, the result of a loss."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,24 +14,24 @@ _OF_THE_LOSS = "{0}: expected a tensor, got the LossOutput of a call; take its .
 
 
 def _no_number(self, *others: object) -> Never:
-    """A tuple would repeat or join itself where a loss is meant."""
+    """Raise for arithmetic: a tuple would repeat or concatenate itself."""
     expect(False, "out", "a tensor", "the LossOutput of a call", "take its .loss", TypeError)
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns. Its `logps` and `predictions` are those of `tokens`.
+    """The result of a loss. `logps` and `predictions` are entries of `tokens`.
 
-    It is a tuple and no number: arithmetic with it, `.backward()` and `.item()` raise TypeError and
-    AttributeError, and say to take `.loss`.
+    A named tuple, not a tensor: arithmetic raises TypeError, `.backward()` and `.item()` raise AttributeError,
+    with the advice to take `.loss`.
 
     Attributes:
-        loss: fp32 (fp64 for fp64 operands); 0-d, or the shape of the loss's unit with `reduction="none"`.
+        loss: fp32 (fp64 for fp64 operands); 0-d, or one value per unit of the loss with `reduction="none"`.
         metrics: detached 0-d tensors by name.
-        plan: what ran; None inside a compiled graph, which is traced before anything runs.
-        tokens: with `return_logps` the detached per-token numbers by name, in the targets' shape and 0 where
-            ignored: logps, lse, what else the loss looked at, and (unless reduction="none" or accumulate_into
-            is given) d_logps, the loss's gradient with respect to logps. With `return_predictions` also
-            predictions. Else empty.
+        plan: the plan that ran; None inside a compiled graph, which is traced before it runs.
+        tokens: detached per-token statistics by name, in the targets' shape, 0 where ignored. With
+            `return_logps`: logps, lse, the other statistics of the loss, and (unless reduction="none" or
+            accumulate_into is given) d_logps, the gradient of the loss with respect to logps. With
+            `return_predictions`: predictions. Otherwise empty.
     """
 
     loss: Tensor
@@ -57,12 +57,12 @@ class LossOutput(NamedTuple):
 
     @property
     def backward(self) -> Never:
-        """Refused: it is the loss's."""
+        """Raises AttributeError: use `.loss.backward()`."""
         raise AttributeError(_OF_THE_LOSS.format("backward"))
 
     @property
     def item(self) -> Never:
-        """Refused: it is the loss's."""
+        """Raises AttributeError: use `.loss.item()`."""
         raise AttributeError(_OF_THE_LOSS.format("item"))
 
     def _asked_for(self, name: str, option: str) -> Tensor:
@@ -80,7 +80,7 @@ def aligned(
     shape: torch.Size,
     ignore_index: int,
 ) -> dict[str, Tensor]:
-    """Per-token numbers in the shape of the call's targets."""
+    """Per-token statistics in the shape of the call's targets."""
     found = dict(tokens)
     if "predictions" in found:
         found["predictions"] = found["predictions"].masked_fill(targets == ignore_index, ignore_index)

@@ -1,7 +1,7 @@
-"""What policy losses of reinforcement learning share: which tokens count, and what comes per sequence.
+"""Base of the policy losses of reinforcement learning: masks, and inputs per sequence or per token.
 
-They take sequences, padded `(B, T)` or packed with `cu_seqlens`, of which the tokens count whose target is
-not `ignore_index` and whose `mask` is on. Advantages come per sequence or per token.
+Sequences are padded `(B, T)`, or packed with `cu_seqlens`. A token is supervised if its target is not
+`ignore_index` and its `mask` is on. Advantages are per sequence or per token.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
 class Layout:
-    """Where a call's tokens and sequences lie: spreads what comes per sequence over its tokens."""
+    """The tokens and sequences of a call; expands inputs per sequence to their tokens."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class Layout:
             self.number = sequence_numbers(cu_seqlens, positions)
 
     def aligned(self, x: Tensor, last: float) -> Tensor:
-        """Unshifted labels, or what goes with them, at the positions that predict them."""
+        """x aligned with hidden: shifted, if the call has `shift`; `last` fills the last positions."""
         return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
 
     def is_per_sequence(self, x: Tensor) -> bool:
-        """Whether x comes per sequence, on every rank with a slice of them."""
+        """Whether x has one entry per sequence; with `cp_group`, whether that holds on every rank."""
         flat, column = x.shape == (self.sequences,), x.shape == (self.sequences, 1)
         if not self._slices.sliced:
             return flat or (column and self.targets.shape != x.shape)
@@ -71,7 +71,7 @@ class Layout:
         return x.reshape(-1, 1).expand(self.targets.shape)
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
-        """In targets' shape, `fill` where a token does not count, whatever was there."""
+        """x in targets' shape, detached, with `fill` for unsupervised tokens."""
         if per_sequence and self.is_per_sequence(x):
             x = self.spread(x)
         else:
@@ -86,7 +86,7 @@ class Layout:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(B,) counted tokens of each sequence."""
+        """(B,) supervised tokens of each sequence."""
         if self.packed:
             counted = self.counted.to(self.dtype)
             lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
@@ -96,18 +96,18 @@ class Layout:
 
     @cached_property
     def shares(self) -> Tensor:
-        """(B,) what a token is of its sequence: 1 / length, and 1 where no token counts."""
+        """(B,) 1 / supervised tokens of each sequence; 1 for a sequence without any."""
         return self.lengths.clamp(min=1).reciprocal()
 
     @cached_property
     def share(self) -> Tensor:
-        """() what a token is of all that count."""
+        """() 1 / supervised tokens of the call; 1 without any."""
         return self.lengths.sum().clamp(min=1).reciprocal()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(TokenLoss):
-    """A loss of advantages. It declares what `terms` sees; `laid_out` makes that from what users pass."""
+    """A loss of advantages. `laid_out` computes the inputs that `terms` declares from the call's arguments."""
 
     token_inputs: ClassVar = ("advantages",)
     observes: ClassVar = ("entropy",)
@@ -116,7 +116,7 @@ class PolicyLoss(TokenLoss):
     def laid_out(
         self, layout: Layout, advantages: Tensor, **given: Tensor | None
     ) -> dict[str, Tensor | None]:
-        """The declared inputs, from the advantages and the loss's own keywords."""
+        """The declared inputs, from the advantages and the other keyword arguments of the loss."""
         raise NotImplementedError
 
     def __call__(
@@ -144,7 +144,7 @@ class PolicyLoss(TokenLoss):
         if self.cp_group is not None:
             loss = self.resolved(weight)
             slices = loss.sequences
-            if debugging():  # the ranks meet below, before the call that all losses share
+            if debugging():  # `Layout` may run collectives before `LinearLoss.__call__` compares the ranks
                 tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
                 check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
         if mask is not None:

@@ -1,4 +1,4 @@
-"""What preference losses share: pairs of sequences, a reference model, and TRL's metrics of both.
+"""Bases of the preference losses: pairs of sequences, a reference model, and TRL's metrics.
 
 Sequences come padded `(B, T)`, or packed with `cu_seqlens`; prompts and padding are masked by `ignore_index`
 in the targets. Where they form pairs, the B chosen sequences come first, then the B rejected ones. The
@@ -41,7 +41,7 @@ def smoothed(x: Tensor, label_smoothing: float) -> Tensor:
 
 
 def mean_over(values: Tensor, mask: Tensor, of: str = "tokens") -> Term:
-    """The mean of the values where `mask` is on. Elsewhere they take no part, not even infinite ones."""
+    """The mean of the values where `mask` is on; values elsewhere are ignored, even infinite ones."""
     return Term(torch.where(mask, values, 0.0), over=mask.to(values.dtype), of=of)
 
 
@@ -83,14 +83,14 @@ def preference_metrics(
     }
 
 
-# What comes in two parts from who has the sequences of a pair apart.
+# Arguments of losses that take chosen and rejected sequences separately.
 PARTS = ("hidden", "targets", "chosen", "rejected")
 CONCATENATE = "concatenate the sequences, chosen first: torch.cat((chosen, rejected))"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedLoss(TokenLoss):
-    """What the losses of pairs share."""
+    """Base of the losses of pairs."""
 
     scope: ClassVar = "group"
     unit: ClassVar = "pairs"
@@ -103,7 +103,7 @@ class PairedLoss(TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedLoss(ComparedLoss):
-    """A loss of sequences whose reference comes per token, per sequence, or as hidden states and head."""
+    """A loss of sequences with a reference: log-probs per token or per sequence, or hidden states and head."""
 
     token_inputs: ClassVar = ("ref_logps",)
     sequence_inputs: ClassVar = ("ref_sequence_logps",)
@@ -136,11 +136,11 @@ class ReferencedLoss(ComparedLoss):
         if ref_hidden is not None:
             check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
             if self.reduction == "none":
-                # An unreduced loss is computed from per-token numbers of the policy alone.
+                # An unreduced loss has the policy's statistics alone: compute the reference's log-probs here.
                 scored = targets.long()
                 scored = shifted(scored, self.ignore_index, cu_seqlens=cu_seqlens) if shift else scored
                 ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
-                # Beside the unshifted labels, with which the call will shift them.
+                # Back to the positions of the unshifted labels: the call shifts both.
                 ref_logps = ref_logps.roll(1, -1) if shift else ref_logps
             else:
                 inputs = dict(model)
@@ -160,7 +160,7 @@ class ReferencedLoss(ComparedLoss):
         expect(fits, "ref_logps", expected, got, "give each sequence or token its own")
 
     def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
-        """Whether log-probabilities came in targets' shape, on every rank with a slice of the sequences."""
+        """Whether log-probabilities have targets' shape; with `cp_group`, whether that holds on all ranks."""
         per_token = ref_logps.shape == targets.shape
         if self.cp_group is not None and targets.dim() == 1:
             # A rank's packed slice may have as many tokens as the call has sequences.
@@ -168,7 +168,7 @@ class ReferencedLoss(ComparedLoss):
         return per_token
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
-        """(sequences,) log-probabilities under the reference; those given as sums are weighted already."""
+        """(sequences,) log-probabilities under the reference; `weights` (n,) do not apply to given sums."""
         if batch.ref_sequence_logps is not None:
             return batch.ref_sequence_logps
         return batch.sum_by_sequence(batch.ref_logps if weights is None else batch.ref_logps * weights)
@@ -224,9 +224,9 @@ def mean_logits_over_positions(
     bias: Tensor | None,  # (V,)
     cu_seqlens: Tensor | None,  # (2B + 1,)
 ) -> tuple[Tensor, Tensor]:
-    """Mean logit over every position of the chosen and of the rejected sequences.
+    """(chosen, rejected): mean logit over all positions of the chosen, and of the rejected sequences.
 
-    It is linear in the head, so that one product with the head's mean row gives it.
+    The mean over the vocabulary is linear in the head: it is the product with the mean row of the head.
     """
     with torch.no_grad():
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -246,5 +246,5 @@ def mean_logits_over_positions(
 
 
 def _whole(x: Tensor) -> Tensor:
-    """What FSDP has sharded, gathered."""
+    """A DTensor gathered, another tensor unchanged."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -25,7 +25,7 @@ from logitless.losses.preference import (
     smoothed,
 )
 
-# Below any mean log-probability that fp32 can tell from 0: the odds p / (1 - p) stay finite.
+# Upper bound of the mean log-probabilities, which keeps the odds p / (1 - p) finite in fp32.
 CERTAIN = -1e-7
 
 
@@ -111,7 +111,7 @@ class ORPOLoss(UnreferencedLoss):
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        """Labels of the NLL that contradict the completion."""
+        """The fault of NLL labels that differ from the completion's targets."""
         count, remedy = inputs["contradicting"], "pass the labels of prompt and completion together"
         if count is None:
             return []
@@ -120,14 +120,14 @@ class ORPOLoss(UnreferencedLoss):
 
 
 def _of_chosen(targets: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Bool, of targets' shape or of one that spreads to it: whether a token is of a chosen sequence."""
+    """Whether a token is of a chosen sequence: bool, in targets' shape or a shape that broadcasts to it."""
     half = targets.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
     chosen = torch.arange(targets.shape[0], device=targets.device) < half
     return chosen.view(-1, *[1] * (targets.dim() - 1))
 
 
 def _contradicting(targets: Tensor, nll_targets: Tensor, chosen: Tensor, ignore_index: int) -> Tensor:
-    """() int64: how many tokens of the chosen completions have another label in `nll_targets`."""
+    """() int64: number of tokens of the chosen completions whose label in `nll_targets` differs."""
     return (chosen & (targets != ignore_index) & (nll_targets != targets)).sum()
 
 
@@ -139,7 +139,7 @@ CPO_LOSSES: Mapping[str, Callable[["CPOLoss", Tensor], Tensor]] = {
     "simpo": lambda loss, delta: smoothed(loss.beta * delta - loss.simpo_gamma, loss.label_smoothing),
 }
 
-# Those that TRL computes from means over the tokens of a sequence; the others take sums.
+# Losses that TRL computes from means over the tokens of a sequence; the others take sums.
 CPO_AVERAGED = {"ipo", "simpo"}
 
 

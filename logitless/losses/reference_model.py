@@ -1,4 +1,4 @@
-"""What losses that compare the policy with a reference model share: its head, and its log-probabilities."""
+"""Base of the losses with a reference model: the reference's head and log-probabilities."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,14 +16,14 @@ from logitless.parallel.groups import check_alike
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedNumbers(TokenNumbers):
-    """Log-probabilities from another pass; boundaries, where it has them, are those of KTO's `kl`."""
+    """Statistics of a second pass without gradients; its boundaries, if any, are KTO's `kl_cu_seqlens`."""
 
     boundaries_argument: ClassVar = "kl_cu_seqlens"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedLoss(TokenLoss):
-    """A loss that compares with a reference model: its log-probabilities, or its hidden states and head.
+    """A loss with a reference model, given as log-probabilities or as hidden states and head.
 
     Args:
         ref_softcap: `softcap` of the reference's head; "same" as the trained one's.
@@ -37,7 +37,7 @@ class ComparedLoss(TokenLoss):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the reference at all."""
+        """Whether the options of the loss require a reference."""
         return True
 
     @property
@@ -47,7 +47,10 @@ class ComparedLoss(TokenLoss):
         return Head(softcap, scale, self.temperature)
 
     def check_one_reference(self, ref_logps: Tensor | None, **model: Tensor | None) -> None:
-        """One reference where the loss needs one, else none; `model` is ref_hidden, ref_weight, ref_bias."""
+        """Raise unless there is one reference, or none if the loss needs none.
+
+        `model` is ref_hidden, ref_weight and ref_bias.
+        """
         given = {"ref_logps": ref_logps, **model}
         names = [name for name, x in given.items() if x is not None]
         got, name = " and ".join(names) or "neither", type(self).__name__
@@ -67,9 +70,9 @@ class ComparedLoss(TokenLoss):
         head: Head,
         kl_cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Log-probabilities of the targets, in their shape, from another pass over the tokens, detached.
+        """Log-probabilities of the targets, in their shape, from a pass without gradients.
 
-        The boundaries are only checked: the targets are shifted already.
+        The boundaries are only checked, as the targets are shifted already.
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
@@ -87,7 +90,7 @@ def check_reference(
     weight: Tensor,
     targets: Tensor,
 ) -> None:
-    """Shapes of a reference model's hidden states and head beside the trained head and the targets."""
+    """Check the shapes of a reference's hidden states and head against the trained head and the targets."""
     expect(
         ref_weight is not None, "ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden"
     )

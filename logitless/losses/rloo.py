@@ -28,7 +28,7 @@ class RLOOLoss(ClippedLoss):
     Reference: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740.
     """
 
-    # `clipped` asks for it; RLOO bounds its ratio from above by the clip range alone.
+    # Read by `clipped`; RLOO has no other upper bound of the ratio than the clip range.
     delta: ClassVar = None
 
     scope: ClassVar = "group"
@@ -45,7 +45,7 @@ class RLOOLoss(ClippedLoss):
             old = batch.old_sums
         elif batch.old_logps is not None:
             old = batch.sum_by_sequence(batch.old_logps)
-        # An empty sequence has neither a ratio nor a loss.
+        # A sequence without supervised tokens has ratio 1 and loss 0.
         filled = (batch.lengths > 0).to(logps.dtype)
         ratio = bounded_exp((logps - old) * filled)
         values, flags = clipped(self, ratio, advantages * filled, logps, None)

@@ -1,4 +1,4 @@
-"""Log-probabilities of several ids per token: those that are given, or the model's own best."""
+"""Log-probabilities of several ids per token: of given ids, or of the k ids with the largest logits."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Unpack
@@ -24,7 +24,7 @@ from logitless.losses.linear import LinearLoss
 
 
 class TopkLogprobs(NamedTuple):
-    """What `linear_topk` returns: the k best ids of each position, best first; 0 where masked.
+    """The result of `linear_topk`: the k best ids of each position, best first; 0 where masked.
 
     Attributes:
         logps: (..., k) log-probabilities, fp32.
@@ -41,7 +41,7 @@ class TopkLogprobs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class IdsNumbers(LinearLoss):
-    """What `IdsObjective` finds of the ids (..., k); for ordinary autograd."""
+    """The statistics of ids (..., k) that `IdsObjective` computes, for ordinary autograd."""
 
     entropy: bool | str = False
 
@@ -59,7 +59,7 @@ class IdsNumbers(LinearLoss):
         return ("entropy",) if self.entropy == "metric" else ()
 
     def slots(self, inputs) -> int:
-        """How many ids a position has."""
+        """The number of ids per position."""
         return inputs["ids"].shape[-1]
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -90,7 +90,7 @@ class IdsNumbers(LinearLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class TopkNumbers(IdsNumbers):
-    """What `TopkObjective` finds: the k best ids themselves; without gradients."""
+    """The k best ids and their statistics, which `TopkObjective` computes; without gradients."""
 
     k: int = 1
     unmasked: bool = False
@@ -103,7 +103,7 @@ class TopkNumbers(IdsNumbers):
 
 
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
-    """Targets that say which positions count, and nothing else."""
+    """Targets (...) that only tell supervised positions (any id) from masked ones (`ignore_index`)."""
     any_id = 0 if ignore_index != 0 else 1
     every = torch.full(shape, any_id, dtype=torch.int64, device=device)
     if mask is None:
@@ -131,7 +131,7 @@ def logprobs_of_ids(
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Plan | None]:
-    """The numbers, and the plan, of `linear_logprobs` for ids (..., k)."""
+    """(statistics by name, plan) of `linear_logprobs` for ids (..., k)."""
     check_ids(ids, hidden)
     ids = ids.long()
     if shift:

@@ -1,4 +1,4 @@
-"""Distillation over a few ids per token, those that student or teacher rate best."""
+"""Distillation over a support: a few ids per token, those that student or teacher rate highest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -20,12 +20,12 @@ from logitless.losses.divergences import DIVERGENCES
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
 
-# How many sets of k ids a token has.
+# The number of sets of k ids per token.
 SUPPORTS: Mapping[str, int] = {"teacher": 1, "student": 1, "union": 2}
 
 
 def check_support(loss: LinearLoss) -> None:
-    """Whether the fields of a `DistillationLoss` that concern a support fit together."""
+    """Check the fields of a `DistillationLoss` that concern its support."""
     check_choice("support", loss.support, (None, *SUPPORTS))
     k, shared = loss.k, loss.shared_vocabulary
     for name, value in (("k", k), ("shared_vocabulary", shared)):
@@ -41,7 +41,10 @@ def check_support(loss: LinearLoss) -> None:
 
 
 def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
-    """What a `DistillationLoss` runs as; `given`: of the teacher only k log-probabilities are known."""
+    """The loss that computes a `DistillationLoss` with support.
+
+    `given`: the teacher is given as k log-probabilities per token, not as hidden states and head.
+    """
     if given:
         remedy = "pass teacher_hidden and teacher_weight"
         expected = "'teacher' where the teacher's logits are not given"
@@ -57,7 +60,7 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
 
 @dataclass(frozen=True, kw_only=True)
 class SupportDistillation(LinearLoss):
-    """`DistillationLoss` with a support, as the engine sees it."""
+    """The implementation of `DistillationLoss` with a support; see its fields there."""
 
     divergence: str = "jsd"
     beta: float = 0.5
@@ -105,7 +108,7 @@ class SupportDistillation(LinearLoss):
         return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
     def slots(self, inputs: Mapping[str, Tensor | None]) -> int:
-        """How many ids a token has."""
+        """The number of id slots per token; a slot may be empty."""
         return inputs["ids"].shape[-1] if self.given else self.k * SUPPORTS[self.support]
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -126,7 +129,7 @@ class SupportDistillation(LinearLoss):
         return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
 
     def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether `kernel` computes the loss of the ids' logits, where they are all it takes."""
+        """Whether `kernel` can compute the loss from the logits of the ids (see `cancels`)."""
         return kernels.has_kernel(self.divergence, device, dtype)
 
     def kernel(
@@ -154,7 +157,7 @@ class SupportDistillation(LinearLoss):
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""
         if not self.given:
             return torch.cat((teacher, stats.teacher_rest.clamp(min=NOTHING)[:, None]), -1)
-        # At least the rounding error of the sum, below which 1 - sum means nothing.
+        # Bound the probability of other ids, 1 - sum, below by the rounding error of the sum.
         known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(teacher.dtype).eps)
         rest = torch.log(-torch.expm1(known))
         # Where the student has nothing but these ids, neither has the teacher.

@@ -1,4 +1,4 @@
-"""What a teacher is given as, and what must be true of it."""
+"""Checks of a teacher's arguments: hidden states and head, or log-probabilities of its k best ids."""
 
 import functools
 
@@ -47,9 +47,13 @@ def topk_faults(
     V: int,
     shared: int | None,
 ) -> list[Fault]:
-    """What of a teacher's best ids (N, k) and their log-probabilities only the device can tell.
+    """Faults of a teacher's best ids, whose values are checked on the device.
 
-    `V` ids are in the vocabulary. `shared`: the first ids, that alone have a meaning to both.
+    Args:
+        ids: (N, k) integers; None: no faults.
+        values: (N, k) log-probabilities.
+        V: size of the vocabulary.
+        shared: number of ids, from 0 on, that student and teacher share; None: all.
     """
     if ids is None:
         return []
@@ -67,7 +71,7 @@ def topk_faults(
 
 @functools.cache
 def warn_of_sizes(student: int, teacher: int) -> None:
-    """Once for each pair of sizes."""
+    """Warn that the vocabularies differ in size, once for each pair of sizes."""
     warn(
         f"teacher_weight: the teacher has {teacher} ids and the student {student}; the first "
         f"{min(student, teacher)} are taken to mean the same. Say how many do with shared_vocabulary=.",

@@ -1,7 +1,8 @@
-"""What ranks exchange where they share a vocabulary or sequences, by collectives of torch.distributed.
+"""Vocabulary parallelism (`tp_group`) and context parallelism (`cp_group`), by torch.distributed collectives.
 
-`vocabulary` and `sequences` have a class for ranks that share nothing and one for those that do, so that the
-engine calls both alike; `collectives` are theirs. `groups` reads process groups and DTensors, `normalizers`
-counts tokens over ranks, `agreement` is what LOGITLESS_DEBUG=1 compares. Called by the engine, losses and
-models; users get `global_num_items` from `logitless`.
+`vocabulary` and `sequences` each have a class for the case without a group, which does nothing, and a class
+for the case with one, so that the engine calls both in the same way; `collectives` has the collectives of
+both. `groups` reads process groups and DTensors, `fsdp` the gradient factor of FSDP2, `normalizers` counts
+tokens over ranks, and `agreement` compares calls with LOGITLESS_DEBUG=1. The engine, losses and models call
+this package; users get `global_num_items` from `logitless`.
 """

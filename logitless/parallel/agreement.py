@@ -1,7 +1,7 @@
-"""What LOGITLESS_DEBUG=1 compares among the ranks of a group, before their first collective of a call.
+"""LOGITLESS_DEBUG=1: compare a call between the ranks of a group, before its first collective.
 
-It goes through the store that the process group was started with, with a time limit of its own: a rank that
-is elsewhere is named, where a collective would wait for it.
+The ranks exchange text through the store of the default process group, with a time limit. So a rank that does
+not make the call is named in an error, where a collective would hang.
 """
 
 import itertools
@@ -19,10 +19,10 @@ from logitless.errors import expect
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Seconds within which every rank must come to the same call.
+# Seconds within which every rank must make the same call.
 PATIENCE = 30.0
 REMEDY = "every rank must make the same calls (compared because of LOGITLESS_DEBUG=1)"
-# Numbers of calls by the ranks of a group.
+# Counters of the calls, by the ranks of a group.
 _CALLS: defaultdict[str, itertools.count] = defaultdict(itertools.count)
 
 
@@ -32,7 +32,7 @@ def debugging() -> bool:
 
 
 def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
-    """What each rank of a group knows of its next call, by rank; ValueError if one does not come to it."""
+    """The facts of each rank of a group about this call, by rank; ValueError if a rank does not make it."""
     store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
     place = f"logitless/{','.join(map(str, members))}"
     number, rank = next(_CALLS[place]), dist.get_rank()
@@ -46,13 +46,13 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
             expected = f"call number {number + 1} from all ranks {members} of {name}"
             expect(False, name, expected, f"none from rank {member} within {PATIENCE:.0f} s", REMEDY)
         found[member] = json.loads(store.get(key))
-    if number > 1:  # whoever made call n has read call n - 2
+    if number > 1:  # all ranks that made call n - 1 have read the facts of call n - 2
         store.delete_key(f"{place}/{number - 2}/{rank}")
     return found
 
 
 def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
-    """Raise unless all ranks know the same."""
+    """Raise unless the facts of all ranks are equal."""
     first = next(iter(found.values()))
     for fact in dict.fromkeys(itertools.chain(*found.values())):
         values = {rank: facts.get(fact) for rank, facts in found.items()}
@@ -62,7 +62,7 @@ def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
 
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
-    """Raise if two ranks have the same part of something, None for one that says nothing."""
+    """Raise if two ranks have the same part of a tensor; None: the rank's part cannot be told from others."""
     known: dict = {}
     for rank, part in parts.items():
         got = f"the same numbers on ranks {known.get(str(part))} and {rank}"

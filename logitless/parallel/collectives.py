@@ -1,7 +1,7 @@
-"""What the ranks of a call exchange.
+"""The collectives of a call: differentiable sums, and tables of integers.
 
-Sums that autograd differentiates, where every rank computes the same loss; and integers, as what is wrong on
-one rank must end the call on all.
+The sums assume that every rank computes the same loss from them. The tables let all ranks raise the fault of
+one rank.
 """
 
 import math
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class GroupSum(torch.autograd.Function):
-    """Each rank's part -> the sum of all.
+    """All-reduce (sum) of each rank's part.
 
-    Every rank computes the same loss from it, so the gradient passes unchanged.
+    Every rank computes the same loss from the sum, so the gradient of the sum is that of each part.
     """
 
     @staticmethod
@@ -34,7 +34,10 @@ class GroupSum(torch.autograd.Function):
 
 
 class GroupShared(torch.autograd.Function):
-    """A number that all ranks have and each uses on its own data: its gradient is summed over them."""
+    """Identity for a tensor that is equal on all ranks; its gradient is summed over the ranks.
+
+    Each rank uses the tensor for its own data, so each has a part of the gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, group) -> Tensor:
@@ -49,13 +52,13 @@ class GroupShared(torch.autograd.Function):
 
 
 def gather(x: Tensor, group) -> Tensor:
-    """(...) on each rank -> (ranks, ...)."""
+    """All-gather: (...) on each rank -> (ranks, ...)."""
     if x.device.type == "cuda":
         found = x.new_empty(group.size(), *x.shape)
         dist.all_gather_into_tensor(found.view(-1), x.reshape(-1), group=group)
         return found
-    # A sum of rows that are zero elsewhere: gloo copies tensors in all_gather, and in torch 2.11 that fails
-    # under a dispatch mode, as its own thread has none.
+    # Other devices: all-reduce of a tensor that is 0 except in this rank's row. gloo's all_gather copies
+    # tensors in a thread without the dispatch mode of the caller, which fails in torch 2.11.
     found = x.new_zeros(group.size(), *x.shape)
     found[group.rank()] = x
     dist.all_reduce(found, group=group)
@@ -64,7 +67,7 @@ def gather(x: Tensor, group) -> Tensor:
 
 @dataclass(frozen=True)
 class Peers:
-    """The members of `tp_group` and `cp_group`, if any: every rank of a grid of both."""
+    """The ranks that share a call: the members of `tp_group`, of `cp_group`, or of the grid of both."""
 
     groups: tuple["ProcessGroup", ...] = ()
 
@@ -74,14 +77,14 @@ class Peers:
 
     @property
     def place(self) -> int:
-        """Of this rank in a `table`."""
+        """The row of this rank in a `table`."""
         place, before = 0, 1
         for group in self.groups:
             place, before = place + before * group.rank(), before * group.size()
         return place
 
     def table(self, numbers: Tensor) -> Tensor:
-        """(n,) integers of this rank -> (ranks, n): those of each."""
+        """All-gather over all groups: (n,) integers of this rank -> (ranks, n)."""
         count = numbers.shape[0]
         for group in self.groups:
             numbers = gather(numbers, group)

@@ -1,9 +1,8 @@
-"""What FSDP2 does with the gradient of a parameter, for a head that is gathered outside of FSDP's hooks.
+"""The gradient divide factor of FSDP2, for a head that is gathered outside of FSDP2's hooks.
 
-FSDP sums a gradient over its ranks and divides it by a factor: the number of ranks, or what
-`set_gradient_divide_factor` was given (torchtitan sets 1.0 on every module). It keeps the factor in private
-state, which is read in this file alone, by names that torch 2.11 to 2.15 have. Where they are missing, the
-call is refused.
+FSDP2 sums a gradient over its ranks and divides the sum by a factor: the number of ranks, or the argument of
+`set_gradient_divide_factor` (torchtitan sets 1.0 on every module). The factor is private state of FSDP2. Only
+this file reads it, by names that torch 2.11 to 2.15 have; if they are missing, the call is refused.
 """
 
 import sys
@@ -23,12 +22,12 @@ GATHER = (
     "gather it before the call, such as weight.full_tensor(grad_placements=[Partial('sum')]) for a gradient "
     "that is summed over the ranks"
 )
-# In which FSDP uses the collective's own division.
+# Dtypes in which FSDP2 lets the collective divide (ReduceOp.AVG).
 UNSCALED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ScaledGradient(torch.autograd.Function):
-    """A tensor as it is, whose gradient is multiplied by a number."""
+    """Identity whose gradient is multiplied by a number."""
 
     @staticmethod
     def forward(ctx, x: Tensor, factor: float) -> Tensor:
@@ -41,7 +40,7 @@ class ScaledGradient(torch.autograd.Function):
 
 
 def as_fsdp_reduces(name: str, x: "DTensor") -> "DTensor":
-    """A sharded parameter whose gradient, averaged over the mesh, becomes what FSDP makes of it."""
+    """Scale the gradient of a sharded parameter so that its average over the mesh equals FSDP2's gradient."""
     if not x.requires_grad or "torch.distributed.fsdp" not in sys.modules:
         return x
     factor = mean_factor(name, x)
@@ -49,7 +48,7 @@ def as_fsdp_reduces(name: str, x: "DTensor") -> "DTensor":
 
 
 def mean_factor(name: str, x: "DTensor") -> float:
-    """What the average of x's gradient over the ranks is multiplied by; 1 for what is no parameter of FSDP2.
+    """FSDP2's gradient of `x` divided by the average over the ranks; 1 if x is not a parameter of FSDP2.
 
     A compiled graph keeps the number that was read when it was traced.
     """
@@ -63,12 +62,12 @@ def mean_factor(name: str, x: "DTensor") -> float:
     return factors.pop() if factors else 1.0
 
 
-# Dynamo calls it while it traces: see `engine.operators.constant_in_graphs`.
+# Dynamo calls this function while tracing: see `engine.operators.constant_in_graphs`.
 mean_factor._dynamo_marked_constant = True
 
 
 def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
-    """The groups of FSDP2 to which the parameters belong that x is, or is computed from."""
+    """The FSDP2 parameter groups of the parameters that x is, or is computed from."""
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -88,7 +87,7 @@ def _groups_of(x: "DTensor") -> list["FSDPParamGroup"]:
 
 
 def _parameters_of(x: Tensor) -> Iterator[Tensor]:
-    """The leaves of x's graph: x itself, if it is one."""
+    """The leaves of the autograd graph of x; x itself if it is a leaf."""
     if x.grad_fn is None:
         yield x
         return
@@ -105,7 +104,7 @@ def _parameters_of(x: Tensor) -> Iterator[Tensor]:
 
 
 def _factor_of(name: str, group: "FSDPParamGroup", dtype: torch.dtype) -> float:
-    """What a mean over the ranks is multiplied by to be what FSDP makes of a gradient."""
+    """FSDP2's gradient of a parameter in `group`, divided by the average over the ranks."""
     expected, remedy = (
         "a parameter without an all-reduce hook of FSDP2",
         f"its gradient would pass the hook by; {GATHER}",
@@ -117,11 +116,11 @@ def _factor_of(name: str, group: "FSDPParamGroup", dtype: torch.dtype) -> float:
     info = group.mesh_info
     shards = 1 if info.shard_mesh_dim is None else info.mesh.size(info.shard_mesh_dim)
     replicas = 1 if info.replicate_mesh_dim is None else info.mesh.size(info.replicate_mesh_dim)
-    # Of the group until torch 2.14, of each parameter in 2.15.
+    # The policy is an attribute of the group until torch 2.14, of each parameter in torch 2.15.
     policy = getattr(group, "mp_policy", None) or group.fsdp_params[0].mp_policy
     reduced = policy.reduce_dtype or policy.param_dtype or dtype
     divides_apart = group.force_sum_reduction_for_comms or reduced not in UNSCALED_DTYPES
-    # FSDP2 divides before and after the sum there.
+    # In this case FSDP2 divides both before and after the sum.
     twice = shards == 1 and divides_apart and divisor != 1.0
     expected = "a gradient divide factor of None or 1.0 on replicas that are not sharded"
     expect(not twice, name, expected, f"{divisor}, by which FSDP2 divides twice", "divide the loss instead")

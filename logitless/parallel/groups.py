@@ -1,4 +1,4 @@
-"""What a loss's `tp_group` and `cp_group` name, and what this rank holds of a parameter."""
+"""Resolve `tp_group` and `cp_group` to process groups, and DTensor parameters to plain tensors."""
 
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-# What is neither sharded nor quantized.
+# Types of tensors that are neither sharded nor quantized.
 PLAIN = (Tensor, nn.Parameter)
 
 
 def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: Tensor) -> "ProcessGroup":
-    """The process group that `tp_group` or `cp_group` names: a group, a mesh, or a dimension of weight's."""
+    """The process group of `tp_group` or `cp_group`: a group, a 1-d mesh, or a dimension of weight's mesh."""
     if isinstance(given, str):
         mesh = weight.device_mesh if is_dtensor(weight) else None
         names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -41,7 +41,7 @@ def process_group(name: str, given: "ProcessGroup | DeviceMesh | str", weight: T
 
 
 def is_dtensor(x: object) -> bool:
-    """Without loading torch.distributed.tensor for tensors that are none."""
+    """Whether x is a DTensor. Imports torch.distributed.tensor only for subclasses of Tensor."""
     if type(x) in PLAIN or not isinstance(x, Tensor) or not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -49,12 +49,12 @@ def is_dtensor(x: object) -> bool:
     return isinstance(x, DTensor)
 
 
-# What transformers and accelerate call the dimension of a mesh over which they split layers.
+# The name of the tensor-parallel mesh dimension in transformers and accelerate.
 TENSOR_PARALLEL = "tp"
 
 
 def split_over_vocabulary(x: object) -> bool:
-    """Whether tensor parallelism has spread a head's rows over ranks, all of which see the same tokens."""
+    """Whether x is a DTensor whose rows are sharded by tensor parallelism, where ranks share all tokens."""
     if not is_dtensor(x):
         return False
     names = x.device_mesh.mesh_dim_names or ()
@@ -65,7 +65,10 @@ def split_over_vocabulary(x: object) -> bool:
 
 
 def sharded_like(x: Tensor, other: "DTensor") -> "DTensor":
-    """What every rank has whole, with its rows where tensor parallelism has put those of `other`: a view."""
+    """Shard `x`, which every rank has whole, by rows over the "tp" mesh dimension of `other`.
+
+    The local tensor is a view of this rank's rows; nothing is copied or sent.
+    """
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = other.device_mesh[TENSOR_PARALLEL]
@@ -75,7 +78,7 @@ def sharded_like(x: Tensor, other: "DTensor") -> "DTensor":
 
 
 def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None") -> Tensor | None:
-    """What this rank multiplies with: the whole parameter, or with `tp_group` its rows of the vocabulary."""
+    """The plain tensor of a parameter: gathered without `tp_group`, with `tp_group` this rank's rows."""
     if x is None or type(x) in PLAIN:
         return x
     if is_dtensor(x):
@@ -90,10 +93,10 @@ def local_parameter(name: str, x: Tensor | None, tp_group: "ProcessGroup | None"
 
 
 def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
-    """A teacher's or a reference's head beside the trained one, with `tp_group`.
+    """Raise unless a teacher's or reference's head is sharded like the trained head, with `tp_group`.
 
-    A DTensor's shape is the whole head's, a plain tensor's that of this rank's rows. So two of one kind are
-    compared, as all ranks see the same of them.
+    Both must be DTensors, whose shape is that of the whole head, or both plain tensors, whose shape is that
+    of this rank's rows. Then the comparison has the same outcome on all ranks.
     """
     kinds = ["a DTensor" if is_dtensor(each) else "a plain tensor" for each in (x, weight)]
     found, expected = (f"{kind} of {each.shape[0]} rows" for kind, each in zip(kinds, (x, weight)))
@@ -101,21 +104,21 @@ def check_alike(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor that may be a DTensor, without gradients."""
+    """A DTensor gathered, another tensor unchanged; not differentiable."""
     return x.full_tensor() if is_dtensor(x) else x
 
 
 def gathered(x: "DTensor") -> Tensor:
-    """A sharded parameter, whole. Its gradient goes back averaged over the ranks."""
+    """Gather a sharded parameter; the backward pass averages its gradient over the ranks."""
     from torch.distributed.tensor import Partial
 
     return x.full_tensor(grad_placements=[Partial("avg")] * x.device_mesh.ndim)
 
 
 def _local_rows(name: str, x: "DTensor", group: "ProcessGroup") -> Tensor:
-    """This rank's rows of a head or its bias.
+    """This rank's rows of a head or its bias, in the shards of `group`.
 
-    Over every other mesh dimension the parameter is gathered, and its gradient averaged.
+    Over every other mesh dimension the parameter is gathered, and its gradient is averaged.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

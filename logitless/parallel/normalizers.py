@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 def global_num_items(
     items: float | Tensor, group: "ProcessGroup | DeviceMesh | None" = None, *, ignore_index: int = -100
 ) -> Tensor:
-    """The `num_items` of a mean over a group's tokens (pairs, sequences): their number / the group's size.
+    """`num_items` of a mean over the tokens (pairs, sequences) of all ranks: their number / number of ranks.
 
-    Each rank's gradient is then its part of the whole mean's, times the group's size, and what DDP and FSDP
-    make of it, the average over the ranks, is the gradient of the whole mean; so is the average of the ranks'
-    losses the whole loss. It does not matter how the tokens are spread: a rank may have none, other samples
-    (data parallel) or another part of the same ones (sequence or context parallel).
+    With it, the average of the ranks' losses is the mean over all tokens, and the average of their gradients,
+    which DDP and FSDP compute, is the gradient of this mean. The distribution of the tokens does not matter:
+    a rank may have none, other samples (data parallel) or other tokens of the same samples (sequence or
+    context parallel).
 
     Args:
-        items: this rank's targets, of which those count that are not `ignore_index` (of unshifted labels,
-            pass `count_targets(labels, shift=True)`); or a number or 0-d tensor, in the loss's own unit.
-        group: the processes over which gradients are averaged, also a one-dimensional DeviceMesh; default
-            all. All must call.
-        ignore_index: of the targets.
+        items: this rank's targets, of which all but `ignore_index` are counted (for unshifted labels, pass
+            `count_targets(labels, shift=True)`); or the number of items, a number or 0-d tensor.
+        group: the ranks over which gradients are averaged: a process group or a one-dimensional DeviceMesh;
+            default all ranks. All its ranks must call this function.
+        ignore_index: targets with this id are not counted.
 
     Returns:
-        0-d tensor; without torch.distributed, the number itself.
+        0-d tensor; without torch.distributed, the number of items.
     """
     distributed = dist.is_available() and dist.is_initialized()
     if not isinstance(items, Tensor):
@@ -41,12 +41,12 @@ def global_num_items(
     group = group.get_group() if hasattr(group, "get_group") else group
     total = items.detach().clone()
     dist.all_reduce(total, group=group)
-    # A quotient of integers has the default dtype, which may be bf16.
+    # Not integer / integer, whose dtype is the default dtype, which may be bf16.
     return total.to(torch.promote_types(total.dtype, torch.float32)) / dist.get_world_size(group)
 
 
 def _device(group: "ProcessGroup | DeviceMesh | None") -> torch.device | str:
-    """Where the group takes tensors."""
+    """The device of the tensors in the group's collectives."""
     if hasattr(group, "device_type"):
         return group.device_type
     return "cpu" if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator() or "cpu"

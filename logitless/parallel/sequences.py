@@ -1,4 +1,4 @@
-"""Which part of each sequence a rank has: the whole of it, or a slice (context parallelism)."""
+"""Whole sequences on each rank, or slices of them (context parallelism, `cp_group`)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,40 +14,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """Every sequence lies on one rank: there is nothing to exchange."""
+    """No context parallelism: every sequence is on one rank, and nothing is exchanged."""
 
     sliced = False
 
     def sum(self, x: Tensor) -> Tensor:
-        """This rank's part -> the sum over the ranks."""
+        """Sum over the ranks, differentiable."""
         return x
 
     def sum_unless_whole(self, x: Tensor, unit: object) -> Tensor:
-        """`sum`, but for sums over sequences and pairs, which every rank has in full."""
+        """`sum`, except for values over the units "sequences" and "pairs", which are equal on all ranks."""
         return x
 
     def shared(self, x: Tensor) -> Tensor:
-        """A number of whole sequences, for use on this rank's tokens."""
+        """Identity for values of whole sequences that this rank uses for its tokens: their gradient is summed
+        over the ranks."""
         return x
 
     def everyones(self, x: Tensor) -> Tensor:
-        """(n,) of this rank's tokens -> of all ranks', in no order that means anything."""
+        """All-gather (n,) values of tokens; the order of the result is not that of the sequences."""
         return x
 
     def everywhere(self, condition: bool, device: torch.device) -> bool:
-        """Whether a condition that each rank's host knows for itself holds on all of them."""
+        """Whether a condition of this rank's host holds on all ranks; a host sync with slices."""
         return condition
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
-        """Numbers of this rank's tokens -> those of whole sequences."""
+        """Sum counts of this rank's tokens over the ranks."""
         return tokens
 
 
 @dataclass(frozen=True)
 class SlicedSequences(WholeSequences):
-    """Each rank holds a slice of every sequence, any of its tokens, and computes whole ones' loss.
+    """Context parallelism: each rank has a slice of every sequence, and computes the loss of whole sequences.
 
-    Under autograd every rank differentiates the same loss with respect to its own tokens.
+    A slice may be any tokens of the sequence. Every rank differentiates the same loss with respect to its own
+    tokens.
     """
 
     group: "ProcessGroup"
@@ -64,7 +66,7 @@ class SlicedSequences(WholeSequences):
         return GroupShared.apply(x, self.group) if x.requires_grad else x
 
     def everyones(self, x: Tensor) -> Tensor:
-        # The slices differ in length, which the host must know: a sync.
+        # The host must read the lengths of the slices, which differ: a sync.
         sizes = gather(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device), self.group)[
             :, 0
         ].tolist()

@@ -1,16 +1,15 @@
-"""Which rows of the LM head a rank has: the whole vocabulary, or a shard of it (vocabulary parallelism).
+"""The whole LM head on each rank, or a shard of its rows (vocabulary parallelism, `tp_group`).
 
-With shards every rank has the same hidden states and targets. A chunk's logits stay where they are: what
-crosses the group is a few numbers per token, gathered once a chunk, and the sum of d_hidden. With lse_r and
-p_r the log-sum-exp and the softmax within shard r, and w_r = exp(lse_r - lse) the probability of the whole
-shard:
+With shards, every rank has the same hidden states and targets. Logits are not exchanged. The ranks all-gather
+a few statistics per token, once per chunk, and all-reduce d_hidden. With lse_r and p_r the log-sum-exp and
+the softmax within shard r, and w_r = exp(lse_r - lse) the probability of the whole shard:
 
     lse = log sum_r exp(lse_r)
     log p(y) = log p_r(y) + log w_r, r the shard of y
     entropy = sum_r w_r (entropy_r - log w_r)
 
-Every rank then has the same numbers of every token, computes the same loss, and gets all of d_hidden and its
-own rows of d_weight.
+So every rank has the same statistics of all tokens, computes the same loss, and gets the whole d_hidden and
+its own rows of d_weight.
 """
 
 from collections.abc import Sequence
@@ -30,82 +29,94 @@ from logitless.parallel.collectives import GroupShared, GroupSum, gather
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# How an ignored target is written among a shard's columns; a loss's own `ignore_index` may be any id.
+# The value of an ignored target among a shard's columns: a loss's `ignore_index` may be a valid column.
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class WholeVocabulary:
-    """Every rank has all rows of the head: there is nothing to exchange."""
+    """No vocabulary parallelism: every rank has all rows of the head, and nothing is exchanged."""
 
     sharded = False
 
     def total(self, width: int) -> int:
-        """Ids in the vocabulary, where this rank's head has `width` rows."""
+        """The size of the vocabulary; `width` is the number of rows of this rank's head."""
         return width
 
     def widest(self, width: int) -> int:
-        """Rows of the largest shard. All ranks plan for it, so that they walk the same chunks."""
+        """Rows of the largest shard. All ranks plan for it, so that they have the same chunks."""
         return width
 
     def span(self, V: int) -> tuple[int, int]:
-        """The first id of this rank's rows of the head, and how many there are."""
+        """(first id, number of rows) of this rank's part of the head."""
         return 0, V
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
-        """Targets as columns of this rank's logits, and what stands for an ignored one among them."""
+        """(targets as columns of this rank's logits, value of an ignored target among them)."""
         return targets, ignore_index
 
     def local(self, x: Tensor | None) -> Tensor | None:
-        """(V,) -> the entries of this rank's rows."""
+        """The entries of x (V,) for this rank's rows."""
         return x
 
     def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
-        """Turn a chunk's numbers within each shard into those of the whole vocabulary, in place."""
+        """Merge a chunk's statistics within each shard into those of the whole vocabulary, in place."""
 
     def combine_gradient(
         self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
     ) -> Tensor:
-        """The same after `logprob_gradient`; `gradient` and the factor per row become the vocabulary's."""
+        """`combine`, for statistics that `logprob_gradient` computed with a gradient and a row factor.
+
+        Args:
+            gradient: (C, columns) d logp / d logits within this shard, up to `factor`. Changed in place to
+                that of the whole vocabulary.
+            columns: (C,) targets, from `columns`.
+            stats: (C,) each, changed in place.
+            factor: (C,) row factor of `gradient` within this shard.
+            head: transform of the logits.
+
+        Returns:
+            (C,) row factor of `gradient` in the whole vocabulary.
+        """
         return factor
 
     def start_sum(self, x: Tensor) -> "Work | None":
-        """Start to sum `x` over the group, in place; None where it is complete."""
+        """Start an all-reduce of `x`, in place; None if there is nothing to wait for."""
         return None
 
     def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Rows of the head (n, H) for ids (n,) of the whole vocabulary."""
         return weight[ids]
 
-    # For functions of the logits themselves, under plain autograd.
+    # For losses of logits, differentiable by plain autograd.
 
     def reduce(self, x: Tensor) -> Tensor:
-        """A sum over this rank's columns -> over the vocabulary."""
+        """Sum over the ranks: from sums over this rank's columns to sums over the vocabulary."""
         return x
 
     def log_softmax(self, z: Tensor) -> Tensor:
-        """(n, columns) log-probabilities in the whole vocabulary."""
+        """(n, columns) log-probabilities, normalized over the whole vocabulary."""
         return z.log_softmax(-1)
 
     def norm(self, z: Tensor) -> Tensor:
-        """(n, 1) lengths of the rows."""
+        """(n, 1) Euclidean norms of the rows, over the whole vocabulary."""
         return z.norm(dim=-1, keepdim=True)
 
     def argmax(self, z: Tensor) -> Tensor:
-        """(n,) ids; the first of equal logits."""
+        """(n,) ids of the largest logits; of equal logits the lowest id."""
         return z.argmax(-1)
 
     def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
-        """(n,) ids -> their columns of this rank's logits (0 where they have none), and which have one."""
+        """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
         here = (ids >= 0) & (ids < V)
         return torch.where(here, ids, 0), here
 
     def columns_of(self, ids: Tensor) -> Tensor:
-        """(n, k) ids -> their columns of this rank's logits, negative for those without one."""
+        """(n, k) ids -> their columns of this rank's logits; negative for ids that are not on this rank."""
         return ids
 
     def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:
-        """(n, k) logits of this rank's columns -> those of the ids on all ranks, -inf in empty slots."""
+        """(n, k) logits of the ids on this rank -> logits of the ids on all ranks; -inf in empty slots."""
         return z
 
 
@@ -113,29 +124,29 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 
 class Shards(NamedTuple):
-    """What the ranks of a sharded head tell each other of it, in a call's one sync."""
+    """The shards of a head on all ranks, which the ranks exchange in a call's one host sync."""
 
-    sizes: tuple[int, ...]  # rows of each
-    unrounded: bool  # whether a kernel of every rank can read unrounded logits
+    sizes: tuple[int, ...]  # rows of each shard
+    unrounded: bool  # whether every rank has a kernel for unrounded logits (`Call.unrounded`)
 
     @property
     def V(self) -> int:
-        """Ids in the whole vocabulary."""
+        """Size of the whole vocabulary."""
         return sum(self.sizes)
 
     @staticmethod
     def code(weight: Tensor, *, unrounded: bool) -> int:
-        """What a rank tells of its shard (V_r, H): twice its rows, plus one if it reads unrounded ones."""
+        """An integer for this rank's shard (V_r, H): 2 * V_r + unrounded."""
         return 2 * weight.shape[0] + unrounded
 
     @classmethod
     def read(cls, codes: Sequence[int]) -> Self:
-        """From the codes of all ranks."""
+        """The shards, from the codes of all ranks."""
         return cls(tuple(code // 2 for code in codes), all(code % 2 for code in codes))
 
     @classmethod
     def gathered(cls, code: int, group: "ProcessGroup", device: torch.device) -> Self:
-        """From this rank's code, at the price of a host sync."""
+        """The shards, from this rank's code by an all-gather and a host sync."""
         return cls.read(
             gather(torch.full((1,), code, dtype=torch.int64, device=device), group)[:, 0].tolist()
         )
@@ -143,10 +154,10 @@ class Shards(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardedVocabulary(WholeVocabulary):
-    """Rank r of the group has the next `sizes[r]` rows of the head.
+    """Vocabulary parallelism: rank r of the group has `sizes[r]` rows of the head, in the order of the ranks.
 
-    The sizes are checked in every call, as a shard may be resized or replaced: they are read together with
-    the number of supervised tokens.
+    The sizes are exchanged in every call, as a shard may be resized or replaced; the host reads them with the
+    number of supervised tokens.
     """
 
     group: "ProcessGroup"
@@ -178,14 +189,14 @@ class ShardedVocabulary(WholeVocabulary):
         return self.start, self.width
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
-        """Targets as this shard's columns: its width for another shard's, `IGNORED` if ignored."""
+        """Targets as columns of this shard: its width for ids of other shards, `IGNORED` for ignored ones."""
         return shard_columns(targets, self.start, self.width, ignore_index, IGNORED), IGNORED
 
     def local(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x[self.start : self.start + self.width]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Summed over the group, in place."""
+        """All-reduce (sum) of x, in place."""
         dist.all_reduce(x, group=self.group)
         return x
 
@@ -197,7 +208,7 @@ class ShardedVocabulary(WholeVocabulary):
         return self.all_reduce(torch.where(here[:, None], weight[column], 0.0))
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(...) -> (ranks, ...)."""
+        """All-gather: (...) -> (ranks, ...)."""
         return gather(x, self.group)
 
     def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
@@ -211,17 +222,17 @@ class ShardedVocabulary(WholeVocabulary):
         return kernels.combine_gradient(self._shards(stats), columns, stats, **options)
 
     def _shards(self, stats: TokenBuffers) -> Tensor:
-        """(ranks, numbers, C): those of each shard."""
+        """(ranks, statistics, C): the statistics of all shards."""
         return self.gathered(torch.stack([x for _, x in stats.items()]))
 
-    # Every rank computes the same loss, so a sum over the group passes its gradient on as it is, and the
-    # gradient of what every rank uses on its own logits is the sum of all ranks'.
+    # Every rank computes the same loss. So the gradient of a sum over the group is that of each rank's part,
+    # and the gradient of a value that every rank uses for its own logits is summed over the ranks.
 
     def reduce(self, x: Tensor) -> Tensor:
         return GroupSum.apply(x, self.group)
 
     def shared(self, x: Tensor) -> Tensor:
-        """A number that all ranks have, for use on this rank's logits."""
+        """Identity for a value that is equal on all ranks and used for this rank's logits."""
         return GroupShared.apply(x, self.group)
 
     def log_softmax(self, z: Tensor) -> Tensor:
@@ -236,7 +247,7 @@ class ShardedVocabulary(WholeVocabulary):
         return self.best_id(*z.detach().max(-1))
 
     def best_id(self, values: Tensor, columns: Tensor) -> Tensor:
-        """(n,) ids from each shard's largest logit and its column; the first of equal ones."""
+        """(n,) ids of the largest logits, from each shard's largest logits and their columns."""
         values, ids = self.gathered(values), self.gathered(columns + self.start)
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
 

@@ -1,7 +1,4 @@
-"""`Objective`: what happens to a chunk of logits.
-
-A loss names the kind that evaluates it: of per-token numbers, or of logits.
-"""
+"""`Objective`: the protocol between the chunk loop and a kind of loss, of statistics or of logits."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol, Self
@@ -21,108 +18,107 @@ from logitless.kernels.matmul import piece_bytes
 
 
 class Report(NamedTuple):
-    """A slice's share of the loss, up to the deferred factor, and of the metrics."""
+    """The reduced loss of a slice, up to the deferred factor, and the sums of its metrics."""
 
     total: Tensor  # 0-d
     metrics: Sums
 
 
 class Costs(NamedTuple):
-    """What an objective needs, and what a plan must know of it."""
+    """The memory of an objective in a pass, and its properties that decide the strategy."""
 
-    row_bytes: int  # memory a row, of its logits and beside them
-    fixed_bytes: int  # memory that does not grow with the rows
-    linear_in_logps: bool  # whether the loss reaches the logits through log p(target) and lse alone
-    # Whether the gradient of a chunk comes from reading it again, for numbers handed out before.
+    row_bytes: int  # bytes per row of logits and temporaries
+    fixed_bytes: int  # bytes of temporaries that do not grow with the rows
+    linear_in_logps: bool  # whether the loss depends on the logits through log p(target) and lse alone
+    # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
     rereads: bool
-    columns: int = 0  # of the head that are multiplied with for each row, where those are all that it takes
+    columns: int = 0  # number of logits per row, if the loss needs no others; 0: all
 
 
 class Objective(Protocol):
-    """The loss of one call, as the loop uses it."""
+    """The loss of one call, as the chunk loop uses it."""
 
-    # Names of the per-token numbers that a loss may observe, and of those that it may differentiate.
+    # Names of the per-token statistics that a loss may observe, and of those that it may differentiate.
     statistics: ClassVar[tuple[str, ...]]
     differentiable: ClassVar[tuple[str, ...]]
 
     rows: Rows
     reports: list[Report]
-    in_product: bool  # whether one kernel projects a chunk and reads it, so that its logits are nowhere
+    in_product: bool  # whether one kernel projects a chunk and reads it, without storing its logits
 
     @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether it is to see logits in `dtype` that were never rounded, where a kernel reads them in the
-        product."""
+        """Whether the loss takes unrounded logits in `dtype` if a kernel projects and reads in one launch."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
-        """Reference or teacher, product 1, and numbers if the step reads.
+        """Compute the reference's or teacher's values, product 1, and the statistics if the step reads.
 
-        The gradient too, where one kernel computes both.
+        Sets `chunk.gradient` too, if one kernel computes statistics and gradient.
         """
 
     def evaluate(self, span: Span) -> None:
-        """The loss of a span of rows, and its gradient by what was read."""
+        """Compute the loss of a span of rows, and its gradient with respect to the statistics."""
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        """Turn the logits into their gradient."""
+        """Overwrite the chunk's logits with their gradient."""
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
-        """(C,) each, two at most: what the rows of the chunk's gradient still lack."""
+        """(C,) each, at most two: the factors per row that the chunk's gradient lacks."""
 
     def numbers(self) -> dict[str, Tensor]:
-        """What was read, by the names of `number_names`: (rows, ...) per token, or 0-d."""
+        """The statistics by the names of `number_names`: (rows, ...) per token, or 0-d."""
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """(n, H) d loss / d hidden of some rows, from what the strategy row_scaled kept of them."""
+        """(n, H) d loss / d hidden of some rows, from the vectors that strategy row_scaled kept."""
 
     def vector_factor(self) -> Tensor | None:
-        """(rows,) what is left to multiply those vectors by; None where that is not all they lack."""
+        """(rows,) factor that turns those vectors into d loss / d hidden; None: `scaled` must do it."""
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
-        """For the loss and its gradients."""
+        """The objective of `Pass.SOLVE`: loss and gradients."""
 
     @classmethod
     def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
-        """For numbers that are handed out."""
+        """The objective of `Pass.NUMBERS`: statistics."""
 
     @classmethod
     def writing(
         cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        """For the gradients that belong to numbers (rows,) handed out before."""
+        """The objective of `Pass.GRADIENTS`: gradients from statistics (rows,) and their gradients."""
 
     @staticmethod
     def number_names(loss: LossSpec) -> tuple[str, ...]:
-        """Names of the numbers that are handed out, in order."""
+        """Names of the statistics that `Pass.NUMBERS` returns, in order."""
 
     @staticmethod
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
-        """Those of them that carry a gradient."""
+        """Names of the statistics that carry a gradient."""
 
     @classmethod
     def number_shapes(
         cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Shape of each number, (rows, ...) or 0-d, and its dtype; None for that of statistics."""
+        """Shape (rows, ...) or () and dtype of each statistic; dtype None is that of `Call.stat_dtype`."""
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
-        """Whether the loss reaches the logits through log p(target) and lse alone."""
+        """Whether the loss depends on the logits through log p(target) and lse alone."""
 
     @staticmethod
     def costs(call: Call, budget: int, purpose: Pass) -> Costs:
-        """What the objective needs in a pass, within a budget of bytes."""
+        """The memory of the objective in a pass with a budget of bytes, and its properties."""
 
 
 def logits_bytes(call: Call) -> tuple[int, int]:
-    """What the products of a chunk take: memory a row, and memory that does not grow with the rows."""
+    """(bytes per row, bytes that do not grow with the rows) of a chunk's logits and product."""
     shape = call.logits_dtype, call.width, call.hidden.shape[1]
     return call.width * call.logits_dtype.itemsize, piece_bytes(call.weight.device, call.dtype, *shape)
 
 
 def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
-    """The loss's inputs, cut to a span."""
+    """The targets and inputs of a loss, cut to a span of rows."""
     at, loss = rows.at(span.start, span.stop), call.loss
     inputs, sequences = {}, None
     for name, role in loss.roles.items():
@@ -144,13 +140,13 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
 
 
 def settled(call: Call, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
-    """The loss up to the deferred factor, and the metrics by `metric_names`: of all slices."""
+    """(loss up to the deferred factor, metrics in the order of `metric_names`), over all slices."""
     first, *others = [report.total for report in reports]
-    total = sum(others, first)  # without a first one `sum` would begin with 0, one kernel more
+    total = sum(others, first)  # starting from 0 would cost one more kernel
     if call.loss.scope == "token" and call.sequences.sliced:
-        # Ranks with slices of sequences whose tokens stand alone meet here and nowhere else: how many chunks
-        # a rank walks is its own affair.
+        # The only all-reduce of the loss of single tokens with cp_group: ranks may have different numbers of
+        # chunks, so there is none per chunk.
         total = call.sequences.sum(total)
     found = means([report.metrics for report in reports], factors, call.sequences)
-    total = total.to(call.stat_dtype)  # a loss of logits in a wider dtype than the operands' is wider
+    total = total.to(call.stat_dtype)  # a loss of logits is wider if `logits_dtype` is
     return total, [found[name].to(call.stat_dtype) for name in call.loss.metric_names]

@@ -1,4 +1,4 @@
-"""A call whose loss is a function of k given ids per token: those columns alone are multiplied with."""
+"""Losses of the logits of k given ids per token: compute these k logits per token, and no others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,12 @@ from logitless.kernels.ids.gathered import add_rows, first_slots, gathered_logit
 
 
 class GatheredProjection(Projection):
-    """A chunk's `logits` (n, k) are the products of its ids; 0 for those of other ranks, and in empty slots.
+    """A projection whose chunks have the products of k ids as `logits` (n, k); 0 for ids of other ranks.
 
     Attributes:
-        columns: (n, k) of the chunk at hand, each once; negative for none, and for tokens that are ignored.
-        teacher: (n, k) log-probabilities, -inf in empty slots.
+        columns: (n, k) ids of the current chunk as rows of this rank's head, duplicates removed; negative for
+            an empty slot, an id of another rank or an ignored token.
+        teacher: (n, k) log-probabilities of the teacher for the current chunk, -inf in empty slots.
     """
 
     columns: Tensor
@@ -58,7 +59,10 @@ class GatheredProjection(Projection):
 
 @dataclass
 class GatheredObjective(IdsObjective):
-    """Of a loss that logits of the ids, in the place of their log-probabilities, are all it takes for."""
+    """The objective of a loss that the logits of the ids determine, because log-sum-exp cancels in it.
+
+    Its statistic "logps" holds these logits.
+    """
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
@@ -68,7 +72,7 @@ class GatheredObjective(IdsObjective):
         return cls(call, rows, stats, {}, factors)
 
     def numbers(self) -> dict[str, Tensor]:
-        """What the loss does not look at is 0."""
+        """The statistics; 0 for those that the loss does not use."""
         call, count = self.call, self.rows.count
         shapes = call.loss.objective.number_shapes(call.loss, count, call.inputs)
         others = {name: shape for name, shape in shapes.items() if name not in self.stats}
@@ -117,6 +121,6 @@ class GatheredObjective(IdsObjective):
     def write(self, chunk: Chunk, head: Projection) -> None:
         rows = slice(chunk.step.start, chunk.step.stop)
         slope = self.call.loss.head.derivative_at(self.stats["logps"][rows])
-        # Whatever it is in empty slots, nobody reads it there.
+        # Values in empty slots are arbitrary and not read.
         gradient = self.grads["logps"][rows]
         chunk.gradient = gradient if isinstance(slope, float) and slope == 1.0 else gradient * slope

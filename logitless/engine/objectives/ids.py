@@ -1,6 +1,7 @@
-"""The objective of a loss of the log-probabilities of several ids per token.
+"""The objectives of losses of several ids per token.
 
-The ids are an input; `TopkObjective` finds them, the k best of each row.
+`IdsObjective` computes the log-probabilities of ids that are an input; `TopkObjective` selects the k ids with
+the largest logits.
 """
 
 from collections.abc import Mapping
@@ -28,30 +29,30 @@ from logitless.kernels.ids import slots
 from logitless.kernels.ids.gathered import weighted_rows
 from logitless.kernels.ids.slots import Upstream
 
-# A column that no head has.
+# A column beyond every head.
 NOWHERE = 2**31 - 1
-# Bytes of the numbers and temporaries of one slot of a row.
+# Bytes of the statistics and temporaries of one slot of a row.
 SLOT_BYTES = 160
 
 
 @dataclass
 class IdsObjective:
-    """See `objective.Objective`."""
+    """The objective of a loss of the log-probabilities of given ids; see `objectives.base.Objective`."""
 
     in_product: ClassVar = False
     statistics: ClassVar = ("ids", "logps", "lse", "lse_residual", "rest", "entropy")
     differentiable: ClassVar = ("logps", "lse", "rest", "entropy")
-    new_numbers: ClassVar = staticmethod(torch.empty)  # every row is read before anybody asks
+    new_numbers: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
 
     call: Call
     rows: Rows
-    stats: dict[str, Tensor]  # (rows, ...) each, of `number_names`: filled by reading, or given
-    grads: dict[str, Tensor]  # (rows, ...) d loss / d number
+    stats: dict[str, Tensor]  # (rows, ...) each, by `number_names`: filled by `fill`, or given
+    grads: dict[str, Tensor]  # (rows, ...) d loss / d statistic
     factors: UnitFactors | None = None
-    # Whether sum p_r W[r] over all other ids is kept, to be scaled afterwards (the strategy row_scaled).
+    # Whether sum p_r W[r] over all other ids is kept and scaled afterwards (strategy row_scaled).
     vectors: bool = False
     reports: list[Report] = field(default_factory=list)
-    _targets: Tensor | None = None  # (N,) ignored, or NOWHERE
+    _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else NOWHERE
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
@@ -119,7 +120,11 @@ class IdsObjective:
         self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.at])
 
     def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> None:
-        """Keep the numbers of ids (n, k), whose logits are then gone from the chunk."""
+        """Compute and keep the statistics of ids (n, k); overwrites the logits of the ids in the chunk.
+
+        In a step that writes with strategy row_scaled, the same kernel writes the gradient of the other ids'
+        logits, up to `chunk.factor`.
+        """
         self._keep(chunk, {"ids": ids})
         stats = self._at(slice(chunk.step.start, chunk.step.stop))
         names = ("logps", "lse", "lse_residual", "rest", "entropy")
@@ -170,15 +175,15 @@ class IdsObjective:
         chunk.gradient = chunk.place
 
     def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
-        """The gradient of the logits that are multiples of their probabilities, over the logits."""
-        # Where no target is in the chunk, its log-probability is not looked at.
+        """Overwrite the logits with the part of their gradient that is a row factor times probabilities."""
+        # Without a target in the chunk the kernel does not use log-probabilities; pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
         options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
         kernels.logits_gradient(chunk.logits, reader.targets, known, grads, gradient=chunk.place, **options)
 
     def _at(self, rows: slice) -> dict[str, Tensor]:
-        """What is known of some rows."""
+        """The statistics of some rows."""
         return {name: x[rows] for name, x in self.stats.items()}
 
     def _upstream(self, rows: slice) -> Upstream:
@@ -192,9 +197,9 @@ class IdsObjective:
         return None
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """d loss / d hidden of some rows from sum p_r W[r] over the ids that nobody asked for.
+        """d loss / d hidden of some rows, from `vectors` = sum p_r W[r] over the ids that are not an input.
 
-        Those asked for come apart, from their own rows of the head: no cancellation between the two.
+        The share of the input ids is computed from their rows of the head and added, so nothing cancels.
         """
         call, loss = self.call, self.call.loss
         options = {"head": loss.head, "targets": call.targets[at], "ignore_index": loss.ignore_index}
@@ -208,9 +213,9 @@ class IdsObjective:
 
 
 class TopkObjective(IdsObjective):
-    """The k best ids of each row, with their log-probabilities; without gradients.
+    """The k ids with the largest logits in each row, and their log-probabilities; without gradients.
 
-    One pass over a chunk finds its statistics and the maxima that the selection starts from.
+    One pass over a chunk computes its statistics and the maxima of column tiles, from which `best` selects.
     """
 
     @staticmethod
@@ -232,7 +237,8 @@ class TopkObjective(IdsObjective):
 
 
 def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:
-    """(n, k) ids of the largest logits of the whole vocabulary, the first of equal ones first."""
+    """(n, k) ids of the largest logits of the whole vocabulary, in descending order; of equal logits the
+    lowest id first."""
     vocabulary, width = reader.vocabulary, logits.shape[1]
     own = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
     columns = selection.select(logits, min(k, width), **own)
@@ -244,7 +250,7 @@ def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -
     z = pad(z, missing, value=-torch.inf)
     ids = pad(columns + vocabulary.start, missing, value=reader.V)
     z, ids = (vocabulary.gathered(x).transpose(0, 1).flatten(1) for x in (z, ids))
-    # By rising id, and stable: of equal logits the lowest id comes first, and what is missing last.
+    # Sort by id, then stably by logit: of equal logits the lowest id comes first, and padding comes last.
     ids, by_id = ids.sort(dim=1, stable=True)
     chosen = z.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :k]
     return ids.gather(1, chosen)

@@ -1,7 +1,6 @@
 """The objective of a loss of logits (`LogitsLoss`): a differentiable function of a chunk, or its own kernel.
 
-Such a loss sees each token alone, so a chunk is evaluated, with its gradient, as soon as its logits are
-there.
+Such a loss is a sum over tokens, so the loss of a chunk and its gradient are computed right after product 1.
 """
 
 from collections.abc import Mapping
@@ -30,20 +29,20 @@ from logitless.kernels.matmul import project
 
 @dataclass
 class LogitsObjective:
-    """See `objective.Objective`."""
+    """The objective of a loss of logits; see `objectives.base.Objective`."""
 
     in_product: ClassVar = False
-    statistics: ClassVar = ()  # it sees the logits themselves
+    statistics: ClassVar = ()  # the loss gets the logits themselves
     differentiable: ClassVar = ()
 
     call: Call
     rows: Rows
     factors: UnitFactors
-    values: Tensor | None = None  # (rows,) per-token losses, where they are not reduced here
-    upstream: Tensor | None = None  # (rows,) their gradients, in a pass that writes
+    values: Tensor | None = None  # (rows,) per-token losses, with reduction="none"
+    upstream: Tensor | None = None  # (rows,) gradients of the values, in Pass.GRADIENTS
     reports: list[Report] = field(default_factory=list)
     _teacher_buffer: Tensor | None = None
-    _gradient: Tensor | None = None  # of the chunk that was evaluated last
+    _gradient: Tensor | None = None  # gradient of the last chunk that was evaluated
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
@@ -103,7 +102,7 @@ class LogitsObjective:
             self._evaluate(span, self.call.weight.new_empty((0, width), dtype=self.call.logits_dtype), None)
 
     def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
-        """The loss on the logits of a span and, for a chunk that is to be written, its gradient."""
+        """Compute the loss on the logits of a span and, if `written` is a chunk, its gradient."""
         call, batch = self.call, batch_of(self.call, self.rows, span)
         if call.loss.teacher:
             taught = call.inputs["teacher_hidden"] is not None
@@ -155,12 +154,12 @@ class LogitsObjective:
 
 
 def _unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
-    """Factors where only metrics are reduced."""
+    """Factors for reduction="none": only the metrics are reduced."""
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     return UnitFactors(None, metric_factors(counts, call.stat_dtype))
 
 
 def _inputs_of_terms(loss: LossSpec) -> list[str]:
-    """Names of what `terms` finds in its batch: a teacher's logits in the place of its hidden states."""
+    """Names of the inputs in the batch of `terms`: a teacher's logits replace its hidden states."""
     names = [name for name, role in loss.roles.items() if role not in (Role.FEATURES, Role.HEAD)]
     return [*names, "teacher_logits", "teacher_bias"] if loss.teacher else names

@@ -1,4 +1,4 @@
-"""The objective of a divergence over a few ids per token, those that student or teacher rate best."""
+"""The objective of a divergence over a few ids per token: the ids that student or teacher rate highest."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,32 +25,32 @@ from logitless.kernels.matmul import project
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY
 
 TEACHER = ("teacher_logps", "teacher_rest", "agreement")
-# Of the label: log p at temperature 1 and what it takes to differentiate it; whether it is the best id.
+# Statistics of the label: log p at temperature 1, the log-sum-exp of its derivative, the top-1 flag.
 LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
 
-# Where the loss needs no more than k columns of the head, products with all V of them are slower than
-# gathering these while k < V / GATHERED.
+# If the loss needs k logits per token alone, gathering the k rows of the head is faster than a product with
+# all V rows while k < V / GATHERED.
 GATHERED = 180
 
 
 def gathered_columns(call: Call) -> int:
-    """How many columns of the head are multiplied with for each row, in the place of all; 0: all."""
+    """The number of logits that are computed per row by gathering; 0: all, by a product."""
     k = call.loss.slots(call.inputs)
     return k if call.loss.cancels and k * GATHERED < call.V else 0
 
 
 def teacher_dtype(call: Call) -> torch.dtype:
-    """Of the teacher's logits, which must rank its ids: its own, or a wider one of the student's."""
+    """The dtype of the teacher's logits: the wider of the teacher's head's and the student's logits'."""
     return torch.promote_types(call.logits_dtype, call.inputs["teacher_weight"].dtype)
 
 
 @dataclass
 class SupportObjective(IdsObjective):
-    """Numbers of the student and, in the same slots, of the teacher; the label's beside them."""
+    """The objective of distillation on a support: statistics of student, teacher and label."""
 
     statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")
-    new_numbers: ClassVar = staticmethod(torch.zeros)  # there may be no label, or nothing but products
+    new_numbers: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
 
     _teacher_buffer: Tensor | None = None
 
@@ -70,7 +70,7 @@ class SupportObjective(IdsObjective):
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
-        # Where the partition function cancels, a vector that is kept without it would be of no use.
+        # If the log-sum-exp cancels, the k logits are gathered instead, and there is no such vector.
         return not loss.cancels and IdsObjective.linear_in_logps(loss)
 
     @staticmethod
@@ -123,13 +123,13 @@ class SupportObjective(IdsObjective):
         self._read(chunk, reader, ids)
 
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The teacher's ids, each once, and their log-probabilities."""
+        """The teacher's ids (n, k), duplicates replaced by -1, and their log-probabilities."""
         ids, given = self.call.inputs["ids"][chunk.at], self.call.inputs["teacher_logps"][chunk.at]
         ids = slots.once(torch.where(given == -torch.inf, -1, ids))
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _taught(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
-        """The teacher's logits of a chunk, in a buffer of their own, and what it takes to read them."""
+        """(reader of the teacher's head, the teacher's logits of a chunk in a buffer of their own)."""
         call, (rows, _) = self.call, chunk.logits.shape
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
         columns = weight.shape[0]
@@ -148,11 +148,11 @@ class SupportObjective(IdsObjective):
     def _support(
         self, logits: Tensor, reader: Reader, taught: Tensor, teacher: Reader
     ) -> tuple[Tensor, Tensor]:
-        """The ids (n, slots) that the divergence is over, each once, and the teacher's best id (n,)."""
+        """(ids (n, slots) of the divergence, duplicates replaced by -1; the teacher's best id (n,))."""
         loss, found = self.call.loss, {}
         for name, z, own in (("student", logits, reader), ("teacher", taught, teacher)):
             if not own.vocabulary.sharded:
-                # Ids that only one of them has belong to nobody's support.
+                # A support has only ids that both vocabularies have.
                 common = min(logits.shape[1], taught.shape[1])
                 z, own = z[:, :common], own._replace(bias=None if own.bias is None else own.bias[:common])
             wanted = loss.support in (name, "union")
@@ -164,7 +164,7 @@ class SupportObjective(IdsObjective):
         return slots.once(ids), favourite
 
     def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
-        """log p of the label at temperature 1, with its log-sum-exp."""
+        """log p of the label at temperature 1, with the log-sum-exp at that temperature."""
         if self.call.inputs["labels"] is None:
             return {}
         columns, known = self._labels(chunk)
@@ -179,9 +179,10 @@ class SupportObjective(IdsObjective):
         }
 
     def _labels(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The labels as columns of the chunk, beyond it for those of other ranks and of nobody; who has one.
+        """(labels as columns of the chunk, whether a row has a label).
 
-        Those of ignored tokens are ignored.
+        The column is the ignored value for ignored tokens, and the chunk's width for a label on another rank
+        or outside the vocabulary.
         """
         labels, width = self.call.inputs["labels"][chunk.at].long(), chunk.logits.shape[1]
         columns, here = self.call.vocabulary.find(labels, self.call.V)
@@ -206,7 +207,7 @@ class SupportObjective(IdsObjective):
             both = TokenBuffers(logps=g, lse=factor)
             self._spread(chunk, reader._replace(targets=columns), stats, both)
         else:
-            # A second softmax, of temperature 1: before the first overwrites the logits.
+            # The softmax at temperature 1, before `_spread` overwrites the logits.
             own, other = self._of_label(stats), torch.empty_like(chunk.place)
             options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignored}
             kernels.logits_gradient(
@@ -214,7 +215,7 @@ class SupportObjective(IdsObjective):
             )
             self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
             chunk.place.add_(other)
-        # At the ids, whose logits are not in the chunk any more.
+        # The label's gradient at the support's ids, whose logits were taken out of the chunk.
         labels = torch.where(known, self.call.inputs["labels"][chunk.at].long(), -2)
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]

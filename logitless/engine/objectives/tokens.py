@@ -1,8 +1,8 @@
-"""The objective of a loss of per-token numbers (`TokenLoss`): log p(target), log-sum-exp, entropy and others.
+"""The objective of a loss of per-token statistics (`TokenLoss`): log p(target), log-sum-exp, entropy, ...
 
-Gradients enter a chunk at order one. Where the gradient of a row is a multiple of d logp / d logits, one
-kernel reads the numbers and writes that gradient; the multiple is known later and applied on the narrow
-[C, H] side of the products.
+If the gradient of a row is a multiple of d logp / d logits, one kernel computes the statistics and writes
+d logp / d logits. The loss determines the multiple later; it is applied as a row factor to the [C, H]
+matrices of the products, which are narrower than the [C, V] chunk.
 """
 
 from collections.abc import Mapping
@@ -32,25 +32,25 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES
 
 @dataclass
 class TokenObjective:
-    """See `objective.Objective`."""
+    """The objective of a loss of per-token statistics; see `objectives.base.Objective`."""
 
     statistics: ClassVar = tuple(field.name for field in fields(TokenBuffers))
     differentiable: ClassVar = kernels.DIFFERENTIABLE
 
     call: Call
     rows: Rows
-    stats: TokenBuffers  # (rows,) each, filled by reading
-    grads: TokenBuffers  # (rows,) each, d loss / d number; filled by evaluating, or given
+    stats: TokenBuffers  # (rows,) each, filled by `fill`, or given
+    grads: TokenBuffers  # (rows,) each, d loss / d statistic; filled by `evaluate`, or given
     factors: UnitFactors | None = None
-    # Whether d logp / d hidden itself is kept, to be scaled afterwards (the strategy row_scaled).
+    # Whether d logp / d hidden is kept and scaled afterwards (strategy row_scaled).
     vectors: bool = False
     # Whether a chunk's gradient is a multiple of d logp / d logits, which one kernel writes while it reads.
     is_multiple: bool = False
-    # Whether one kernel projects a chunk and reads it, so that its logits are nowhere.
+    # Whether one kernel projects a chunk and reads it, without storing its logits.
     in_product: bool = False
-    ref_weight: Tensor | None = None  # (V, H') of the reference model, in the dtype of the products
-    ref_logps: Tensor | None = None  # (rows,) of the reference model, filled by reading
-    predictions: Tensor | None = None  # (rows,) int64 ids of the largest logits, filled by reading
+    ref_weight: Tensor | None = None  # (V, H') head of the reference model, in the dtype of the products
+    ref_logps: Tensor | None = None  # (rows,) log-probs under the reference model, filled by `fill`
+    predictions: Tensor | None = None  # (rows,) int64 ids of the largest logits, filled by `fill`
     head_sums: Tensor | None = None  # see `fused_projection.head_sums`
     reports: list[Report] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class TokenObjective:
         is_multiple = of_logps and kernels.single_pass(call.dtype)
         purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
         in_product = call.unrounded and reads_in_product(call, purpose)
-        # Made here and not where they are filled, which may be on a side stream.
+        # Allocated here, as `evaluate` may run on a side stream.
         grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
         self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple, in_product)
         if loss.return_predictions:
@@ -87,8 +87,9 @@ class TokenObjective:
 
     @staticmethod
     def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """As `logits_dtype` says. Where that is open, a loss for which one kernel does everything, and one of
-        policies, whose log-probabilities are compared with those of other calls."""
+        """Whether `logits_dtype` asks for it. If that is None: for unreduced losses, whose log-probabilities
+        are compared with those of other calls, and for losses without the gradient of lse, for which one
+        kernel does everything or an fp32 chunk is taken."""
         if loss.logits_dtype is not None:
             return loss.logits_dtype == dtype
         return loss.reduction == "none" or "lse" not in loss.differentiates
@@ -169,13 +170,13 @@ class TokenObjective:
         vocabulary.combine(stats, chunk.targets)
 
     def _head_sums(self, head: Projection) -> Tensor | None:
-        """Computed with the first chunk, where sums of logits are asked for."""
+        """`fused_projection.head_sums`, computed with the first chunk if the loss observes `sum_logits`."""
         if self.head_sums is None and self.stats.sum_logits is not None:
             self.head_sums = fused.head_sums(head.weight, self.call.bias, self.call.loss.head)
         return self.head_sums
 
     def _read_reference(self, chunk: Chunk) -> None:
-        """The reference model's log-probabilities of the same rows, through the same buffer."""
+        """Compute the reference model's log-probabilities of the chunk's rows, in the chunk's buffer."""
         call, inputs = self.call, self.call.inputs
         hidden = inputs["ref_hidden"][chunk.at].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
@@ -199,7 +200,7 @@ class TokenObjective:
         if self.ref_logps is not None:
             batch.ref_logps = self.ref_logps[span.start : span.stop]
         names = call.loss.differentiates if call.trainable else ()
-        # Tokens that stand alone are summed over the ranks once, in the end (`objective.settled`).
+        # A loss of single tokens is summed over the ranks once, after the loop (`base.settled`).
         sequences = WHOLE_SEQUENCES if call.loss.scope == "token" else call.sequences
 
         def evaluate(variables: dict[str, Tensor]) -> Terms:
@@ -242,10 +243,12 @@ class TokenObjective:
         return torch.zeros_like(self.stats.lse) if self.grads.logps is None else self.grads.logps
 
     def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """For a loss of lse, W[target] is left out of the vectors (`target_apart`) and added here.
+        """d loss / d hidden of some rows, from `vectors`.
 
-        Taken as a difference from it, d lse / d hidden would lose the digits of a token whose own gradient is
-        small.
+        `vectors` holds d logp / d hidden = W[target] - E_p[W], for a loss of logps. For a loss that also
+        differentiates lse, it holds the same sum without the target's term, -sum_{v != target} p_v W[v]
+        (`target_apart`), and the target's terms of d logp and of d lse are added here. Otherwise
+        d lse / d hidden = W[target] - d logp / d hidden would lose digits by cancellation where it is small.
         """
         call, stats, grads = self.call, self.stats[rows], self.grads[rows]
         g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
@@ -257,13 +260,16 @@ class TokenObjective:
         supervised = targets != call.loss.ignore_index  # with compact=False a row may have no target
         own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)
         head_rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
-        # In the numbers' dtype, the wider one: promotion spares a copy of the vectors and of the rows.
+        # In the dtype of the statistics, the wider one, by type promotion: no copies of vectors and rows.
         return (vectors * (g_logp - g_lse)[:, None]).addcmul_(own[:, None], head_rows)
 
 
 def reads_in_product(call: Call, purpose: Pass) -> bool:
-    """Whether a pass over unrounded logits projects and reads them in one kernel: not where a chunk is read
-    and written with an evaluation in between, and not for a weighted sum of logits or for predictions."""
+    """Whether a pass over unrounded logits projects and reads them in one kernel.
+
+    The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum
+    of logits, or for predictions; then the pass stores logits in fp32.
+    """
     loss = call.loss
     between = purpose is Pass.SOLVE and call.trainable and tuple(loss.differentiates) != ("logps",)
     weights = loss.sum_logits_weights
@@ -272,13 +278,12 @@ def reads_in_product(call: Call, purpose: Pass) -> bool:
 
 
 def target_apart(loss: LossSpec) -> bool:
-    """Whether d logp / d hidden is kept without its target's own row of the head, which is added in the
-    end."""
+    """Whether row_scaled keeps d logp / d hidden without the target's row of the head; see `scaled`."""
     return "lse" in loss.differentiates
 
 
 def _clear_target(chunk: Chunk) -> None:
-    """Zero the target's entry of a chunk's gradient, where the target is among these columns."""
+    """Zero the target's entry in each row of a chunk's gradient, if the target is on this rank."""
     columns, gradient = chunk.targets, chunk.gradient
     here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignored)
     at = torch.where(here, columns, 0)[:, None]
