@@ -21,7 +21,7 @@ def marked(
     ignore_index: int,
     others: Tensor | None = None,  # (m, N) bool
 ) -> Tensor:
-    """(2 + m, N) bool: supervised; supervised and outside [0, V); supervised and True in each of `others`."""
+    """(2 + m, N) bool: supervised; supervised and outside [0, V); then `others`, masked by supervised."""
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 

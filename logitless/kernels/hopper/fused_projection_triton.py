@@ -61,8 +61,8 @@ def read_half(
 ):
     """Partial sums over the BN columns from n0, without the target.
 
-    With d = log2(e) z - shift and e = 2^d: sum of e, largest d, sum of e d, sum of d (with the target), sum of
-    e^2; with AGAIN also whether a column before the target equals it. With WRITE, e is stored."""
+    With d = log2(e) z - shift and e = 2^d: sum of e, largest d, sum of e d, sum of d (with the target), sum
+    of e^2; with AGAIN also whether a column before the target equals it. With WRITE, e is stored."""
     grad, bias_ptr, shift, own, y, m0, V, gain, squash, cap = given
     cols = (n0 + tl.arange(0, BN))[None, :]
     d, slope = above_shift(
@@ -136,8 +136,8 @@ def read_kernel(
 ):
     """Store the partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
 
-    With AGAIN, only for tiles with a row that `finish_kernel` flagged; their other rows get the same values as
-    before. The epilogue has no data-dependent branch, which would cost more than the masks do.
+    With AGAIN, only for tiles with a row that `finish_kernel` flagged; their other rows get the same values
+    as before. The epilogue has no data-dependent branch, which would cost more than the masks do.
     """
     row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
     tiles = row_tiles * col_tiles

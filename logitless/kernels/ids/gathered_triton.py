@@ -204,7 +204,7 @@ def run_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the slots of one id. `order` (N k,): slots sorted by id; `starts` (V + 1,): first slot of each id."""
+    """Sum the slots of one id. `order` (N k,): slots sorted by id; `starts` (V + 1,): each id's first."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H

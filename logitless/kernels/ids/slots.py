@@ -82,7 +82,7 @@ def take_out(
 def numbers(
     z: Tensor,  # (n, k) logits of the ids on all ranks, -inf in empty slots
     ids: Tensor,  # (n, k) int64
-    stats: TokenBuffers,  # (n,) lse, lse_residual, and entropy if wanted, of this rank's chunk without the ids
+    stats: TokenBuffers,  # (n,) lse, lse_residual, entropy if wanted, of this rank's chunk without the ids
     out: Mapping[str, Tensor],  # logps (n, k), and of lse, lse_residual, rest, entropy (n,) those wanted
     *,
     head: Head,
@@ -236,7 +236,7 @@ def _whole(
     residual: Tensor,
     entropy: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Statistics of the whole vocabulary, from the ids' logits and the statistics of each rank's other ids."""
+    """Statistics of the whole vocabulary, from the ids' logits and each rank's statistics of other ids."""
     x = torch.cat((own, lse.t()), 1)
     rounding = torch.cat((torch.zeros_like(own), residual.t()), 1)
     top, at = x.max(1, keepdim=True)
