@@ -34,10 +34,10 @@ class Estimate:
 
     Attributes:
         plan: what `LossOutput.plan` will be.
-        walks: the plans of all walks over the tokens: of each head, and of the backward pass that computes
-            gradients from those of per-token numbers.
+        walks: the plans of all passes over the tokens: of each head, and of the backward pass that computes
+            gradients from those of per-token statistics.
         products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
-            logits are projected once; of all heads together. A reference beside an unreduced loss has a walk
+            logits are projected once; of all heads together. The reference of an unreduced loss has a pass
             of its own, which counts here.
         other_products: with the head of a reference or a teacher, per supervised token.
         chunk_bytes: memory of the largest chunk: its logits, every temporary that grows with the vocabulary,
@@ -265,7 +265,7 @@ class _Planner:
         return Estimate(self.plan, plans, own, others, chunks, self.gradient_bytes, sums, logits_bytes, peaks)
 
     def _memory(self, call: Call, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
-        """Bytes (of a chunk; of the sums of d_weight and d_bias in a wider dtype; of everything at the peak)."""
+        """Bytes: (of a chunk; of wider sums of d_weight and d_bias; of everything at the peak)."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
