@@ -1,9 +1,9 @@
 """The operators of the losses, and which of their implementations runs on a device.
 
-`head` has what reads and writes a chunk of logits, `ids` the same for several ids per token: each operator is
-a launcher with a PyTorch twin, and has portable Triton kernels in `*_triton.py`. `fused_projection` is the
-front of the products with an epilogue, whose kernels are for one GPU generation each, as in `hopper`.
-`launch`, `operands`, `layout` and `matmul` serve all. Called by the engine, `parallel` and `layers`.
+`head` holds the operators on a chunk of logits, `ids` those for several ids per token: each operator has a
+launcher, a PyTorch twin, and portable Triton kernels in `*_triton.py`. `fused_projection` is the interface to
+the products with an epilogue, whose kernels are for one GPU generation each, as in `hopper`. `launch`,
+`operands`, `layout` and `matmul` are shared. Called by the engine, `parallel` and `layers`.
 """
 
 import functools
@@ -36,9 +36,9 @@ def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _computes_shapes_alone() -> bool:
-    """Whether a FakeTensorMode is on, whose tensors have no memory that a kernel could read."""
+    """Whether a FakeTensorMode is active, whose tensors have no memory that a kernel could read."""
     if torch.compiler.is_compiling():
-        return False  # the compiler's own, which calls no kernel
+        return False  # Dynamo's own FakeTensorMode, under which no kernel is called
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -46,8 +46,8 @@ def _computes_shapes_alone() -> bool:
 def fused_products(device: torch.device) -> ModuleType | None:
     """The products with an epilogue for the GPU generation of `device`, or None where there are none.
 
-    A package of a generation has `DTYPES`, what it multiplies, and `read`, `write` and `row_bytes` as
-    `fused_projection.py` describes them. It is loaded here, and Triton with it.
+    The package of a generation has `DTYPES`, the operand dtypes that it multiplies, and the functions `read`,
+    `write` and `row_bytes`, as `fused_projection.py` describes them. The first call imports it, and Triton.
     """
     if device.type != "cuda" or torch.version.hip or not _triton_runs(device.type):
         return None

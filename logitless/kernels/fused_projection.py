@@ -1,16 +1,16 @@
-"""Project a chunk and read its logits in one kernel, so that no chunk of logits exists.
+"""Project a chunk and compute its statistics in one kernel, without materializing the logits.
 
     read     hidden, weight -> log p(target), log-sum-exp, entropy and arg-max hit and, if asked for,
              d log p(target) / d logits up to a factor per row: `project` and `logprob_gradient` in one
-    write    hidden, weight -> d loss / d logits from the gradients of the per-token numbers: `project` and
+    write    hidden, weight -> d loss / d logits from the gradients of the per-token statistics: `project` and
              `logits_gradient` in one
 
-The logits are those of the accumulators, in fp32 and never rounded. Whoever reads the same rows twice, with
-another grad mode or another number of rows, must see the same logits: hence one rule of device, dtypes and
-head says whether the kernels run (`serves`), and what they cannot do beside them is done from logits in fp32.
-A GPU generation has kernels of its own, and most have none (`kernels.fused_products`). There is no twin:
-elsewhere `project` and the row kernels of `head/cross_entropy.py` do the same, which is what the tests
-compare with.
+The logits are the product's fp32 accumulators and are never rounded. Two passes over the same rows, in
+another grad mode or with another number of rows, must use the same logits. Therefore `serves` decides from
+device, dtypes and head alone whether these kernels run; an operation that they do not support uses logits
+materialized in fp32. Each GPU generation has its own kernels, and most have none (`kernels.fused_products`).
+There is no twin: on other devices `project` and the row kernels of `head/cross_entropy.py` compute the same,
+and the tests compare with these.
 """
 
 import torch
@@ -22,10 +22,11 @@ from logitless.kernels.head.transform import Head
 
 
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
-    """Whether the kernels multiply (C, H) in `dtype` with these heads, or with their copies in that dtype.
+    """Whether the kernels multiply hidden states (C, H) in `dtype` with these heads, or with their copies in
+    that dtype.
 
-    Rows start at multiples of 16 bytes; of LoRA on a head, H has more columns than the head, and a reference
-    model's may have others.
+    Every row must start at a multiple of 16 bytes. H and the width of a head may differ: with LoRA on the
+    head, H includes the adapter's columns, and a reference model has a hidden size of its own.
     """
     return H * dtype.itemsize % 16 == 0 and all(
         (products := fused_products(head.device)) is not None
@@ -40,20 +41,23 @@ def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
 
 
 def row_bytes(device: torch.device, V: int, *, stored: bool) -> int:
-    """Memory that a row takes: partial sums, and its gradient where that is stored."""
+    """Bytes per row: its partial sums and, if `stored`, its gradient."""
     return fused_products(device).row_bytes(V, stored=stored)
 
 
 def new_place(weight: Tensor, rows: int) -> Tensor:
-    """Room for a gradient (rows, V) in the dtype of the products; rows start at multiples of 16 bytes."""
+    """Empty gradient (rows, V) in the dtype of the products, whose rows start at multiples of 16 bytes."""
     V, step = weight.shape[0], 16 // weight.itemsize
     room = weight.new_empty((rows, -(-V // step) * step))
     return room if room.shape[1] == V else room[:, :V]
 
 
 def head_sums(weight: Tensor, bias: Tensor | None, head: Head) -> Tensor | None:
-    """(H + 1,) fp32: the sum of the head's rows, and that of its bias. A row's sum of logits is hidden times
-    it, so no kernel need add up the logits themselves; not with a soft cap: None."""
+    """(H + 1,) fp32: the sum of the head's rows, then the sum of its bias; None with a softcap.
+
+    The sum of a row's logits is the product of its hidden state with this vector, so no kernel has to add up
+    the logits.
+    """
     if head.softcap is not None:
         return None
     biases = weight.new_zeros(1, dtype=torch.float32) if bias is None else bias.float().sum()[None]
@@ -64,7 +68,7 @@ def read(
     hidden: Tensor,  # (C, H)
     weight: Tensor,  # (V, H), in hidden's dtype
     targets: Tensor,  # (C,) int64
-    out: TokenBuffers,  # (C,) each, written; sum_logits without weights
+    out: TokenBuffers,  # (C,) each, written; sum_logits is unweighted
     *,
     gradient: Tensor | None,  # (C, V) from `new_place`, written; None: nothing is stored
     head: Head,

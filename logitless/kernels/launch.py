@@ -1,8 +1,8 @@
-"""`held`: launches of a Triton kernel without a search for what has been compiled.
+"""`held`: cached launches of Triton kernels.
 
-Triton's own path derives the compiled kernel from the operands in every launch and calls its hooks, which
-costs the host nearly as much again as the launch itself; a small call, or a step of a small model, is little
-else than launches. Here the kernel is found by a key of all that Triton compiles another one for.
+Triton specializes the operands and calls its launch hooks in every launch, which nearly doubles the host time
+of a launch; the time of a small call, or of a small model's step, is mostly launches. `held` looks the
+compiled kernel up by a key of everything that Triton specializes on.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# For `triton.jit`: what changes from chunk to chunk, or from call to call, and compiles no kernel of its own.
-# It is how many rows there are, and where in memory their numbers start.
+# Options of `triton.jit`: kernels are not specialized on what changes from chunk to chunk or from call to
+# call, the number of rows and the alignment of per-row vectors.
 OF_CHUNKS = {
     "do_not_specialize": ["C", "rows", "partial_stride", "count", "piece"],
     "do_not_specialize_on_alignment": [
@@ -34,14 +34,17 @@ OF_CHUNKS = {
 
 
 def held(kernel: triton.JITFunction) -> "triton.JITFunction | Held":
-    """The kernel, launched as before; on NVIDIA's GPUs through what was compiled for operands of the same
-    kind. Elsewhere Triton looks at more: on AMD's at the size of a tensor's memory."""
-    compiles = isinstance(kernel, triton.JITFunction)  # and is not interpreted
+    """Wrap a kernel so that a launch reuses the kernel compiled for operands with the same specialization.
+
+    The launch syntax stays `kernel[grid](...)`. On other GPUs than NVIDIA's the kernel is returned as it is,
+    because Triton's key has more parts there: on AMD GPUs, also the size of a tensor's storage.
+    """
+    compiles = isinstance(kernel, triton.JITFunction)  # False in Triton's interpreter
     return Held(kernel) if compiles and torch.version.cuda is not None else kernel
 
 
 class Held:
-    """A kernel whose operands are positional and whose constants and launch options are keywords."""
+    """A kernel with cached launches. Operands are positional; constexprs and launch options are keywords."""
 
     def __init__(self, kernel: triton.JITFunction):
         self.kernel = kernel
@@ -64,13 +67,17 @@ class Held:
         if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):
             compiled[(*grid, 1, 1)[:3]](*operands, *rest)
             return
-        # What `compiled[grid]` does where nobody listens: no metadata and no hooks.
+        # The same call as `compiled[grid]`, without launch metadata and hooks.
         stream, unheard = driver.active.get_current_stream(device), (None, None, None)
         launch, loaded = compiled.run, (compiled.function, compiled.packed_metadata)
         launch(*(*grid, 1, 1)[:3], stream, *loaded, *unheard, *operands, *rest)
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:
-        """Launch by Triton's own path, and what the next launches take."""
+        """Compile and launch by Triton's own path.
+
+        Returns:
+            (the compiled kernel, the constexpr values to pass after the operands in every later launch).
+        """
         if len(operands) != self._operands:
             got = f"expected {self._operands} operands, got {len(operands)}"
             raise TypeError(f"{self.kernel.fn.__name__}: {got}; pass constants by name.")
@@ -79,13 +86,16 @@ class Held:
 
 
 def heard(hook: object) -> bool:
-    """Whether a profiler listens: Triton's own hooks are lists that may be empty."""
+    """Whether a launch hook has listeners, such as a profiler. Triton's hook chains may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 
 def kinds(operands: Sequence) -> list:
-    """What Triton tells operands apart by: of integers if they are 1 or multiples of 16, and their width. In
-    one expression, as a launch has up to thirty."""
+    """Specialization key of the operands, as Triton forms it.
+
+    Integers: equal to 1, multiple of 16 or neither, and 32 or 64 bits. Tensors: dtype and 16-byte alignment.
+    One expression, because a launch has up to thirty operands and this runs in every launch.
+    """
     return [
         ((1 if x == 1 else 0 if x & 15 else 16) if -(2**31) <= x < 2**31 else 3 if x & 15 else 4)
         if type(x) is int

@@ -1,9 +1,8 @@
-"""What a launcher makes sure of before it hands a tensor to a Triton kernel, which sees an address and no
-strides.
+"""Memory layouts that the Triton kernels require, checked or made by their launchers.
 
-A vector, of tokens `[C]` or of token ids `[V]`, is indexed as if its numbers lay side by side; `dense` makes
-that so. A matrix comes with the stride of its rows, and each of its rows must be in one piece; `check_rows`
-makes sure, as a copy would be as large as the chunk.
+A kernel gets the address of a tensor. A vector, over tokens `[C]` or token ids `[V]`, must be contiguous;
+`dense` makes it so. A matrix is passed with its row stride, and each row must be contiguous; `check_rows`
+refuses other matrices, because a copy would be as large as the chunk.
 """
 
 import torch
@@ -11,16 +10,15 @@ from torch import Tensor
 
 
 def dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`x` itself where its numbers lie side by side in `dtype` (its own without one), else a copy for which
-    that holds.
+    """`x` itself if it is contiguous and in `dtype` (default: its own dtype), else a copy that is.
 
-    `.float()` alone is not enough: of a tensor in fp32 already it keeps the strides.
+    `.float()` alone is not enough: it returns an fp32 tensor unchanged, with its strides.
     """
     return (x if dtype is None else x.to(dtype)).contiguous()
 
 
 def check_rows(**matrices: Tensor) -> None:
-    """Refuse a matrix `[C, V]` whose rows are not in one piece."""
+    """Raise for a matrix `[C, V]` whose rows are not contiguous."""
     for name, x in matrices.items():
         if x.stride(1) != 1 and x.shape[1] > 1:
             raise ValueError(
@@ -30,7 +28,7 @@ def check_rows(**matrices: Tensor) -> None:
 
 
 def check_written(**vectors: Tensor) -> None:
-    """Refuse a tensor with gaps that a kernel is to write: a copy would keep what belongs into it."""
+    """Raise for an output tensor with gaps: the result would be written to a copy and lost."""
     for name, x in vectors.items():
         if not x.is_contiguous():
             raise ValueError(

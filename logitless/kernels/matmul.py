@@ -4,9 +4,8 @@
     d_hidden  = d_logits @ weight     [C, H], returned in fp32
     d_weight += d_logits.T @ hidden   [V, H], accumulated in place
 
-On CUDA, `out_dtype` makes cuBLAS read half precision and write fp32. Elsewhere the same is done from
-fp32-upcast pieces of the vocabulary, a block at a time, so that no upcast copy of a chunk or of the head ever
-exists.
+On CUDA, `out_dtype` makes cuBLAS read half precision and write fp32. Other devices upcast one piece of the
+vocabulary at a time to fp32, so that no upcast copy of a whole chunk or head exists.
 """
 
 import functools
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this device multiplies `dtype` matrices into fp32 ones; asked of the device itself, once."""
+    """Whether this device multiplies `dtype` matrices into fp32 ones, found by one small product."""
     with unset_fake_temporarily():  # a fake product exists on every device
         try:
             probe = torch.ones(16, 16, device=device_type, dtype=dtype)
@@ -40,7 +39,7 @@ def _vocabulary_pieces(V: int):
 
 
 def piece_bytes(device: torch.device, dtype: torch.dtype, logits_dtype: torch.dtype, V: int, H: int) -> int:
-    """Memory of an upcast piece of the head, where the products need one."""
+    """Bytes of the upcast piece of the head; 0 where the products need none."""
     wide = torch.promote_types(logits_dtype, torch.float32)
     if dtype == wide or (wide == torch.float32 and _has_out_dtype(device.type, dtype)):
         return 0

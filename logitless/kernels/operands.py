@@ -1,4 +1,4 @@
-"""What the layer operators (norm, rope, gated) ask of their operands, and how their kernels see them."""
+"""Operands of the layer operators (norm, rope, gated): checks, and the views that their kernels take."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ def widest(x: Tensor, *others: Tensor | None) -> torch.dtype:
 
 
 def all_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels take these operands of one device. Without elements nothing is launched."""
+    """Whether the Triton kernels run on these operands, which are on one device. False without elements."""
     if not uses_triton(x.device, x.dtype) or x.numel() == 0:
         return False
     return all(t is None or t.dtype in TRITON_DTYPES for t in others)
@@ -81,7 +81,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many of them the device has. A kernel that sums over rows starts a few programs on each."""
+    """Number of multiprocessors of the device. A kernel that sums over rows starts a few programs on each."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":

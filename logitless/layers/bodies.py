@@ -1,8 +1,8 @@
-"""Which norms, rotations and activations we know: by their source, and by trying them on a few numbers.
+"""The norms, rotations and activations that can be fused, recognized by their source and a trial run.
 
-The table holds fingerprints of the source (`python -m logitless.layers.bodies CLASS` prints one), so a body
-that transformers changes is left alone until somebody has looked at it. The trial is made whenever a model is
-fused: what a table says of a module must be what the module computes.
+The tables hold fingerprints of forward passes (`python -m logitless.layers.bodies CLASS` prints one), so a
+forward pass that transformers changes is not fused until its fingerprint is added. Whenever a model is fused,
+each module is also run on a few random values and compared with the operator of its table entry.
 """
 
 import ast
@@ -23,7 +23,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Norm(NamedTuple):
-    """A body of a norm: the operator's rounding, and the attribute that holds eps."""
+    """A known forward pass of a norm: the operator's rounding, and the attribute that holds eps."""
 
     rounding: str
     eps: str = "variance_epsilon"
@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """A body of a function (q, k, cos, sin) -> (q, k)."""
+    """A known function (q, k, cos, sin) -> (q, k)."""
 
     interleaved: bool = False
     # "each": one angle for each number of a head; "pairs": one for each pair; "first half": what is used of
@@ -100,7 +100,7 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 
 def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rotation]], list[str]]:
-    """The rotations that a forward pass calls, by the name it calls them; and names that we do not know."""
+    """(the known rotations that a forward pass calls, by the name in its source; names of unknown ones)."""
     known, unknown = {}, []
     for name in _called_rotations(function):
         value = function.__globals__.get(name)
@@ -130,7 +130,7 @@ def _function_in(value: object) -> FunctionType | None:
 
 @functools.cache
 def rotation_of(function: FunctionType) -> Rotation | None:
-    """The body of a rotation that does what its source says, else None."""
+    """The table entry of a rotation whose result agrees with the operator, else None."""
     try:
         rotation = ROTATIONS.get(fingerprint(function))
     except Unknown:
@@ -147,7 +147,7 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def activation_agrees(module: nn.Module) -> bool:
-    """Whether the activation computes what `activation_of` says."""
+    """Whether the activation's results agree with the operator of the name that `activation_of` returns."""
     x = torch.linspace(-20, 20, 81, device="cpu", dtype=FP32)
     with torch.no_grad():
         stock = type(module).forward(module, x)
@@ -167,7 +167,7 @@ def _fingerprint(function: FunctionType, owner: type) -> str:
 
 
 def normalized(norm: Norm, module: nn.Module, x: Tensor, weight: Tensor | None) -> Tensor:
-    """The norm by our operator."""
+    """Compute the norm by our operator."""
     eps = getattr(module, norm.eps)
     if norm.center:
         return layer_norm(x, weight, eps=eps)
@@ -175,13 +175,15 @@ def normalized(norm: Norm, module: nn.Module, x: Tensor, weight: Tensor | None) 
 
 
 def _random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    """Leaves the generators of the process alone."""
+    """Random values from a generator of their own; the process's generators do not advance."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cpu", dtype=FP32).to(dtype)
 
 
 def _norm_agrees(module: nn.Module, function: Callable, norm: Norm, *, weighted: bool) -> bool:
-    """On random rows, with a random weight: the module's own may be all ones, on a GPU, or not there yet."""
+    """Whether the norm agrees with our operator on random rows and a random weight.
+
+    The module's own weight may be all ones, on a GPU, or not loaded yet."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__.pop("weight", None)
@@ -214,7 +216,7 @@ def _rotation_agrees(function: Callable, rotation: Rotation) -> bool:
 
 
 def angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
-    """cos and sin as the operators take them, and how many numbers of a head are rotated."""
+    """(cos, sin, rotary_dim) as the operators take them."""
     width = cos.shape[-1]
     if rotation.angles == "pairs":
         return cos, sin, 2 * width
@@ -224,7 +226,7 @@ def angles(rotation: Rotation, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 def rotated(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotation by our operator."""
+    """Compute the rotation by our operator."""
     cos, sin, width = angles(rotation, cos, sin)
     return rope(q, k, cos, sin, rotary_dim=width, interleaved=rotation.interleaved)
 

@@ -1,4 +1,4 @@
-"""Fused norms, rotations and gates in a model that is there: `fuse_layers`."""
+"""`fuse_layers`: replace norms, rotations and gates of an existing model by fused operators."""
 
 import functools
 import re
@@ -56,7 +56,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused model's undoing: call it. `report` says what was fused, and what was left alone and why."""
+    """Handle of a fused model; calling it undoes the fusion.
+
+    `report` says what was fused, and what was not and why."""
 
     report: Report
     _undos: tuple[Callable[[], None], ...] = field(repr=False)
@@ -129,7 +131,7 @@ def _attempt(change: Callable, name: str, module: nn.Module, report: Report, und
 
 
 def _change_norm(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None] | None, str]:
-    """What was fused in a module, its undoing, and what was not."""
+    """(what was fused in a module, the function that undoes it, what was not fused)."""
     if type(module) is nn.LayerNorm:
         return (), None, "torch's own is one kernel; an addition before it may be fused"
     body = norm_of(module)

@@ -1,8 +1,8 @@
-"""What runs instead of a fused module's own forward pass, and the fused statements of a rewritten one.
+"""Forward passes of fused modules, and the functions that rewritten forward passes call.
 
-Each takes the model's own way whenever there is something it was not made for: hooks on a module that it
-would go around, a forward pass put on such an instance, a parameter that is not a plain tensor (DTensor,
-ZeRO-3, quantised), another dtype. Under torch.compile the model's own code runs: Inductor fuses it better.
+Each runs the model's own code where the fused operator would behave differently: hooks on a module that would
+be bypassed, a `forward` attribute on such an instance, a parameter that is not a plain tensor (DTensor,
+ZeRO-3, quantized), another dtype. Under torch.compile the model's own code runs: Inductor fuses it better.
 """
 
 import functools
@@ -26,8 +26,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Addition(NamedTuple):
-    """Beside x, what a rewritten layer gives to a norm: (y, h) of h = residual + multiplier * x, y = norm(h);
-    or, `after` the norm, residual + norm(x)."""
+    """Second argument of a norm in a rewritten layer: the residual addition to fuse with it.
+
+    The norm returns (y, h) with h = residual + multiplier * x, y = norm(h); with `after`, residual + norm(x).
+    """
 
     residual: Tensor
     multiplier: float
@@ -94,7 +96,7 @@ def gate_packed(act: nn.Module, x: Tensor) -> Tensor:
 
 
 class Rotate:
-    """Stands for a model's function (q, k, cos, sin) -> (q, k), and for the norms of q and k before it."""
+    """Replaces a model's function (q, k, cos, sin) -> (q, k), also with the norms of q and k before it."""
 
     def __init__(self, stock: Callable, rotation: Rotation) -> None:
         self.stock, self.rotation = stock, rotation
@@ -114,8 +116,9 @@ class Rotate:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """q and k before their norms; `before`: these see (B, T, heads, D), as q and k were before the
-        transposition."""
+        """Normalize and rotate q and k (B, heads, T, D).
+
+        `before`: the model's norms take (B, T, heads, D), as q and k were before their transposition."""
         norms = (q_norm, k_norm)
         bodies = [body_of(norm) for norm in norms]
         if all(map(is_untouched, norms)) and self._takes(q, k, cos, sin) and _same_norm(norms, bodies):
@@ -153,14 +156,14 @@ def _norm_with(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> 
 
 @functools.cache
 def _widens_layer_norm(device_type: str) -> bool:
-    """Whether autocast makes a LayerNorm one in fp32: on CUDA it does, on a CPU it does not."""
+    """Whether autocast runs LayerNorm in fp32: on CUDA it does, on a CPU it does not."""
     with torch.no_grad(), torch.autocast(device_type, torch.bfloat16):
         x = torch.zeros(1, 2, dtype=torch.bfloat16, device=device_type)
         return nn.functional.layer_norm(x, (2,)).dtype == torch.float32
 
 
 def body_of(module: nn.Module) -> Norm | None:
-    """The body of a norm that may take an addition with it."""
+    """The table entry of a norm that can be fused with an addition, else None."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return LAYER_NORM
     state = state_of(module, KEY)
@@ -168,7 +171,7 @@ def body_of(module: nn.Module) -> Norm | None:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether calling the module does nothing but its class's forward pass."""
+    """Whether a call of the module runs its class's forward pass and nothing else, such as hooks."""
     own = module.__dict__
     return not (
         own["_forward_pre_hooks"]
@@ -182,7 +185,7 @@ def is_untouched(module: nn.Module) -> bool:
 
 
 def _can_join(norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
-    """Whether the norm may take an addition with it: nobody sees its operands, and it is one of ours."""
+    """Whether the norm can be fused with an addition: it is fused itself, and no hook sees its operands."""
     return (
         body_of(norm) is not None
         and is_untouched(norm)
@@ -199,7 +202,7 @@ def _same_norm(norms: tuple[nn.Module, nn.Module], bodies: list[Norm | None]) ->
 
 
 def _is_transformed() -> bool:
-    """Whether more than numbers runs through the model: a compiler, vmap and the like, a trace."""
+    """Whether the model runs under a compiler, a functorch transform such as vmap, or a trace."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()

@@ -112,7 +112,7 @@ class _Gated(torch.autograd.Function):
 
 
 def _forward_twin(a: Tensor, b: Tensor, activation: str) -> Tensor:
-    """Also what autograd differentiates when the compiler is at work."""
+    """The PyTorch forward pass, which autograd differentiates under torch.compile."""
     return ACTIVATIONS[activation](a) * b
 
 

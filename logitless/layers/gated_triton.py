@@ -1,8 +1,8 @@
 """Triton kernels of `gated.py`: each tensor is read or written once.
 
-A program takes one block of one row: the halves of a packed tensor are two pointers with a row
-stride, and whole tensors are one long row. Blocks lie along the grid's first dimension, the only
-one that may be long.
+A program handles one block of one row. The halves of a packed tensor are two pointers with a row stride, and
+contiguous tensors are one long row. Blocks are on the grid's first dimension, the only one without a low
+limit.
 """
 
 import torch
@@ -20,7 +20,7 @@ SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)
 
 @triton.jit
 def activate(a, KIND: tl.constexpr):
-    """act(a) and act'(a), of which a kernel that needs but one computes but one."""
+    """act(a) and act'(a); the compiler removes the one that a kernel does not use."""
     if KIND == SILU:
         s = tl.sigmoid(a)
         act = a * s
@@ -90,7 +90,7 @@ def gated_backward_kernel(
 
 
 def _walk(*tensors: Tensor) -> tuple[int, int]:
-    """Rows and columns: one long row where every tensor is contiguous, so that no block is partly filled."""
+    """(rows, columns) of the launch: one long row if every tensor is contiguous, so that blocks are full."""
     columns, elements = tensors[0].shape[-1], tensors[0].numel()
     return (1, elements) if all(x.is_contiguous() for x in tensors) else (elements // columns, columns)
 

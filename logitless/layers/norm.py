@@ -10,7 +10,7 @@ With z the normalized row, g = d_y * weight and s = 1 / sqrt(mean(h^2) + eps):
 
     d_h = s (g - z mean(g z)), LayerNorm: - s mean(g)            d_weight = sum over rows of d_y z
 
-Everything inside is fp32. Results are rounded as the models do it, which `rounding` tells:
+Everything inside is fp32. `rounding` says where the result is rounded, as the models differ:
 
     llama    z is rounded to h's dtype, then multiplied by weight: the result has the wider dtype of the two
     single   z * weight is rounded once, to h's dtype (OLMo 2, gpt-oss)
@@ -36,18 +36,18 @@ from logitless.kernels.operands import (
 )
 
 ROUNDINGS = ("llama", "single", "gemma")
-# A row lies in one program's registers. Wider ones take the twin, on any device.
+# A row is held in one program's registers. Wider rows use the twin, on any device.
 MAX_COLUMNS = 32768
 
 
 class Form(NamedTuple):
-    """Which normalization: everything that is not a tensor."""
+    """Configuration of a norm: all arguments that are not tensors."""
 
     eps: float
     rounding: str
-    out_dtype: torch.dtype | None = None  # of y, if it is not to be that of the model
+    out_dtype: torch.dtype | None = None  # of y; None: the default of the rounding
     multiplier: float = 1.0
-    added: str | None = None  # the residual: "before" or "after" the norm, or there is none
+    added: str | None = None  # the residual is added "before" or "after" the norm; None: no residual
     center: bool = False  # LayerNorm
 
     def y_dtype(self, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> torch.dtype:
@@ -57,7 +57,7 @@ class Form(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Dtypes of the gradients that the backward pass is to compute; None for one that nobody needs."""
+    """Dtypes of the gradients that the backward pass computes; None for a gradient that is not needed."""
 
     x: torch.dtype
     residual: torch.dtype | None

@@ -1,12 +1,11 @@
 """Triton kernels of `norm.py`: each tensor is read or written once, with its rows in registers in between.
 
-Both are bound by memory traffic. A program takes ROWS whole rows at a time: several where rows are
-short, so that enough loads are under way, and with so few warps that the sum over a row seldom has
-to cross them.
+Both are bound by memory traffic. A program handles ROWS whole rows at a time: several short rows, so that
+enough loads are in flight, and with few warps, so that the sum over a row rarely crosses warps.
 
-The backward pass starts a few programs a multiprocessor. Each walks over many rows, wide ones in
-two parts where the number of columns is no power of two, and keeps its share of d_weight in
-registers; `column_sum_kernel` adds the shares, in a fixed order: every run gives the same bits.
+The backward pass starts a few programs per multiprocessor. Each loops over many rows (a wide row is split in
+two parts if the number of columns is not a power of two) and keeps its partial sum of d_weight in registers;
+`column_sum_kernel` adds the partial sums in a fixed order, so the result is deterministic.
 """
 
 import functools
@@ -75,7 +74,7 @@ def norm_kernel(
 
 @triton.jit
 def norm_factor(weight_ptr, col, columns, GEMMA: tl.constexpr):
-    """What a normalized number is multiplied with: the weight, in Gemma's norms 1 more."""
+    """The factor of a normalized value: the weight, or 1 + weight in Gemma's norms."""
     weight = tl.load(weight_ptr + col, mask=col < columns, other=0.0).to(tl.float32)
     return weight + 1.0 if GEMMA else weight
 

@@ -5,9 +5,9 @@ each head.
 
     d_x = s (g - z mean(g z))        d_weight = sum over tokens and heads of (gradient turned back) * z
 
-A few programs a multiprocessor walk over many tokens each and keep their shares of both weights'
-gradients in registers; `column_sum` adds the shares in a fixed order. s is computed again: a head
-is in registers anyway.
+A few programs per multiprocessor each loop over many tokens and keep their partial sums of both weights'
+gradients in registers; `column_sum` adds them in a fixed order. s is recomputed, because the head is in
+registers anyway.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""A forward pass with some of its statements replaced by fused ones; all others stay as they are.
+"""Rewrite a forward pass: replace some of its statements by fused ones, and keep all others.
 
-What is replaced, in a module whose `norm` and `act` are known (names and order of a sum are free):
+Replacements in a module whose `norm` and `act` are known (for any names, and either order of a sum):
 
     h = r + x * m; r = h; h = self.norm(h)                  h, r = _fused_add_norm(self.norm, r, x, m)
     h = self.norm(h); h = r + h                             h = _fused_norm_add(self.norm, h, r)
@@ -9,9 +9,9 @@ What is replaced, in a module whose `norm` and `act` are known (names and order 
     self.act(a) * b                                         _fused_gate(self.act, a, b)
     a, b = x.chunk(2, dim=-1); ... self.act(a) * b          _fused_gate_packed(self.act, x)
 
-Every replacement computes the statements that it stands for, whatever they meet (`fused_forwards.py`), so no
-more of a body needs to be known than these statements themselves. That is why there is no table of decoder
-layers and attentions: one body of transformers has 73 classes, and 119 others have one to seven.
+Every replacement computes the same as the statements it replaces, for any operands (`fused_forwards.py`), so
+nothing else of the forward pass needs to be known. Therefore there is no table of decoder layers and
+attentions: one forward pass of transformers is shared by 73 classes, and 119 others by one to seven.
 """
 
 import ast
@@ -75,7 +75,9 @@ def _names(tree: ast.AST) -> list[str]:
 
 
 def _compiled(function: FunctionType, tree: ast.FunctionDef, bound: dict[str, Any]) -> FunctionType:
-    """Made inside of a function whose arguments are the new names: globals stay those of the module, live."""
+    """Compile the function inside an outer one whose arguments are the new names.
+
+    Its globals stay the live globals of the module."""
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
     module = ast.parse(f"def make({', '.join(bound)}):\n    return {tree.name}")
@@ -119,7 +121,7 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _joined(self, block: list[ast.stmt]) -> list[ast.stmt]:
-        """Sums and norms that follow each other become one statement."""
+        """Join sums and norms that follow each other to one statement."""
         done, rest = [], block
         while rest:
             new, used = self._norm_add(rest) or self._add_norm(rest) or (rest[0], 1)
@@ -165,7 +167,7 @@ class _Rewriter(ast.NodeTransformer):
         return assign(value, call.target, names[0] if names else "_fused_sum", at=rest[0]), used
 
     def _rotate_normed(self, block: list[ast.stmt]) -> None:
-        """q and k lose their norms, and the rotation after them gets these."""
+        """Move the norms of q and k into the rotation after them."""
         for index, statement in enumerate(block):
             call = rotation_call(statement, self.known)
             if call is None:
@@ -209,7 +211,7 @@ class _Rewriter(ast.NodeTransformer):
                 self.replaced.append(f"gate {act.attr} of both halves of one tensor")
 
     def _dies(self, name: str, first: ast.stmt, second: ast.stmt) -> bool:
-        """Whether nothing but the product in `second` reads what `first` assigns to the name."""
+        """Whether the product in `second` is all that reads the value which `first` assigns to the name."""
         if sum(is_name(node, name) for node in ast.walk(second) if is_loaded(node)) != 1:
             return False
         if isinstance(second, ast.Assign) and any(is_name(target, name) for target in second.targets):

@@ -3,17 +3,17 @@
     rope            rotate(q), rotate(k)
     qk_norm_rope    rotate(rms_norm(q)), rotate(rms_norm(k))          Qwen 3, Gemma 3
 
-The first R numbers of a head (R = rotary_dim, by default all) are R/2 pairs (a, b), each turned by
-an angle of its token; the rest stays as it is:
+The first R elements of a head (R = rotary_dim, by default all) are R/2 pairs (a, b), each rotated by an
+angle of its token; the other elements stay unchanged:
 
     a' = a cos - b sin     b' = b cos + a sin          d_a = d_a' cos + d_b' sin     d_b = d_b' cos - d_a' sin
 
-A pair is a number of each half (i and i + R/2, as in Llama) or two neighbours (2i and 2i + 1:
-`interleaved`, as in Cohere and GLM). Everything inside is fp32 and rounded once, at the end, to the
-dtype of q and of k.
+A pair is one element of each half (i and i + R/2, as in Llama) or two neighbours (2i and 2i + 1:
+`interleaved`, as in Cohere and GLM). Everything inside is fp32 and rounded once, at the end, to the dtypes of
+q and k.
 
-Queries and keys are `(B, heads, T, D)` of any strides: a view of `(B, T, heads * D)` is read where
-it lies, and the kernels' results and gradients lie in memory in that order as well.
+Queries and keys are `(B, heads, T, D)` with any strides: a view of `(B, T, heads * D)` is read without a
+copy, and the kernels' results and gradients have that memory order too.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from logitless.layers.norm import ROUNDINGS
 
 
 class Form(NamedTuple):
-    """Which rotation, and which norm before it: everything that is not a tensor."""
+    """Configuration of a rotation and of the norm before it: all arguments that are not tensors."""
 
     rotary_dim: int
     interleaved: bool

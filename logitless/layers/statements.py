@@ -1,12 +1,12 @@
-"""The statements that `rewrite.py` looks for in a forward pass, and those that it writes."""
+"""The statements that `rewrite.py` matches in a forward pass, and those that it generates."""
 
 import ast
 from typing import NamedTuple
 
 
 class Known(NamedTuple):
-    """What is known of a module: names of its attributes that are norms (those of them that are RMS norms),
-    or activations, and names of functions that are rotations."""
+    """Names in a module's source that can be fused: attributes that are norms (and which of them are RMS
+    norms) or activations, and functions that are rotations."""
 
     norms: frozenset[str]
     rms_norms: frozenset[str]

@@ -1,15 +1,15 @@
 """Replace the forward pass of one module; other modules of its class keep theirs.
 
-The module's class becomes a subclass with the same name. A `forward` on the instance could not do that: in a
-deep copy it would run the original's weights. FSDP2 may subclass the subclass, gradient checkpointing still
-sees a layer, and pickling writes the stock class.
+The module's class becomes a subclass with the same name. A `forward` attribute on the instance would not do:
+in a deep copy it would run the weights of the original. FSDP2 may subclass the subclass, gradient
+checkpointing still finds its layer class, and pickling writes the stock class.
 
-An exchange is permanent until undone (`exchange`: a patched model, fused layers), or lasts as long as a
-`with` statement (`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps of
-a trainer its models are therefore exactly as TRL and Accelerate have left them, so that these two, another
-trainer, a deep copy and a pickle never meet our forward pass.
+An exchange lasts until undone (`exchange`: a patched model, fused layers), or as long as a `with` statement
+(`exchanged`: a trainer's models, while the trainer computes its loss). Between two steps a trainer's models
+are therefore exactly as TRL and Accelerate left them, and TRL, Accelerate, another trainer, a deep copy or a
+pickle never contain our forward pass.
 
-What other libraries put on the instance stays in place as data: `Entry.below`.
+A `forward` that another library put on the instance is kept as data: `Entry.below`.
 """
 
 import copy
@@ -84,7 +84,7 @@ def exchange(
 
 @contextmanager
 def exchanged(module: nn.Module, key: str, forward: Callable, state: Any) -> Iterator[None]:
-    """`exchange` while this is active; what the module had under `key` before is back afterwards.
+    """Context manager of `exchange`; on exit, an earlier exchange under `key` is restored.
 
     A deep copy that is made meanwhile is a stock module.
     """
@@ -132,8 +132,8 @@ def state_of(module: nn.Module, key: str) -> Any:
 
 
 def stock_forward(module: nn.Module) -> Callable:
-    """The forward pass of the module's class, bound to it: without exchanges, and without what was put on the
-    instance."""
+    """The forward pass of the module's class, bound to the module: without exchanges, and without a `forward`
+    attribute on the instance."""
     return MethodType(_stock(type(module)).forward, module)
 
 
@@ -149,7 +149,7 @@ def _own(cls: type) -> str | None:
 
 
 def _stock(cls: type) -> type:
-    """The class without our subclasses at its top."""
+    """The class without our subclasses of it."""
     while _own(cls) is not None:
         cls = cls.__mro__[1]
     return cls

@@ -16,7 +16,7 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def find_head(model: nn.Module) -> nn.Module:
-    """The module that makes the logits."""
+    """The model's LM head module."""
     find = getattr(model, "get_output_embeddings", None)
     found, remedy = None if find is None else find(), "pass AutoModelForCausalLM's"
     expected = "a causal language model with an LM head"
@@ -31,7 +31,7 @@ def split_head(model: nn.Module) -> Tensor | None:
 
 
 def read_head(head: nn.Module) -> HeadView:
-    """The parameters of a head that is called beside, so that its hooks run."""
+    """The parameters of a head that is also called, so that its hooks run."""
     view = view_of(head, "model", called=True)
     bias = None if view.bias is None else _readable(view.bias)
     return view._replace(weight=_readable(view.weight), bias=bias)

@@ -1,9 +1,9 @@
-"""Logits that a model's own forward pass works with and that nobody computes.
+"""Deferred logits: stand-ins with which a model's own forward pass runs without computing logits.
 
-For the calls that ask for it, the LM head answers with `DeferredLogits`: its input and itself. The model's
-forward pass then scales and caps them, shifts the labels, adds its router loss and whatever else it does, in
-its own code; `cross_entropy` of them is our loss. So no family's head is described here. An operation that
-needs the logits themselves raises.
+In calls inside of `deferred` the LM head returns `DeferredLogits`: its hidden states and its parameters, not
+multiplied. The model's own code then scales and caps them, shifts the labels, adds its router loss;
+`cross_entropy` of deferred logits is our loss. So no model family is described here. An operation that needs
+the values of the logits raises.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,19 +32,20 @@ KEY = "logits"
 
 @dataclass
 class Deferral:
-    """What the head of a model answers at the moment."""
+    """State of a model's exchanged head: whether it returns deferred logits now, and with which options."""
 
-    asked: bool = False  # with deferred logits
-    seen: bool = False  # whether it was called since then
-    checked: bool = False  # that its parameters make what it computes
+    asked: bool = False  # whether the head returns deferred logits now
+    seen: bool = False  # whether the head was called since `asked` was set
+    checked: bool = False  # whether its output was compared with the product of its parameters
     logits_budget: int | None = None
     summed: bool = True  # whether cross-entropy is to be computed
     last_plan: Plan | None = None
 
 
 def deferral_of(model: nn.Module, new: Deferral | None = None) -> Deferral:
-    """The state of the model's head as it is now, as PEFT and users replace heads; a head that has none gets
-    `new` for good."""
+    """The `Deferral` of the model's current head; PEFT and users replace heads.
+
+    A head without one gets `new`, by a permanent exchange."""
     head = model.get_output_embeddings()
     found = state_of(head, KEY)
     if found is None:
@@ -60,7 +61,7 @@ def undeferred(model: nn.Module) -> None:
 
 
 def answering(head: nn.Module, deferral: Deferral) -> AbstractContextManager:
-    """While this is active, the head answers calls inside of `deferred` with deferred logits."""
+    """While this is active, the head returns deferred logits in calls inside of `deferred`."""
     return exchanged(head, KEY, _answer, deferral)
 
 
@@ -72,7 +73,7 @@ def deferred(
 
     Args:
         unverified: whether a compiled graph may hold a head that was never compared with its parameters.
-        summed: False makes their cross-entropy 0, for a caller that computes it from the logits himself.
+        summed: False makes their cross-entropy 0, for a caller that computes the loss from deferred logits.
     """
     remedy = "start it with torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES"
     replica = getattr(model, "_is_replica", False)
@@ -131,7 +132,7 @@ class DeferredLogits:
     __iter__ = None  # or it would be tried index by index
 
     def view_now(self) -> HeadView:
-        """The head with what is done to its logits; FSDP may have put the sharded weight back since it was
+        """The current head with its transform; FSDP may have put the sharded weight back since the head was
         called."""
         view = read_head(self.head)
         if self.rows < view.shape[0]:
@@ -180,7 +181,7 @@ class DeferredLogits:
         return self.shape if dim is None else self.shape[dim]
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
-        """The loss is computed in fp32, and where the head is."""
+        """Accept `.float()` and moves to the head's device, which the loss does anyway."""
         return self
 
     contiguous = float = to = _as_it_is

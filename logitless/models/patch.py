@@ -27,7 +27,7 @@ REMEDY = "Trainer takes the labels away to smooth them; SFTTrainer of logitless.
 
 @dataclass(eq=False)
 class Patch:
-    """A patched model; calling it takes the patch off.
+    """Handle of a patched model; calling it removes the patch.
 
     Attributes:
         checked: how the model was compared with itself: "checked at attach", "checked at step 1", or why not
@@ -86,7 +86,7 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
 
 
 def checked_patch(model: nn.Module, logits_budget: int | None, *, unverified: bool = False) -> Patch:
-    """What `patch_model` puts on a model, compared with the model and not put on yet; raises as that does."""
+    """The `Patch` of a model, checked and not applied yet; raises as `patch_model` does."""
     base = base_of(model)
     head, remedy = find_head(base), "pass AutoModelForCausalLM's"
     names = list(inspect.signature(base.forward).parameters)
@@ -122,7 +122,7 @@ def _forward(model: nn.Module, patch: Patch, stock: Callable, *args: Any, **kwar
 
 
 def _check(patch: Patch, head: nn.Module) -> None:
-    """Both probes, as far as the parameters are here: nothing is gathered from other ranks."""
+    """Run both probes if the parameters are local; no parameter is gathered from other ranks."""
     model = patch.model
     view = view_of(head, "model", called=True)
     if not all(map(_is_here, head.parameters())):

@@ -12,7 +12,7 @@ REMEDY = "remove 'lm_head' from target_modules, or train the whole head with mod
 
 
 def view_of(head: nn.Module) -> HeadView:
-    """The head as it computes now: with the adapters that are switched on."""
+    """The head with the adapters that are active now."""
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(head, ModulesToSaveWrapper):

@@ -1,4 +1,4 @@
-"""Whether a model gives the same numbers with deferred logits as without, tried on a few tokens."""
+"""Probes: compare a model with deferred logits and the same model without them, on a few tokens."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ TOKENS = 4
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout, no compiler; modes and random numbers are as before afterwards."""
+    """Context without gradients, dropout and compiler; on exit, modes and random states are restored."""
     modes = {m: m.training for m in module.modules()}
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
@@ -33,7 +33,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def allowed(dtype: torch.dtype, size: float) -> float:
-    """By how much two sums of this size may differ; fp32 products may be TF32's."""
+    """Tolerance between two sums of this size; fp32 products may use TF32."""
     eps = 2**-11 if dtype is torch.float32 else torch.finfo(dtype).eps
     return 4 * eps * max(size, 1.0)
 

@@ -1,4 +1,4 @@
-"""`head_of`: the LM head of a model with what the model does to its logits, for any of our losses."""
+"""`head_of`: the LM head of a model with its softcap and scale, for any of our losses."""
 
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from logitless.models.logits import Deferral, DeferredLogits, answering, deferre
 
 
 class _Known(NamedTuple):
-    """What a model's own forward pass told, and the options that the model had then."""
+    """Softcap and scale found by a model's forward pass, and the model's configuration at that time."""
 
     options: list[Any]
     softcap: float | None
@@ -54,8 +54,8 @@ def head_of(model: nn.Module) -> HeadView:
 
 
 def _options(model: nn.Module) -> list[Any]:
-    """Every number, text and None that the model's forward pass may read in its attributes and
-    configurations."""
+    """Every number, string and None in the attributes and configurations of a model, which its forward pass
+    may read."""
     config = getattr(model, "config", None)
     owners = [model] if config is None else [model, config]
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:

@@ -1,4 +1,4 @@
-"""What a user asks about a loss, beside training with it: whether it is right, and what it takes.
+"""Tools for users: whether a loss is correct, and how much memory and time it takes.
 
 `check` compares a loss with its definition over full logits, which `oracle` computes on the copies that
 `leaves` makes; `estimate` plans a call without memory; `doctor` says what runs fast on this machine.

@@ -1,4 +1,4 @@
-"""`check`: whether a loss gives the numbers of its definition, however the engine cuts the work."""
+"""`check`: compare a loss with its definition on full logits, in one chunk and in several."""
 
 import functools
 import math
@@ -132,7 +132,7 @@ def check(
 
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Gradients on, no warnings of small budgets, and the random number generators as they were."""
+    """Context with gradients on and without budget warnings; random states are restored on exit."""
     generators = nullcontext()
     if device.type in ("cuda", "xpu"):
         generators = torch.random.fork_rng([device], device_type=device.type)
@@ -143,7 +143,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class Passes:
-    """The engine's own passes, and notes on the calls that they run."""
+    """Run the engine's own passes, and record the calls."""
 
     plans: list[Plan] = field(default_factory=list)
     cutting_budget: int = AMPLE_BUDGET  # with which every call has several chunks
@@ -162,7 +162,7 @@ class Passes:
 
 
 def _cutting_budget(call: Call) -> int:
-    """A budget of which the logits get so much that they are cut into CHUNKS chunks or more."""
+    """A budget with which the logits are cut into CHUNKS chunks or more."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
     purpose = Pass.NUMBERS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
@@ -175,7 +175,7 @@ def _cutting_budget(call: Call) -> int:
 
 @dataclass
 class Result:
-    """What a call gave, in one of the ways to compute it."""
+    """Result of a call: loss, metrics and gradients."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -249,10 +249,10 @@ def _error(actual: Tensor, truth: Tensor) -> float:
 
 
 def _rounding(naive: Result, truth: Result) -> float:
-    """Error to expect of the loss, to first order, from those of the numbers that it starts from.
+    """Expected error of the loss, to first order, from the errors of the tensors that it is computed from.
 
-    As if these were independent; and one rounding of everything that is summed, of which little may be left.
-    The error of one naive number can be zero by luck.
+    Their errors count as independent. One rounding of each summand is added, because the sum may cancel. The
+    error of a single naive value can be zero by chance.
     """
     squares = size = 0.0
     for (x, _), (exact, gradient) in zip(naive.starts, truth.starts, strict=True):

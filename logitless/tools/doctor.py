@@ -1,4 +1,4 @@
-"""`python -m logitless doctor`: what is installed, what runs fast here, and whether the numbers are right."""
+"""`python -m logitless doctor`: what is installed, which kernels run here, and whether losses are correct."""
 
 import platform
 from importlib import metadata
@@ -55,7 +55,7 @@ def _described(device: torch.device) -> str:
 
 
 def accelerated(device: torch.device) -> list[str]:
-    """What runs as a kernel on a device, and what does not."""
+    """Which operators run as kernels on a device, and which do not."""
     dtypes = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
     fast = [name for name, dtype in dtypes.items() if uses_triton(device, dtype)]
     slow = [name for name in dtypes if name not in fast]

@@ -1,7 +1,7 @@
-"""`estimate`: how a call will run, before there is anything to run it on.
+"""`estimate`: the plan, memory and products of a call, before its tensors exist.
 
-The loss is really called, with stand-ins that have a shape, a dtype and a device but no memory, up to where
-the engine would walk its chunks; there the engine's own planning answers. So no rule is written twice.
+The loss is really called, with stand-ins that have a shape, a dtype and a device but no memory, up to the
+chunk loop, where the engine's own planner returns its plan. So no planning rule is written twice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +34,10 @@ class Estimate:
 
     Attributes:
         plan: what `LossOutput.plan` will be.
-        walks: the plans of all walks over the tokens: of each head, and of the backward pass that computes
-            gradients from those of per-token numbers.
+        walks: the plans of all passes over the tokens: of each head, and of the backward pass that computes
+            gradients from those of per-token statistics.
         products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
-            logits are projected once; of all heads together. A reference beside an unreduced loss has a walk
+            logits are projected once; of all heads together. The reference of an unreduced loss has a pass
             of its own, which counts here.
         other_products: with the head of a reference or a teacher, per supervised token.
         chunk_bytes: memory of the largest chunk: its logits, every temporary that grows with the vocabulary,
@@ -229,7 +229,7 @@ def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[st
 
 @dataclass
 class _Planner:
-    """What a call meets in the place of the engine's passes: it plans, and hands out zeros."""
+    """Replaces the engine's passes: makes the plans, and returns zeros."""
 
     fakes: TorchDispatchMode  # in which nothing takes memory
     walks: list[tuple[Call, Plan, Pass]] = field(default_factory=list)
@@ -265,7 +265,7 @@ class _Planner:
         return Estimate(self.plan, plans, own, others, chunks, self.gradient_bytes, sums, logits_bytes, peaks)
 
     def _memory(self, call: Call, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
-        """Of a chunk; of sums of d_weight and d_bias wider than what comes of them; of all at the peak."""
+        """Bytes: (of a chunk; of wider sums of d_weight and d_bias; of everything at the peak)."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk

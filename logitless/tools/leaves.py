@@ -1,4 +1,5 @@
-"""Detached copies of what a public call takes: it can be made again, and what was given stays as it is."""
+"""Detached copies of the arguments of a public call, so that it can be repeated and the originals stay
+unchanged."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 
 def flat(x: object) -> Iterator[object]:
-    """What is in nested mappings and sequences."""
+    """The leaves of nested mappings and sequences."""
     if isinstance(x, Mapping):
         x = tuple(x.values())
     if isinstance(x, (tuple, list)):

@@ -1,7 +1,7 @@
-"""A call by its definition: ordinary autograd over all of its logits at once, without plan or kernels.
+"""A call by its definition: ordinary autograd over full logits, without plan or kernels.
 
-`logitless.check` puts it in place of the passes: in fp64 its numbers are the truth, and in the operands' own
-dtype they show which error is to be expected of any computation in that dtype.
+`logitless.check` runs it in the place of the passes: in fp64 its results are the truth, and in the operands'
+own dtype they show the error to expect of any computation in that dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
 from logitless.kernels.ids.slots import once
 
-# Numbers that the engine does not differentiate, whatever a loss does with them.
+# Statistics that the engine never differentiates.
 CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
 
 
 @dataclass
 class Oracle:
-    """Stands in for the passes: see `function.replaced`."""
+    """Replaces the passes: see `function.replaced`."""
 
-    # What the losses of the calls are functions of: per-token numbers, or logits.
+    # Tensors that the losses of the calls are functions of: per-token statistics, or logits.
     starts: list[Tensor] = field(default_factory=list)
 
     def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
@@ -53,7 +53,7 @@ class Oracle:
         return loss, torch.stack([loss.detach() / call.coefficient, *settled])
 
     def _numbers(self, call: Call) -> dict[str, Tensor]:
-        """What an unreduced call hands out: per-token numbers, or the values of a loss of logits."""
+        """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows, N = rows_in_order(call), call.targets.shape[0]
         if call.loss.objective is not LogitsObjective:
             numbers, _ = self._statistics(call, rows)
@@ -75,7 +75,7 @@ class Oracle:
         return evaluate_terms(call.loss, z, batch)
 
     def _statistics(self, call: Call, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
-        """Those numbers (rows,) that the engine would have, and the batch that goes with them."""
+        """(the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
         loss, batch, z = call.loss, _whole_batch(call, rows), logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
         if issubclass(loss.objective, IdsObjective):
@@ -108,7 +108,7 @@ def logits_bytes(heads: Sequence[Given]) -> int:
 
 
 def rows_in_order(call: Call) -> Rows:
-    """The rows of a call in its own order: supervised ones, or all where the loss is not to leave any out."""
+    """The rows of a call in its own order: the supervised ones, or all with `compact=False`."""
     loss, N, S = call.loss, call.targets.shape[0], call.sequence_count
     supervised = call.targets != loss.ignore_index
     index = (supervised if loss.compact else torch.ones_like(supervised)).nonzero()[:, 0]
@@ -126,7 +126,7 @@ def rows_in_order(call: Call) -> Rows:
 
 
 def _whole_batch(call: Call, rows: Rows) -> Batch:
-    """All rows as one group, whose sequences have a role each: then they come in the order of the call."""
+    """The batch of all rows, as one group, which keeps the sequences in the order of the call."""
     return batch_of(call, rows, Span(0, rows.count, 0, 1))
 
 
@@ -136,7 +136,7 @@ def _settled(call: Call, metrics: Mapping, factors: Factors) -> list[Tensor]:
 
 
 def logits(call: Call, rows: Rows) -> Tensor:
-    """(rows, V) logits as the loss means them, from a product in the dtype of the call."""
+    """(rows, V) logits after the head transform, from a product in the dtype of the call."""
     x, weight, layers = call.hidden[rows.index].to(call.dtype), call.weight.to(call.dtype), call.layers
     if call.frozen is not None:
         weight = torch.cat((call.frozen.to(call.dtype), weight), dim=1)
@@ -160,7 +160,7 @@ def other_logits(call: Call, rows: Rows, name: str) -> Tensor:
 
 
 def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:
-    """Every number of `TokenStats` from logits (n, V), by its definition; 0 where a token is ignored."""
+    """Every statistic of `TokenStats` from logits (n, V), by its definition; 0 where a token is ignored."""
     target = batch.targets.masked_fill(~batch.supervised, 0)[:, None]
     log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
     # p = 0 contributes nothing, though its log is -inf.
@@ -179,7 +179,7 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
 
 
 def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSpec) -> dict[str, Tensor]:
-    """Every number of several ids per token, from logits (n, V) and a teacher's (n, V')."""
+    """Every statistic of several ids per token, from logits (n, V) and a teacher's (n, V')."""
     log_p, zero = z.log_softmax(-1), torch.zeros_like(z[:, 0])
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     common = z.shape[1] if teacher is None else min(z.shape[1], teacher.shape[1])
@@ -220,7 +220,7 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
 
 
 def _best(z: Tensor, common: int) -> Tensor:
-    """Ids by falling logit, of equal ones by rising id."""
+    """Ids in descending order of their logits; equal logits in ascending order of ids."""
     return z.detach()[:, :common].sort(dim=-1, descending=True, stable=True).indices
 
 

@@ -1,15 +1,15 @@
-"""One flag in TRL: the trainers you know, with a loss that never builds the full logits.
+"""TRL's trainers with one flag more: a loss that never builds the full logits.
 
     from logitless.trl_integration import SFTConfig, SFTTrainer
 
     SFTTrainer(model, args=SFTConfig(use_chunked_loss=True), train_dataset=dataset).train()
 
 Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off
-it *is* TRL's pair. `PAIRS` names them, those of `trl.experimental` too. For trainers and models that exist
-already there are `apply_to`, with `remove_from`, and `patch_model`. This is the only folder of the library
-that imports trl.
+it *is* TRL's pair. `PAIRS` names them, including those of `trl.experimental`. For existing trainers and
+models there are `apply_to`, with `remove_from`, and `patch_model`. Only this folder of the library imports
+trl.
 
-A name is imported when it is first used: SFT loads no experimental trainer, and `patch_model` no TRL.
+Names are imported on first use: SFT imports no experimental trainer, and `patch_model` no TRL.
 """
 
 from contextlib import suppress

@@ -1,14 +1,13 @@
-"""What a trainer needs for the chunked loss (`Adapter`), and how that is put on and taken off (`enable`).
+"""`Adapter` describes how a TRL trainer gets the chunked loss; `enable` switches it on and off.
 
-The constructors of our pairs and `apply_to` both end in `enable`. It changes nothing but the one trainer,
-whose methods are exchanged on the instance. Its models and names of TRL's modules are exchanged only while it
-computes a loss (`ChunkedLoss.attached`): in between they are as TRL has left them, for other trainers, copies
-and whoever calls them. So every loss of the trainer runs through its own head, whatever has come to the model
-since.
+The constructors of our pairs and `apply_to` both call `enable`. It changes one trainer, whose methods are
+replaced on the instance. The trainer's models and names in TRL's modules are replaced only while it computes
+a loss (`ChunkedLoss.attached`). In between they are as TRL left them, for other trainers, copies and other
+callers, and whatever was put on the model since then takes part in the next loss.
 
-Nobody but the trainer knows whether its loss came by: so each training step and each evaluation step checks
-that every seam was used, before the optimizer moves, and that the trainer's options are still those that the
-chunked loss can be computed with.
+A replaced function may silently go unused, if TRL or the user calls another one. So each training step and
+each evaluation step checks, before the optimizer's step, that every required seam was used, and that the
+trainer's options are still those that the chunked loss supports.
 """
 
 import functools
@@ -43,11 +42,12 @@ Attach = Callable[["ChunkedLoss"], Callable[[PreTrainedModel], AbstractContextMa
 
 @dataclass(frozen=True)
 class Seam:
-    """Takes the place of a method or a name of TRL.
+    """Replacement of a method or function of TRL.
 
-    `use(chunked, stock, given)` has the call's arguments by name in `given`; `stock(**changes)` makes the
-    call that was meant. `train` and `evaluate`: whether a training or evaluation step must use it.
-    `replaces`: whether TRL's is not called, so that a user's own method would be left out too.
+    `use(chunked, stock, given)` is called in its place: `given` has the call's arguments by name, and
+    `stock(**changes)` calls TRL's function with the same arguments, except the changes. `train` and
+    `evaluate`: whether a training or evaluation step must use the seam. `replaces`: whether `use` never calls
+    TRL's function, so that an override of the user's would be ignored too.
     """
 
     use: Callable[["ChunkedLoss", Callable, SimpleNamespace], Any]
@@ -58,7 +58,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One of TRL's trainers, described.
+    """Description of one of TRL's trainers.
 
     Attributes:
         stock: "module:Name", where TRL keeps `NameConfig` and `NameTrainer`.
@@ -116,7 +116,7 @@ class ChunkedLoss:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """While this is active, the trainer's models answer for its loss, and not for another trainer's."""
+        """Context in which the trainer's models have the forward passes of this chunked loss."""
         found: dict[nn.Module, Callable] = {}
         for name, attach in self.heads.items():
             if (model := getattr(self.trainer, name, None)) is not None:
@@ -331,12 +331,12 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
-    """The transformers model under what distribution and PEFT put around it."""
+    """The transformers model inside of the wrappers of distribution and PEFT."""
     return heads.base_of(trainer.accelerator.unwrap_model(model))
 
 
 def any_loss(trainer: Any) -> None:
-    """What no trainer's chunked loss can be computed with."""
+    """Check the options that no trainer's chunked loss supports."""
     args, remedy = trainer.args, "start it with torchrun or accelerate launch, or show it one GPU"
     found = f"nn.DataParallel over {args.n_gpu} GPUs"
     expect(args.n_gpu <= 1, "model", "one process per GPU", found, remedy)

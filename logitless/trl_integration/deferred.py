@@ -1,11 +1,10 @@
-"""TRL's trainers that take the logits of models apart in their own code: ORPO, CPO (SimPO, AlphaPO), TPO,
-OnlineDPO and A2PO those of sequences, GKD, GOLD, IW-OPD, SDFT, SDPO and ServerDistillation those of student
-and teacher.
+"""TRL's trainers whose own code reads a model's logits: ORPO, CPO (SimPO, AlphaPO), TPO, OnlineDPO and A2PO
+those of sequences, GKD, GOLD, IW-OPD, SDFT, SDPO and ServerDistillation those of student and teacher.
 
-TRL's code makes its losses, ratios and metrics from log-probabilities that it picks out of `PickedLogits`.
-Every pick walks its tokens (4 products, 2 with a frozen head, 1 without gradients); a trainer that picks
-twice walks them twice. A cross-entropy is `CrossEntropyLoss`, and what takes all of two distributions, or the
-best ids of one, is `DistillationLoss`.
+TRL's code computes losses, ratios and metrics from log-probabilities that it gathers from `PickedLogits`.
+Each gather projects its tokens (4 products, 2 with a frozen head, 1 without gradients); a trainer that
+gathers twice projects them twice. A cross-entropy is computed by `CrossEntropyLoss`; a function of two
+distributions, or of the best ids of one, by `DistillationLoss`.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 
 
 def sequence_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    """TRL's `get_batch_logps`, which would walk the prompts too."""
+    """TRL's `get_batch_logps`, which would project the prompts too."""
     labels = given.labels[:, 1:]
     logps = given.logits[:, :-1].numbers(labels)["logps"].sum(-1)
     return logps / (labels != -100).sum(-1) if given.average_log_prob else logps
@@ -79,12 +78,12 @@ def divergence(
 
 
 def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:
-    """Options of a divergence over the k best ids alone."""
+    """Options of `DistillationLoss` for a divergence over the k best ids alone."""
     return {"support": whose, "k": k, "topk_mode": "tail" if add_tail else "renormalize"}
 
 
 def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    """TRL's `generalized_jsd_loss`; IW-OPD's alone has `top_k`."""
+    """TRL's `generalized_jsd_loss`; only IW-OPD's has `top_k`."""
     student, teacher = given.student_logits / given.temperature, given.teacher_logits / given.temperature
     options, top_k = {"beta": float(given.beta)}, getattr(given, "top_k", 0)
     if 0 < top_k < student.shape[-1]:
@@ -115,7 +114,7 @@ MODES = ("full_logits", "topk_logits", "sampled_token")
 
 
 def known_mode(trainer: Any) -> None:
-    """What TRL refuses in its first step, refused before."""
+    """Refuse before training a mode that TRL refuses in its first step."""
     mode, top_k = trainer.args.distillation_mode, trainer.args.distillation_topk
     check_choice("distillation_mode", mode, MODES)
     expected = "a number of tokens with distillation_mode='topk_logits'"
@@ -123,7 +122,7 @@ def known_mode(trainer: Any) -> None:
 
 
 def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    """TRL's loss with the mask that its divergences are not told of."""
+    """Call TRL's loss and keep its mask, which TRL does not pass on to its divergences."""
     found = given.distillation_logits
     chunked.mask = found.loss_mask.bool()
     if not chunked.mask.any():
@@ -133,7 +132,7 @@ def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 
 
 def token_divergences(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
-    """(B, T), of the whole vocabulary or of the student's best ids."""
+    """(B, T) divergences, over the whole vocabulary or over the student's best ids."""
     options = {"reduction": "none", "beta": float(given.distillation_alpha)}
     if hasattr(given, "distillation_topk"):
         options |= best_ids("student", given.distillation_topk, given.distillation_add_tail)

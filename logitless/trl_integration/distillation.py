@@ -1,9 +1,8 @@
 """TRL's distillation trainers that project hidden states themselves: DistillationTrainer, which takes eight
-products for what takes four, and AsyncDistillation, whose teacher is behind a server and names its best
-tokens.
+products (four here), and AsyncDistillation, whose teacher is a server that returns its best tokens.
 
-TRL's AsyncDistillation projects 256 rows at a time in fp32, each twice; here it is `DistillationLoss` under
-the budget, which projects each row once.
+TRL's AsyncDistillation projects 256 rows at a time in fp32, each twice. `DistillationLoss` projects each row
+once, within the budget.
 """
 
 from collections.abc import Callable
@@ -26,15 +25,14 @@ MODULE = f"{PACKAGE}.async_distillation_trainer"
 
 
 def given_head(given: Any, prefix: str = "") -> HeadView:
-    """The head whose parts TRL passes under names with this prefix."""
+    """The head from TRL's arguments whose names have this prefix."""
     parts = ("lm_head_weight", "lm_head_bias", "final_logit_softcapping", "logit_scale")
     weight, bias, softcap, scale = (getattr(given, prefix + part) for part in parts)
     return HeadView(weight, bias, softcap=softcap, logit_scale=scale, of_model=True)
 
 
 def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """What TRL's `_chunked_divergence_loss` returns: the loss, the sum of the student's entropies, and how
-    many tokens count."""
+    """TRL's `_chunked_divergence_loss`: (loss, sum of the student's entropies, number of counted tokens)."""
     hidden, student = given.student_hidden_states, given_head(given, "student_")
     taught, teacher = given.teacher_hidden_states.to(hidden.device), given_head(given, "teacher_")
     loss = DistillationLoss(beta=given.beta, temperature=given.temperature, logits_budget=chunked.budget)
@@ -88,7 +86,8 @@ def teachers_entropy(logps: Tensor, candidates: Tensor, add_tail_bucket: bool) -
 
 
 def no_plan(trainer: Any) -> None:
-    """Ranks that share a head in shards must have the same tokens; these trainers give each its own."""
+    """Refuse a tensor-parallel plan: its ranks must have the same tokens, and these trainers' ranks do
+    not."""
     whole = split_head(base_of(trainer, trainer.model)) is None
     expected, remedy = f"no tensor-parallel plan in {type(trainer).__name__}", "shard it by FSDP2 or ZeRO-3"
     expect(whole, "model", expected, "one", remedy)

@@ -1,10 +1,11 @@
-"""Which forward passes TRL and Accelerate have put on a model, and which one is the model's own.
+"""The forward passes that TRL and Accelerate have put on a model, and the model's own.
 
-TRL's `add_fused_lm_head` sets a `forward` on the instance, which calls the one before it where no fused head
-is asked for. Accelerate sets another for mixed precision, once per model, and keeps the one before it as
-`_original_forward`. A model that goes from trainer to trainer collects them: TRL's second head is around
-Accelerate's autocast, as Accelerate does not prepare a model twice. TRL's fused head calls the backbone
-itself, so it runs under what is around it and not under what it is around. Ours takes its place.
+TRL's `add_fused_lm_head` sets a `forward` on the instance, which calls the earlier one in calls without
+`fused_lm_head`. Accelerate sets another for mixed precision, once per model, and keeps the earlier one as
+`_original_forward`. A model that is passed from trainer to trainer collects them: TRL's second head is around
+Accelerate's autocast, because Accelerate does not prepare a model twice. TRL's fused head calls the backbone
+itself, so the wrappers around the head apply to it, and the forward passes below the head do not. Our head
+takes the place of TRL's.
 """
 
 import inspect
@@ -21,7 +22,7 @@ from logitless.models.exchange import instance_forward, stock_forward
 
 @dataclass(frozen=True)
 class Forwards:
-    """What is on a model, read off it.
+    """The forward passes found on a model.
 
     Attributes:
         model: whose they are.
@@ -60,7 +61,7 @@ def forwards_of(model: nn.Module) -> Forwards:
 
 
 def is_fused(forward: Any) -> bool:
-    """Whether this is what `add_fused_lm_head` has put on a model."""
+    """Whether this is a forward pass that `add_fused_lm_head` has put on a model."""
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     return code is not None and code in add_fused_lm_head.__code__.co_consts
 

@@ -1,12 +1,12 @@
-"""What the forward pass of a model answers with while its trainer computes a loss, in the place of logits.
+"""Outputs that a model returns in the place of logits while its trainer computes a loss.
 
 `scored`: TRL 1.16 calls `model(..., labels=labels, fused_lm_head=True)` and reads a `FusedCausalLMOutput`.
-Our losses make it, inside the model's own forward pass, where the hooks of DDP, FSDP and DeepSpeed fire.
+Our losses compute it, inside the model's own forward pass, where the hooks of DDP, FSDP and DeepSpeed fire.
 
-`picked`: other trainers take `model(...).logits` apart themselves. They are handed `PickedLogits`, hidden
-states and the head, which nobody multiplies: TRL's code slices them, divides them by a temperature and picks
-tokens and their log-probabilities as it always did. What needs all of a distribution goes to one of our
-losses, and any other use raises.
+`picked`: other trainers read `model(...).logits` themselves. They get `PickedLogits`: hidden states and the
+head, not multiplied. TRL's code slices them, divides them by a temperature and gathers tokens'
+log-probabilities as before. A function of whole distributions goes to one of our losses; any other use
+raises.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ Score = Callable[[Tensor, HeadView, Tensor, bool], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a model's fused head is answered."""
+    """How calls of a model with `fused_lm_head=True` are computed."""
 
     chunked: ChunkedLoss
     score: Score
@@ -98,10 +98,11 @@ def _unless_deferred(loss_function: Callable) -> Callable:
 
 
 def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | None) -> None:
-    """Raises, until the first step is done, where the ranks of a tensor-parallel plan have other tokens.
+    """Raise if the ranks of a tensor-parallel plan have different tokens; checked until the first step is
+    done.
 
-    The model mixes what they have then, to numbers without a meaning: in TRL's trainers that roll out, each
-    process has sequences or an order of its own.
+    The model would mix the tokens of these ranks to meaningless results. In TRL's trainers that generate,
+    each process has its own sequences or its own order of them.
     """
     weight = split_head(model)
     if weight is None or ids is None or "train" in chunked.verified or torch.compiler.is_compiling():
@@ -182,10 +183,10 @@ def _fused_output(
 
 @dataclass(frozen=True)
 class SumOfTokens:
-    """A field of TRL's fused output as the sum of its values per token.
+    """A field of TRL's fused output that holds only the sum of its per-token values.
 
-    TRL's own `SFTTrainer.compute_loss`, which alone is handed it, takes nothing but sums of the fields.
-    Whoever reads more, such as a hook of the model, gets an error instead of a number in another shape.
+    Only TRL's own `SFTTrainer.compute_loss` gets it, which uses nothing but sums of the fields. Any other
+    reader, such as a hook of the model, gets an error instead of a tensor of another shape.
     """
 
     total: Tensor
@@ -268,7 +269,8 @@ class PickedLogits(DeferredLogits):
         return replace(self, hidden=hidden, head=head)
 
     def numbers(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
-        """What `TokenNumbers` finds of ids (B, T), or `IdsNumbers` of (B, T, k); 0 where an id is -100."""
+        """Statistics by `TokenNumbers` of ids (B, T), or by `IdsNumbers` of (B, T, k); 0 where an id is
+        -100."""
         ids, head, options = ids.to(self.device), self.view_now(), self.budget | options
         with self.chunked.saving():
             if ids.dim() < self.dim():
@@ -322,7 +324,7 @@ class PickedLogits(DeferredLogits):
 
 @contextmanager
 def picking(chunked: ChunkedLoss) -> Iterator[None]:
-    """The models answer with picked logits, under the autocast that Accelerate has inside of a forward."""
+    """Context in which the models return picked logits, with Accelerate's autocast inside their forward."""
     with swapped(chunked, picking=True), chunked.trainer.accelerator.autocast():
         yield
 

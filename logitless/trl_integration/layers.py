@@ -43,7 +43,7 @@ class FusedLayers:
 
 
 class FirstStep(TrainerCallback):
-    """Says after the first step what was fused, unless the chunked loss has said it in its line."""
+    """Logs after the first step what was fused, unless the chunked loss has logged it."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.said = trainer, False
@@ -57,7 +57,9 @@ class FirstStep(TrainerCallback):
 def switch_on(
     trainer: Any, adapter: Adapter | None, budget: int | None, *, layers: bool
 ) -> Callable[[], None]:
-    """Put on what the flags of a config ask for; without an adapter the loss stays. Returns the undoing.
+    """Switch on what the flags of a config ask for; without an adapter, not the loss.
+
+    Returns a function that switches everything off again.
 
     Raises:
         ValueError, ImportError: as `enable` and `fuse_layers` do; then nothing stays on.

@@ -1,4 +1,4 @@
-"""Our Config/Trainer pairs: TRL's own classes, made when they are first asked for, with the flags.
+"""Our Config/Trainer pairs: subclasses of TRL's classes with the flags, made on first use.
 
 With both flags off a pair *is* TRL's pair; with one on, the trainer's constructor ends in `switch_on`.
 """
@@ -93,7 +93,7 @@ class ChunkedLossTrainerMixin:
 
 @functools.cache
 def pair(name: str) -> tuple[type, type]:
-    """(Config, Trainer) of that name."""
+    """(Config, Trainer) of this name."""
     require_supported()
     adapter = ADAPTERS[name]
     stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))

@@ -1,16 +1,15 @@
-"""TRL's trainers that ask a head for numbers per token (`add_fused_lm_head`): SFT, DPO, KTO, GRPO, RLOO, GMPO
-and AsyncGRPO.
+"""TRL's trainers that use a fused head for per-token statistics (`add_fused_lm_head`): SFT, DPO, KTO, GRPO,
+RLOO, GMPO and AsyncGRPO.
 
-Their losses are made by TRL's own code, or a user's, from log-probabilities, which have the shape, dtype and
-gradient of TRL's. Their head is projected twice where it trains (4 products) and once where it is frozen (2):
-one vector per token is kept for it.
+TRL's own code, or a user's, computes their losses from log-probabilities, which have the shape, dtype and
+gradient of TRL's. A trainable head is projected twice (4 products), a frozen head once (2), with one vector
+per token kept for the backward pass.
 
-SFT is `CrossEntropyLoss` wherever TRL's own `compute_loss` computes it: it projects the head once (3
-products, 2 with a frozen head) where TRL projects it twice (4 and 3). TRL's `compute_loss` sums per-token
-numbers, so while it runs the head returns each field already summed (`SumOfTokens`); what it does about
-gradient accumulation, parallelism, the router loss and the logs stays TRL's. Label smoothing, for which TRL
-builds the full logits, is part of the same projection. A `compute_loss` of the user's own that calls the
-model gets numbers per token.
+SFT is computed by `CrossEntropyLoss` wherever TRL's own `compute_loss` runs: one projection (3 products, 2
+with a frozen head) where TRL makes two (4 and 3). TRL's `compute_loss` only sums per-token values, so while
+it runs the head returns each field already summed (`SumOfTokens`); gradient accumulation, parallelism, the
+router loss and the logs stay TRL's. Label smoothing, for which TRL builds the full logits, is part of the
+same projection. A user's own `compute_loss` that calls the model gets per-token values.
 """
 
 import functools
@@ -35,7 +34,7 @@ from .head import Score, scored
 
 
 def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
-    """Log-probabilities, and the fields that are asked for by TRL's names, differentiable as TRL's are."""
+    """Log-probabilities and the requested fields, under TRL's names, differentiable as TRL's are."""
     args = chunked.trainer.args
     fp32 = getattr(args, "cast_lm_head_to_fp32", False)
     numbers = functools.partial(
@@ -113,7 +112,7 @@ def _trains(head: HeadView) -> bool:
 
 
 class RecomputedEntropy(torch.autograd.Function):
-    """The entropy (...) of a frozen head as it is, whose gradient projects the tokens again."""
+    """Identity on the entropy (...) of a frozen head, whose backward pass projects the tokens again."""
 
     @staticmethod
     def forward(
@@ -135,7 +134,7 @@ class RecomputedEntropy(torch.autograd.Function):
 
 
 def fused_heads(*asked: str) -> dict[str, Attach]:
-    """Heads in the place of those that TRL's constructor has put on the policy and on the reference."""
+    """Replacements of the heads that TRL's constructor has put on the policy and on the reference."""
 
     def policy(chunked: ChunkedLoss) -> Score:
         weighted = getattr(chunked.trainer, "use_weighting", False)
@@ -179,7 +178,7 @@ AsyncGRPO = Adapter("trl.experimental.async_grpo:AsyncGRPO", heads=fused_heads("
 
 
 class SumOptions(NamedTuple):
-    """What TRL's `compute_loss` would do with numbers per token, at this moment."""
+    """The options with which TRL's `compute_loss` would reduce per-token values in this step."""
 
     dft: bool
     label_smoothing: float
@@ -208,7 +207,7 @@ def _summed_loss(options: SumOptions, budget: int | None) -> CrossEntropyLoss:
 
 
 def summed_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
-    """TRL's own `compute_loss`, while which the head sums."""
+    """Run TRL's own `compute_loss` with a head that returns sums."""
     trainer = chunked.trainer
     if given.self is not trainer:
         return stock()
@@ -222,7 +221,7 @@ def summed_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
 
 
 def smoothing_of(trainer: Any) -> float:
-    """By how much TRL's `compute_loss` would smooth the labels now."""
+    """The label smoothing of TRL's `compute_loss` in this step."""
     smoother = trainer.label_smoother
     if smoother is None or trainer.args.loss_type != "nll":
         return 0.0

@@ -1,4 +1,4 @@
-"""The TRL and transformers releases this integration was read against and is tested with, stated once."""
+"""The releases of TRL and transformers that this integration supports and is tested with."""
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +13,8 @@ MISSING = "no installation"
 def require_supported() -> None:
     """Raises `ImportError` unless every package of `SUPPORTED` is installed in a supported version.
 
-    The integration replaces names inside TRL's trainers, so another version could train with another loss and
-    not say so.
+    The integration replaces names inside TRL's trainers, so an unsupported version could silently train with
+    another loss.
     """
     for package, wanted in SUPPORTED.items():
         found, fits = installed(package), False
@@ -55,7 +55,7 @@ def owner_in_trl(place: str) -> tuple[Any, str]:
 
 
 def moved(place: str) -> ImportError:
-    """For a name of TRL that is not where it was."""
+    """The error for a name of TRL that is not in its expected place."""
     wanted, found = SUPPORTED["trl"], installed("trl")
     return ImportError(
         f"{place}: expected in trl {wanted}, got trl {found} without it; pip install 'trl{wanted}'."

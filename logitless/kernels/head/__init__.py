@@ -1,7 +1,8 @@
-"""What reads and writes a chunk of logits, on any GPU with Triton and, by PyTorch twins, anywhere.
+"""Operators on a chunk of logits: Triton kernels on any GPU that has Triton, PyTorch twins anywhere.
 
-`transform` is what comes between the product and the logits, `cross_entropy` the statistics per token and
-their gradients, `divergence` and `select` other readings of a chunk, `shards` and `targets` what a sharded
-vocabulary and the targets take, `scale` and `exponentials_triton` arithmetic. `row_partials_triton` merges
-the partial sums of products with an epilogue, of any GPU generation. Called by the engine and `parallel`.
+`transform` is the head transform between product and logits, `cross_entropy` the per-token statistics and
+their gradients, `divergence` compares student and teacher, `select` finds the k largest logits, `shards`
+merges the statistics of a sharded vocabulary, `targets` counts and checks targets, `scale`, `sums` and
+`exponentials_triton` are arithmetic. `row_partials_triton` merges the partial sums of products with an
+epilogue, for every GPU generation. Called by the engine and `parallel`.
 """

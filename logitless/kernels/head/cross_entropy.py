@@ -1,10 +1,10 @@
-"""The operators over one chunk of logits `[C, V]` that every loss of log-probabilities is made of.
+"""Statistics and gradients of one chunk of logits `[C, V]`, for every loss of log-probabilities.
 
     token_statistics   logits -> log p(target), log-sum-exp and, on request, entropy, weighted sum of logits,
                        log sum p^2, arg-max hit
-    logprob_gradient   the same, and in the same pass d log p(target) / d logits, in place: the fused
-                       cross-entropy primitive
-    logits_gradient    logits -> d loss / d logits, in place, from the gradients of those per-token numbers
+    logprob_gradient   token_statistics and, in the same pass over the logits, d log p(target) / d logits, in
+                       place: the fused cross-entropy primitive
+    logits_gradient    logits -> d loss / d logits, in place, from the gradients of the per-token statistics
 
 With z the logits after the head transform (`kernels/head/transform.py`), p = softmax(z) and y the target:
 
@@ -15,10 +15,9 @@ Each operator has one signature and two implementations: Triton (`cross_entropy_
 twin below, which takes a few rows at a time so that its temporaries stay small beside the chunk. "In place"
 means into `gradient`, which is `logits` itself or a narrower tensor overlaid on it.
 
-Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 ones, which have
-the twin alone on every device. A bias or class weights of any other dtype are converted to that one, so that
-fp64 vectors beside fp32 logits count as fp32 and beside fp64 logits keep their digits. Vectors may have any
-stride; a row of logits, or of their gradient, is in one piece.
+Both compute in promote(logits.dtype, fp32): fp32 for logits of up to 32 bits, fp64 for fp64 logits, which use
+the twin on every device. Bias and class weights are converted to that dtype. Vectors may have any stride; a
+row of logits, or of their gradient, is contiguous.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,11 +32,14 @@ from logitless.kernels.head.transform import Head
 
 @dataclass
 class TokenBuffers:
-    """Per-token numbers `[n]`, fp32 (fp64 for fp64 logits); those that nobody asked for are None."""
+    """Per-token statistics `[n]`, fp32 (fp64 for fp64 logits); None for a statistic that is not wanted.
+
+    Ranks with shards of the vocabulary gather the statistics in the order of the fields (`shards.py`).
+    """
 
     logps: Tensor | None = None
     lse: Tensor | None = None
-    # What rounding left out of lse. exp((z - lse) - lse_residual) is exact also where lse is large.
+    # Rounding error of lse: exp((z - lse) - lse_residual) is exact also where lse is large.
     lse_residual: Tensor | None = None
     entropy: Tensor | None = None
     sum_logits: Tensor | None = None
@@ -49,18 +51,18 @@ class TokenBuffers:
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
         found = dict(self.items())
-        # Views of all of them would only cost the host time, before the first product.
+        # A slice of all rows needs no views, which would cost host time before the first product.
         if isinstance(rows, slice) and all(rows.indices(len(x)) == (0, len(x), 1) for x in found.values()):
             return self
         return TokenBuffers(**{name: x[rows] for name, x in found.items()})
 
 
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
-# Those that `logits_gradient` differentiates.
+# Statistics that `logits_gradient` differentiates.
 DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
-# Numbers that one pass over the logits finds together, each row on top of those before it.
+# Levels of statistics: one pass over the logits computes those of a level and of all levels before it.
 _TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",))
-# The numbers of each level, in the order of `TokenBuffers`.
+# All statistics of each level, in the order of `TokenBuffers`.
 _LEVELS = tuple(
     tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))
     for level in range(len(_TOGETHER))
@@ -68,7 +70,7 @@ _LEVELS = tuple(
 
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The named numbers and those that come with them; logps and lse always do."""
+    """The named statistics and those that are computed with them, always including logps and lse."""
     level = 0
     for number, found in enumerate(_TOGETHER):
         for name in names:
@@ -78,12 +80,12 @@ def stat_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
-    """Room for the named numbers and for those that come with them."""
+    """Empty buffers (n,) for the statistics of `stat_names`."""
     return TokenBuffers(**{name: torch.empty(n, dtype=dtype, device=device) for name in stat_names(names)})
 
 
 def single_pass(gradient_dtype: torch.dtype) -> bool:
-    """Whether `logprob_gradient` may store unnormalized exponentials: not in fp16, whose largest number is
+    """Whether `logprob_gradient` may store unnormalized exponentials: not in fp16, which overflows above
     exp(11)."""
     return gradient_dtype != torch.float16
 
@@ -99,7 +101,11 @@ def token_statistics(
     ignore_index: int = -100,
     maxima: Tensor | None = None,  # from `select.new_maxima`, written
 ) -> None:
-    """Fill `out`; 0 in ignored rows. Of a target beyond V, logps is -inf and is_top1 the largest logit."""
+    """Write the statistics to `out`; 0 in ignored rows.
+
+    A target beyond V belongs to another shard of the vocabulary. Its row gets -inf as logps, and the row's
+    largest logit in the place of is_top1; `shards.combine` merges these.
+    """
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.head import cross_entropy_triton
 
@@ -128,8 +134,11 @@ def logprob_gradient(
     bias: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Fill `out` and `gradient`, and return `row_scale` [C]: d logp / d logits = row_scale[:, None] *
-    gradient."""
+    """Write the statistics to `out` and an unscaled gradient to `gradient`.
+
+    Returns:
+        row_scale (C,): d logp / d logits = row_scale[:, None] * gradient.
+    """
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.head import cross_entropy_triton
 
@@ -151,7 +160,7 @@ def logits_gradient(
     logits: Tensor,
     targets: Tensor,
     stats: TokenBuffers,  # logps, lse and its residual, and entropy where it has a gradient
-    grads: TokenBuffers,  # d loss / d of each number; None where it has none
+    grads: TokenBuffers,  # d loss / d statistic, each (C,); None for a statistic without gradient
     *,
     gradient: Tensor,  # (C, V), written
     head: Head,
@@ -159,7 +168,7 @@ def logits_gradient(
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
 ) -> None:
-    """Fill `gradient` with d loss / d logits; ignored rows get zeros."""
+    """Write d loss / d logits to `gradient`; zeros in ignored rows."""
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.head import cross_entropy_triton
 
@@ -190,7 +199,7 @@ def _wide_row(V: int, dtype: torch.dtype) -> int:
 
 
 def twin_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) -> int:
-    """Memory of the twins' temporaries in a chunk that fits in the budget; the kernels have none."""
+    """Bytes of the twins' temporaries for a chunk within the budget; 0 where the kernels run."""
     if uses_triton(device, dtype):
         return 0
     row = _wide_row(V, dtype)
@@ -214,7 +223,7 @@ def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
 def _token_statistics_twin(
     logits, targets, out, head, bias, class_weights, ignore_index, gradient=None
 ) -> None:
-    """Fills `out`, and `gradient` with d logp / d logits where it is given."""
+    """Write the statistics to `out` and, if it is given, d logp / d logits to `gradient`."""
     for rows, z, slope in _row_blocks(logits, head, bias):
         supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
         target = torch.where(supervised & known, targets[rows], 0)[:, None]
@@ -266,12 +275,12 @@ def _logits_gradient_twin(
 
 
 def _put(x: Tensor, columns: Tensor, where: Tensor, values: Tensor) -> Tensor:
-    """`x` with one entry of each row replaced, in the rows (n, 1) that `where` names."""
+    """Replace in place one entry of each row of `x` for which `where` (n, 1) is True."""
     return x.scatter_(1, columns, torch.where(where, values.to(x.dtype), x.gather(1, columns)))
 
 
 def _store(out: Tensor, g: Tensor, slope: Tensor | float, supervised: Tensor) -> None:
-    """Chain rule of the head; ignored rows are zeroed, whatever they hold."""
+    """Multiply by the slope of the head transform and store; ignored rows become 0 even if they hold NaN."""
     if not (isinstance(slope, float) and slope == 1.0):
         g *= slope
     out.copy_(g.masked_fill_(~supervised[:, None], 0.0))

@@ -1,19 +1,19 @@
 """Triton kernels over one chunk of logits `[C, V]`; `cross_entropy.py` says what they compute and holds their
 twins.
 
-One program walks one row, block by block. Both kernels are bound by memory traffic, and that only just (each
-instruction for a logit costs a twentieth of the time), so what counts is how often a logit is touched:
+One program handles one row, block by block. Both kernels are just bound by memory traffic (each instruction
+per logit costs about a twentieth of the time), so each logit is read as few times as possible:
 
-* `row_kernel` reads each logit once. For the softmax it needs no maximum beforehand: exponentials are taken
-  relative to a provisional shift k, the maximum of the first block. Only a row that drifts more than DRIFT
-  above k has its sums (and what was already stored of it) scaled down. With WRITE it also leaves exp(z - k),
-  with the target's entry set so that the row is d log p(target) / d logits up to the factor -1/sum, which is
-  returned per row and applied by the engine on the narrow [C, H] side of the gradient products: one read and
-  one write per logit, where normalizing in place would take two reads.
-* `logits_gradient_kernel` reads and writes each logit once; it serves the gradients that do not have that
-  shape.
+* `row_kernel` reads each logit once. It needs no maximum beforehand: exponentials are taken relative to a
+  provisional shift k, the maximum of the first block. If a later logit is more than DRIFT above k, the sums
+  and the part of the row that is already stored are scaled down. With WRITE the kernel also stores exp(z - k)
+  and sets the target's entry, so that the row is d log p(target) / d logits up to the factor -1/sum. That
+  factor is returned per row, and the engine applies it to the [C, H] matrices of the gradient products: one
+  read and one write per logit, where normalizing in place would take two reads.
+* `logits_gradient_kernel` reads and writes each logit once; it computes the gradients that are not multiples
+  of d log p(target) / d logits.
 
-Rows of 0.25-0.5 MB do not survive in L2 for a second read. Sums are kept per lane and reduced once a row.
+Rows of 0.25-0.5 MB do not stay in L2 for a second read. Sums are kept per lane and reduced once per row.
 """
 
 import torch
@@ -42,8 +42,8 @@ def head_logits(
     """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` =
     scale/softcap, `cap` = softcap/T.
 
-    What lies beyond the mask is arbitrary: tanh(-inf) would be finite, a negative scale would turn -inf
-        around.
+    Results beyond the mask are arbitrary, as -inf would not survive: tanh(-inf) is finite, and a negative
+    scale makes it +inf. Callers mask the logits.
     """
     x = x.to(tl.float32)
     if HAS_BIAS:
@@ -72,8 +72,7 @@ def log1p(u):
 
 @triton.jit
 def left_out_of_log(x, log_x):
-    """log(x) - log_x, what rounding left out of log_x = tl.log(x): half a unit in the last place of 8 to 16
-    is 5e-7.
+    """log(x) - log_x, the rounding error of log_x = tl.log(x), which for results of 8 to 16 is up to 5e-7.
 
     With x = m 2^k and m near 1, log(m) is small and exact to 3e-8, and so is k ln(2) in two parts, the first
     of few digits.
@@ -98,8 +97,10 @@ def complement(logp):
 
 @triton.jit
 def numbers_of_row(others, others_z, drop_y, shift):
-    """What follows from the sums of e = exp(z - shift) and of e (z - shift) without the target, and from the
-    target's z - shift: the total, its log, log p(target), lse and its residual, entropy."""
+    """(total, log total, log p(target), lse, lse_residual, entropy) of a row.
+
+    `others` and `others_z` are the sums of e = exp(z - shift) and of e (z - shift) without the target,
+    `drop_y` is the target's z - shift, and the total is the sum of e with the target."""
     e_y = tl.exp(drop_y)
     total = others + e_y
     log_total = tl.log(total)
@@ -111,8 +112,8 @@ def numbers_of_row(others, others_z, drop_y, shift):
         confident, -log1p(others / tl.where(confident, e_y, 1.0)), (drop_y - log_total) - log_rest
     )
     residual = (shift - (lse - log_part)) + (log_total - log_part) + log_rest
-    # The target's own -p log p apart, so that a certain token's small entropy is not the difference of large
-    # numbers.
+    # The target's -p log p is a separate term, so that the small entropy of a confident token is not the
+    # difference of large numbers.
     own = tl.where(e_y > 0.0, e_y * logp, 0.0)
     entropy = ((others * log_total - others_z) - own) / total
     return total, log_total, logp, lse, residual, entropy
@@ -190,12 +191,12 @@ def row_kernel(
     )
     z_y = tl.where(known, z_y, -float("inf"))
     place = tl.where(known, y, -1).to(tl.int32)
-    # Nobody may store over the target's logit before everybody has read it.
+    # All threads must have read the target's logit before one stores over it.
     tl.debug_barrier()
     shift = -1e30
     best = -float("inf")  # of the blocks so far
     beaten = False
-    # Every sum leaves the target out: 1 - p is then exact for a confident token, where 1 - exp(logp) cancels.
+    # Every sum excludes the target: 1 - p is then exact for a confident token, where 1 - exp(logp) cancels.
     rest = tl.zeros([BLOCK], tl.float32)
     if EXTRA:
         rest_z = tl.zeros([BLOCK], tl.float32)
@@ -208,13 +209,13 @@ def row_kernel(
         cols = start + lane
         mask = cols < V
         x = upcoming
-        # Fetched a block ahead: behind this block's reduction and store, its latency would show.
+        # Prefetch the next block: loaded after this block's reduction and store, its latency would show.
         upcoming = tl.load(logits_ptr + cols + BLOCK, mask=cols + BLOCK < V, other=0.0)
         z, slope = head_logits(x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
         z = tl.where(mask, z, -float("inf"))
         top = tl.max(z, 0)
         if TILE:
-            # For `select_triton`, by what it compares.
+            # The largest value of each tile for `select_triton`, as `select_triton.compared` orders them.
             products = x.to(tl.float32)
             if HAS_BIAS:
                 products += tl.load(bias_ptr + cols, mask=mask, other=0.0)
@@ -231,7 +232,7 @@ def row_kernel(
                 beaten = (best >= z_y) | (tl.max(((z == z_y) & (cols < y)).to(tl.int32), 0) > 0)
             best = tl.maximum(best, top)
         if top > shift + DRIFT:
-            # The first block always comes here, with nothing to scale; later ones hardly ever.
+            # Always taken by the first block, with nothing to scale; rarely by later ones.
             shrink = tl.exp(shift - top)
             if EXTRA:
                 rest_z = shrink * tl.where(rest > 0.0, rest_z + (shift - top) * rest, 0.0)
@@ -317,8 +318,8 @@ def logits_gradient_kernel(
     """d z_v = (g_lse - g_logp) p_v - g_entropy p_v (log p_v + entropy) + g_sum w_v, plus g_logp at the
     target.
 
-    At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel: of a certain
-    token it would be noise.
+    At the target, stats.logps is more accurate than z - lse, and the gradient is formed without the
+    difference 1 - p, which would cancel for a confident token.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -364,7 +365,7 @@ def logits_gradient_kernel(
 
 
 def vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None, unused: Tensor):
-    """Pointers, scalars and constexprs of what is indexed by token id, as both kernels take them."""
+    """(pointers, scalars, constexprs) of bias, class weights and head transform, for both kernels."""
     gain = head.logit_scale / head.temperature
     softcap = head.softcap or 1.0
     return (

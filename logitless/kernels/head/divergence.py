@@ -8,12 +8,12 @@ With s and t the two distributions, d = log t - log s, and m = beta t + (1 - bet
     reverse_kl    KL(s||t)                                d z = s (score - sum s score),  score = -d
     forward_kl    KL(t||s)                                d z = s - t
 
-Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r: no term is negative, so that
-nothing cancels where the two are nearly equal, and equal ones give exactly 0 (a plain sum of p log p/q loses
-all digits there).
+Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r. No term is negative, so nothing
+cancels where p and q are nearly equal, and equal ones give exactly 0. A plain sum of p log p/q would have no
+correct digits there.
 
 `fused_divergence` is the Triton kernel (`divergence_triton.py`): statistics, loss and gradient of a chunk in
-one launch. Its PyTorch twin are the functions of log-probabilities here, which `torch.func.grad_and_value`
+one launch. The functions of log-probabilities here are its PyTorch twin, which `torch.func.grad_and_value`
 differentiates wherever Triton does not run.
 """
 
@@ -83,7 +83,7 @@ def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
 
 
 class DivergenceStats(NamedTuple):
-    """Per-token numbers `[C]` of a chunk, fp32."""
+    """Per-token statistics `[C]` of a chunk, fp32."""
 
     soft: Tensor  # the divergence
     hard: Tensor  # the student's cross-entropy at temperature 1; 0 without a label
@@ -112,11 +112,11 @@ def fused_divergence(
     bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V',)
 ) -> DivergenceStats:
-    """Numbers of a chunk and, given factors, the gradient of `factors * (hard_weight hard + (1 - hard_weight)
-    soft)`.
+    """Statistics of a chunk and, given `factors`, the gradient with respect to the student's products of
+    `factors * (hard_weight * hard + (1 - hard_weight) * soft)`.
 
-    Both distributions are over the ids that both vocabularies have, the cross-entropy over all of the
-    student's.
+    The divergence `soft` compares the ids that both vocabularies have; the cross-entropy `hard` is over all
+    of the student's ids.
     """
     from logitless.kernels.head import divergence_triton
 
@@ -139,8 +139,7 @@ def fused_divergence(
 
 
 class Ranks(Protocol):
-    """The ranks that hold a shard of the vocabulary each, and where this one's lies
-    (`parallel/vocabulary.py`)."""
+    """The part of a sharded vocabulary's interface that the divergence needs (`parallel/vocabulary.py`)."""
 
     width: int
 
@@ -171,8 +170,7 @@ def sharded_divergence(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
 ) -> DivergenceStats:
-    """`fused_divergence` of a shard: three passes as there, and what each of them sums crosses the ranks
-    after it."""
+    """`fused_divergence` of a shard: the same three passes, with an all-reduce of the sums after each."""
     from logitless.kernels.head import divergence_shard_triton
 
     nowhere = torch.full_like(labels, ranks.width)

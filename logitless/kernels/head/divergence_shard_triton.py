@@ -1,7 +1,7 @@
 """Triton kernel of `divergence.py` where each rank has a shard of the vocabulary.
 
-What the first pass of `divergence_triton.py` finds is combined over the ranks by the caller; passes 2 and 3
-are a launch each, as what they sum crosses the ranks between them.
+The caller merges the results of the first pass of `divergence_triton.py` over the ranks. Passes 2 and 3 are
+one launch each, with an all-reduce of their sums in between.
 """
 
 import triton
@@ -55,13 +55,11 @@ def shard_kernel(
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Passes 2 and 3 of a shard of the vocabulary, a launch each, as what they sum crosses the ranks between
-    them.
+    """Pass 2 or 3 for a shard of the vocabulary.
 
-    `known` holds what the first pass found in the whole vocabulary: log-sum-exp and its residual of the
-    student, of the teacher, and of
-    the student at temperature 1. `sums`: the divergence and the mean of the score; this shard's are written,
-    those of all are read.
+    `known` holds the statistics of the whole vocabulary from pass 1: log-sum-exp and its residual of the
+    student, of the teacher, and of the student at temperature 1. `sums` holds the divergence and the mean of
+    the score: pass 2 writes those of this shard, pass 3 reads those of all shards.
     """
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride

@@ -1,14 +1,14 @@
-"""Triton kernel of `divergence.py`. One program walks one row of both chunks, three times:
+"""Triton kernel of `divergence.py`. One program passes three times over one row of both chunks:
 
-1. Exponentials of both rows are summed, relative to the maxima of the first block, and each lane keeps its
-maximum. Only a row that rises more than DRIFT above that is summed again, relative to its own maximum.
-2. With the normalizers known, the divergence, the entropy, and the mean of the score. 3. With that mean
-known, the gradient is written over the student's logits. The forward KL needs no mean and does 2 and 3 at
-once.
+1. Sum the exponentials of both rows, relative to the maximum of the first block; each lane keeps its own
+   maximum. A row that rises more than DRIFT above that shift is summed again, relative to its maximum.
+2. With the normalizers known, compute the divergence, the entropy, and the mean of the score.
+3. With that mean known, write the gradient over the student's logits. The forward KL needs no mean, so 2 and
+   3 are one pass.
 
-Per pair of logits that is 7 accesses for the JSD (5 for the forward KL). On an H200 the arithmetic took
-longer than the memory, so logarithms are to the base 2, constants are multiplied into sums instead of terms,
-and no block meets for a maximum.
+A pair of logits takes 7 memory accesses for the JSD (5 for the forward KL). On an H200 the arithmetic took
+longer than the memory accesses, so logarithms are to the base 2, constants multiply sums and not terms, and
+no maximum is reduced over a block.
 """
 
 import torch
@@ -30,7 +30,7 @@ LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN: tl.constexpr):
-    """Logits at temperature 1 and their derivative; a softcap of 0 is none."""
+    """Logits at temperature 1 and their derivative; a softcap of 0 means no softcap."""
     x = x.to(tl.float32)
     if not PLAIN:
         x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
@@ -68,7 +68,7 @@ def added(z, rate, start, shift, total, best, best_start):
 
 @triton.jit
 def first_best(best, best_start, lane):
-    """The maximum, and the first of the columns that have it."""
+    """The maximum, and the first column that has it."""
     top = tl.max(best, 0)
     return top, tl.min(tl.where(best == top, best_start + lane, 2147483647), 0)
 

@@ -1,7 +1,7 @@
-"""Exponentials for what is computed of every logit: results below 2^-126 become 0.
+"""Exponentials for computations on every logit: results below 2^-126 (subnormal) become 0.
 
-For those `tl.exp` and `tl.exp2` take three instructions more on NVIDIA's GPUs, where a logit takes twenty in
-all. The interpreter and Intel's Triton have no others.
+To compute those, `tl.exp` and `tl.exp2` take three instructions more on NVIDIA GPUs, where a logit takes
+twenty in all. The interpreter and Intel's Triton use `tl.exp` and `tl.exp2`.
 """
 
 import torch

@@ -1,5 +1,11 @@
-"""Small kernels around the product with an epilogue (`fused_projection_triton.py`): what a row's exponentials
-are taken relative to, and a row's numbers from the partial sums of its tiles."""
+"""Kernels before and after the product with an epilogue (`fused_projection_triton.py`).
+
+    shift_kernel    before: the shift of each row, relative to which its exponentials are taken
+    finish_kernel   after: the statistics of each row from the partial sums of its tiles
+
+Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^(log2(e) z - shift). `own` is
+the target's scaled logit minus the shift.
+"""
 
 import triton
 import triton.language as tl
@@ -9,15 +15,16 @@ from logitless.kernels.launch import OF_CHUNKS, held
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# ln 2 in two parts, the first of so few digits that its product with a shift is exact.
+# ln 2 as the sum of two constants; the first has so few digits that its product with a shift is exact.
 LN2_HIGH, LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
-# Further above the shift a row is done again. bf16 and fp32 hold 2^58; times a small upstream gradient
-# over the total it does not vanish.
+# A row is recomputed if its sum of exponentials is above 2^DRIFT or below 2^-DRIFT. bf16 and fp32 represent
+# 2^58, and row factors that contain its inverse times a small upstream gradient do not underflow.
 DRIFT = tl.constexpr(58.0)
-# What stands for a logit that does not count: 2 to its power is 0, times it too.
+# Scaled logit of a masked column: 2^NEVER is 0, and so is NEVER * 2^NEVER (with -inf it would be NaN).
 NEVER = tl.constexpr(-1e30)
-# Why a row is done again: its exponentials may vanish or overflow; another logit in the target's tile equals
-# the target's; and that other one comes first.
+# Flags of a row. DRIFTED: recompute it, as its exponentials may underflow or overflow. TIE: recompute it, as
+# another logit in the target's tile equals the target's. TIED: the recomputation found that the other logit
+# comes first.
 DRIFTED, TIE, TIED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -25,8 +32,8 @@ DRIFTED, TIE, TIED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 def above_shift(
     x, shift, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
-    """log2(e) z - shift of the logits z, and d z / d x times log2(e), from the product x; the same bits
-    in every kernel."""
+    """From products x: (log2(e) z - shift, log2(e) d z / d x) of the logits z; bitwise equal in all
+    kernels."""
     if HAS_SOFTCAP:
         z, slope = head_logits(x, bias_ptr, cols, mask, gain * LOG2E, squash, cap * LOG2E, HAS_BIAS, True)
         d = z - shift
@@ -62,11 +69,12 @@ def shift_kernel(
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """log2(e) times the target's logit: a whole number near it, and how far it is above that.
+    """Store each row's shift, and `own` = log2(e) z_target - shift.
 
-    The whole number is 0 where a row has no target, which is then at -inf, or one too far from 0. That of an
-    ignored row is infinite, so that all its exponentials are 0. With SUMS also the sum of the row's logits,
-    from the sum of the head's rows."""
+    The shift is log2(e) z_target rounded to an integer. It is 0 if that is 3,000 or more in magnitude, and if
+    the row has no target in these columns (a sharded vocabulary), where `own` is -inf. The shift of an
+    ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum of the row's
+    logits, computed from the sum of the head's rows (`fused_projection.head_sums`)."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
     supervised = y != ignore_index
@@ -84,7 +92,7 @@ def shift_kernel(
         tl.store(sum_logits_ptr + row, tl.where(supervised, sum_z, 0.0))
     x = tl.sum(total, 0)
     z, _ = above_shift(x, 0.0, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
-    # Of this size multiples of ln 2 have an exact part and a small one.
+    # For integers of this size, shift * LN2_HIGH is exact.
     shift = tl.where(known & (tl.abs(z) < 3000.0), tl.floor(z + 0.5), 0.0)
     own, _ = above_shift(x, shift, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(shift_ptr + row, tl.where(supervised, shift, float("inf")))
@@ -93,12 +101,13 @@ def shift_kernel(
 
 @triton.jit
 def chosen_again(y, total, top, own, shift, tie, ignore_index):
-    """Of rows: why they are done again, if they are, and by how much their shift then rises."""
+    """Per row: the flag DRIFTED, TIE or 0 (no recomputation), and how much a DRIFTED row's shift rises."""
     highest = tl.maximum(top, own)
     sum_e = total + tl.exp2(own)
-    # Also a row without a target here whose logits all lie far below 0, the shift it was given.
+    # Below 2^-DRIFT: a row without a target in these columns has shift 0, and all of its logits may be far
+    # below 0.
     drifted = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
-    # Where all logits are infinite there is nothing to be relative to.
+    # No finite shift helps a row whose largest logit is infinite.
     drifted = drifted & (highest > NEVER) & (highest < float("inf"))
     tied = (y != ignore_index) & (tie > 0)
     rise = tl.where(drifted, tl.floor(highest + 0.5), 0.0)
@@ -141,11 +150,11 @@ def finish_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """A row's numbers from its partial sums, and the target's entry of what was stored; which rows are done
-    again and why, and relative to what.
+    """Merge the partial sums of each row to its statistics, and store the target's entry of the gradient.
 
-    With AGAIN, once they are, the same for every row of a tile that has one of them: the tile was stored
-    anew, without the targets' entries.
+    Also store the flags of rows to recompute (`again_ptr`) and their new shifts. The launch with AGAIN
+    follows the recomputation. It handles all rows of each tile with a flagged row, because the recomputation
+    stored that tile anew, without the targets' entries; other tiles are skipped.
     """
     first = tl.program_id(0) * ROWS
     if AGAIN:
@@ -196,7 +205,7 @@ def finish_kernel(
     )
     left_out = shift * LN2_LOW + residual
     whole = lse + left_out
-    # Of an infinite or undefined lse nothing is left out.
+    # An infinite or NaN lse has no rounding error.
     residual = tl.where(tl.abs(whole) < float("inf"), left_out - (whole - lse), 0.0)
     lse = whole
     tl.store(logps_ptr + rows, tl.where(supervised, logp, 0.0), mask=here)
@@ -216,7 +225,7 @@ def finish_kernel(
     if WRITE:
         slope = 1.0
         if HAS_SOFTCAP:
-            # What was stored carries log2(e) d z / d product; the target's is known from its logit.
+            # The stored gradient contains log2(e) d z / d product; the target's slope follows from its logit.
             squashed = (shift + own) * LN2 / cap
             slope = gain * LOG2E * (1.0 - squashed * squashed)
             scale = -1.0 / (total * LOG2E)

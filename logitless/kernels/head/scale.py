@@ -1,8 +1,8 @@
-"""Matrices times factors, of each row or of all, computed in fp32 and rounded once, in one pass.
+"""Multiply matrices by a factor per row or by one factor, in fp32, rounded once, in one pass.
 
 PyTorch's own mixed-dtype multiplication reaches a quarter of an H200's memory bandwidth (2.5 ms for a
-[128,256, 4,096] fp32 d_weight that is cast to bf16, 0.8 ms here). Two matrices go in one launch, as both
-gradients of a call do, and both matrices beside a chunk.
+[128,256, 4,096] fp32 d_weight that is cast to bf16, 0.8 ms here). Two matrices share one launch: the two
+gradients of a call, or the two [C, H] matrices of a chunk.
 """
 
 from collections.abc import Sequence

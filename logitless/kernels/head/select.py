@@ -1,8 +1,8 @@
-"""The k largest logits of each row, of equal ones those with the lowest ids; best first.
+"""The ids of the k largest logits of each row, in descending order; of equal logits, the lowest ids first.
 
-`torch.topk` promises no order among equal numbers, and rounded logits tie often. A soft cap rises with the
-logit, so the products with the head are compared as they are, where tanh has made none of them equal. The
-Triton kernels (`select_triton.py`) read a row once; the PyTorch twin takes a few rows at a time.
+`torch.topk` guarantees no order among equal values, and rounded logits are often equal. The softcap is
+monotonic, so products with the head are compared before it, where tanh has not yet rounded different values
+to equal ones. The Triton kernels (`select_triton.py`) read a row once; the twin takes a few rows at a time.
 """
 
 import torch
@@ -23,7 +23,7 @@ def _runs(device: torch.device, dtype: torch.dtype, V: int, k: int) -> bool:
 
 
 def new_maxima(logits: Tensor, k: int) -> Tensor | None:
-    """Room for what `token_statistics` finds in passing and `select` needs; None where the twin selects."""
+    """Empty buffer for the tile maxima that `token_statistics` stores for `select`; None for the twin."""
     if not _runs(logits.device, logits.dtype, logits.shape[1], k):
         return None
     from logitless.kernels.head import select_triton
@@ -57,7 +57,7 @@ def _sign(head: Head) -> float:
 
 
 def compared(x: Tensor, head: Head, bias: Tensor | None) -> Tensor:
-    """What products x are compared by: the larger, the larger the logit."""
+    """Sort keys of the products x: the larger the logit, the larger the key."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z if bias is None else z + bias.to(z.dtype)
     z = z * _sign(head)
@@ -65,12 +65,12 @@ def compared(x: Tensor, head: Head, bias: Tensor | None) -> Tensor:
 
 
 def row_bytes(V: int, k: int) -> int:
-    """Memory a row takes beside its logits: the kernel's tile maxima, and the ids."""
+    """Bytes per row beside its logits: the kernel's tile maxima, and the ids."""
     return 4 * (V // 64 + 1) + 24 * k
 
 
 def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget: int) -> int:
-    """Memory of the twin's temporaries in a chunk that fits in the budget."""
+    """Bytes of the twin's temporaries for a chunk within the budget."""
     if _runs(device, dtype, V, k):
         return 0
     # Twice those of the other twins, whichever device they are on.

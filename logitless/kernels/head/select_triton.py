@@ -1,14 +1,14 @@
 """Triton kernels of `select.py`.
 
-* `tile_max_kernel` reads each logit once and keeps the largest of every TILE columns. Whoever reads the
-  logits for their statistics anyway has `row_kernel` do that in passing.
-* `select_kernel` takes the k tiles whose maxima are the largest, of equal maxima the first ones. They hold
-  the k largest logits: one outside of them would have k others in front of it, a maximum of each of these
-  tiles, that is larger, or equal with a lower id. So of 151,936 logits, k = 64 needs 4,096 a second time.
+* `tile_max_kernel` reads each logit once and stores the largest of every TILE columns. Where a pass computes
+  statistics anyway, `row_kernel` stores these maxima instead.
+* `select_kernel` takes the k tiles with the largest maxima, of equal maxima the first ones. They contain the
+  k largest logits: before any logit outside of them come k others, the maxima of these tiles, each larger, or
+  equal with a lower id. So for k = 64, 4,096 of 151,936 logits are read a second time.
 
-Both selections look for a number that exactly k lanes reach, by halving the interval that it can be in, with
-numbers as integers of the same order: a count of lanes in registers each time, no sort. Only the k that are
-left are put in order, each by counting those before it.
+Both selections search for a threshold that exactly k lanes reach, by bisection on order-preserving integers:
+each step counts lanes in registers, and nothing is sorted. Only the k results are put in order, each by
+counting the results before it.
 """
 
 import torch
@@ -29,7 +29,7 @@ NOWHERE = tl.constexpr(-2147483648)
 
 @triton.jit
 def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
-    """What `select.py` compares products by: the larger, the larger the logit; a NaN is infinite."""
+    """Sort keys of products, as in `select.py`: the larger the logit, the larger the key; NaN is +inf."""
     x = x.to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + cols, mask=mask, other=0.0)
@@ -38,7 +38,7 @@ def compared(x, bias_ptr, cols, mask, sign, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def ordered(z):
-    """fp32 -> int32 of the same order; -0 is 0, and a NaN is infinite."""
+    """Order-preserving map from fp32 to int32; -0 equals 0, and NaN is +inf."""
     z = tl.where(z == z, z, float("inf"))
     z = tl.where(z == 0.0, 0.0, z)
     bits = z.to(tl.int32, bitcast=True)
@@ -47,8 +47,10 @@ def ordered(z):
 
 @triton.jit
 def first_largest(key, k, low):
-    """(n,) places, in the order of the lanes, of the k largest lanes, of equal ones of the first; which lanes
-    have one; the least number among them, or one between it and all others. At least k lanes reach `low`."""
+    """Select the k largest lanes, of equal ones the first; at least k lanes are >= `low`.
+
+    Returns (n,) the position of each selected lane among the selected ones, in lane order; (n,) which lanes
+    are selected; and a threshold: the least selected value, or one between it and all others."""
     reached = tl.sum((key >= low).to(tl.int32), 0)
     high = tl.max(key, 0)
     while (reached != k) & (low < high):
@@ -151,7 +153,7 @@ def select_kernel(
 
 
 def new_maxima(logits: Tensor) -> Tensor:
-    """Room for the largest of every TILE columns (C, tiles), which `row_kernel` or `select` fill."""
+    """Empty buffer (C, tiles) for the largest of every TILE columns, written by `row_kernel` or `select`."""
     return logits.new_empty((logits.shape[0], triton.cdiv(logits.shape[1], TILE)), dtype=torch.float32)
 
 

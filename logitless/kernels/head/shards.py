@@ -1,10 +1,11 @@
-"""From the numbers of tokens within each shard of a vocabulary to those of the whole, on every rank alike.
+"""Merge the per-token statistics of all shards of a vocabulary to those of the whole vocabulary.
 
-    combine            the numbers; `parallel/vocabulary.py` has the formulas
-    combine_gradient   the same after `logprob_gradient`, whose result becomes the whole vocabulary's
+    combine            the statistics; `parallel/vocabulary.py` has the formulas
+    combine_gradient   the statistics and the result of `logprob_gradient`, which becomes that of the whole
+                       vocabulary
 
-A few numbers per token, of which each takes some PyTorch operations: on a GPU one kernel does what would be
-fifty launches between two products.
+Every rank computes the same result. There are up to seven statistics per token; on a GPU one kernel replaces
+about fifty PyTorch launches between two products.
 """
 
 import math
@@ -16,25 +17,25 @@ from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers, stat_names
 from logitless.kernels.head.transform import Head
 
-# Logits of several shards count as equal within so many rounding errors of their log-sum-exp.
+# Logits of different shards count as equal if they differ by at most this many rounding errors of lse.
 TIE = 4
-# A shard with less than exp(-40) of the probability has no gradient to give; without the bound the target's
-# entry, which is divided by the share, would overflow.
+# Lower bound of the log-probability of a shard: the gradient of a smaller one is negligible. Without the
+# bound the target's entry, which is divided by the shard's probability, would overflow.
 LEAST_LOG_SHARE = -40.0
-# The same for the kernel, which computes in fp32.
+# Both limits for the kernel, which computes in fp32.
 LIMITS = {"tie": TIE * torch.finfo(torch.float32).eps, "least_share": math.exp(LEAST_LOG_SHARE)}
 
 
 def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ignore_index: int) -> None:
-    """Fill `out`; ignored rows get zeros.
+    """Write the statistics of the whole vocabulary to `out`; zeros in ignored rows.
 
     Args:
-        shards: (ranks, numbers, C), every rank's numbers in the order of `out`. A shard without the target
-            has -inf for logps and its largest logit for is_top1.
+        shards: (ranks, statistics, C), every rank's statistics in the order of the fields of `out`. A shard
+            without the target has -inf for logps and its largest logit for is_top1.
         columns: (C,) targets as columns of this rank's shard.
         out: (C,) each, written.
-        rank: this one's.
-        ignore_index: what stands in `columns` for an ignored target.
+        rank: this rank's index in `shards`.
+        ignore_index: the value in `columns` of an ignored target.
     """
     if _has_kernel(shards, out):
         from logitless.kernels.head import shards_triton
@@ -51,12 +52,15 @@ def combine_gradient(
     *,
     rank: int,
     ignore_index: int,
-    gradient: Tensor,  # (C, columns) d log p(target) / d logits within the shard, up to a factor per row
-    factor: Tensor,  # (C,) that factor
+    gradient: Tensor,  # (C, columns) d log p(target) / d logits within the shard, up to the row factor
+    factor: Tensor,  # (C,) row factor
     head: Head,
 ) -> Tensor:
-    """Fill `out`, set the target's entry in `gradient`, and return the factor (C,) with which it is that of
-    the whole vocabulary."""
+    """`combine`, for the result of `logprob_gradient`: also set the target's entry of `gradient`.
+
+    Returns:
+        row factor (C,): d log p(target) / d logits in the whole vocabulary is the factor times `gradient`.
+    """
     if _has_kernel(shards, out):
         from logitless.kernels.head import shards_triton
 
@@ -78,7 +82,7 @@ def _has_kernel(shards: Tensor, out: TokenBuffers) -> bool:
 
 
 def _combine_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
-    """Fills `out`; the log of this shard's probability."""
+    """Write `out`, and return (C,) the log-probability of this rank's shard."""
     found = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
     lse_r, logps_r = found["lse"], found["logps"]
     residual_r = torch.where(lse_r.isfinite(), found["lse_residual"], 0.0)
@@ -106,7 +110,7 @@ def _combine_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int,
     if "sum_logits" in found:
         combined["sum_logits"] = found["sum_logits"].sum(0)
     if "log_sum_sq_probs" in found:
-        # Where p = 0 in a whole shard its log is -inf, and drops out of the sum.
+        # A shard in which every p is 0 has the log -inf, which adds nothing to the sum.
         combined["log_sum_sq_probs"] = (2 * shares.log() + found["log_sum_sq_probs"]).logsumexp(0)
     for name, x in combined.items():
         getattr(out, name).copy_(torch.where(columns == ignore_index, 0.0, x))

@@ -1,4 +1,4 @@
-"""Triton kernel of `shards.py`: a few numbers of each rank per token, read up to three times from L1."""
+"""Triton kernel of `shards.py`. Each rank's statistics of a token are read up to three times, from L1."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Sums of vectors of one length, in one launch: what a loss and its metrics are made of."""
+"""Sums of vectors of one length in one launch, for a loss and its metrics."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from logitless.kernels import uses_triton
 
 
 def sums(vectors: Sequence[Tensor]) -> Tensor:
-    """(m,) the sums of m vectors (n,) of one dtype, in that dtype; the same bits in every call.
+    """(m,) sums of m vectors (n,) of one dtype, in that dtype; deterministic.
 
-    Not inside a compiled function or under `torch.func`, whose tensors no kernel can read.
+    Not for tensors inside a compiled function or under `torch.func`, which no kernel can read.
     """
     if all(_kernel_takes(x) for x in vectors):
         from logitless.kernels.head import sums_triton

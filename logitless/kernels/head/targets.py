@@ -1,7 +1,7 @@
-"""What a call's targets and its mask say: which and how many tokens are supervised, which targets are no ids,
-and which are columns of a shard.
+"""Operators on targets and mask: which and how many tokens are supervised, which targets are invalid, and
+which are columns of a shard.
 
-Each is one launch, as all of them come before the first product, where the GPU waits for every launch.
+Each operator is one launch: all of them run before the first product, while the GPU waits for the host.
 """
 
 import torch
@@ -21,7 +21,7 @@ def marked(
     ignore_index: int,
     others: Tensor | None = None,  # (m, N) bool
 ) -> Tensor:
-    """(2 + m, N) bool: supervised; supervised and outside [0, V); supervised and marked by the others."""
+    """(2 + m, N) bool: supervised; supervised and outside [0, V); then `others`, masked by supervised."""
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 
@@ -32,7 +32,7 @@ def marked(
 
 
 def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:
-    """The int64 targets with `ignore_index` where the mask, of their shape, is off.
+    """The int64 targets, with `ignore_index` where the mask (of the same shape) is 0.
 
     The mask is bool, or integer: then an entry that is neither 0 nor 1 makes its target `wrong`.
     """
@@ -46,7 +46,7 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tens
 
 
 def counted(marks: Tensor, parts: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count what is True in each part of each row of `marks`, and check the boundaries of packed sequences.
+    """Count the True entries in each part of each row of `marks`; check the boundaries of packed sequences.
 
     Args:
         marks: (m, N) bool.
@@ -76,8 +76,9 @@ def wrong_boundaries(cu_seqlens: Tensor, N: int) -> Tensor:
 
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
-    """(..., k) int64 ids, `ignore_index` in empty slots -> (...): a wrong one if there is one, else the
-    largest; `ignore_index` where every slot is empty."""
+    """Reduce (..., k) int64 ids, with `ignore_index` in empty slots, to one id per position (...).
+
+    The result is an invalid id if there is one, else the largest; `ignore_index` if every slot is empty."""
     if runs_kernels(ids) and not torch.compiler.is_compiling():
         from logitless.kernels.head import targets_triton
 
@@ -105,8 +106,10 @@ def clamped(
     ignore_index: int,
     num_items: Tensor | None = None,  # (), a normalizer
 ) -> tuple[Tensor, Tensor]:
-    """(N,) the targets, those that are no ids of [0, V) replaced by the nearest; and integers (parts,), all 0
-    if every target is such an id, none is `ignore_index`, and the normalizer is not 0."""
+    """Clamp the targets (N,) to [0, V), and count what is not as the early pass over all rows assumes.
+
+    The counts, integers (parts,), are all 0 if every target is an id in [0, V) and not `ignore_index`, and
+    the normalizer is not 0."""
     if runs_kernels(targets):
         from logitless.kernels.head import targets_triton
 

@@ -1,4 +1,4 @@
-"""What happens between the product `hidden @ weight.T` and the logits that a loss sees.
+"""The head transform: from the product `hidden @ weight.T` to the logits of a loss.
 
     z = softcap * tanh(logit_scale * (x + bias) / softcap) / temperature        (with a softcap)
     z = logit_scale * (x + bias) / temperature                                  (without)

@@ -1,8 +1,8 @@
-"""Products with the head for Hopper (compute capability 9), which read a tile of logits in the accumulators.
+"""Products with the head for Hopper (compute capability 9), with an epilogue on the fp32 accumulators.
 
-`fused_projection_triton` finds the statistics of a row and its unscaled gradient, `fused_gradient_triton` the
-gradient of rows whose statistics are known; `product_tiles_triton` is the product of both. What they are for
-is told in `kernels/fused_projection.py`, which calls what is named here; nobody else does.
+`fused_projection_triton` computes the statistics of a row and its unscaled gradient, `fused_gradient_triton`
+the gradient of rows whose statistics are known; both use the product of `product_tiles_triton`.
+`kernels/fused_projection.py` describes the interface and is its only caller.
 `kernels.fused_products` loads this package, and Triton with it, on such a GPU alone.
 """
 

@@ -1,5 +1,5 @@
-"""The product with the head whose epilogue turns the logits into their gradient: for a second walk over rows
-whose numbers are known. See `fused_projection_triton.py`."""
+"""The product with the head whose epilogue turns the logits into their gradient, to recompute rows whose
+statistics are known. See `fused_projection_triton.py`."""
 
 import torch
 import triton
@@ -87,7 +87,7 @@ def gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """As `cross_entropy_triton.logits_gradient_kernel`, from the accumulators."""
+    """`cross_entropy_triton.logits_gradient_kernel`, applied to the accumulators."""
     row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, PROGRAMS, flatten=True):
         row, column = place_of_tile(tile, row_tiles, col_tiles, GROUP)

@@ -1,15 +1,15 @@
-"""The product with the head whose epilogue reads the logits, so that no pass over them is left.
+"""The product with the head whose epilogue computes the statistics, so that no pass over the logits remains.
 
-`fused_projection.py` says what is computed. A tile of logits stays in the accumulators, in fp32: logits are
-never rounded, and only their exponentials are stored, if anything. What needs a whole row comes from a few
-partial sums per row and tile, 5 to 12 KB a token, which `row_partials_triton.py` puts together.
+`fused_projection.py` describes the results. A tile of logits stays in the fp32 accumulators: logits are never
+rounded, and at most their exponentials are stored. The epilogue stores a few partial sums per row and tile,
+5 to 12 KB per token, which `row_partials_triton.py` merges to the statistics of the row.
 
-Exponentials are powers of two, taken relative to a shift known beforehand, a whole number near log2(e) times
-the target's logit: the total of a row is then about 1 or more. A row that rises more than DRIFT above it is
-done again relative to its largest logit, which is among the partials; so is one whose target ties with
-another logit of its tile, to learn which comes first. Its two launches are unconditional, return at once
-where there is no such row and leave out tiles without one, so the host waits for nothing. The target is left
-out of every sum, as in `cross_entropy_triton.py`.
+Exponentials are powers of two relative to a shift computed before the product, log2(e) times the target's
+logit rounded to an integer: the sum of a row is then about 1 or more. A row whose sum exceeds 2^DRIFT is
+recomputed relative to its largest logit, which is among the partials. A row whose target equals another logit
+of its tile is recomputed to find which of them comes first. The two launches of the recomputation are
+unconditional, so that the host need not wait; they return at once if no row is flagged, and skip tiles
+without such a row. The target is excluded from every sum, as in `cross_entropy_triton.py`.
 """
 
 import torch
@@ -40,9 +40,9 @@ from logitless.kernels.hopper.product_tiles_triton import (
 from logitless.kernels.launch import OF_CHUNKS, held
 from logitless.kernels.layout import check_written, dense
 
-ROWS, TILES = 4, 128  # of a program that puts partial sums together
+ROWS, TILES = 4, 128  # per program and turn of `finish_kernel`
 BLOCK_H = 1024
-PARTIALS = 5  # numbers per row and tile, at most
+PARTIALS = 5  # partial sums per row and tile, at most
 
 
 @triton.jit
@@ -59,9 +59,10 @@ def read_half(
     WRITE: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
-    """Of the columns from n0 on without the target, with d = log2(e) z - shift: the sum of e = 2^d, the
-    largest d, the sums of e d, of all d and of e^2; with AGAIN whether one of them comes before the target
-    and equals it."""
+    """Partial sums over the BN columns from n0, without the target.
+
+    With d = log2(e) z - shift and e = 2^d: sum of e, largest d, sum of e d, sum of d (with the target), sum
+    of e^2; with AGAIN also whether a column before the target equals it. With WRITE, e is stored."""
     grad, bias_ptr, shift, own, y, m0, V, gain, squash, cap = given
     cols = (n0 + tl.arange(0, BN))[None, :]
     d, slope = above_shift(
@@ -73,13 +74,13 @@ def read_half(
         plain = tl.sum(tl.where(cols < V, d, 0.0), 1)
     if AGAIN and EXTRA:
         tied = tl.max(((d == own[:, None]) & (cols < y[:, None])).to(tl.int32), 1)
-    # Finite, so that p log p is 0 there.
+    # NEVER is finite, so that p log p is 0 and not NaN.
     d = tl.where(cols == y[:, None], NEVER, d)
     if n0 + BN > V:
         d = tl.where(cols < V, d, NEVER)
     top = tl.max(d, 1)
     if EXTRA and HAS_BIAS:
-        # The bias of an id that is ruled out is -inf.
+        # A bias may be -inf, to rule an id out.
         d = tl.maximum(d, NEVER, propagate_nan=tl.PropagateNan.ALL)
     e = exp2(d)
     if EXTRA:
@@ -87,7 +88,7 @@ def read_half(
     if SQUARES:
         sum_sq = tl.sum(e * e, 1)
     if WRITE:
-        # Without a soft cap the slope is the same everywhere, and left to the factor of the row.
+        # Without a softcap the slope is constant, and part of the row factor.
         grad.store([m0, n0], (e * slope if HAS_SOFTCAP else e).to(grad.dtype))
     return tl.sum(e, 1), top, sum_d, plain, sum_sq, tied
 
@@ -133,10 +134,10 @@ def read_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
+    """Store the partial sums of every tile and, with WRITE, exp(z - shift) times d z / d product.
 
-    With AGAIN only of the tiles with a row that `finish_kernel` chose; the other rows in them come out as
-    before. There is no branch in the epilogue that depends on the data: one costs more than the masks do.
+    With AGAIN, only for tiles with a row that `finish_kernel` flagged; their other rows get the same values
+    as before. The epilogue has no data-dependent branch, which would cost more than the masks do.
     """
     row_tiles, col_tiles = tl.cdiv(C, BM), tl.cdiv(V, BN)
     tiles = row_tiles * col_tiles

@@ -1,5 +1,5 @@
-"""Tiles of a product with the head, for kernels with an epilogue: operands by tensor descriptors, and a
-program for each multiprocessor."""
+"""Tiles of a product with the head, for kernels with an epilogue: operands are tensor descriptors, and each
+multiprocessor runs one persistent program."""
 
 import functools
 
@@ -12,15 +12,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # The fastest of a dozen on an H200 for heads with H from 1,024 to 4,096. Among the others: tiles of 128 x 128
 # with two programs on a multiprocessor, so that one's epilogue runs beside the other's products.
 BLOCK_M, BLOCK_N, BLOCK_K, WARPS, STAGES = 128, 256, 64, 8, 3
-# Bytes of x that stay in the L2 cache while the head passes by: of 60 MB on an H200, the rest is the head's
-# and the gradient's.
+# Bytes of x per group of row tiles, which stay in the L2 cache while the group is multiplied by all of the
+# head. The rest of an H200's 60 MB is for the head and the gradient.
 GROUP_BYTES = 2**24
 
 
 @triton.jit
 def place_of_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """(row, column) of a tile, in tiles. Row tiles run fastest, GROUP of them at a time: such a group meets
-    every column before the next group begins, so that its rows of x stay in L2."""
+    """(row, column) of a tile, in tiles. Row tiles run fastest, in groups of GROUP: a group is multiplied by
+    every column tile before the next group begins, so that its rows of x stay in L2."""
     first = tile // (GROUP * col_tiles) * GROUP
     rows = tl.minimum(row_tiles - first, GROUP)
     inside = tile - first * col_tiles
@@ -29,8 +29,8 @@ def place_of_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """A tile (BM, BN) of the product in fp32, its left and its right half: the epilogue takes one after the
-    other, as the registers do not hold a whole tile twice."""
+    """The left and the right half of a tile (BM, BN) of the product, in fp32. The epilogue handles them one
+    after the other, because the registers do not hold a whole tile twice."""
     acc = tl.zeros((BM, BN), tl.float32)
     for step in range(tl.cdiv(H, BK)):
         acc = tl.dot(x.load([m0, step * BK]), w.load([n0, step * BK]).T, acc)
@@ -38,7 +38,7 @@ def halves_of_product(x, w, m0, n0, H, BM: tl.constexpr, BN: tl.constexpr, BK: t
 
 
 def programs_of(x: Tensor) -> int:
-    """One for each multiprocessor."""
+    """Programs of a launch: one per multiprocessor."""
     return _multiprocessors(x.device)
 
 
@@ -50,22 +50,21 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The copies of tiles start at multiples of 16 bytes."""
+    """`x`, copied unless its rows start at multiples of 16 bytes, which copies of tiles require."""
     fits = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def described(features: Tensor, weight: Tensor, gradient: Tensor | None) -> list[TensorDescriptor]:
-    """How the kernels see the operands and where they store; made on the host, so that a kernel allocates
-    nothing."""
+    """Tensor descriptors of features, weight and gradient, made on the host so that no kernel allocates."""
     pairs = [(features, [BLOCK_M, BLOCK_K]), (weight, [BLOCK_N, BLOCK_K])]
-    # Where nothing is stored, any will do.
+    # A placeholder where nothing is stored.
     pairs.append((weight if gradient is None else gradient, [BLOCK_M, BLOCK_N // 2]))
     return [TensorDescriptor(x, list(x.shape), list(x.stride()), block) for x, block in pairs]
 
 
 def group_of(features: Tensor) -> int:
-    """Row tiles of a group."""
+    """Row tiles per group."""
     return max(1, GROUP_BYTES // (BLOCK_M * features.shape[1] * features.itemsize))
 
 

@@ -1,14 +1,14 @@
-"""Products with k rows of the head per token, of which `(N, k, H)` never exists.
+"""Products with k rows of the head per token, without a tensor `(N, k, H)` of these rows.
 
-    wrong_slots       which tokens have an id or a log-probability that cannot be
-    first_slots       which rows of the head a token's slots take: each once
+    wrong_slots       which tokens have an invalid id or log-probability
+    first_slots       the row of the head of each slot, with duplicates removed
     gathered_logits   z[n, j] = hidden[n] . weight[ids[n, j]]
     weighted_rows     d_hidden[n] = sum_j g[n, j] weight[ids[n, j]] (+ factor[n] base[n])
     add_rows          d_weight[v] += sum over the slots (n, j) with the id v of g[n, j] hidden[n]
 
 A negative id is an empty slot. Everything is summed in promote(dtype, fp32), in the same order in every run:
-`add_rows` sorts the slots by id and has each row of the head written by one program. The Triton kernels
-(`gathered_triton.py`) read k rows of the head per token; the twins take a slot of all tokens at a time.
+`add_rows` sorts the slots by id, and one program writes each row of the head. The Triton kernels
+(`gathered_triton.py`) read k rows of the head per token; the twins handle one slot of all tokens at a time.
 """
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 
-# A log-probability that a server rounded may lie so far above 0.
+# Tolerance for log-probabilities above 0, which a server may have rounded.
 ROUNDING = 1e-3
 
 
 def _runs(x: Tensor, ids: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels run: rows that are not in one piece, as of a transposed head, are the twins'."""
+    """Whether the kernels run. Matrices without contiguous rows, such as a transposed head, use the twins."""
     rows = all(each.stride(1) == 1 or each.shape[1] == 1 for each in (x, *others))
     return uses_triton(x.device, x.dtype) and ids.numel() > 0 and rows
 
@@ -31,7 +31,7 @@ def wrong_slots(
     values: Tensor,  # (n, k) log-probabilities, -inf in empty slots, which may hold any id
     V: int,
 ) -> Tensor:
-    """(2, n) bool: which tokens have an id outside of [0, V), and which a number above 0, or a NaN."""
+    """(2, n) bool: tokens with an id outside [0, V); tokens with a value above 0 or a NaN."""
     if uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels.ids import gathered_triton
 
@@ -47,9 +47,11 @@ def first_slots(
     width: int,
     dtype: torch.dtype,  # of the values that come back
 ) -> tuple[Tensor, Tensor]:
-    """((n, k) int32 rows of the head that has the ids start:start + width, negative for none; (n, k) values).
+    """Remove duplicate ids: an id keeps its first slot, and its other slots become empty.
 
-    An id counts in its first slot alone: its other slots become empty ones.
+    Returns:
+        (n, k) int32 rows of a head with the ids start:start + width, negative for ids that it does not have
+        and for empty slots; (n, k) values, -inf in empty slots.
     """
     if dtype == torch.float32 and uses_triton(values.device, values.dtype) and ids.numel():
         from logitless.kernels.ids import gathered_triton
@@ -70,7 +72,7 @@ def gathered_logits(
     ids: Tensor,  # (n, k) int32 or int64
     out: Tensor,  # (n, k), written
 ) -> Tensor:
-    """The products of the ids; 0 in empty slots."""
+    """Write to `out` the product of each slot's row of the head with the hidden state; 0 in empty slots."""
     if _runs(weight, ids, hidden):
         from logitless.kernels.ids import gathered_triton
 
@@ -91,8 +93,9 @@ def weighted_rows(
     base: Tensor | None = None,  # (n, H)
     factor: Tensor | None = None,  # (n,) of the base
 ) -> Tensor:
-    """(n, H) sums over k of coefficients * weight[ids], and factor * base where there is one, in the
-    coefficients' dtype or in that of `out`."""
+    """(n, H) sum over k of coefficients * weight[ids], plus factor * base if given.
+
+    The result is `out`, or a new tensor in the dtype of the coefficients."""
     if out is None:
         out = coefficients.new_empty(ids.shape[0], weight.shape[1])
     if _runs(weight, ids):
@@ -117,7 +120,7 @@ def add_rows(
     *,
     first: bool,  # whether `total` is uninitialized
 ) -> None:
-    """Add each token's coefficient * hidden to the rows of its ids."""
+    """Add coefficient * hidden of every slot to the row of its id in `total`."""
     if _runs(hidden, ids, total) and total.dtype != torch.float64:
         from logitless.kernels.ids import gathered_triton
 
@@ -129,7 +132,7 @@ def add_rows(
     sums = coefficients.new_zeros(touched.shape[0], hidden.shape[1])
     wide = hidden.to(sums.dtype)
     for slot in range(ids.shape[1]):
-        # Unlike index_add_, in the same order in every run, on CUDA too.
+        # Deterministic on CUDA, unlike index_add_.
         share = torch.where(ids[:, slot, None] >= 0, wide * coefficients[:, slot, None], 0.0)
         sums.index_put_((numbers[:, slot],), share, accumulate=True)
     total[touched] = (total[touched].to(sums.dtype) + sums).to(total.dtype)

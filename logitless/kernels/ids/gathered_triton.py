@@ -1,9 +1,9 @@
 """Triton kernels of `gathered.py`, all bound by reading a row of H numbers for each of the N k slots.
 
-`add_rows` sorts the slots by id, and each row of the head is the work of its own programs, which read the
-slots of its id, a few at a time. So no two programs write the same row, and each is written once. The sorted
-slots fall into pieces of equal length: a piece with one id alone, of which an id of many tokens has several,
-has programs of its own, whose sums the programs of the row add up.
+`add_rows` sorts the slots by id. The programs of a row of the head read the slots of its id, a few at a time,
+so each row is written once, by its own programs. The sorted slots are also divided into pieces of equal
+length. A piece in which all slots have the same id (an id of many tokens has several such pieces) is summed
+by programs of its own, and the programs of the row add these sums.
 """
 
 import torch
@@ -146,7 +146,7 @@ def slots_sum(
     stop,
     SLOTS: tl.constexpr,
 ):
-    """`total` and the sum of coefficient * hidden over a range of the sorted slots."""
+    """`total` plus the sum of coefficient * hidden over the sorted slots start:stop."""
     for begin in range(start, stop, SLOTS):
         place = begin + tl.arange(0, SLOTS)
         here = place < stop
@@ -173,7 +173,7 @@ def piece_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`ids` (N k,) in order; `pieces` (N k // length, H) fp32, of which those with one id are written."""
+    """Sum each piece whose slots have one id. `ids` (N k,) sorted; `pieces` (N k // length, H) fp32."""
     piece = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, stop = piece * length, (piece + 1) * length
@@ -204,13 +204,13 @@ def run_kernel(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`order` (N k,): the slots, those of an id side by side; `starts` (V + 1,): where each id's begin."""
+    """Sum the slots of one id. `order` (N k,): slots sorted by id; `starts` (V + 1,): each id's first."""
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < H
     start = tl.load(starts_ptr + token)
     stop = tl.load(starts_ptr + token + 1)
-    # The id's own slots before its whole pieces, and after them.
+    # The id's slots before and after the pieces that it fills.
     first, last = tl.cdiv(start, length), stop // length
     before = tl.where(first < last, first * length, stop)
     after = tl.where(first < last, last * length, stop)
@@ -348,5 +348,5 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
 
 
 def piece_length(k: int) -> int:
-    """Sorted slots of a piece: the sums of all take at most the N H bytes that half of hidden takes."""
+    """Sorted slots per piece: the sums of all pieces take at most N H bytes, half as much as hidden."""
     return max(64, 4 * k)

@@ -1,23 +1,24 @@
-"""Numbers of several ids per token, from a chunk of logits, and the gradient of the logits from theirs.
+"""Statistics of several ids per token, from a chunk of logits, and the gradient of the logits from theirs.
 
-With S the distinct ids of a token and R all others, the softmax over the vocabulary is that of |S| logits and
-of one log-sum-exp, of R. So the logits of S are taken out of the chunk, and what is read of it is R:
+With S the distinct ids of a token and R all other ids, the softmax over the vocabulary is that of |S| logits
+and of one log-sum-exp, that of R. So the logits of S are read and overwritten with a very low value, and the
+statistics of the chunk are then those of R:
 
     lse = log(exp(lse_R) + sum_S exp(z_s))      log p_s = z_s - lse      rest = lse_R - lse
     entropy = P_R (entropy_R - log P_R) - sum_S p_s log p_s,  P_R = exp(rest)
 
-No number is a difference of nearly equal ones: 1 - sum_S p_s is `rest`, and the log-probability of a certain
-token is -log(1 + all others / its own). With g the gradients of log p, G their sum:
+No statistic is a difference of nearly equal values: log(1 - sum_S p_s) is `rest`, and the log-probability of
+a confident token is -log(1 + all others / its own). With g the gradients of log p, G their sum:
 
     d z_s = g_s - (G + g_rest - g_lse) p_s      d z_r = (g_lse - G + g_rest (1 - P_R) / P_R) p_r
 
-    take_out    logits of the ids, which are then gone from the chunk
-    numbers     those, and the statistics of what is left -> the numbers of the whole vocabulary
-    entries     gradients of the numbers -> d products of the ids, and the factor of p for all others
-    put         a value per id -> its column of the chunk
+    take_out    read the logits of the ids, and overwrite them in the chunk
+    numbers     these logits and the statistics of R -> the statistics of the whole vocabulary
+    entries     gradients of the statistics -> d products of the ids, and the row factor of p for R
+    put         write a value per id to its column of the chunk
 
-A row has k slots, each with an id or, where that is negative, empty; an id may come twice. The Triton kernels
-(`slots_triton.py`) compare every two of up to MOST_SLOTS; the twins sort.
+A row has k slots, each with an id; a negative id is an empty slot, and an id may occur twice. The Triton
+kernels (`slots_triton.py`) compare all pairs of up to MOST_SLOTS slots; the twins sort.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +32,8 @@ from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.transform import Head
 
 MOST_SLOTS = 256
-# What stands in the chunk for a logit that was taken out: exp() of it is 0 beside any other. No dtype
-# rounds it.
+# Value in the chunk of a logit that was taken out: its exponential is 0 relative to any other logit. It is
+# exact in its dtype.
 TAKEN_OUT = {torch.float16: -3e4}
 FAR_BELOW = -(2.0**96)
 # log P_R below which its gradient is cut: exp(-LEAST_REST) is still far inside fp32.
@@ -40,7 +41,7 @@ LEAST_REST = -60.0
 
 
 class Upstream(NamedTuple):
-    """Gradients of the numbers of some rows; None where there are none."""
+    """Gradients of the statistics of some rows; None for a statistic without gradient."""
 
     logps: Tensor | None  # (n, k)
     lse: Tensor | None = None  # (n,)
@@ -63,7 +64,11 @@ def take_out(
     head: Head,
     bias: Tensor | None = None,  # (V,)
 ) -> Tensor:
-    """(n, k) logits of the columns after the head's transform, -inf in empty slots."""
+    """Read the columns' logits, and overwrite them in the chunk with `taken_out`.
+
+    Returns:
+        (n, k) logits after the head transform, -inf in empty slots and for columns of other shards.
+    """
     if _runs(logits, columns):
         from logitless.kernels.ids import slots_triton
 
@@ -77,7 +82,7 @@ def take_out(
 def numbers(
     z: Tensor,  # (n, k) logits of the ids on all ranks, -inf in empty slots
     ids: Tensor,  # (n, k) int64
-    stats: TokenBuffers,  # (n,) lse, its residual, and entropy if wanted, of this rank's chunk without them
+    stats: TokenBuffers,  # (n,) lse, lse_residual, entropy if wanted, of this rank's chunk without the ids
     out: Mapping[str, Tensor],  # logps (n, k), and of lse, lse_residual, rest, entropy (n,) those wanted
     *,
     head: Head,
@@ -88,7 +93,7 @@ def numbers(
     columns: Tensor,  # (n, k) of the ids in this rank's chunk
     exchange: Callable[[Tensor], Tensor] | None = None,  # (numbers, n) of each rank -> (ranks, numbers, n)
 ) -> None:
-    """Fill `out`, which names what is wanted; 0 in ignored rows."""
+    """Write the statistics that `out` names; 0 in ignored rows."""
     options = {"head": head, "bias": bias}
     taken, width = taken_out(logits.dtype, head), logits.shape[1]
     if exchange is None and _runs(z, ids):
@@ -116,8 +121,12 @@ def entries(
     targets: Tensor,  # (n,) int64
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(n, k) ids in the first slot of each, -1 in all other slots and in ignored rows; d products of the ids
-    (n, k), equal ones in the slots of equal ids; the factor (n,) of p for all others, before the entropy's.
+    """Gradients of the products from those of the statistics.
+
+    Returns:
+        (n, k) ids, each in its first slot, -1 in all other slots and in ignored rows; (n, k) d loss / d
+        products of the ids, equal in slots with equal ids; (n,) the row factor of p for all other ids,
+        without the entropy's part.
     """
     ids, logps = known["ids"], known["logps"]
     if _runs(logps, ids):
@@ -128,7 +137,7 @@ def entries(
     kept, first = targets != ignore_index, distinct(ids)
     p, g = logps.exp(), torch.zeros_like(logps)
     if upstream.logps is not None:
-        # What comes back to an empty slot, whose log-probability is -inf, may be NaN: it stays there.
+        # The gradient of an empty slot, whose log-probability is -inf, may be NaN; it does not spread.
         g = _merged(ids, upstream.logps)
     total = torch.where(first, g, 0.0).sum(1, keepdim=True)
     d_z = g * -torch.expm1(logps) - (total - g) * p
@@ -148,15 +157,16 @@ def entries(
 
 
 def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
-    """Write a value per slot (n, k), or one for all, into its column of (n, V); equal columns have equal
-    values, and negative ones none."""
+    """Write a value per slot (n, k), or one value for all, to the slot's column of `matrix` (n, V).
+
+    Slots with equal columns must have equal values; slots with a negative column write nothing."""
     if _runs(matrix, columns):
         from logitless.kernels.ids import slots_triton
 
         slots_triton.put(matrix, columns, values)
         return
     there, at = _found(columns, matrix.shape[1])
-    # An empty slot writes what another one of its row writes: no two write different values.
+    # An empty slot repeats the write of another slot of its row, so no two writes to a column differ.
     source = torch.arange(columns.shape[1], device=columns.device).expand_as(columns)
     source = torch.where(there, source, there.to(torch.uint8).argmax(1, keepdim=True))
     at = at.gather(1, source)
@@ -166,12 +176,12 @@ def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
 
 
 def once(ids: Tensor) -> Tensor:
-    """(n, k) ids, each in its first slot alone, and -1 in the others."""
+    """(n, k) ids without duplicates: each id in its first slot, -1 in its other slots."""
     return torch.where(distinct(ids), ids, -1)
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """(n, k) -> the first slot of each id that is not negative."""
+    """(n, k) bool: whether a slot is the first one of its id; False in empty slots."""
     ordered, order = ids.sort(dim=-1, stable=True)
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -179,13 +189,13 @@ def distinct(ids: Tensor) -> Tensor:
 
 
 def _found(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which slots have a column, and it, 0 where there is none."""
+    """(which slots have a column in [0, width); the column, 0 where there is none)."""
     there = (columns >= 0) & (columns < width)
     return there, torch.where(there, columns, 0)
 
 
 def _merged(ids: Tensor, x: Tensor) -> Tensor:
-    """(n, k) each -> the sum of x over the slots with the same id, in each of them. Deterministic."""
+    """(n, k): in each slot, the sum of `x` over all slots with the same id. Deterministic."""
     ordered, order = ids.sort(dim=-1, stable=True)
     total, distance = x.gather(-1, order), 1
     while distance < ids.shape[-1]:
@@ -203,8 +213,10 @@ def _merged(ids: Tensor, x: Tensor) -> Tensor:
 
 
 def _others(stats: TokenBuffers, own: Tensor, taken: Tensor, width: int) -> list[Tensor]:
-    """lse, residual and entropy (n,) of this rank's other ids; `own` (n, k): what was taken out of it, each
-    id once, and `taken` what that counts for in `stats`."""
+    """lse, lse_residual and entropy (n,) of this rank's other ids.
+
+    `own` (n, k): the slots that were taken out of this rank's chunk, each id once; `taken`: the logit that
+    each of them has in `stats` after the head transform, where a softcap may make it count."""
     share = torch.where(own, (taken - stats.lse[:, None]).exp(), 0.0)
     left = 1 - share.sum(1)
     none = (left <= 0) | (own.sum(1) == width)  # a NaN is not nothing
@@ -224,13 +236,13 @@ def _whole(
     residual: Tensor,
     entropy: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The numbers of the whole vocabulary from the parts that it falls into."""
+    """Statistics of the whole vocabulary, from the ids' logits and each rank's statistics of other ids."""
     x = torch.cat((own, lse.t()), 1)
     rounding = torch.cat((torch.zeros_like(own), residual.t()), 1)
     top, at = x.max(1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)
     e = (x - top + rounding).exp()
-    # All but the largest, of which only what rounding left out.
+    # The sum of all parts but the largest, whose rounding error alone is added.
     others = e.scatter(1, at, rounding.gather(1, at).expm1()).sum(1)
     log_total, top = others.log1p(), top[:, 0]
     whole = top + log_total
