@@ -99,8 +99,8 @@ class LinearLoss(CheckedCall):
     scope: ClassVar[str] = "token"
     # The unit that `num_items` counts. The power of two of its factor is deferred in fp16.
     unit: ClassVar[str] = "tokens"
-    # Names of the tensors that the call takes, besides those of heads. `token_inputs`: targets' shape, shifted
-    # with the targets. `prediction_inputs`: targets' shape, aligned with hidden, not shifted.
+    # Names of the tensors that the call takes, besides those of heads. `token_inputs`: targets' shape,
+    # shifted with the targets. `prediction_inputs`: targets' shape, aligned with hidden, not shifted.
     # `sequence_inputs`: (B,). `vocabulary_inputs`: (V,). `shared_inputs`: any shape, passed whole.
     token_inputs: ClassVar[tuple[str, ...]] = ()
     prediction_inputs: ClassVar[tuple[str, ...]] = ()
@@ -121,16 +121,16 @@ class LinearLoss(CheckedCall):
     # Whether `terms` supports `tp_group`. A loss of statistics always does; a loss of logits must then be
     # correct on a shard of the columns, by the reductions of `Batch`.
     vocab_parallel: ClassVar[bool] = True
-    # Whether `terms` supports `cp_group`. Then `terms` must use values of other tokens only through methods of
-    # the batch, such as `sum_by_sequence`. If the scope is not "token", a term over "sequences" or "pairs" must
-    # have one value per sequence or pair, and a term over another unit one value per token.
+    # Whether `terms` supports `cp_group`. Then `terms` must use values of other tokens only through methods
+    # of the batch, such as `sum_by_sequence`. If the scope is not "token", a term over "sequences" or "pairs"
+    # must have one value per sequence or pair, and a term over another unit one value per token.
     context_parallel: ClassVar[bool] = False
     # Name of the argument with the boundaries of packed sequences, for errors.
     boundaries_argument: ClassVar[str] = "cu_seqlens"
     # Whether the caller guarantees that every token is supervised and has a valid target.
     unmasked: ClassVar[bool] = False
-    # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the device.
-    # The counts are read in the call's one host sync. None: no such checks.
+    # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the
+    # device. The counts are read in the call's one host sync. None: no such checks.
     faults: ClassVar[Callable | None] = None
     # Class and field values as a string, which Dynamo guards on; empty for a loss constructed in a graph.
     identity: ClassVar[str] = ""
@@ -186,7 +186,7 @@ class LinearLoss(CheckedCall):
 
     @property
     def sequences(self) -> WholeSequences:
-        """Which part of each sequence this rank has."""
+        """The collectives over slices of sequences; without `cp_group` they do nothing."""
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
     def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
