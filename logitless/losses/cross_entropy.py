@@ -22,9 +22,9 @@ class CrossEntropyLoss(TokenLoss):
 
         loss_t = u_t [ (1 - ε) c_y (lse_t - z_y) + ε/V Σ_v c_v (lse_t - z_v) + λ lse_t² ]
 
-    with c the class weights (1 without), u the token weights, ε `label_smoothing`, λ `z_loss`; with `dft` the
-    first term is multiplied by the detached p_y. The mean divides by `num_items`, else by the number of
-    supervised tokens (with class weights: by the sum of their c_y, as torch does).
+    with class weights c and token weights u (1 by default), ε `label_smoothing`, λ `z_loss`; with `dft` the
+    first term is multiplied by the detached p_y. The mean divides by `num_items`, by default the number of
+    supervised tokens (with class weights the sum of c_y over these tokens, as in torch).
 
     Args:
         label_smoothing: ε in [0, 1] (Szegedy et al., 2016, https://arxiv.org/abs/1512.00567).
@@ -32,10 +32,11 @@ class CrossEntropyLoss(TokenLoss):
         dft: dynamic fine-tuning (Wu et al., 2025, https://arxiv.org/abs/2508.05629).
 
     The call takes hidden (..., H), weight (V, H), targets (...) int64, and by keyword class_weights (V,),
-    token_weights (...) and what every loss takes: bias (V,), mask (...), num_items, shift, accumulate_into,
-    grad_scale.
-    It returns `LossOutput`, with the metrics token_accuracy, entropy (nats), z_loss and num_tokens, means
-    over the supervised tokens. It raises ValueError or TypeError on arguments that do not fit together.
+    token_weights (...) and the arguments of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
+    accumulate_into, accumulate_now, grad_scale.
+    It returns a `LossOutput` with the metrics token_accuracy, entropy (nats) and z_loss, means over the
+    supervised tokens, and num_tokens, their number. It raises ValueError or TypeError on arguments that do
+    not fit together.
     """
 
     label_smoothing: float = 0.0

@@ -46,16 +46,19 @@ class DistillationLoss(LogitsLoss):
 
     Args:
         divergence: one of these.
-        beta: mixture of "jsd", in [0, 1]; as in TRL, 0 stands for KL(t||s) and 1 for KL(s||t).
-        skew_alpha: the teacher's share in the mixture of "skewed_kl", in [0, 1].
-        hard_loss_weight: share of the cross-entropy, in [0, 1]; it uses temperature 1.
-        topk_mode: what a few ids leave out: one bucket more ("tail"), or nothing ("renormalize").
-        support: whose best ids the divergence is over, each once: "teacher", "student" or "union"; None for
-            the whole vocabulary, or for the ids of `teacher_logprobs_topk`.
-        k: how many ids of each; None with `teacher_logprobs_topk`, which has its own.
-        shared_vocabulary: how many ids, the first ones, mean the same to student and teacher. Where the sizes
-            of the vocabularies differ, the smaller, with a warning, unless this is given.
-        temperature: divides both logits; there is no factor temperature^2.
+        beta: weight of the teacher in the mixture of "jsd", in [0, 1]; as in TRL, 0 means KL(t||s) and 1
+            KL(s||t).
+        skew_alpha: weight of the teacher in the mixture of "skewed_kl", in [0, 1].
+        hard_loss_weight: weight of the cross-entropy, in [0, 1]; the cross-entropy uses temperature 1.
+        topk_mode: for a divergence over k ids, "tail" adds the probability of all other ids as one more
+            entry, "renormalize" renormalizes over the k ids.
+        support: whose k best ids the divergence is over, without duplicates: "teacher", "student" or "union";
+            None for the whole vocabulary, or for the ids of `teacher_logprobs_topk`.
+        k: number of ids of student or teacher in the support; None with `teacher_logprobs_topk`.
+        shared_vocabulary: number of ids, from 0 on, that mean the same to student and teacher; default the
+            smaller vocabulary size, with a warning if the sizes differ.
+        temperature: divisor of the logits of student and teacher; the loss is not multiplied by
+            temperature^2.
         teacher_softcap: `softcap` of the teacher's head.
         teacher_logit_scale: `logit_scale` of the teacher's head.
 
@@ -64,11 +67,10 @@ class DistillationLoss(LogitsLoss):
     (..., H') with `teacher_weight` (V', H') and `teacher_bias` (V',), or `teacher_logprobs_topk`, a pair of
     log-probabilities (..., k) at `temperature`, -inf for an empty slot, and ids (..., k) int64. Also `mask`
     (...), of the tokens that count, `bias` (V,) and `num_items`, in tokens. Vocabularies of different sizes
-    are cut to the ids that both have; with `support` the bucket has all others of each.
+    are cut to the ids that both have; with `support`, the "tail" entry has all other ids of each vocabulary.
 
     With support="teacher", `teacher_logprobs_topk`, "renormalize" and no hard loss, the partition function
-    cancels: while k < V / 180, only the k columns of the head are multiplied with, and the only metric is
-    soft_loss.
+    cancels and the only metric is soft_loss. While k < V / 180, only the k logits per token are computed.
 
     Metrics: soft_loss, hard_loss, entropy (the student's), token_accuracy, agreement (of the arg-maxes);
     hard_loss and token_accuracy are 0 without targets.

@@ -99,8 +99,8 @@ class LinearLoss(CheckedCall):
     scope: ClassVar[str] = "token"
     # The unit that `num_items` counts. The power of two of its factor is deferred in fp16.
     unit: ClassVar[str] = "tokens"
-    # Names of the tensors that the call takes, besides those of heads. `token_inputs`: targets' shape, shifted
-    # with the targets. `prediction_inputs`: targets' shape, aligned with hidden, not shifted.
+    # Names of the tensors that the call takes, besides those of heads. `token_inputs`: targets' shape,
+    # shifted with the targets. `prediction_inputs`: targets' shape, aligned with hidden, not shifted.
     # `sequence_inputs`: (B,). `vocabulary_inputs`: (V,). `shared_inputs`: any shape, passed whole.
     token_inputs: ClassVar[tuple[str, ...]] = ()
     prediction_inputs: ClassVar[tuple[str, ...]] = ()
@@ -121,16 +121,16 @@ class LinearLoss(CheckedCall):
     # Whether `terms` supports `tp_group`. A loss of statistics always does; a loss of logits must then be
     # correct on a shard of the columns, by the reductions of `Batch`.
     vocab_parallel: ClassVar[bool] = True
-    # Whether `terms` supports `cp_group`. Then `terms` must use values of other tokens only through methods of
-    # the batch, such as `sum_by_sequence`. If the scope is not "token", a term over "sequences" or "pairs" must
-    # have one value per sequence or pair, and a term over another unit one value per token.
+    # Whether `terms` supports `cp_group`. Then `terms` must use values of other tokens only through methods
+    # of the batch, such as `sum_by_sequence`. If the scope is not "token", a term over "sequences" or "pairs"
+    # must have one value per sequence or pair, and a term over another unit one value per token.
     context_parallel: ClassVar[bool] = False
     # Name of the argument with the boundaries of packed sequences, for errors.
     boundaries_argument: ClassVar[str] = "cu_seqlens"
     # Whether the caller guarantees that every token is supervised and has a valid target.
     unmasked: ClassVar[bool] = False
-    # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the device.
-    # The counts are read in the call's one host sync. None: no such checks.
+    # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the
+    # device. The counts are read in the call's one host sync. None: no such checks.
     faults: ClassVar[Callable | None] = None
     # Class and field values as a string, which Dynamo guards on; empty for a loss constructed in a graph.
     identity: ClassVar[str] = ""
@@ -186,7 +186,7 @@ class LinearLoss(CheckedCall):
 
     @property
     def sequences(self) -> WholeSequences:
-        """Which part of each sequence this rank has."""
+        """The collectives over slices of sequences; without `cp_group` they do nothing."""
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
     def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
@@ -238,33 +238,34 @@ class LinearLoss(CheckedCall):
     ) -> LossOutput:
         """
         Args:
-            hidden: (..., H); (B, T, H), or flat (N, H) with `cu_seqlens`, where sequences matter.
-            weight: (V, H), in hidden's dtype (any, under autocast); or the LM head itself: torch.nn.Linear,
-                one under PEFT, or what `logitless.models.head_of` made of a model, with its bias, adapters,
-                softcap and scale.
+            hidden: (..., H); for losses of sequences (B, T, H), or (N, H) with `cu_seqlens`.
+            weight: (V, H), in hidden's dtype (any dtype under autocast); or the LM head itself: a
+                torch.nn.Linear, also under PEFT, or the result of `logitless.models.head_of`, with bias,
+                adapters, softcap and scale.
             targets: (...) int64 token ids, or `ignore_index`.
             bias: (V,).
-            num_items: normalizer of the mean, in the loss's own unit; under data parallelism the global
+            num_items: divisor of the mean, in the unit of the loss; under data parallelism the global
                 count / world size.
-            shift: targets are unshifted labels of the same length, and inputs aligned with them go along:
-                position i predicts targets[i + 1], and the last position of every sequence nothing.
+            shift: whether targets are unshifted labels of the same length: position i predicts
+                targets[i + 1], and the last position of every sequence predicts nothing. Inputs that are
+                aligned with the targets are shifted too.
             cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences.
-            mask: like targets, and shifted with them; bool, or integers that are 0 or 1. Where it is off (0),
-                the target is not supervised, as if it were `ignore_index`.
-            accumulate_into: (V, H) fp32, a "main gradient" (of this rank's rows, with tp_group): the backward
-                pass adds the weight's gradient to it, chunk by chunk, and weight.grad stays as it is. No
-                other tensor of that shape is made, at the price of projecting the logits (a teacher's and a
-                reference's, too) a second time: 4 products for 3; a group beyond the budget takes 5 for 4.
-                At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32, and in bf16) for one
-                product more, 11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
-            accumulate_now: add to accumulate_into in the forward pass: 3 products for 4. The caller promises
-                that a backward pass follows, once and with an upstream gradient of 1: a forward pass alone
-                has added already. Refused where the forward pass may be run again (saved-tensor hooks, as of
-                an activation checkpoint; torch.compile) and without autograd.
-            grad_scale: factor of every gradient of a call with accumulate_into, 1 / the number of
-                micro-batches for example: the loss itself must be differentiated as it is. An upstream
-                gradient other than 1 is an error, at the price of a host sync in the backward pass; with
-                compact=False it asserts on the device.
+            mask: like targets, and shifted with them; bool, or integers 0 and 1. Targets whose mask is off
+                (0) are not supervised, as if they were `ignore_index`.
+            accumulate_into: (V, H) fp32 main gradient; with tp_group (V_r, H). The backward pass adds the
+                weight's gradient to it chunk by chunk, and weight.grad is not changed. No other tensor of
+                this shape is allocated. In exchange the logits (also a teacher's and a reference's) are
+                projected twice: 4 products instead of 3, or 5 instead of 4 for a group that exceeds the
+                budget. At V 128,256, H 4,096 in bf16 this saves 3.1 GB (d_weight in fp32 and in bf16) for
+                11 ms per 8,192 tokens on an H200. `reduction` must not be "none".
+            accumulate_now: add to accumulate_into in the forward pass: 3 products instead of 4. The caller
+                guarantees exactly one backward pass, with an upstream gradient of 1. Refused without
+                autograd, and where the forward pass may run again: with saved-tensor hooks, such as those of
+                an activation checkpoint, and under torch.compile.
+            grad_scale: factor of all gradients of a call with accumulate_into, for example 1 / the number of
+                micro-batches. The loss itself must not be scaled: an upstream gradient other than 1 is an
+                error, which costs a host sync in the backward pass (with compact=False an assertion on the
+                device).
             inputs: the tensors that the loss declares.
         """
         if not inputs.keys() <= self.roles.keys():

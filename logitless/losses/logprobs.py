@@ -142,12 +142,12 @@ def linear_logprobs(
 ) -> TokenLogprobs[Tensor | None]:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
 
-    With a trainable head the backward pass projects the chunks again (4 products in all). With a frozen one
-    the forward pass keeps one vector per token, d logp / d hidden, which the backward pass only scales, for
-    any later loss of logps and lse (2 products; a differentiable entropy costs one more).
+    With a trainable head the backward pass recomputes the chunks of logits (4 products in total). With a
+    frozen head the forward pass saves d logp / d hidden, which the backward pass scales for any loss of logps
+    and lse (2 products; a differentiable entropy costs one more).
 
-    Of several ids, one that equals `ignore_index` is an empty slot: its log-probability is -inf and has no
-    gradient. A position all of whose slots are empty is ignored. An id may come twice.
+    With k ids per position, an id that equals `ignore_index` is an empty slot: its log-probability is -inf
+    and has no gradient. A position whose slots are all empty is ignored. Ids may repeat.
 
     Args:
         hidden: (..., H).
@@ -155,9 +155,9 @@ def linear_logprobs(
         targets: (...) int64, or (..., k) for k ids per position.
         bias: (V,).
         entropy: False; True: differentiable; "metric": without gradient, at no extra cost.
-        shift: targets are unshifted labels of the same length: position i is asked for targets[i + 1], and
-            the last position of every sequence for nothing.
-        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, hidden (N, H); with `shift` alone.
+        shift: whether targets are unshifted labels of the same length: position i predicts targets[i + 1],
+            and the last position of every sequence predicts nothing.
+        cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, hidden (N, H); only with `shift`.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 

@@ -1,8 +1,9 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is a `Call` of the engine with its own targets. All calls add to the same d_hidden, and one d_weight
-in fp32 is alive at a time. The chunk loop runs the layers in front of a head forward and backward per chunk.
-So only the gradients of the heads' parameters grow with the number of heads.
+Every head is a `Call` of the engine with its own targets. All calls add to the same d_hidden; a d_weight that
+one head alone uses is cast from fp32 when that head is done. The chunk loop runs the layers in front of a
+head forward and backward per chunk. So only the gradients of the heads' parameters grow with the number of
+heads.
 """
 
 from collections.abc import Sequence

@@ -21,8 +21,8 @@ def _no_number(self, *others: object) -> Never:
 class LossOutput(NamedTuple):
     """The result of a loss. `logps` and `predictions` are entries of `tokens`.
 
-    A named tuple, not a tensor: arithmetic raises TypeError, `.backward()` and `.item()` raise AttributeError,
-    with the advice to take `.loss`.
+    A named tuple, not a tensor: arithmetic raises TypeError, `.backward()` and `.item()` raise
+    AttributeError, with the advice to take `.loss`.
 
     Attributes:
         loss: fp32 (fp64 for fp64 operands); 0-d, or one value per unit of the loss with `reduction="none"`.

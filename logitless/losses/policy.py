@@ -107,7 +107,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(TokenLoss):
-    """A loss of advantages. `laid_out` computes the inputs that `terms` declares from the call's arguments."""
+    """A loss of advantages. `laid_out` computes the declared inputs from the arguments of the call."""
 
     token_inputs: ClassVar = ("advantages",)
     observes: ClassVar = ("entropy",)

@@ -103,7 +103,7 @@ class PairedLoss(TokenLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencedLoss(ComparedLoss):
-    """A loss of sequences with a reference: log-probs per token or per sequence, or hidden states and head."""
+    """A loss of sequences with a reference: log-probs per token or sequence, or hidden states and head."""
 
     token_inputs: ClassVar = ("ref_logps",)
     sequence_inputs: ClassVar = ("ref_sequence_logps",)

@@ -171,15 +171,15 @@ def linear_topk(
 ) -> TopkLogprobs:
     """The k largest of log softmax(hidden @ weight.T) and their ids, one chunk of logits at a time.
 
-    One product and no gradient. Of equal logits the lowest id comes first. The logits are in fp32 unless
-    `logits_dtype` says otherwise: rounded to bf16, most tokens have several at the k-th place.
+    One product, no gradient. Of equal logits the lowest id comes first. The default `logits_dtype` is fp32,
+    as most tokens have ties at the k-th logit if logits are rounded to bf16.
 
     Args:
         hidden: (..., H).
         weight: (V, H), or the LM head itself, as in every loss.
         k: how many ids, at most V.
         bias: (V,).
-        mask: (...), which positions count; the others are not projected, and get zeros.
+        mask: (...), on for the positions to compute; the others are not projected, and get zeros.
         **head: softcap, logit_scale, temperature, logits_budget, logits_dtype, compact, tp_group, as in every
             loss.
 

@@ -62,7 +62,7 @@ def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
 
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
-    """Raise if two ranks have the same part of a tensor; None: the rank's part cannot be told from others."""
+    """Raise if two ranks have the same part of a tensor; a part of None is not compared."""
     known: dict = {}
     for rank, part in parts.items():
         got = f"the same numbers on ranks {known.get(str(part))} and {rank}"
