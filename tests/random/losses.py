@@ -172,6 +172,8 @@ def of_sequences(function: Callable):
             there = w.valid | (w.case.layout == "padded")
             for side, rows in (("chosen", slice(w.S // 2)), ("rejected", slice(w.S // 2, None))):
                 metrics[f"logits/{side}"] = logits[rows][there[rows]].mean()
+        if w.case.loss == "KTO" and not w.S:  # nothing to average
+            metrics["kl"] = torch.zeros(())
         return value, metrics
 
     return truth

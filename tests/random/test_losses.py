@@ -142,7 +142,8 @@ def check(case: Call) -> None:
         spread = torch.stack([(other[name] - x).abs().nan_to_num() for other in rounded]).amax(0)
         # A sum rounds as its terms do; what is near 0 in a row, as its largest.
         size = {"value": torch.tensor(1 + abs(case.upstream))}.get(name, torch.tensor(largest))
-        size = x.abs().amax(-1, keepdim=True) if name == "d_products" else size
+        if name == "d_products":
+            size = x.abs().amax(-1, keepdim=True) + abs(case.upstream) / SLACK
         if "logits_over" in case.options and "logits/" in name:  # a product with a row of the head
             size = size * torch.finfo(case.dtype).eps / eps
         allowed[name] = SLACK * (spread + eps * (x.abs().nan_to_num() + size)) + 1e-13

@@ -11,10 +11,10 @@ import transformers
 from hypothesis import strategies as st
 
 import logitless.trl_integration as ours
+from logitless.losses.dpo_types import DPO_TYPES as DPO_LOSSES
 from logitless.trl_integration import apply_to
 from tests.random.calls import Case
 from tests.random.known import unknown
-from tests.random.losses import merged, some
 from tests.random.search import REPEATED, search
 from tests.trl_integration.kinds import needs
 from tests.trl_integration.test_every_trainer import adapted
@@ -23,136 +23,104 @@ from tests.trl_integration.test_sft import options
 from tests.trl_integration.tiny import Run, assert_same_gradients, tiny_model, train
 
 RTOL = 1e-3
-SHARED = some(
-    gradient_accumulation_steps=[2], per_device_train_batch_size=[1, 2], gradient_checkpointing=[True]
-)
-ROLLED = merged(
-    some(
-        beta=[0.0, 0.5],
-        num_iterations=[2],
-        epsilon=[0.05],
-        temperature=[0.7, 1.5],
-        mask_truncated_completions=[True],
-        num_generations=[2],
-        max_completion_length=[3],
-        gradient_accumulation_steps=[2],
-    )
-)
-DISTILLED = some(beta=[0.0, 0.3, 1.0], temperature=[0.7, 2.0])
+BATCHES = {"gradient_accumulation_steps": (2,), "per_device_train_batch_size": (1, 2)}
+SHARED = BATCHES | {"gradient_checkpointing": (True,)}
+ROLLED = {
+    "beta": (0.0, 0.5),
+    "num_iterations": (2,),
+    "epsilon": (0.05,),
+    "temperature": (0.7, 1.5),
+    "mask_truncated_completions": (True,),
+    "num_generations": (2,),
+    "max_completion_length": (3,),
+    "gradient_accumulation_steps": (2,),
+}
+DISTILLED = {"beta": (0.0, 0.3, 1.0), "temperature": (0.7, 2.0)}
+SELF_DISTILLED = {
+    "distillation_alpha": (0.0, 0.5, 1.0),
+    "distillation_mode": ("full_logits", "sampled_token"),
+    "distillation_add_tail": (True, False),
+}
 # By kind of trainer: the options of its config that change a loss.
-OPTIONS = {
-    "SFT": merged(
-        SHARED,
-        some(
-            loss_type=["dft", "nll"],
-            label_smoothing_factor=[0.2],
-            padding_free=[True],
-            packing=[True],
-            max_length=[8, None],
-            completion_only_loss=[False],
-            pad_to_multiple_of=[8],
-        ),
-    ),
-    "DPO": merged(
-        SHARED,
-        some(
-            loss_type=[
-                *(
-                    "sigmoid",
-                    "hinge",
-                    "ipo",
-                    "exo_pair",
-                    "nca_pair",
-                    "robust",
-                    "bco_pair",
-                    "sppo_hard",
-                    "aot",
-                ),
-                *(
-                    "aot_unpaired",
-                    "apo_zero",
-                    "apo_down",
-                    "discopop",
-                    "sft",
-                    "sigmoid_norm",
-                    ["sigmoid", "sft"],
-                ),
-            ],
-            loss_weights=[[0.5, 2.0]],
-            label_smoothing=[0.1],
-            beta=[0.5],
-            f_divergence_type=["forward_kl", "js_divergence", "alpha_divergence"],
-            f_alpha_divergence_coef=[0.3],
-            ld_alpha=[0.5],
-            use_weighting=[True],
-            precompute_ref_log_probs=[True],
-            padding_free=[True],
-            max_length=[12],
-        ),
-    ),
-    "KTO": merged(
-        some(
-            loss_type=["apo_zero_unpaired"],
-            beta=[0.5],
-            desirable_weight=[2.0],
-            undesirable_weight=[0.5],
-            precompute_ref_log_probs=[True],
-            max_length=[12],
-            gradient_accumulation_steps=[2],
-        )
-    ),
-    "GRPO": merged(
-        ROLLED,
-        some(
-            loss_type=["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"],
-            epsilon_high=[1.5],
-            delta=[1.2],
-            importance_sampling_level=["sequence"],
-            entropy_coef=[0.2],
-            use_adaptive_entropy=[True],
-            top_entropy_quantile=[0.5],
-            off_policy_mask_threshold=[0.01],
-            use_bias_correction_kl=[True],
-            cast_lm_head_to_fp32=[True],
-            scale_rewards=["batch", "none"],
-        ),
-    ),
-    "RLOO": merged(
-        ROLLED, some(normalize_advantages=[True], reward_clip_range=[(0.1, 0.5)], epsilon_high=[0.4])
-    ),
-    "ORPO": merged(SHARED, some(beta=[0.5, 1.0], max_length=[16])),
-    "CPO": merged(
-        SHARED,
-        some(
-            loss_type=["hinge", "ipo", "simpo", "alphapo"],
-            cpo_alpha=[0.0, 0.5],
-            label_smoothing=[0.1],
-            simpo_gamma=[0.7],
-            alpha=[0.2],
-            beta=[0.5],
-        ),
-    ),
-    "TPO": merged(
-        SHARED, some(loss_type=["hinge", "ipo", "tpo-l"], tpo_alpha=[0.0, 2.0], label_smoothing=[0.1])
-    ),
-    "GKD": merged(SHARED, DISTILLED),
-    "GOLD": merged(SHARED, DISTILLED),
-    "Distillation": DISTILLED,
-    "IWOPD": merged(
-        DISTILLED,
-        some(distillation_objective=["reverse_kl", "iw_opd"], loss_top_k=[0, 5], loss_add_tail=[False]),
-    ),
-    "SDFT": some(
-        distillation_alpha=[0.0, 0.5, 1.0],
-        distillation_mode=["full_logits", "sampled_token"],
-        temperature=[0.7],
-    ),
-    "SDPO": some(
-        distillation_alpha=[0.0, 0.5, 1.0], distillation_mode=["full_logits", "sampled_token"], beta=[0.1]
-    ),
-    "OnlineDPO": some(loss_type=["ipo"], beta=[0.5], temperature=[0.7], missing_eos_penalty=[0.5]),
+OPTIONS: dict[str, dict[str, tuple]] = {
+    "SFT": SHARED
+    | {
+        "loss_type": ("dft",),
+        "label_smoothing_factor": (0.2,),
+        "padding_free": (True,),
+        "packing": (True,),
+        "max_length": (8, None),
+        "pad_to_multiple_of": (8,),
+    },
+    "DPO": SHARED
+    | {
+        "loss_type": (*DPO_LOSSES, ["sigmoid", "sft"]),
+        "loss_weights": ([0.5], [0.5, 2.0]),
+        "label_smoothing": (0.1,),
+        "beta": (0.5,),
+        "f_divergence_type": ("forward_kl", "js_divergence", "alpha_divergence"),
+        "f_alpha_divergence_coef": (0.3,),
+        "ld_alpha": (0.5,),
+        "use_weighting": (True,),
+        "precompute_ref_log_probs": (True,),
+        "max_length": (12,),
+    },
+    "KTO": {
+        "loss_type": ("apo_zero_unpaired",),
+        "beta": (0.5,),
+        "desirable_weight": (2.0,),
+        "undesirable_weight": (0.5,),
+        "precompute_ref_log_probs": (True,),
+        "max_length": (12,),
+        "gradient_accumulation_steps": (2,),
+    },
+    "GRPO": ROLLED
+    | {
+        "loss_type": ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+        "epsilon_high": (1.5,),
+        "delta": (1.2,),
+        "importance_sampling_level": ("sequence",),
+        "entropy_coef": (0.2,),
+        "use_adaptive_entropy": (True,),
+        "top_entropy_quantile": (0.5,),
+        "off_policy_mask_threshold": (0.01,),
+        "use_bias_correction_kl": (True,),
+        "cast_lm_head_to_fp32": (True,),
+        "scale_rewards": ("batch", "none"),
+    },
+    "RLOO": ROLLED
+    | {"normalize_advantages": (True,), "reward_clip_range": ((0.1, 0.5),), "epsilon_high": (0.4,)},
+    "ORPO": SHARED | {"beta": (0.5, 1.0), "max_length": (16,)},
+    "CPO": SHARED
+    | {
+        "loss_type": ("hinge", "ipo", "simpo", "alphapo"),
+        "cpo_alpha": (0.0, 0.5),
+        "label_smoothing": (0.1,),
+        "simpo_gamma": (0.7,),
+        "alpha": (0.2,),
+        "beta": (0.5,),
+    },
+    "TPO": SHARED
+    | {"loss_type": ("hinge", "ipo", "tpo-l"), "tpo_alpha": (0.0, 2.0), "label_smoothing": (0.1,)},
+    "GKD": SHARED | DISTILLED,
+    "GOLD": SHARED | DISTILLED,
+    "Distillation": BATCHES | DISTILLED,
+    "IWOPD": DISTILLED
+    | {
+        "distillation_objective": ("reverse_kl", "iw_opd"),
+        "loss_top_k": (0, 5),
+        "loss_add_tail": (False,),
+    },
+    "SDFT": SELF_DISTILLED | {"temperature": (0.7,)},
+    "SDPO": SELF_DISTILLED | {"beta": (0.1,)},
+    "OnlineDPO": {
+        "loss_type": ("ipo",),
+        "beta": (0.5,),
+        "temperature": (0.7,),
+        "missing_eos_penalty": (0.5,),
+    },
     "GMPO": ROLLED,
-    "A2PO": some(beta1=[0.1], beta2=[0.3], temperature=[0.7]),
+    "A2PO": {"beta1": (0.1,), "beta2": (0.3,), "temperature": (0.7,)},
 }
 FAMILIES = ("llama", "tied", "gemma2", "granite", "cohere")
 
@@ -179,7 +147,10 @@ class Step(Case):
 
 @st.composite
 def steps(draw, kind: str) -> Step:
-    chosen, family = draw(OPTIONS[kind]), draw(st.sampled_from(FAMILIES))
+    # Few at a time: most combinations of many are refused by TRL.
+    names = draw(st.lists(st.sampled_from(list(OPTIONS[kind])), max_size=4, unique=True))
+    chosen = {name: draw(st.sampled_from(OPTIONS[kind][name])) for name in names}
+    family = draw(st.sampled_from(FAMILIES))
     lora, applied, seed = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 100))
     return Step(kind=kind, options=chosen, family=family, lora=lora, applied=applied, seed=seed)
 
@@ -241,7 +212,9 @@ def check(case: Step) -> None:
     for theirs_logged, logged in zip(theirs.logs, mine.logs, strict=True):
         assert theirs_logged.keys() == logged.keys()
         for name, value in theirs_logged.items():
-            if "time" not in name:
+            # A trainer's own reference is the policy: its margins are rounding errors, and so are their signs.
+            tied = "accuracies" in name and abs(theirs_logged.get("rewards/margins", 1.0)) < 1e-3
+            if "time" not in name and not tied:
                 expected = pytest.approx(value, rel=RTOL, abs=1e-4, nan_ok=True)
                 assert logged[name] == expected, f"logged {name}: {logged[name]}, stock {value}"
     assert_same_gradients(theirs, mine, rtol=RTOL)
@@ -252,4 +225,4 @@ SEARCHES = {kind: (steps(kind).filter(unknown), lambda case: check(case)) for ki
 
 @pytest.mark.parametrize("kind", SEARCHES)
 def test_step(kind):
-    search(*SEARCHES[kind], REPEATED, max_examples=2)
+    search(*SEARCHES[kind], REPEATED, max_examples=4)

@@ -90,8 +90,8 @@ def distillation(
         teacher_logits = head_logits(teacher_hidden, teacher_weight, teacher_bias, **teacher_head).detach()
         common = min(logits.shape[-1], teacher_logits.shape[-1])
         teacher_best = teacher_logits[..., :common].argmax(-1)
-        student_best_shared = logits[..., :common].argmax(-1)
         if support is None:
+            student_best_shared = logits[..., :common].argmax(-1)
             logits, teacher_logits = logits[..., :common], teacher_logits[..., :common]
             student, teacher = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
         else:
