@@ -212,7 +212,7 @@ def check(case: Step) -> None:
     for theirs_logged, logged in zip(theirs.logs, mine.logs, strict=True):
         assert theirs_logged.keys() == logged.keys()
         for name, value in theirs_logged.items():
-            # A trainer's own reference is the policy: its margins are rounding errors, and so are their signs.
+            # Where the reference is the policy itself, margins and their signs are rounding errors.
             tied = "accuracies" in name and abs(theirs_logged.get("rewards/margins", 1.0)) < 1e-3
             if "time" not in name and not tied:
                 expected = pytest.approx(value, rel=RTOL, abs=1e-4, nan_ok=True)
