@@ -160,9 +160,10 @@ def scale_combinations() -> Iterator[Combination]:
                 pointers = {"x": first, "out": out, "y": y, "y_out": y_out}
                 flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": y_in_place, "BLOCK": SCALE_BLOCK}
                 yield combination("scale_all_kernel", pointers, flags)
-        # Features and d_features.
+        # Features and d_features; in fp16 these are in fp32.
+        rows = "fp32" if x == "fp16" else x
         for in_place, two in itertools.product(both, both):
-            pointers = dict.fromkeys(("x", "out", "y", "y_out"), x)
+            pointers = {"x": x, "out": x, "y": rows, "y_out": rows}
             flags = {"PAIR": True, "IN_PLACE": in_place, "Y_IN_PLACE": True, "BLOCK": SCALE_BLOCK}
             yield combination("scale_kernel", pointers, flags | {"TWO": two})
 
