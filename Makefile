@@ -12,7 +12,7 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-gpu test-gpus mutants lint docs
+.PHONY: demo test test-all test-gpu test-gpus mutants random lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -39,6 +39,12 @@ test-gpus:
 # 300 changes of one place each, of what is committed: an hour on two undisturbed cores.
 mutants: $(VENV)/.ready
 	$(PY) -m tests.mutants --jobs $(JOBS)
+
+# Random calls and trainers against full logits and stock TRL: another SEED draws others.
+SEED ?= 1
+MINUTES ?= 20
+random: $(VENV)/.ready
+	$(PY) -m tests.random --seed $(SEED) --minutes $(MINUTES)
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .
