@@ -62,7 +62,7 @@ def spared() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_learned() -> None:
-    """No test sees the calls of an earlier one: they decide whether a GPU starts before it has read the counts."""
+    """Forget earlier tests: on a GPU the calls of a loss decide whether its next one waits for the counts."""
     guess._STREAKS.clear()
 
 
