@@ -14,7 +14,7 @@ TRITONS := 3.6.0 3.9.0
 
 FRAMEWORKS ?=
 
-.PHONY: demo test test-all test-frameworks test-gpu test-gpus mutants random lint docs
+.PHONY: demo test test-all test-frameworks test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -42,6 +42,10 @@ test-gpus:
 # FRAMEWORKS="verl" some of them, with FRAMEWORKS=--newest the newest versions.
 test-frameworks: $(VENV)/.ready
 	$(PY) -m tests.integrations $(FRAMEWORKS)
+
+# The rows of docs/migrate.md, beside the wheels of the other libraries.
+test-peers: $(VENV)/peers/.ready
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/peers $(PY) -m pytest tests/test_migration.py
 
 # 300 changes of one place each, of what is committed: an hour on two undisturbed cores.
 mutants: $(VENV)/.ready
@@ -71,6 +75,10 @@ $(VENV)/docs/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt $$($(PYTHON) -c \
 	    "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+$(VENV)/peers/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --target $(@D) liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 	touch $@
 
 $(VENV)/triton-%/.ready: $(VENV)/.ready

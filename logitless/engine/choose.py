@@ -13,7 +13,7 @@ from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, all_rows, select_rows
 from logitless.engine.spec import Fault
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -111,9 +111,10 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     if not ids.numel():  # the wrong targets are on other ranks
         return "", remedy
     wrong_mask = (ids == WRONG_MASK).sum().item()
-    expect(
-        not wrong_mask, "mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0"
-    )
+    if wrong_mask:
+        raise ValueError(
+            message("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
+        )
     least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
     row = outside.nonzero()[0, 0].item()
     seen = f": the least is {least}, the greatest {greatest}; "

@@ -23,7 +23,7 @@ from logitless.engine.call import Call, Slots, d_hidden_dtype
 from logitless.engine.gradients import Gradients, finish
 from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
-from logitless.errors import expect
+from logitless.errors import message
 
 # -- Names of the constants of a graph
 
@@ -49,8 +49,15 @@ class Registered(NamedTuple):
             return self.signature
         groups = {name: reference() for name, reference in self.groups.items()}
         for name, group in groups.items():
-            remedy = "call torch._dynamo.reset() after a process group was destroyed"
-            expect(group is not None, name, "the group that a graph was compiled with", "none", remedy)
+            if group is None:
+                raise ValueError(
+                    message(
+                        name,
+                        "the group that a graph was compiled with",
+                        "none",
+                        "call torch._dynamo.reset() after a process group was destroyed",
+                    )
+                )
         loss = self.signature.loss
         values = [groups.get(field.name, getattr(loss, field.name)) for field in fields(loss)]
         return self.signature._replace(loss=_restored(type(loss), values, loss.identity))

@@ -12,7 +12,7 @@ from logitless.engine.head_view import HeadView
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import made
 from logitless.losses.heads import with_heads
@@ -169,8 +169,15 @@ def linear_logprobs(
         TypeError: an unknown option, or an argument of another type.
     """
     check_options(head, OPTIONS, ARGUMENTS)
-    remedy = "leave it out, as every token stands alone"
-    expect(shift or cu_seqlens is None, "cu_seqlens", "None without shift", type(cu_seqlens).__name__, remedy)
+    if not shift and cu_seqlens is not None:
+        raise ValueError(
+            message(
+                "cu_seqlens",
+                "None without shift",
+                type(cu_seqlens).__name__,
+                "leave it out, as every token stands alone",
+            )
+        )
     several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()
     order = {"shift": shift, "cu_seqlens": cu_seqlens}
     if several and hidden.dim() > 0:

@@ -16,7 +16,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import checked_boundaries, shifted
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -155,9 +155,15 @@ class ReferencedLoss(ComparedLoss):
     def _check_sums(self, ref_logps: Tensor, targets: Tensor, starts: Tensor | None) -> None:
         """The shape of log-probabilities per sequence. Flat tokens without sequences are refused later."""
         sequences, got = (targets if starts is None else starts[1:]).shape[0], tuple(ref_logps.shape)
-        fits = got == (sequences,) or (starts is None and targets.dim() < 2)
-        expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}"
-        expect(fits, "ref_logps", expected, got, "give each sequence or token its own")
+        if got != (sequences,) and (starts is not None or targets.dim() >= 2):
+            raise ValueError(
+                message(
+                    "ref_logps",
+                    f"shape ({sequences},) or targets' {tuple(targets.shape)}",
+                    got,
+                    "give each sequence or token its own",
+                )
+            )
 
     def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
         """Whether log-probabilities have targets' shape; with `cp_group`, whether that holds on all ranks."""
@@ -190,10 +196,22 @@ class UnreferencedLoss(PairedLoss):
         super().__post_init__()
         check_choice("logits_over", self.logits_over, ("completion", "position"))
         by_row = self.logits_over == "position"
-        got, remedy = repr(self.logits_over), "a softcap does not commute with the mean over the vocabulary"
-        expect(not by_row or self.softcap is None, "logits_over", "'completion' with a softcap", got, remedy)
-        remedy = "no rank has the whole head to average"
-        expect(not by_row or self.tp_group is None, "logits_over", "'completion' with tp_group", got, remedy)
+        got = repr(self.logits_over)
+        if by_row and self.softcap is not None:
+            raise ValueError(
+                message(
+                    "logits_over",
+                    "'completion' with a softcap",
+                    got,
+                    "a softcap does not commute with the mean over the vocabulary",
+                )
+            )
+        if by_row and self.tp_group is not None:
+            raise ValueError(
+                message(
+                    "logits_over", "'completion' with tp_group", got, "no rank has the whole head to average"
+                )
+            )
 
     def __call__(
         self,

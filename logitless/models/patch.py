@@ -66,7 +66,8 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     without labels, generation among them, run as before.
 
     Args:
-        model: a causal language model of transformers, under PEFT or not; LoRA may be on the head too.
+        model: a causal language model of transformers, under PEFT or not; LoRA may be on the head too. The
+            wrappers of DDP, torch.compile, Lightning Fabric, DeepSpeed and accelerate may be around it.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
         unverified: take a model whose head cannot be compared with its parameters before it is compiled.
 
