@@ -35,6 +35,7 @@ class Part:
     bias: Tensor | None  # (V,)
     offset: int  # position i predicts token i + offset
     layers: Layers | None = None  # in front of the weight
+    constant_head: bool = False  # whether weight and bias get no gradient of this part
 
 
 def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -158,6 +159,8 @@ class MultiHeadLoss(CrossEntropyLoss):
                         "shard all heads alike",
                     )
                 )
+            if part.constant_head:
+                weight, bias = weight.detach(), None if bias is None else bias.detach()
             operands = Operands(part.hidden, weight, labels, bias)
             given = prepare(loss, operands, Options(num_items, cu_seqlens=cu_seqlens), {})
             # Parts with the same hidden states share one flattened tensor, which gets one gradient.

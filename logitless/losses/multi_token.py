@@ -23,6 +23,9 @@ class MultiTokenLoss(MultiHeadLoss):
     Args:
         coefficients: one per hidden state; default 1 for the first and 0.3 for the others (DeepSeek-V3's
             lambda).
+        isolated: whether the shared head gets the gradient of the first hidden state's loss alone, and the
+            later ones see it as a constant: 2 products instead of 3 for each of them. What those losses
+            train in the model is the model's: detach the hidden states that it passes to its MTP modules.
 
     The call takes a sequence of hidden states, each (B, T, H), weight (V, H) and targets (B, T), the labels
     at their own positions (what other losses call `shift=True`); or packed ones, (N, H) and (N,), with
@@ -36,6 +39,7 @@ class MultiTokenLoss(MultiHeadLoss):
     """
 
     coefficients: Sequence[float] | None = None
+    isolated: bool = False
 
     remedies: ClassVar = {"shift": "targets are unshifted labels already"}
 
@@ -83,7 +87,15 @@ class MultiTokenLoss(MultiHeadLoss):
                 )
             )
         parts = [
-            Part(f"depth_{k}", coefficient, hidden, weight, bias, k + 1)
+            Part(
+                f"depth_{k}",
+                coefficient,
+                hidden,
+                weight,
+                bias,
+                k + 1,
+                constant_head=self.isolated and k > 0,
+            )
             for k, (hidden, coefficient) in enumerate(zip(hiddens, coefficients, strict=True))
             if coefficient
         ]
