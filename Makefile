@@ -12,7 +12,9 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-gpu test-gpus test-peers mutants random lint docs
+FRAMEWORKS ?=
+
+.PHONY: demo test test-all test-frameworks test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -35,6 +37,11 @@ test-gpu:
 test-gpus:
 	@$(PY) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else f'PY: expected a Python whose torch sees at least 2 GPUs, got {n}; run make test instead.')"
 	$(PY) -m pytest -m ranks --timeout 300 tests/kernels tests/losses tests/parallel tests/test_distributed_examples.py tests/trl_integration
+
+# The modules of logitless.integrations with each framework's own wheel, in the versions of frameworks.txt; with
+# FRAMEWORKS="verl" some of them, with FRAMEWORKS=--newest the newest versions.
+test-frameworks: $(VENV)/.ready
+	$(PY) -m tests.integrations $(FRAMEWORKS)
 
 # The rows of docs/migrate.md, beside the wheels of the other libraries.
 test-peers: $(VENV)/peers/.ready
