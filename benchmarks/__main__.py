@@ -440,8 +440,8 @@ def gemm(
 
 @app.command("numbers")
 def list_numbers() -> None:
-    """List the measured numbers in the sentences of README.md and docs with their sources; exits with 1 if a number
-    has none or differs from it."""
+    """List the measured numbers in the sentences of README.md and docs with their sources; exits with 1 if a
+    number has no source or differs from it."""
     from benchmarks.claims import CLAIMS
 
     found = list(numbers.numbers(CLAIMS, numbers.pages()))

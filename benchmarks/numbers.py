@@ -1,7 +1,8 @@
 """The measured numbers in the sentences of README.md and docs, with their sources.
 
-A number counts as measured if it has a unit and stands in prose or in a table that is written by hand. Each must be covered by a claim of `benchmarks/claims.py`: the sentence with `{}` in the place of its numbers, and
-a source for each. Code blocks, and the tables that commands write between `<!-- KIND:NAME -->` markers, are left out.
+A number counts as measured if it has a unit and stands in prose or in a table that is written by hand. Each
+must be covered by a claim of `benchmarks/claims.py`: the sentence with `{}` in the place of its numbers, and
+a source for each. Code, and tables that commands write between `<!-- KIND:NAME -->` markers, are left out.
 """
 
 import json
@@ -18,7 +19,7 @@ ROOT = RESULTS.parents[1]
 LEFT_OUT = re.compile(
     r"^```.*?^```$"  # code blocks
     r"|<!-- (?P<mark>\w+(?::[\w-]+)?) -->.*?<!-- /(?P=mark) -->"  # tables that commands write
-    r"|`[^`\n]+`"  # code in a sentence
+    r"|`(?:[^`\n]|\n(?!\n))+`"  # code in a sentence
     r"|(?<=\])\([^)\s]+\)"  # addresses of links
     r"|^\[[^\]]+\]: \S+$",
     re.MULTILINE | re.DOTALL,
@@ -148,6 +149,7 @@ def places(claim: Claim, text: str) -> dict[int, Source]:
         )
     if len(found.groups()) != len(claim.sources):
         raise ValueError(
-            f"{claim.text!r}: expected a source for each number, got {len(claim.sources)} for {len(found.groups())}."
+            f"{claim.text!r}: expected a source for each number, got {len(claim.sources)} for "
+            f"{len(found.groups())}."
         )
     return {found.start(number): source for number, source in enumerate(claim.sources, 1)}

@@ -279,9 +279,9 @@ def for_page(document: dict, source: str) -> str:
         body, headers, tablefmt="github", colalign=("left", *["right"] * 3), disable_numparse=True
     )
     return (
-        f"{table}\n\nOne {document['device']}, {document['date'][:10]}, bf16, {sizes(document['shape'])}. Time as a "
-        "multiple of the bare matrix products whose number is shown; peak memory beyond the inputs, gradients "
-        f"included.\n\n{source}"
+        f"{table}\n\nOne {document['device']}, {document['date'][:10]}, bf16, {sizes(document['shape'])}. "
+        "Time as a multiple of the bare matrix products whose number is shown; peak memory beyond the "
+        f"inputs, gradients included.\n\n{source}"
     )
 
 
