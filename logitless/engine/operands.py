@@ -213,6 +213,15 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
 
 
+def supervised_where(
+    mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device
+) -> Tensor:
+    """Targets (...) for a call without labels: any id where the mask is on, else `ignore_index`."""
+    any_id = 0 if ignore_index != 0 else 1
+    every = torch.full(shape, any_id, dtype=torch.int64, device=device)
+    return every if mask is None else masked(every, mask, ignore_index)
+
+
 def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens") -> Tensor:
     """The boundaries of packed sequences as int64, on the device of the tokens.
 

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.head_view import is_head
+from logitless.engine.layout import SequenceLayout
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadWeight, RolloutInputs
 from logitless.losses.numerics import LARGEST, bounded_exp
-from logitless.losses.policy import ClippedLoss, Layout
-from logitless.losses.reference_model import ComparedLoss, check_reference
+from logitless.losses.policy import ClippedLoss
+from logitless.losses.reference_model import ComparedLoss
 
 # VESPO's bounds on the log of a sequence's weight.
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
@@ -256,20 +255,17 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         ref_bias: Tensor | None = None,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
-        model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
-        if is_head(weight, ref_weight):
-            own = {"weight": weight, "ref_logps": ref_logps, **model, **arguments}
-            return with_heads(GRPOLoss.__call__, self, targets, hidden=hidden, **own)
-        self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
-        self.check_one_reference(ref_logps, **model)
-        if ref_hidden is not None:
-            check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
-        reference = {"ref_logps": ref_logps} if ref_hidden is None else model
-        return super().__call__(hidden, weight, targets, **reference, **arguments)
+        inputs = {
+            "ref_logps": ref_logps,
+            "ref_hidden": ref_hidden,
+            "ref_weight": ref_weight,
+            "ref_bias": ref_bias,
+        }
+        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
         self,
-        layout: Layout,
+        layout: SequenceLayout,
         advantages: Tensor,
         *,
         old_logps: Tensor | None = None,
@@ -286,11 +282,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
                 )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
-        if model and self.reduction == "none":
-            # An unreduced loss has the policy's statistics alone: compute the reference's log-probs here.
-            inputs["ref_logps"] = self.detached_logps(*model.values(), layout.targets, self.ref_head)
-        else:
-            inputs |= model
+        inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
         if self.loss_type in ("grpo", "sapo"):
             inputs["unit_weights"] = layout.spread(layout.shares)

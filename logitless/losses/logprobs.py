@@ -6,16 +6,14 @@ from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, over
 from torch import Tensor, nn
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import HeadView
-from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import made
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
@@ -79,12 +77,8 @@ class TokenNumbers(TokenLoss):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
-        if not isinstance(weight, Tensor | SplitHead):
-            own = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
-            return with_heads(TokenNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
-        loss = self if self.tp_group is None else self.resolved(weight)
-        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(None, shift, cu_seqlens), {})
-        outcome = run_calls([given], Mode.PER_TOKEN)
+        call = self.bind(hidden, weight, targets, {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens})
+        outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 

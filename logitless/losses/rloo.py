@@ -6,13 +6,14 @@ from typing import ClassVar, Unpack
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.layout import SequenceLayout
 from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
-from logitless.losses.policy import ClippedLoss, Layout, PolicyLoss
+from logitless.losses.policy import ClippedLoss, PolicyLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +64,11 @@ class RLOOLoss(ClippedLoss):
         old_logps: Tensor | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return super().__call__(
-            hidden, weight, targets, advantages=advantages, old_logps=old_logps, **arguments
-        )
+        inputs = {"advantages": advantages, "old_logps": old_logps}
+        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
-        self, layout: Layout, advantages: Tensor, *, old_logps: Tensor | None = None
+        self, layout: SequenceLayout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
         if not layout.is_per_sequence(advantages):
             raise ValueError(
@@ -110,7 +110,7 @@ class REINFORCELoss(PolicyLoss):
         advantages: Tensor,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return super().__call__(hidden, weight, targets, advantages=advantages, **arguments)
+        return self.solve(hidden, weight, targets, arguments, {"advantages": advantages})
 
-    def laid_out(self, layout: Layout, advantages: Tensor) -> dict[str, Tensor | None]:
+    def laid_out(self, layout: SequenceLayout, advantages: Tensor) -> dict[str, Tensor | None]:
         return {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}
