@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from logitless.engine.call import Given, Options, prepare
+from logitless.engine.call import HeadCall, prepare
 from logitless.engine.layout import SequenceLayout
-from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operands import SplitHead
 from logitless.engine.spec import LossSpec
 
 
@@ -55,11 +55,19 @@ class CallArguments:
             slices=self.loss.sequences,
         )
 
-    def head_call(self) -> Given:
+    def head_call(self) -> HeadCall:
         """The call for the engine: checked by the roles of the inputs, flattened to one row per token."""
-        operands = Operands(self.hidden, self.weight, self.targets, self.bias)
-        options = Options(self.num_items, self.shift, self.cu_seqlens)
-        return prepare(self.loss, operands, options, self.inputs)
+        return prepare(
+            self.loss,
+            self.hidden,
+            self.weight,
+            self.targets,
+            self.bias,
+            self.inputs,
+            num_items=self.num_items,
+            shift=self.shift,
+            cu_seqlens=self.cu_seqlens,
+        )
 
 
 # Keyword arguments of every loss: the fields of `CallArguments` with a default, except `heads`.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import Given
+from logitless.engine.call import HeadCall
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import is_head
 from logitless.engine.main_gradient import check_main_gradient, check_now
@@ -350,9 +350,10 @@ class LinearLoss(CheckedCall):
         """The arguments of a call, checked and prepared: steps 1 and 2 of `solve`."""
         boundaries = {self.boundaries_argument: arguments.get("cu_seqlens")}
         mask = arguments.get("mask")
-        self.check_call(arguments, hidden=hidden, targets=targets, mask=mask, **boundaries)
         shared = {name: x for name, x in arguments.items() if name in SHARED}
-        inputs = dict(inputs) | {name: x for name, x in arguments.items() if name not in SHARED}
+        others = {name: x for name, x in arguments.items() if name not in SHARED}
+        self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
+        inputs = {**inputs, **others}
         loss, heads = self, {}
         if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
             bias = shared.pop("bias", None)
@@ -393,7 +394,7 @@ class LinearLoss(CheckedCall):
         return out
 
 
-def main_gradient_mode(given: Given, call: CallArguments) -> Mode:
+def main_gradient_mode(given: HeadCall, call: CallArguments) -> Mode:
     """The mode of a call with arguments of a main gradient, which are checked."""
     if call.accumulate_into is None:
         if call.accumulate_now:
