@@ -443,8 +443,8 @@ def plot(
         Path, typer.Option(help="The folder of README.md and docs/, which hold the markers.")
     ] = RESULTS.parents[1],
 ) -> None:
-    """Rewrite the tables of README.md, docs/benchmarks.md, docs/layers.md and docs/recipes.md from the newest
-    results, draw docs/ce.png and docs/layers.png."""
+    """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png
+    and docs/layers.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
     from benchmarks import layer_picture, picture
 
@@ -456,14 +456,13 @@ def plot(
         )
     documents = {name: document for name, (_, document) in found.items()}
     tables = {
-        (root / "docs" / "benchmarks.md", name): TABLES[name](document, f"benchmarks/results/{source.name}")
-        for name, (source, document) in found.items()
+        (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, (path, document)))
+        for name, (path, document) in found.items()
         if name in TABLES
     }
     if "ce" in documents:
         tables[root / "README.md", "summary"] = summary.losses(documents)
-    if "trl" in documents:
-        tables[root / "README.md", "help"] = summary.flags(documents["trl"])
+        tables[root / "docs" / "why.md", "why"] = summary.implementations(documents)
     if operators := every("layers", results, partial=True):
         documents["layers"] = whole = layers.together([document for _, document in operators])
         tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(whole, origin(whole, *operators))

@@ -189,7 +189,7 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
 
 
 def _own_class(cls: type) -> tuple[type, bool]:
-    """(class of the module without the subclasses of FSDP2 and `models.exchange`, whether FSDP2 made one)."""
+    """(class of the module without the subclasses of FSDP2 and `exchange`, whether FSDP2 made one)."""
     # FSDP2 replaces the class by a subclass of FSDPModule and the original class.
     added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
     own = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))

@@ -5,10 +5,12 @@ ImportError.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
 from logitless.errors import warn
@@ -86,6 +88,22 @@ def replace(owners: list[Any], name: str, ours: Any) -> Callable[[], None]:
                 setattr(owner, name, before)
 
     return undo
+
+
+def replace_function(package: str, owner: ModuleType, name: str, ours: Any) -> Callable[[], None]:
+    """Replace a function of a framework in every module of it that has imported the function by name.
+
+    Modules that import the function later find ours in `owner`; undoing restores these too.
+    """
+    stock = getattr(owner, name)
+
+    def exchange(before: Any, after: Any) -> None:
+        for place, module in list(sys.modules.items()):
+            if place.split(".")[0] == package and vars(module).get(name) is before:
+                setattr(module, name, after)
+
+    exchange(stock, ours)
+    return lambda: exchange(ours, stock)
 
 
 def announce(framework: str, replaced: str, logits_budget: int | None = None) -> None:

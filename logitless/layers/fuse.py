@@ -10,6 +10,7 @@ from types import FunctionType
 from torch import nn
 
 from logitless.errors import expect
+from logitless.exchange import exchange, state_of
 from logitless.layers import fused_forwards
 from logitless.layers.bodies import (
     Rotation,
@@ -22,7 +23,6 @@ from logitless.layers.fused_forwards import KEY
 from logitless.layers.rewrite import Rewritten, rewrite
 from logitless.layers.source import Unknown, forward_of
 from logitless.layers.statements import Known
-from logitless.models.exchange import exchange, state_of
 
 # Modules that one would expect to be fused: a report gives a reason for those that are not.
 EXPECTED = re.compile("Norm|MLP|Mlp|FeedForward|Attention|DecoderLayer|Experts")

@@ -172,13 +172,13 @@ class DistillationLoss(LogitsLoss):
         }
         rows, labels = (logits, batch.teacher_logits), batch.labels
         if not batch.vocabulary.sharded:
-            return self._mixed(*kernels.fused_divergence(*rows, labels, factors, **options))
+            found = kernels.fused_divergence(*rows, labels, factors, **options)
+            return self._mixed(*found[: len(self.metric_names)])
         # -1 without labels, and for a label outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
-        return self._mixed(
-            *kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
-        )
+        found = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
+        return self._mixed(*found[: len(self.metric_names)])
 
     def __call__(
         self,

@@ -20,9 +20,9 @@ from logitless.engine.head_view import HeadView, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.errors import expect
+from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenNumbers
-from logitless.models.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import ONE_PROCESS, read_head
 from logitless.models.probes import check_head
 from logitless.parallel.groups import is_dtensor, local_parameter, split_over_vocabulary

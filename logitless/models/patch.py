@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
 from logitless.errors import expect, warn
-from logitless.models.exchange import exchange, exchanged, state_of, withdraw
+from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.models.exchange import exchanged
+from logitless.exchange import exchanged
 from logitless.models.heads import base_of, find_head, read_head, unwrapped
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 

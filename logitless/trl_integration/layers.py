@@ -11,10 +11,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from logitless.errors import expect
+from logitless.exchange import withdraw
 from logitless.layers.fuse import Report
 from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
-from logitless.models.exchange import withdraw
 
 from .adapter import Adapter, enable
 

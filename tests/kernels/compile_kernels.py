@@ -47,6 +47,7 @@ INT64 = (
     "columns_ptr",
     "targets_ptr",
     "labels_ptr",
+    "teacher_rows_ptr",
     "ids_ptr",
     "order_ptr",
     "starts_ptr",
@@ -118,15 +119,23 @@ def gradient_combinations() -> Iterator[Combination]:
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
 
 
+# MODE with OVERLAP, ROWS and MASS: total variation is a function of the acceptance rate.
+OVERLAPS = (*itertools.product(range(4), ((False, False, False),)), (4, (True, False, False)))
+
+
 def divergence_combinations() -> Iterator[Combination]:
-    for (logits, product), mode, plain, split in itertools.product(PAIRS, range(4), *[(False, True)] * 2):
+    for (logits, product), (mode, overlap), plain, split in itertools.product(
+        PAIRS, OVERLAPS, *[(False, True)] * 2
+    ):
         flags = {"MODE": mode, "PLAIN": plain, "SPLIT": split, "ALIAS": logits != product, "BLOCK": BLOCK}
+        flags |= dict(zip(("OVERLAP", "ROWS", "MASS"), overlap, strict=True))
         yield combination("divergence_kernel", {"student": logits, "teacher": logits, "grad": product}, flags)
 
 
 def shard_combinations() -> Iterator[Combination]:
-    for (logits, product), mode, plain, (write, hard) in itertools.product(
-        PAIRS, range(4), (False, True), ((False, False), (True, False), (True, True))
+    overlaps = [(mode, overlap[:2]) for mode, overlap in OVERLAPS if not overlap[2]]
+    for (logits, product), (mode, (overlap, rows)), plain, (write, hard) in itertools.product(
+        PAIRS, overlaps, (False, True), ((False, False), (True, False), (True, True))
     ):
         gradient = product if write else logits
         flags = {
@@ -135,6 +144,8 @@ def shard_combinations() -> Iterator[Combination]:
             "HARD": hard,
             "WRITE": write,
             "ALIAS": gradient != logits,
+            "OVERLAP": overlap,
+            "ROWS": rows,
             "BLOCK": BLOCK,
         }
         yield combination("shard_kernel", {"student": logits, "teacher": logits, "grad": gradient}, flags)

@@ -199,7 +199,13 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
             for x in (logits_dtype, dtype):
                 linear_topk(h, w, 5, bias=b if bias else None, **head | {"logits_dtype": x})
-        kinds = (("jsd", 0.3), ("jsd", 0.5), ("forward_kl", 0.5), ("reverse_kl", 0.5))
+        kinds = (
+            ("jsd", 0.3),
+            ("jsd", 0.5),
+            ("forward_kl", 0.5),
+            ("reverse_kl", 0.5),
+            ("total_variation", 0.5),
+        )
         for (divergence, beta), temperature in itertools.product(kinds, (1.0, 2.0)):
             distillation = DistillationLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
             teacher = {"teacher_hidden": h.detach(), "teacher_weight": w.detach()}

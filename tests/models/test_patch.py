@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import nn
 
+from logitless.exchange import STATES
 from logitless.models import patch_model
-from logitless.models.exchange import STATES
 from logitless.models.patch import check_trainer_arguments
 
 from ..trl_integration.tiny import VOCAB, tiny_model
