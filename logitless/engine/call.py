@@ -6,13 +6,13 @@ multi-token prediction have more than one head.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
+from logitless.engine.segments import cached_property
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
 from logitless.kernels import fused_projection

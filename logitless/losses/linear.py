@@ -362,11 +362,9 @@ class LinearLoss(CheckedCall):
             loss, inputs = resolve_heads(self, given)
             hidden, weight, shared["bias"] = (inputs.pop(name) for name in ("hidden", "weight", "bias"))
         for name, x in inputs.items():
-            if (
-                x is not None
-                and name not in self.structured_inputs
-                and self.roles.get(name) is not Role.WHOLE
-            ):
+            if x is None or (isinstance(x, Tensor) and not x.is_meta):
+                continue
+            if name not in self.structured_inputs and self.roles.get(name) is not Role.WHOLE:
                 self.check_call((), **{name: x})
         if shared.get("shift") and loss.cp_group is not None:
             remedy = "shift whole sequences before they are sliced"
