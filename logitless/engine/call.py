@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
+from logitless.engine.sampling_mask import SamplingMask, Sets, checked_mask
 from logitless.engine.segments import cached_property
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
@@ -71,6 +72,8 @@ class HeadCall:
     frozen: Tensor | None  # (V, H - r), columns without gradient in front of those of `weight`
     layers: Layers | None = None
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
+    sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
+    add_targets: bool = False  # whether a target that its set has not is added to it
     # Set by `unpack`: which tensors need a gradient, and their places among the trained tensors.
     needs: Needs | None = None
     slots: Slots | None = None
@@ -163,6 +166,7 @@ def prepare(
     num_items: float | Tensor | None = None,
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> HeadCall:
     """Check a public call and flatten it to one row per token."""
     frozen = None
@@ -198,6 +202,14 @@ def prepare(
             raise ValueError(
                 message("shift", "False for hidden (H,)", True, "a single token has no next one")
             )
+    sets = None
+    if sampling_mask is not None:
+        sets = checked_mask(sampling_mask).sets(targets, shift=shift, cu_seqlens=cu_seqlens)
+        if loss.return_predictions:
+            raise ValueError(
+                "return_predictions: expected False with sampling_mask, got True; a set has no prediction of "
+                "the whole vocabulary, so make it by a call without the mask."
+            )
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:
@@ -225,6 +237,8 @@ def prepare(
         cu_seqlens=cu_seqlens,
         sequence_count=sequence_count,
         frozen=frozen,
+        sets=sets,
+        add_targets=sampling_mask is not None and sampling_mask.missing == "add",
     )
 
 

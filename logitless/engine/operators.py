@@ -78,14 +78,22 @@ def constant_in_graphs(function):
 
 @constant_in_graphs
 def _registered(
-    loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str
+    loss: str,
+    dtype: torch.dtype,
+    needs: tuple,
+    parts: tuple,
+    autocast: bool,
+    module: str,
+    add_targets: bool,
 ) -> str:
     """The key of a signature, given the names of its loss and module."""
-    key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}"
+    key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}, {add_targets}"
     with _LOCK:
         if key not in _SIGNATURES:
             heads = tuple(map(_part, parts))
-            signature = Signature(_LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module))
+            signature = Signature(
+                _LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module), add_targets
+            )
             _SIGNATURES[key] = Registered(signature, _GROUPS[loss])
         return key
 
@@ -139,7 +147,7 @@ def register_module(module: nn.Module) -> str:
 
 def graph_key(signature: Signature) -> str:
     """The key of a signature. Dynamo traces this function, and guards on the loss and the module in it."""
-    loss, dtype, needs, parts, autocast, module = signature
+    loss, dtype, needs, parts, autocast, module, add_targets = signature
     if loss.identity:
         name = loss.name_in_graphs()
     else:
@@ -149,7 +157,7 @@ def graph_key(signature: Signature) -> str:
     if module is not None:
         id(module)  # makes Dynamo guard on the module's identity: another instance may compute otherwise
         layers = module.name_in_graphs()
-    return _registered(name, dtype, needs, plain, autocast, layers)
+    return _registered(name, dtype, needs, plain, autocast, layers, add_targets)
 
 
 # -- The operators

@@ -101,6 +101,8 @@ class LossSpec(Protocol):
     sum_logits_weights: str | None
     unmasked: bool
     boundaries_argument: str
+    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    sampled_logps: tuple[str, ...]
     roles: ClassVar[Mapping[str, Role]]
     # The Objective class that evaluates the loss.
     objective: ClassVar[type]

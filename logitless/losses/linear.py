@@ -130,6 +130,8 @@ class LinearLoss(CheckedCall):
     context_parallel: ClassVar[bool] = False
     # Name of the argument with the boundaries of packed sequences, for errors.
     boundaries_argument: ClassVar[str] = "cu_seqlens"
+    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    sampled_logps: ClassVar[tuple[str, ...]] = ()
     # Whether the caller guarantees that every token is supervised and has a valid target.
     unmasked: ClassVar[bool] = False
     # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the
@@ -354,6 +356,7 @@ class LinearLoss(CheckedCall):
         others = {name: x for name, x in arguments.items() if name not in SHARED}
         self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
         inputs = {**inputs, **others}
+        shared["sampling_mask"] = inputs.pop("sampling_mask", None)
         loss, heads = self, {}
         if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
             bias = shared.pop("bias", None)
