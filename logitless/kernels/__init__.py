@@ -20,9 +20,13 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GENERATIONS = {9: "hopper"}
 
 
+# Looked up at import: Dynamo of torch 2.11 cannot trace `find_spec`.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 @functools.cache
 def _triton_runs(device_type: str) -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return False
     # Triton's own switch for running kernels in its interpreter, which is how they are tested without a GPU.
     return device_type in ("cuda", "xpu") or (

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
@@ -101,13 +101,8 @@ class DistillationLoss(LogitsLoss):
         check_choice("divergence", self.divergence, NAMES)
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
-            expect(
-                0 <= getattr(self, name) <= 1,
-                name,
-                "a number in [0, 1]",
-                getattr(self, name),
-                "it is a share",
-            )
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
         if type(self).support is None:  # else a subclass has a support of its own
             check_support(self)
 
@@ -174,13 +169,13 @@ class DistillationLoss(LogitsLoss):
         }
         rows, labels = (logits, batch.teacher_logits), batch.labels
         if not batch.vocabulary.sharded:
-            return self._mixed(*kernels.fused_divergence(*rows, labels, factors, **options))
+            found = kernels.fused_divergence(*rows, labels, factors, **options)
+            return self._mixed(*found[: len(self.metric_names)])
         # -1 without labels, and for a label outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
-        return self._mixed(
-            *kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
-        )
+        found = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
+        return self._mixed(*found[: len(self.metric_names)])
 
     def __call__(
         self,
@@ -208,10 +203,19 @@ class DistillationLoss(LogitsLoss):
         tensors = {"hidden": hidden, "targets": targets, "cu_seqlens": arguments.get("cu_seqlens")}
         self.check_call(arguments, **tensors, mask=mask, **teacher)
         shape, given = hidden.shape[:-1], (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
-        labelled = targets is not None or not self.hard_loss_weight
-        expect(labelled, "targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
-        expected = "one of teacher_hidden and teacher_logprobs_topk"
-        expect(given == 1, "teacher_hidden", expected, f"{given} of them", "pass one teacher")
+        if targets is None and self.hard_loss_weight:
+            raise ValueError(
+                message("targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
+            )
+        if given != 1:
+            raise ValueError(
+                message(
+                    "teacher_hidden",
+                    "one of teacher_hidden and teacher_logprobs_topk",
+                    f"{given} of them",
+                    "pass one teacher",
+                )
+            )
         inputs, loss = {"labels": targets}, self
         if self.support in SUPPORTS:
             loss = on_support(self, given=teacher_hidden is None)
@@ -240,19 +244,33 @@ class DistillationLoss(LogitsLoss):
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
                 warn_of_sizes(V, rows)
             return teacher
-        fits, remedy = self.tp_group is None and shared <= min(V, rows), "count the ids that mean the same"
-        expect(fits, "shared_vocabulary", f"at most {min(V, rows)}, without tp_group", shared, remedy)
+        if self.tp_group is not None or shared > min(V, rows):
+            raise ValueError(
+                message(
+                    "shared_vocabulary",
+                    f"at most {min(V, rows)}, without tp_group",
+                    shared,
+                    "count the ids that mean the same",
+                )
+            )
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 
     def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size) -> dict[str, Tensor]:
         """`teacher_logprobs_topk` as inputs of the loss."""
         name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
-        alone = self.tp_group is None or self.support in SUPPORTS
-        expect(alone, name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
-        expect(self.divergence != COSINE, name, "a teacher with logits for 'cosine'", "k of them", remedy)
-        pair, got = isinstance(topk, (tuple, list)) and len(topk) == 2, type(topk).__name__
-        expect(pair, name, "a pair of log-probabilities and ids", got, "pass (values, ids)", TypeError)
+        if self.tp_group is not None and self.support not in SUPPORTS:
+            raise ValueError(
+                message(name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
+            )
+        if self.divergence == COSINE:
+            raise ValueError(message(name, "a teacher with logits for 'cosine'", "k of them", remedy))
+        if not isinstance(topk, (tuple, list)) or len(topk) != 2:
+            raise TypeError(
+                message(
+                    name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
+                )
+            )
         values, ids = topk
         check_topk(values, ids, shape)
         names = ("teacher_logps", "ids") if self.support in SUPPORTS else ("topk_logprobs", "topk_ids")

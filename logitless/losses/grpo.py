@@ -10,7 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
 from logitless.losses.heads import with_heads
@@ -109,20 +109,41 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         check_choice("loss_type", self.loss_type, SURROGATES)
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         super().__post_init__()
-        bounded = self.loss_type != "cispo" or self.epsilon_high is not None
-        expected, remedy = "the ratio's upper bound for cispo", "pass one above 1, such as 5.0"
-        expect(bounded, "epsilon_high", expected, None, remedy)
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError(
+                message(
+                    "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
+                )
+            )
         delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
-        expect(delta is None or delta > 0, "delta", "a positive number or None", delta, "use None for none")
-        fits, remedy = SURROGATES[self.loss_type] is clipped, "only clipped types have a ratio to bound"
-        expect(delta is None or fits, "delta", f"None for {self.loss_type}", delta, remedy)
-        expect(self.beta >= 0, "beta", "a number >= 0", self.beta, "use 0.0 for none")
-        remedy = "use 1.0 to keep every token"
-        expect(0 <= quantile <= 1, "top_entropy_quantile", "a number in [0, 1]", quantile, remedy)
-        limited, remedy = self.loss_type != "dr_grpo" or (length or 0) > 0, "its sums are divided by it"
-        expect(limited, "max_completion_length", "a positive number for dr_grpo", length, remedy)
-        taus, remedy = (self.sapo_temperature_neg, self.sapo_temperature_pos), "TRL's are 1.05 and 1.0"
-        expect(min(taus) > 0, "sapo_temperature", "two positive numbers", taus, remedy)
+        if delta is not None and delta <= 0:
+            raise ValueError(message("delta", "a positive number or None", delta, "use None for none"))
+        if delta is not None and SURROGATES[self.loss_type] is not clipped:
+            raise ValueError(
+                message(
+                    "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
+                )
+            )
+        if self.beta < 0:
+            raise ValueError(message("beta", "a number >= 0", self.beta, "use 0.0 for none"))
+        if not 0 <= quantile <= 1:
+            raise ValueError(
+                message("top_entropy_quantile", "a number in [0, 1]", quantile, "use 1.0 to keep every token")
+            )
+        if self.loss_type == "dr_grpo" and (length or 0) <= 0:
+            raise ValueError(
+                message(
+                    "max_completion_length",
+                    "a positive number for dr_grpo",
+                    length,
+                    "its sums are divided by it",
+                )
+            )
+        taus = (self.sapo_temperature_neg, self.sapo_temperature_pos)
+        if min(taus) <= 0:
+            raise ValueError(
+                message("sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -281,8 +302,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         **model: Tensor | None,  # ref_hidden, ref_weight and ref_bias, or nothing
     ) -> dict[str, Tensor | None]:
         if self.off_policy_mask_threshold is not None:
-            known, name = old_logps is not None or sampling_logps is not None, "off_policy_mask_threshold"
-            expect(known, name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
+            name = "off_policy_mask_threshold"
+            if old_logps is None and sampling_logps is None:
+                raise ValueError(
+                    message(name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
+                )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
         if model and self.reduction == "none":

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
@@ -43,7 +43,8 @@ def is_per_sequence(
     if flat and aligned and (sequences > 1 or slices.sliced):
         expected = f"shape ({sequences}, 1), one per sequence, or (1, {sequences}), one per token"
         got = f"({sequences},) in a call of {sequences} sequences and {sequences} tokens"
-        expect(False, name, expected, got, "reshape it: this shape does not say which of the two it is")
+        remedy = "reshape it: this shape does not say which of the two it is"
+        raise ValueError(message(name, expected, got, remedy))
     return flat and not (aligned and sums)
 
 

@@ -16,7 +16,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
 from logitless.engine.operands import checked_boundaries, shifted
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -163,9 +163,10 @@ class ReferencedLoss(ComparedLoss):
         if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):
             return False, ref_logps.reshape(-1)
         found = per_token_shape(ref_logps, targets)
-        expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
-        got, remedy = tuple(ref_logps.shape), "give each sequence or token its own"
-        expect(found.shape == targets.shape, name, expected, got, remedy)
+        if found.shape != targets.shape:
+            expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
+            remedy = "give each sequence or token its own"
+            raise ValueError(message(name, expected, tuple(ref_logps.shape), remedy))
         return True, found
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
@@ -191,10 +192,22 @@ class UnreferencedLoss(PairedLoss):
         super().__post_init__()
         check_choice("logits_over", self.logits_over, ("completion", "position"))
         by_row = self.logits_over == "position"
-        got, remedy = repr(self.logits_over), "a softcap does not commute with the mean over the vocabulary"
-        expect(not by_row or self.softcap is None, "logits_over", "'completion' with a softcap", got, remedy)
-        remedy = "no rank has the whole head to average"
-        expect(not by_row or self.tp_group is None, "logits_over", "'completion' with tp_group", got, remedy)
+        got = repr(self.logits_over)
+        if by_row and self.softcap is not None:
+            raise ValueError(
+                message(
+                    "logits_over",
+                    "'completion' with a softcap",
+                    got,
+                    "a softcap does not commute with the mean over the vocabulary",
+                )
+            )
+        if by_row and self.tp_group is not None:
+            raise ValueError(
+                message(
+                    "logits_over", "'completion' with tp_group", got, "no rank has the whole head to average"
+                )
+            )
 
     def __call__(
         self,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -71,9 +71,15 @@ class RLOOLoss(ClippedLoss):
     def laid_out(
         self, layout: Layout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
-        expected, got = f"shape ({layout.sequences},), one per sequence", tuple(advantages.shape)
-        fits = got in ((layout.sequences,), (layout.sequences, 1))
-        expect(fits, "advantages", expected, got, "rewards are of sequences")
+        if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
+            raise ValueError(
+                message(
+                    "advantages",
+                    f"shape ({layout.sequences},), one per sequence",
+                    tuple(advantages.shape),
+                    "rewards are of sequences",
+                )
+            )
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:
             return inputs

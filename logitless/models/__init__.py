@@ -1,9 +1,8 @@
 """Changes to a Hugging Face model: loss without logits, LM head for our losses, fused layers.
 
 `patch`, with `logits` and `probes`, makes a call with labels compute its loss without logits; `heads`,
-`views` and `peft_heads` read the LM head; `exchange` replaces a module's forward pass and restores it.
-`fuse_layers` is that of `logitless.layers`. Called by users and trainers. Imports transformers only, and PEFT
-for a head with adapters.
+`views` and `peft_heads` read the LM head. `fuse_layers` is that of `logitless.layers`. Called by users and
+trainers. Imports transformers only, and PEFT for a head with adapters.
 """
 
 import importlib
