@@ -81,7 +81,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     calls = []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
         hidden, weight, bias, layers = part.slots
-        trained = any([needs[slot] for slot in layers])
+        trained = bool(layers) and any([needs[slot] for slot in layers])
         calls.append(
             HeadCall(
                 loss=loss,

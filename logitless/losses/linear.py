@@ -352,8 +352,9 @@ class LinearLoss(CheckedCall):
         """The arguments of a call, checked and prepared: steps 1 and 2 of `solve`."""
         boundaries = {self.boundaries_argument: arguments.get("cu_seqlens")}
         mask = arguments.get("mask")
-        shared = {name: x for name, x in arguments.items() if name in SHARED}
-        others = {name: x for name, x in arguments.items() if name not in SHARED}
+        shared, others = {}, {}
+        for name, x in arguments.items():
+            (shared if name in SHARED else others)[name] = x
         self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
         inputs = {**inputs, **others}
         shared["sampling_mask"] = inputs.pop("sampling_mask", None)
