@@ -12,7 +12,9 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-.PHONY: demo test test-all test-gpu test-gpus mutants random lint docs
+FRAMEWORKS ?=
+
+.PHONY: demo test test-all test-frameworks test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -35,6 +37,15 @@ test-gpu:
 test-gpus:
 	@$(PY) -c "import sys, torch; n = torch.cuda.device_count(); sys.exit(0 if n > 1 else f'PY: expected a Python whose torch sees at least 2 GPUs, got {n}; run make test instead.')"
 	$(PY) -m pytest -m ranks --timeout 300 tests/kernels tests/losses tests/parallel tests/test_distributed_examples.py tests/trl_integration
+
+# The modules of logitless.integrations with each framework's own wheel, in the versions of frameworks.txt; with
+# FRAMEWORKS="verl" some of them, with FRAMEWORKS=--newest the newest versions.
+test-frameworks: $(VENV)/.ready
+	$(PY) -m tests.integrations $(FRAMEWORKS)
+
+# The rows of docs/migrate.md, beside the wheels of the other libraries.
+test-peers: $(VENV)/peers/.ready
+	TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= PYTHONPATH=$(VENV)/peers $(PY) -m pytest tests/test_migration.py
 
 # 300 changes of one place each, of what is committed: an hour on two undisturbed cores.
 mutants: $(VENV)/.ready
@@ -64,6 +75,10 @@ $(VENV)/docs/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint constraints.txt $$($(PYTHON) -c \
 	    "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+$(VENV)/peers/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --target $(@D) liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 	touch $@
 
 $(VENV)/triton-%/.ready: $(VENV)/.ready

@@ -12,6 +12,7 @@ from benchmarks import (
     fsdp,
     layers,
     model_commands,
+    numbers,
     pages,
     recipes,
     steps,
@@ -60,11 +61,12 @@ TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.tab
     "fsdp": fsdp.by_trainer,
 }
 
-# Those of training steps: the page, and what writes its table.
-STEPS = {
+# Those with a table on another page: the page, and what writes the table.
+ELSEWHERE = {
     "step": ("layers.md", steps.for_page),
     "usecase": ("layers.md", usecase.for_page),
     "recipes": ("recipes.md", recipes.for_page),
+    "topk": ("several_ids.md", several_ids.for_page),
 }
 
 Shapes = Annotated[
@@ -436,6 +438,19 @@ def gemm(
     finish(path)
 
 
+@app.command("numbers")
+def list_numbers() -> None:
+    """List the measured numbers in the sentences of README.md and docs with their sources; exits with 1 if a
+    number has no source or differs from it."""
+    from benchmarks.claims import CLAIMS
+
+    found = list(numbers.numbers(CLAIMS, numbers.pages()))
+    for number in found:
+        typer.echo(f"{number.page}:{number.line}: {number.printed}: {number.fault or number.source}")
+    if any(number.fault for number in found):
+        raise typer.Exit(1)
+
+
 @app.command()
 def plot(
     results: Annotated[Path, typer.Option(help="Where the JSON files lie.")] = RESULTS,
@@ -443,8 +458,8 @@ def plot(
         Path, typer.Option(help="The folder of README.md and docs/, which hold the markers.")
     ] = RESULTS.parents[1],
 ) -> None:
-    """Rewrite the tables of README.md, docs/benchmarks.md, docs/layers.md and docs/recipes.md from the newest
-    results, draw docs/ce.png and docs/layers.png."""
+    """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png
+    and docs/layers.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
     from benchmarks import layer_picture, picture
 
@@ -456,18 +471,17 @@ def plot(
         )
     documents = {name: document for name, (_, document) in found.items()}
     tables = {
-        (root / "docs" / "benchmarks.md", name): TABLES[name](document, f"benchmarks/results/{source.name}")
-        for name, (source, document) in found.items()
+        (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, (path, document)))
+        for name, (path, document) in found.items()
         if name in TABLES
     }
     if "ce" in documents:
         tables[root / "README.md", "summary"] = summary.losses(documents)
-    if "trl" in documents:
-        tables[root / "README.md", "help"] = summary.flags(documents["trl"])
+        tables[root / "docs" / "why.md", "why"] = summary.implementations(documents)
     if operators := every("layers", results, partial=True):
         documents["layers"] = whole = layers.together([document for _, document in operators])
         tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(whole, origin(whole, *operators))
-    for name, (page, table) in STEPS.items():
+    for name, (page, table) in ELSEWHERE.items():
         found_steps = every(name, results, partial=name == "recipes")
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:

@@ -2,8 +2,11 @@
 targets != -100.
 
 Signatures were checked against liger-kernel 0.8.5, cut-cross-entropy 25.1.1, trl 1.16.0, quack-kernels 0.6.5
-and torch 2.13.
+and torch 2.13. Liger chooses its kernels once for a process: those in CuTe with `LIGER_KERNEL_IMPL=cutedsl`.
 """
+
+import importlib
+import os
 
 import torch
 import torch.nn.functional as F
@@ -45,14 +48,40 @@ def compiled():
 
 @PEERS.add("torch F.linear_cross_entropy")
 def torch_linear_cross_entropy():
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Absent(f"not in torch {torch.__version__}, it came with 2.13")
-    options = torch.nn.LinearCrossEntropyOptions()
-    return lambda hidden, weight, targets: F.linear_cross_entropy(hidden, weight, targets, options=options)
+    if hasattr(F, "linear_cross_entropy"):
+        options = torch.nn.LinearCrossEntropyOptions()
+        return lambda hidden, weight, targets: F.linear_cross_entropy(
+            hidden, weight, targets, options=options
+        )
+    # An older torch can run torch 2.13's Python: two files of torch/nn/modules on PYTHONPATH.
+    try:
+        chunked = importlib.import_module("linear_cross_entropy")
+        options = importlib.import_module("linear_cross_entropy_options").LinearCrossEntropyOptions()
+    except ImportError:
+        raise Absent(f"not in torch {torch.__version__}, it came with 2.13") from None
+
+    # The arguments of F.linear_cross_entropy's chunked path, reduction "mean".
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        (N, H), V = hidden.shape, weight.shape[0]
+        sizes = {"num_batches": N, "in_features": H, "num_classes": V}
+        chosen = options._adjust(**sizes, dtype=hidden.dtype, device=hidden.device)
+        how = (chosen.batch_chunk_size, chosen.acc_policy, chosen.acc_dtype, False)
+        needs = (hidden.requires_grad, weight.requires_grad, False)
+        return chunked._linear_cross_entropy_batch_chunked(
+            hidden, weight, targets, None, None, "mean", -100, 0.0, *how, *needs
+        )[0]
+
+    return loss
+
+
+def of_cute() -> bool:
+    return os.environ.get("LIGER_KERNEL_IMPL") == "cutedsl"
 
 
 @PEERS.add("Liger", package="liger-kernel", needs_cuda=True)
 def liger():
+    if of_cute():
+        raise Absent("this process has Liger's CuTe kernels")
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy
@@ -60,9 +89,33 @@ def liger():
 
 @PEERS.add("Liger, accum_dtype fp32", package="liger-kernel", needs_cuda=True)
 def liger_fp32():
+    if of_cute():
+        raise Absent("this process has Liger's CuTe kernels")
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as loss
 
     return lambda hidden, weight, targets: loss(hidden, weight, targets, accum_dtype=torch.float32)
+
+
+@PEERS.add("Liger, CuTe", package="liger-kernel", needs_cuda=True)
+def liger_cute():
+    if not of_cute():
+        raise Absent("needs a process of its own, with LIGER_KERNEL_IMPL=cutedsl")
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy
+
+
+@PEERS.add("Liger scaled CE", package="liger-kernel", needs_cuda=True)
+def liger_scaled():
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    # Of one token each, 0 where it is ignored; kernels in CuTe on Hopper.
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        found = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets)
+        nll = found[0] if isinstance(found, tuple) else found
+        return nll.sum() / (targets != -100).sum()
+
+    return loss
 
 
 @PEERS.add("CCE (filtered)", package="cut-cross-entropy", needs_cuda=True)

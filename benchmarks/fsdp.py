@@ -262,8 +262,6 @@ def by_trainer(document: dict, source: str) -> str:
     sizes, settings = document["model"], document["settings"]
     shape = {"layers": "num_hidden_layers", "H": "hidden_size", "V": "vocab_size"}
     shape = report.sizes({name: sizes[key] for name, key in shape.items()})
-    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
-    absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
     return (
         f"{table(document, 'github')}\n\n{document['ranks']} x {document['device']}, "
         f"{document['date'][:10]}, Llama-3.1-8B's architecture ({shape}, random weights) with FSDP2: weights "
@@ -271,9 +269,7 @@ def by_trainer(document: dict, source: str) -> str:
         f"whole training step, optimizer included, the median of {settings['timed']} behind "
         f"{settings['logged']}; tokens of all ranks together; the most memory allocated on any rank during "
         "those steps; differences from stock are relative, SFT's the largest of all steps, DPO's the median "
-        f"(TRL sums log-probabilities in bf16 there). {versions}."
-        f"{f' Absent: {absent}.' if absent else ''} "
-        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+        f"(TRL sums log-probabilities in bf16 there).\n\n{source}"
     )
 
 

@@ -357,6 +357,6 @@ def by_length(document: dict, source: str) -> str:
     return tabulate(body, headers, tablefmt="github", colalign=align, disable_numparse=True) + (
         f"\n\nOne {document['device']}, {document['date'][:10]}, {sizes}, bf16, forward and backward; "
         f"memory beyond the inputs and the "
-        "returned gradients. Ours holds one d_weight in fp32 until it is cast, where Liger sums in bf16. "
-        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+        "returned gradients. logitless holds one d_weight in fp32 until it is cast; Liger sums in bf16."
+        f"\n\n{source}"
     )

@@ -64,8 +64,6 @@ def over_all_rows(document: dict) -> str:
 
 
 def caption(document: dict, source: str) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
-    absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
     one = yardstick(document) == "one bare GEMM"
     products = (
         "one bare matrix product, hidden @ weight.T (GEMM-equivalents)" if one else "the bare matrix products"
@@ -75,7 +73,5 @@ def caption(document: dict, source: str) -> str:
         f"with its defaults. "
         f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
-        "L2. "
-        f"{versions}.{f' Absent: {absent}.' if absent else ''} "
-        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+        f"L2.\n\n{source}"
     )

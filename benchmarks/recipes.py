@@ -46,4 +46,4 @@ def for_page(document: dict, source: str) -> str:
     """The table in Markdown, and how it was measured."""
     how = steps.measured_how(document).partition(" Differences")[0]
     [section] = document["sections"]
-    return f"{table(document, 'github')}\n\n{steps.title(section)}. {how} {source}"
+    return f"{table(document, 'github')}\n\n{steps.title(section)}. {how}\n\n{source}"

@@ -90,14 +90,19 @@ def newest(benchmark: str, folder: Path = RESULTS) -> tuple[Path, dict] | None:
 
 
 def origin(document: dict, *runs: tuple[Path, dict]) -> str:
-    """Versions, what was absent, files and commands, for the end of a caption."""
+    """Versions, absent peers, result files and commands, as a block to unfold below a table."""
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     absent = "; ".join(f"{name}: {reason}" for name, reason in document.get("absent", {}).items())
-    files = "; ".join(f"`benchmarks/results/{path.name}`, by `{run['command']}`" for path, run in runs)
-    return (
-        f"{versions}.{f' Absent: {absent}.' if absent else ''} From {files}; this table by "
-        "`python -m benchmarks plot`."
-    )
+    lines = [f"* Versions: {versions}."]
+    if absent:
+        lines.append(f"* Not measured: {absent}.")
+    lines += [f"* `benchmarks/results/{path.name}`: `{run['command']}`" for path, run in runs]
+    return folded("Versions and commands", "\n".join(lines))
+
+
+def folded(title: str, body: str) -> str:
+    """A paragraph of its own that GitHub and the site show folded."""
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{body}\n\n</details>'
 
 
 def lines(section: dict) -> str:

@@ -264,7 +264,7 @@ def for_page(document: dict, source: str) -> str:
         f"{title(section)}:\n\n{table(section, 'github').partition(chr(10))[2]}"
         for section in document["sections"]
     )
-    return f"{tables}\n\n{measured_how(document)} {source}"
+    return f"{tables}\n\n{measured_how(document)}\n\n{source}"
 
 
 def measured_how(document: dict) -> str:

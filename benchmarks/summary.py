@@ -1,8 +1,8 @@
-"""The README's two short tables: a row for each kind of loss, and what the flags do for each trainer."""
+"""The tables that compare implementations across losses: the README's, and that of docs/why.md."""
 
 from tabulate import tabulate
 
-from benchmarks import trainers
+from benchmarks import pages
 from benchmarks.report import GIB, sizes
 
 # (benchmark, which of its shapes, what it measures)
@@ -21,19 +21,20 @@ COLUMNS = {
     "**logitless**": "logitless",
 }
 
-# What TRL 1.16 builds and what the flag changes, as docs/trl.md says; measured where the benchmark has the
-# trainer.
-FULL = "full logits"
-TRAINERS = (
-    ("SFT", "no full logits", "products: 4 → 3", "SFT"),
-    ("SFT with label smoothing", FULL, "memory, time", "SFT, label smoothing"),
-    ("ORPO; alike CPO, SimPO, TPO", FULL, "memory, time", "ORPO"),
-    ("DPO; alike KTO", "no full logits", "with LoRA products: 3 → 2", "DPO"),
-    ("GRPO; alike RLOO, GMPO, AsyncGRPO", "no full logits", "with LoRA products: 3 → 2", "GRPO"),
-    ("GKD, GOLD, IWOPD, SDFT, SDPO, OnlineDPO, A2PO …", "full logits of both models", "memory", None),
-    ("Distillation, AsyncDistillation", "no full logits", "products: 8 → 4", None),
-    ("transformers' Trainer, own loops", "full logits, and a copy in fp32", "memory, time", None),
-)
+# The rows of docs/why.md: how each implementation is called there, and the names of its measured rows.
+IMPLEMENTATIONS = {
+    "**logitless**": ("logitless",),
+    "full logits, PyTorch": ("eager, fp32 upcast",),
+    "full logits, torch.compile": ("torch.compile",),
+    "torch `F.linear_cross_entropy`, chunked": ("torch F.linear_cross_entropy",),
+    "Liger (Triton; JSD: its chunked loss)": ("Liger", "Liger chunked_loss"),
+    "Liger with sums in fp32": ("Liger, accum_dtype fp32",),
+    "Cut Cross-Entropy, filtered (its default)": ("CCE (filtered)",),
+    "Cut Cross-Entropy, exact": ("CCE (exact)",),
+    "QuACK": ("QuACK",),
+    "Unsloth": ("Unsloth",),
+    "TRL's chunked kernels": ("TRL ChunkedLogProb", "TRL ChunkedDivergence"),
+}
 
 
 def losses(documents: dict[str, dict]) -> str:
@@ -48,9 +49,9 @@ def losses(documents: dict[str, dict]) -> str:
         cells = [cell(section["rows"], prefix) for prefix in COLUMNS.values()]
         body.append([shape, *cells[:-1], f"**{cells[-1]}**"])
     caption = (
-        f"One {', '.join(sorted(devices))}, bf16, forward and backward, head and gradients included; peak "
-        "memory beyond the inputs; of a peer's several ways the fastest. From `benchmarks/results/`, by "
-        "`python -m benchmarks plot`; [all tables, versions and what falls short](docs/benchmarks.md)."
+        f"One {', '.join(sorted(devices))}, bf16, forward and backward with a trainable head. Peak memory "
+        "beyond the inputs, gradients included. Where a library has several implementations, the fastest is "
+        "shown. Versions, further shapes and results below our targets: [benchmarks](docs/benchmarks.md)."
     )
     return f"{_table(body, ['loss', *COLUMNS])}\n\n{caption}"
 
@@ -66,33 +67,28 @@ def cell(rows: list[dict], prefix: str) -> str:
     return f"{row['ms']:.0f} ms{memory}"
 
 
-def flags(document: dict) -> str:
-    """What `use_chunked_loss` does for each trainer, in Markdown."""
-    body = [[who, stock, saved, measured(document, name)] for who, stock, saved, name in TRAINERS]
-    headers = [
-        "trainer",
-        "stock TRL builds",
-        "`use_chunked_loss=True` saves",
-        "a step, stock → with the flag",
-    ]
-    architecture = {"H": document["model"]["hidden_size"], "V": document["model"]["vocab_size"]}
-    caption = (
-        "A product is one multiplication with the head, tokens x H x V; a loss takes at least 3 of them, 2 "
-        f"with a frozen head. Measured on one {document['device']}: Qwen3-0.6B's architecture "
-        f"({sizes(architecture)}), bf16, optimizer included, the largest size that ran, GRPO without "
-        "checkpointing; [all sizes](docs/benchmarks.md#trainers)."
+def implementations(documents: dict[str, dict]) -> str:
+    """Time as a multiple of the bare products, and peak memory, of every implementation, in Markdown."""
+    measured = [each for each in LOSSES if each[0] in documents]
+    body = []
+    for title, names in IMPLEMENTATIONS.items():
+        cells = []
+        for benchmark, place, _ in measured:
+            rows = documents[benchmark]["sections"][place]["rows"]
+            row = next((row for row in rows if row["name"] in names), None)
+            cells.append(pages.cell(row))
+        body.append([title, *cells])
+    headers = [""]
+    for benchmark, place, what in measured:
+        section = documents[benchmark]["sections"][place]
+        headers.append(", ".join(filter(None, (what, sizes(section["shape"])))))
+    devices = ", ".join(sorted({documents[benchmark]["device"] for benchmark, _, _ in measured}))
+    return (
+        f"{_table(body, headers)}\n\nOne {devices}, bf16, forward and backward with a trainable head. "
+        "Time as a multiple of the bare matrix products of the same run: three for cross-entropy, one for "
+        "ORPO, DPO and GRPO, four for the JSD. Peak memory beyond the inputs, gradients included. An empty "
+        "cell was not measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."
     )
-    return f"{_table(body, headers)}\n\n{caption}"
-
-
-def measured(document: dict, name: str | None) -> str:
-    """The largest size at which both ran."""
-    ran = [
-        section
-        for section in document["sections"]
-        if section["trainer"] == name and all(row["verdict"] == "ok" for row in section["rows"])
-    ]
-    return " → ".join(map(trainers.cell, ran[-1]["rows"])) if ran else "not measured"
 
 
 def _table(body: list[list[str]], headers: list[str]) -> str:

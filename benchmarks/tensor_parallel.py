@@ -205,6 +205,5 @@ def by_loss(document: dict, source: str) -> str:
     ) + (
         f"\n\n{document['ranks']} x {document['device']}, {document['date'][:10]}, bf16, forward and "
         f"backward, uneven shards; "
-        f"memory of a rank beyond the inputs and the returned gradients. From `{source}`, by "
-        f"`{document['command']}`."
+        f"memory of a rank beyond the inputs and the returned gradients.\n\n{source}"
     )

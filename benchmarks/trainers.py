@@ -297,8 +297,6 @@ def by_trainer(document: dict, source: str) -> str:
     """A table for each trainer, in Markdown."""
     names = dict.fromkeys(section["trainer"] for section in document["sections"])
     tables = "\n\n".join(f"{name}:\n\n{table(document, name, 'github')}" for name in names)
-    versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
-    absent = "; ".join(f"{name}: {reason}" for name, reason in document["absent"].items())
     sizes = {letter: document["model"][name] for letter, name in (("H", "hidden_size"), ("V", "vocab_size"))}
     return (
         f"{tables}\n\nOne {document['device']}, {document['date'][:10]}, bf16, Qwen3-0.6B's architecture "
@@ -309,7 +307,5 @@ def by_trainer(document: dict, source: str) -> str:
         f"{_in_turns(document.get('rounds', 1))} and the most memory allocated "
         f"during them; differences "
         f"are the largest of the first {COMPARED} steps, relative. GRPO without generation and without "
-        "gradient checkpointing, the rest with TRL's defaults. "
-        f"{versions}.{f' Absent: {absent}.' if absent else ''} "
-        f"From `{source}`, by `{document['command']}`; this table by `python -m benchmarks plot`."
+        f"gradient checkpointing, the rest with TRL's defaults.\n\n{source}"
     )

@@ -85,7 +85,7 @@ def table(document: dict, form: str = "simple") -> str:
 
 def for_page(document: dict, source: str) -> str:
     """The tables in Markdown, and how it was measured."""
-    return f"{table(document, 'github')}\n\n{steps.measured_how(document)} {source}"
+    return f"{table(document, 'github')}\n\n{steps.measured_how(document)}\n\n{source}"
 
 
 def cell(section: dict, name: str) -> str:

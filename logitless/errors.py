@@ -14,6 +14,11 @@ import torch
 _BETWEEN = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__))
 
 
+def message(argument: str, expected: str, got: object, remedy: str) -> str:
+    """The text of an error."""
+    return f"{argument}: expected {expected}, got {got}; {remedy}."
+
+
 def expect(
     condition: bool,
     argument: str,
@@ -24,18 +29,14 @@ def expect(
 ) -> None:
     """Raise `error` unless the condition holds."""
     if not condition:
-        raise error(f"{argument}: expected {expected}, got {got}; {remedy}.")
+        raise error(message(argument, expected, got, remedy))
 
 
 def check_choice(argument: str, value: object, choices: Iterable) -> None:
     """Raise ValueError unless the value is one of the choices, which the message lists."""
-    expect(
-        value in choices,
-        argument,
-        f"one of {', '.join(map(repr, choices))}",
-        repr(value),
-        "pick one of these",
-    )
+    if value not in choices:
+        expected = f"one of {', '.join(map(repr, choices))}"
+        raise ValueError(message(argument, expected, repr(value), "pick one of these"))
 
 
 def check_number(
@@ -43,10 +44,10 @@ def check_number(
 ) -> None:
     """Raise unless the value is a finite number (with `whole`: an integer), not text and not a bool."""
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-        raise TypeError(f"{argument}: expected {expected}, got {value!r}; pass a number.")
+        raise TypeError(message(argument, expected, repr(value), "pass a number"))
     if not math.isfinite(value):
         remedy = "check the computation that it comes from"
-        raise ValueError(f"{argument}: expected {expected}, got {value}; {remedy}.")
+        raise ValueError(message(argument, expected, value, remedy))
 
 
 def warn(message: str, category: type[Warning]) -> None:

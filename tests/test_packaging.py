@@ -26,6 +26,7 @@ FILES = (
     "CONTRIBUTING.md",
     "Makefile",
     "constraints.txt",
+    "frameworks.txt",
     "mkdocs.yml",
     "hatch_build.py",
 )

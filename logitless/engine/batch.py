@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.segments import Segments, cached_property
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, WholeVocabulary
 
@@ -114,8 +114,14 @@ class Batch:
     def own_segments(self) -> Segments:
         """The sequences in the slice; TypeError for a loss of scope "token"."""
         if self.segments is None:
-            expected, remedy = "'group' or 'batch' where terms looks at sequences", "declare it in the class"
-            expect(False, "scope", expected, "'token'", remedy, TypeError)
+            raise TypeError(
+                message(
+                    "scope",
+                    "'group' or 'batch' where terms looks at sequences",
+                    "'token'",
+                    "declare it in the class",
+                )
+            )
         return self.segments
 
     def total(self, x: Tensor) -> Tensor:
@@ -168,13 +174,20 @@ class Batch:
         """`positions`, counted over the slices of all ranks: sort the positions of every rank's tokens."""
         name, ids, given = "position_ids", self.own_segments.ids, getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
-        expect(given is not None, name, expected, None, "declare it in prediction_inputs and pass it")
+        if given is None:
+            raise ValueError(message(name, expected, None, "declare it in prediction_inputs and pass it"))
         first = ids * LARGEST_POSITION
         own = torch.where(self.supervised, first + given.long(), torch.iinfo(torch.int64).max)
         known = self._sequences.everyones(own).sort().values
-        twice = (known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)
-        got, remedy = "some of them twice", "count through the sequence, not through this rank's slice"
-        expect(not twice.any().item(), name, expected, got, remedy)
+        if ((known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)).any().item():
+            raise ValueError(
+                message(
+                    name,
+                    expected,
+                    "some of them twice",
+                    "count through the sequence, not through this rank's slice",
+                )
+            )
         return torch.searchsorted(known, own) - torch.searchsorted(known, first)
 
     # For losses of logits: reductions over the whole vocabulary, where `z` may be this rank's shard of the

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import Operands, SplitHead, checked_boundaries, shifted
+from logitless.engine.sampling_mask import SamplingMask, Sets, checked_mask
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
-from logitless.errors import check_number, expect
+from logitless.errors import check_number, message
 from logitless.parallel.groups import PLAIN, local_parameter
 from logitless.parallel.sequences import WholeSequences
 from logitless.parallel.vocabulary import Shards, WholeVocabulary
@@ -64,6 +65,8 @@ class Given:
     frozen: Tensor | None  # (V, H - r), columns without gradient in front of those of `weight`
     layers: Layers | None = None
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
+    sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
+    add_targets: bool = False  # whether a target that its set has not is added to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,7 @@ class Options(NamedTuple):
     num_items: float | Tensor | None = None
     shift: bool = False
     cu_seqlens: Tensor | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 def prepare(
@@ -135,19 +139,37 @@ def prepare(
     dtype = Operands(hidden, weight, targets, bias, frozen).check()
     stat = torch.promote_types(dtype, torch.float32)
     for name, wanted in (("accum_dtype", loss.accum_dtype), ("logits_dtype", loss.logits_dtype)):
-        fits = wanted is None or wanted == dtype or wanted == torch.promote_types(wanted, stat)
-        expect(fits, name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
+        if wanted is not None and wanted != dtype and wanted != torch.promote_types(wanted, stat):
+            raise ValueError(
+                message(name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
+            )
     cu_seqlens, sequence_count = options.cu_seqlens, 0
     if cu_seqlens is not None:
         cu_seqlens = checked_boundaries(cu_seqlens, hidden, loss.boundaries_argument)
-        remedy = "flatten the tokens or leave it out"
-        expected = f"shape (N, H) with {loss.boundaries_argument}"
-        expect(hidden.dim() == 2, "hidden", expected, tuple(hidden.shape), remedy)
+        if hidden.dim() != 2:
+            raise ValueError(
+                message(
+                    "hidden",
+                    f"shape (N, H) with {loss.boundaries_argument}",
+                    tuple(hidden.shape),
+                    "flatten the tokens or leave it out",
+                )
+            )
     if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if options.shift:
-        remedy = "a single token has no next one"
-        expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
+        if hidden.dim() <= 1:
+            raise ValueError(
+                message("shift", "False for hidden (H,)", True, "a single token has no next one")
+            )
+    mask, sets = options.sampling_mask, None
+    if mask is not None:
+        sets = checked_mask(mask).sets(targets, shift=options.shift, cu_seqlens=cu_seqlens)
+        if loss.return_predictions:
+            raise ValueError(
+                "return_predictions: expected False with sampling_mask, got True; a set has no prediction of "
+                "the whole vocabulary, so make it by a call without the mask."
+            )
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:
@@ -176,6 +198,8 @@ def prepare(
         cu_seqlens=cu_seqlens,
         sequence_count=sequence_count,
         frozen=frozen,
+        sets=sets,
+        add_targets=mask is not None and mask.missing == "add",
     )
 
 
@@ -184,47 +208,71 @@ def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence
     role, shape = loss.roles[name], targets.shape
     if role is Role.WHOLE:
         return
-    expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, "pass torch.tensor(...)", TypeError)
+    if not isinstance(x, Tensor):
+        raise TypeError(message(name, "a tensor", type(x).__name__, "pass torch.tensor(...)"))
     if role is Role.SEQUENCE:
-        expected = f"shape ({sequence_count},), one entry per sequence"
-        expect(x.shape[:1] == (sequence_count,), name, expected, tuple(x.shape), "match the batch")
+        if x.shape[:1] != (sequence_count,):
+            raise ValueError(
+                message(
+                    name,
+                    f"shape ({sequence_count},), one entry per sequence",
+                    tuple(x.shape),
+                    "match the batch",
+                )
+            )
     elif role in PER_TOKEN:
-        fits, expected = x.shape[: len(shape)] == shape, f"a shape that starts with targets' {tuple(shape)}"
-        expect(fits, name, expected, tuple(x.shape), "give one entry per token")
+        if x.shape[: len(shape)] != shape:
+            raise ValueError(
+                message(
+                    name,
+                    f"a shape that starts with targets' {tuple(shape)}",
+                    tuple(x.shape),
+                    "give one entry per token",
+                )
+            )
 
 
 def check_vocabulary_input(name: str, x: Tensor, V: int) -> None:
     """Check the shape of an input (V,), once the size of the vocabulary is known."""
-    expected, got = f"shape ({V},), one per token id", tuple(x.shape)
-    expect(got == (V,), name, expected, got, "give every token id an entry")
+    got = tuple(x.shape)
+    if got != (V,):
+        raise ValueError(
+            message(name, f"shape ({V},), one per token id", got, "give every token id an entry")
+        )
 
 
 def _num_items(loss: LossSpec, given: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if loss.reduction != "mean":
-        expected, remedy = f"None with reduction={loss.reduction!r}", "only reduction='mean' divides by it"
-        expect(False, "num_items", expected, given, remedy)
+        raise ValueError(
+            message(
+                "num_items",
+                f"None with reduction={loss.reduction!r}",
+                given,
+                "only reduction='mean' divides by it",
+            )
+        )
     if not isinstance(given, Tensor):
         if not torch.compiler.is_compiling():  # a symbolic number would become a constant of the graph
             check_number("num_items", given, "a finite number or a 0-d tensor")
         given = torch.full((), given, dtype=dtype, device=device)
-    expect(given.dim() == 0, "num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first")
+    if given.dim() != 0:
+        raise ValueError(message("num_items", "a number or a 0-d tensor", tuple(given.shape), "sum it first"))
     return given.to(device)
 
 
 def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None and hidden.dim() < 3:
-        flat = loss.scope == "batch" and Role.SEQUENCE not in loss.roles.values()
-        expect(flat, "hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens")
+        if loss.scope != "batch" or Role.SEQUENCE in loss.roles.values():
+            raise ValueError(message("hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens"))
         return 1
     count, group = (
         hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         loss.sequences_per_group,
     )
-    expect(
-        count % group == 0,
-        "hidden",
-        f"a multiple of {group} sequences",
-        count,
-        "give every group all of its sequences",
-    )
+    if count % group != 0:
+        raise ValueError(
+            message(
+                "hidden", f"a multiple of {group} sequences", count, "give every group all of its sequences"
+            )
+        )
     return count

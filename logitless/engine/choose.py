@@ -11,9 +11,10 @@ from torch import Tensor
 from logitless.engine.call import Call
 from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.remembered import Remembered
+from logitless.engine.replay import kinds_of, replay_of
 from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, all_rows, select_rows
 from logitless.engine.spec import Fault
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -39,7 +40,11 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
         N = call.targets.shape[0]
         return call, Rows(N, N, 0, None, None, None)
     loss, targets, V = call.loss, call.targets, call.V if shard is None else shard.V
-    found = [] if loss.faults is None else loss.faults(targets, call.inputs, V)
+    found = [] if loss.faults is None else list(loss.faults(targets, call.inputs, V))
+    kinds = None
+    if call.sets is not None:
+        kinds = kinds_of(call.sets, targets, call.inputs, V, loss, add_targets=call.add_targets)
+        found += kinds.faults
     marking = [fault for fault in found if fault.count.dim()]
     others = torch.stack([fault.count for fault in marking]) if marking else None
     marks = marked(targets, V, loss.ignore_index, others)
@@ -58,10 +63,16 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shard": shard}
     options |= {"boundaries": loss.boundaries_argument}
-    rows = select_rows(marks, faults, _grouping(call), call.cu_seqlens, **options)
+    if kinds is not None:
+        options["others"] = kinds.counts
+    grouping = _grouping(call)
+    rows = select_rows(marks, faults, grouping, call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
-    return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
+    rows = rows._replace(tokens=tokens, chosen_tokens=chosen)
+    if kinds is not None:
+        rows = replay_of(kinds, rows, V, compact=loss.compact, grouped=grouping.grouped)
+    return call, rows
 
 
 def every_row(call: Call) -> Rows:
@@ -111,9 +122,10 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
     if not ids.numel():  # the wrong targets are on other ranks
         return "", remedy
     wrong_mask = (ids == WRONG_MASK).sum().item()
-    expect(
-        not wrong_mask, "mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0"
-    )
+    if wrong_mask:
+        raise ValueError(
+            message("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
+        )
     least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
     row = outside.nonzero()[0, 0].item()
     seen = f": the least is {least}, the greatest {greatest}; "

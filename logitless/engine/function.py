@@ -28,7 +28,7 @@ from logitless.engine.call import Given
 from logitless.engine.gradients import finish
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
-from logitless.errors import expect
+from logitless.errors import message
 
 
 class Mode(Enum):
@@ -288,8 +288,15 @@ def _finished(ctx, sums: Sequence[Tensor | None], factor: Tensor, *, owned: bool
 def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
     expected = "an upstream gradient of 1 with accumulate_into"
     if on_host:
-        remedy = "leave the loss unscaled, and pass the factor as grad_scale"
-        expect(upstream.item() == 1, "loss", expected, upstream.item(), remedy)
+        if upstream.item() != 1:
+            raise ValueError(
+                message(
+                    "loss",
+                    expected,
+                    upstream.item(),
+                    "leave the loss unscaled, and pass the factor as grad_scale",
+                )
+            )
     else:
         torch._assert_async(
             upstream == 1, f"loss: expected {expected}, got another; pass the factor as grad_scale."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.parallel.groups import is_dtensor, local_parameter, sharded_like
 
 # The module with a function `view_of(module) -> HeadView`, by the package of the head's class.
@@ -150,26 +150,46 @@ def view_of(head: object, argument: str = "weight", *, called: bool = False) -> 
     if isinstance(head, HeadView):
         return head
     expected = "a tensor (V, H), or an LM head: torch.nn.Linear, or one under PEFT's LoRA or modules_to_save"
-    remedy = "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight"
-    expect(isinstance(head, nn.Module), argument, expected, type(head).__name__, remedy, TypeError)
+    if not isinstance(head, nn.Module):
+        raise TypeError(
+            message(
+                argument,
+                expected,
+                type(head).__name__,
+                "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
+            )
+        )
     cls, sharded = _own_class(type(head))
     package = cls.__module__.partition(".")[0]
     if cls is not nn.Linear:
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        remedy = REMEDIES.get(package, "pass the weight that it computes, as a tensor")
-        expect(package in CONVERTERS, argument, expected, name, remedy, TypeError)
+        if package not in CONVERTERS:
+            raise TypeError(
+                message(
+                    argument,
+                    expected,
+                    f"{cls.__module__}.{cls.__qualname__}",
+                    REMEDIES.get(package, "pass the weight that it computes, as a tensor"),
+                )
+            )
         return _converter(package)(head)
     hooked = (
         bool(head._forward_pre_hooks or head._forward_hooks) and not sharded or "forward" in head.__dict__
     )
     hooked = hooked and not called
-    remedy = "remove them, or patch_model(model), which calls the head itself"
-    expect(not hooked, argument, "a head whose forward pass is its own", "one with hooks", remedy)
+    if hooked:
+        raise ValueError(
+            message(
+                argument,
+                "a head whose forward pass is its own",
+                "one with hooks",
+                "remove them, or patch_model(model), which calls the head itself",
+            )
+        )
     return HeadView(head.weight, head.bias)
 
 
 def _own_class(cls: type) -> tuple[type, bool]:
-    """(class of the module without the subclasses of FSDP2 and `models.exchange`, whether FSDP2 made one)."""
+    """(class of the module without the subclasses of FSDP2 and `exchange`, whether FSDP2 made one)."""
     # FSDP2 replaces the class by a subclass of FSDPModule and the original class.
     added = [c for c in cls.__mro__ if any(b.__module__.startswith(FSDP) for b in (c, *c.__bases__))]
     own = (c for c in cls.__mro__ if c not in added and "exchange_key" not in vars(c))

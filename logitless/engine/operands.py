@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head import targets as kernels
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -68,29 +68,53 @@ class Operands(NamedTuple):
             (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
         )
         if hidden.dim() < 1:
-            remedy = "pass hidden states, one row per target"
-            expect(False, "hidden", "shape (..., H)", tuple(hidden.shape), remedy)
+            raise ValueError(
+                message(
+                    "hidden", "shape (..., H)", tuple(hidden.shape), "pass hidden states, one row per target"
+                )
+            )
         if weight.dim() != 2:
-            expect(False, "weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
+            raise ValueError(
+                message("weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
+            )
         if head.shape[0] != weight.shape[0]:
-            expected, remedy = "as many rows in both parts of a SplitHead", "both are of the same vocabulary"
-            expect(False, "weight", expected, tuple(weight.shape), remedy)
+            raise ValueError(
+                message(
+                    "weight",
+                    "as many rows in both parts of a SplitHead",
+                    tuple(weight.shape),
+                    "both are of the same vocabulary",
+                )
+            )
         if rows[-1] != head.shape[1]:
             # Only the hidden states of the frozen columns are checked: the width of the trained columns is
             # that of the rest of hidden by construction.
-            expected = f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}"
-            remedy = "pass the hidden states that enter this LM head, and weight as (V, H)"
-            expect(False, "hidden", expected, tuple(rows), remedy)
-        if bias is not None and bias.shape != weight.shape[:1]:
-            expected, remedy = (
-                f"shape ({weight.shape[0]},), one per row of weight",
-                "pass the bias of the same head",
+            raise ValueError(
+                message(
+                    "hidden",
+                    f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}",
+                    tuple(rows),
+                    "pass the hidden states that enter this LM head, and weight as (V, H)",
+                )
             )
-            expect(False, "bias", expected, tuple(bias.shape), remedy)
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(
+                message(
+                    "bias",
+                    f"shape ({weight.shape[0]},), one per row of weight",
+                    tuple(bias.shape),
+                    "pass the bias of the same head",
+                )
+            )
         if targets.shape != hidden.shape[:-1]:
-            expected = f"shape {tuple(hidden.shape[:-1])}, one per row of hidden"
-            remedy = "align targets with hidden (shift=True takes unshifted labels of the same length)"
-            expect(False, "targets", expected, tuple(targets.shape), remedy)
+            raise ValueError(
+                message(
+                    "targets",
+                    f"shape {tuple(hidden.shape[:-1])}, one per row of hidden",
+                    tuple(targets.shape),
+                    "align targets with hidden (shift=True takes unshifted labels of the same length)",
+                )
+            )
         device = hidden.device
         if device.type == "meta":
             check_data(hidden=hidden)
@@ -99,44 +123,64 @@ class Operands(NamedTuple):
             if x is None:
                 continue
             if not autocast and name != "targets" and x.dtype != hidden.dtype:
-                remedy = "cast one of them, or call under torch.autocast"
-                expect(False, name, f"hidden's dtype {hidden.dtype}", x.dtype, remedy, TypeError)
+                raise TypeError(
+                    message(
+                        name,
+                        f"hidden's dtype {hidden.dtype}",
+                        x.dtype,
+                        "cast one of them, or call under torch.autocast",
+                    )
+                )
             if x.device != device:
                 check_data(**{name: x})
-                expect(False, name, f"hidden's device {device}", x.device, f"move {name} there")
+                raise ValueError(message(name, f"hidden's device {device}", x.device, f"move {name} there"))
         return torch.get_autocast_dtype(device.type) if autocast else weight.dtype
 
 
 def check_data(**tensors: Tensor) -> None:
     """Refuse tensors on the meta device, which have no data."""
     for name, x in tensors.items():
-        remedy = "load the model, or make the tensor, on a real device first"
-        expect(not x.is_meta, name, "a tensor with data", "one on the meta device", remedy)
+        if x.is_meta:
+            raise ValueError(
+                message(
+                    name,
+                    "a tensor with data",
+                    "one on the meta device",
+                    "load the model, or make the tensor, on a real device first",
+                )
+            )
 
 
 def _check_floats(name: str, x: object) -> None:
-    remedies = {
-        "hidden": "pass the hidden states, such as model.model(ids).last_hidden_state",
-        "weight": "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
-        "bias": "pass bias as a torch.Tensor",
-    }
-    expect(isinstance(x, Tensor), name, "a tensor", type(x).__name__, remedies[name], TypeError)
+    if not isinstance(x, Tensor):
+        remedies = {
+            "hidden": "pass the hidden states, such as model.model(ids).last_hidden_state",
+            "weight": "pass the LM head's weight as a torch.Tensor, such as model.lm_head.weight",
+            "bias": "pass bias as a torch.Tensor",
+        }
+        raise TypeError(message(name, "a tensor", type(x).__name__, remedies[name]))
     expected, got = "a dense bfloat16, float16, float32 or float64 tensor", f"{x.dtype}, {x.layout}"
     dense = x.dtype in FLOATS and x.layout == torch.strided
     remedy = "dequantize it (or cast it) before the call"
     if name != "bias" and x.dtype in INTEGERS[:2] and x.layout == torch.strided:
         # Token ids instead of floats: the arguments are probably in another order.
         remedy = "the order is (hidden, weight, targets), with the token ids last"
-    expect(dense, name, expected, got, remedy, TypeError)
+    if not dense:
+        raise TypeError(message(name, expected, got, remedy))
 
 
 def _check_ids(targets: object) -> None:
-    kind = type(targets).__name__
-    expect(isinstance(targets, Tensor), "targets", "an int64 tensor", kind, "pass token ids", TypeError)
-    remedy = "pass token ids, not probabilities or a mask; the order is (hidden, weight, targets)"
-    expect(
-        targets.dtype in INTEGERS, "targets", "integer token ids (int64)", targets.dtype, remedy, TypeError
-    )
+    if not isinstance(targets, Tensor):
+        raise TypeError(message("targets", "an int64 tensor", type(targets).__name__, "pass token ids"))
+    if targets.dtype not in INTEGERS:
+        raise TypeError(
+            message(
+                "targets",
+                "integer token ids (int64)",
+                targets.dtype,
+                "pass token ids, not probabilities or a mask; the order is (hidden, weight, targets)",
+            )
+        )
 
 
 def holds_flags(x: Tensor) -> bool:
@@ -153,12 +197,19 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
         ignore_index: the new target of tokens whose mask is off.
         weights: name of the call's argument for token weights, if it has one, for the error.
     """
-    expected, got = f"targets' shape {tuple(targets.shape)}", tuple(mask.shape)
-    expect(mask.shape == targets.shape, "mask", expected, got, "give one entry per target")
+    if mask.shape != targets.shape:
+        raise ValueError(
+            message(
+                "mask",
+                f"targets' shape {tuple(targets.shape)}",
+                tuple(mask.shape),
+                "give one entry per target",
+            )
+        )
     if not holds_flags(mask):
         remedy = "pass mask != 0 if it holds 0 and 1, mask == 0 if it is additive (0 keeps, -inf drops)"
         remedy += "" if weights is None else f", and weights of the tokens as {weights}"
-        expect(False, "mask", MASKS, mask.dtype, remedy, TypeError)
+        raise TypeError(message("mask", MASKS, mask.dtype, remedy))
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
 
 
@@ -175,17 +226,28 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
         like: targets (N,) or hidden states (N, H) of the packed tokens.
         name: name of the argument, for the error.
     """
-    kind = type(cu_seqlens).__name__
-    remedy = f"pass torch.as_tensor({name})"
-    expect(isinstance(cu_seqlens, Tensor), name, "a tensor", kind, remedy, TypeError)
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(message(name, "a tensor", type(cu_seqlens).__name__, f"pass torch.as_tensor({name})"))
     expected = "(sequences + 1,) int64 boundaries"
     if cu_seqlens.dtype not in INTEGERS or cu_seqlens.dim() != 1:
-        got = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        expect(False, name, expected, got, "pass the offsets of the sequences, 0 to N")
+        raise ValueError(
+            message(
+                name,
+                expected,
+                f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}",
+                "pass the offsets of the sequences, 0 to N",
+            )
+        )
     needed = 2 if like.numel() > 0 else 1
     if cu_seqlens.shape[0] < needed:
-        remedy = "one sequence of N tokens has the boundaries (0, N)"
-        expect(False, name, expected, f"{cu_seqlens.shape[0]} of them", remedy)
+        raise ValueError(
+            message(
+                name,
+                expected,
+                f"{cu_seqlens.shape[0]} of them",
+                "one sequence of N tokens has the boundaries (0, N)",
+            )
+        )
     return cu_seqlens.to(like.device, torch.int64)
 
 

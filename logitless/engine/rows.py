@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,13 @@ class Rows(NamedTuple):
     sequence_sizes: Tensor | None  # (sequences,) rows of each sequence, in row order
     roles: int = 1  # sequences per group
     shards: Shards | None = None  # shards of the head, with `tp_group`
+    counted: Sequence[int] = ()  # numbers that the caller of `select_rows` had read in the sync
+    replay: Any = None  # `replay.Replay` of a call with a sampling mask
+
+    @property
+    def walk(self) -> "Rows":
+        """The rows that the chunk loop takes, in its order."""
+        return self if self.replay is None else self.replay.walk
 
     def at(self, start: int, stop: int) -> slice | Tensor:
         """Positions of rows start:stop in the flat call."""
@@ -108,6 +115,7 @@ def select_rows(
     peers: Peers = ALONE,
     shard: Shard | None = None,
     boundaries: str = "cu_seqlens",  # the argument's name in errors
+    others: Tensor | None = None,  # (n,) numbers of this rank to read in the sync: `Rows.counted`
 ) -> Rows:
     """Choose the rows to project, and raise the faults that were counted on the device.
 
@@ -137,7 +145,7 @@ def select_rows(
             fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
     meeting = _Meeting(peers, shard) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, others)
 
 
 def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
@@ -307,10 +315,13 @@ def _supervised_rows(
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
+    others: Tensor | None,
 ) -> Rows:
     N, shards, numbers = supervised.shape[0], None, counts.numbers
     if meeting is not None:
         numbers = meeting.told(numbers)
+    if others is not None:
+        numbers = torch.cat((numbers, others.to(numbers.dtype)))
     if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
     numbers = numbers.tolist()  # the sync
@@ -324,12 +335,14 @@ def _supervised_rows(
             if wrong:
                 fault.raise_(wrong)
         lengths = numbers[len(faults) :]
+    extra = 0 if others is None else others.shape[0]
+    counted, lengths = lengths[:extra], lengths[extra:]
     order = index = None if layout is None else layout.order
     if count < N:
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
     if layout is None:
-        return Rows(count, count, 0, index, None, None, grouping.roles, shards)
+        return Rows(count, count, 0, index, None, None, grouping.roles, shards, counted)
     chosen, groups = sum(lengths[: grouping.sequences // 2]), grouping.groups
     group_sizes = [sum(lengths[group::groups]) for group in range(groups)] if grouping.grouped else None
-    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shards)
+    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shards, counted)

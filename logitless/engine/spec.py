@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.transform import Head
 from logitless.parallel.sequences import WholeSequences
 
@@ -70,7 +70,9 @@ class Fault(NamedTuple):
         """Raise ValueError with the count that the host has read; `ranks` are the ranks with the fault."""
         where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
         more, remedy = ("", self.remedy) if self.details is None else self.details()
-        expect(False, self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
+        raise ValueError(
+            message(self.argument, self.expected, self.got.format(count=count) + where + more, remedy)
+        )
 
     def assert_async(self, fits: Tensor) -> None:
         """Assert `fits` (0-d bool) on the device, without a host sync."""
@@ -99,6 +101,8 @@ class LossSpec(Protocol):
     sum_logits_weights: str | None
     unmasked: bool
     boundaries_argument: str
+    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    sampled_logps: tuple[str, ...]
     roles: ClassVar[Mapping[str, Role]]
     # The Objective class that evaluates the loss.
     objective: ClassVar[type]

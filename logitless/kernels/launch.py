@@ -25,6 +25,7 @@ OF_CHUNKS = {
             *("targets", "labels", "columns", "factor", "factors", "result", "row_scale"),
             *("logps", "lse", "lse_residual", "entropy", "sum_logits", "log_sum_sq", "is_top1"),
             *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
+            *("acceptance", "teacher_rows", "teacher_lse", "teacher_residual"),
             *("ids", "z", "read_lse", "read_residual", "read_entropy", "rest"),
             *("g_logps", "g_rest", "entries", "values"),
             *("x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "sums"),

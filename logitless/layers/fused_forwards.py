@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from logitless.exchange import state_of
 from logitless.layers import add_layer_norm, add_rms_norm, gated, qk_norm_rope, rms_norm_add
 from logitless.layers.bodies import Norm, Rotation, activation_of, angles, normalized, rotated
-from logitless.models.exchange import state_of
 
 KEY = "layers"
 # torch's own, which is one kernel: it stays as it is, but for an addition before it.

@@ -11,7 +11,7 @@ from torch import nn
 # Wrappers of a class's forward that add nothing to what it computes: (file, name). All others might.
 HARMLESS_WRAPPERS = {
     ("transformers.modeling_layers", "forward_with_checkpointing"),
-    ("logitless.models.exchange", "exchanged_forward"),
+    ("logitless.exchange", "exchanged_forward"),
 }
 
 

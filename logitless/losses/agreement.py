@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.budget import default_budget
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.parallel.agreement import exchanged, expect_alike, expect_different
 
 GROUPS = ("tp_group", "cp_group")
@@ -83,10 +83,23 @@ def _expect_in_order(shards: dict[int, dict]) -> None:
     """Raise unless the rows of the DTensors are contiguous in rank order and add up to the whole head."""
     start = 0
     for rank, shard in shards.items():
-        fits = shard.get("start") is None or shard["start"] == start
-        expected, remedy = f"rows from {start} on, on rank {rank}", "shard the head in the group's order"
-        expect(fits, "weight", expected, f"rows from {shard.get('start')} on", remedy)
+        if shard.get("start") is not None and shard["start"] != start:
+            raise ValueError(
+                message(
+                    "weight",
+                    f"rows from {start} on, on rank {rank}",
+                    f"rows from {shard.get('start')} on",
+                    "shard the head in the group's order",
+                )
+            )
         start += shard["rows"]
     rows = {shard["all"] for shard in shards.values() if shard.get("start") is not None}
-    expected = f"{sorted(rows)} rows on all ranks of tp_group together"
-    expect(rows <= {start}, "weight", expected, start, "name the group of the head's own mesh")
+    if not rows <= {start}:
+        raise ValueError(
+            message(
+                "weight",
+                f"{sorted(rows)} rows on all ranks of tp_group together",
+                start,
+                "name the group of the head's own mesh",
+            )
+        )

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.terms import Term
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.transform import Head
 from logitless.losses.linear import LinearLoss
 from logitless.losses.output import LossOutput
@@ -61,13 +61,10 @@ class LogitsLoss(LinearLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect(
-            self.scope == "token",
-            "scope",
-            "'token' for a LogitsLoss",
-            repr(self.scope),
-            "write it as a TokenLoss",
-        )
+        if self.scope != "token":
+            raise ValueError(
+                message("scope", "'token' for a LogitsLoss", repr(self.scope), "write it as a TokenLoss")
+            )
 
     @property
     def teacher_head(self) -> Head:

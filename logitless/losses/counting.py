@@ -4,7 +4,7 @@ from torch import Tensor
 
 from logitless.engine.operands import INTEGERS, checked_boundaries, masked, shifted
 from logitless.engine.rows import boundary_fault
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.targets import wrong_boundaries
 
 
@@ -46,20 +46,34 @@ def count_targets(
     >>> count_targets(labels, shift=True, cu_seqlens=torch.tensor([0, 3, 6]))
     tensor(3)
     """
-    ids = isinstance(targets, Tensor) and targets.dtype in INTEGERS
-    got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-    expect(ids, "targets", "a tensor of integer token ids (int64)", got, "pass the labels", TypeError)
+    if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
+        raise TypeError(
+            message(
+                "targets",
+                "a tensor of integer token ids (int64)",
+                targets.dtype if isinstance(targets, Tensor) else type(targets).__name__,
+                "pass the labels",
+            )
+        )
     if mask is not None:
         targets = masked(targets, mask, ignore_index)
     if cu_seqlens is not None:
-        expected, got = "shape (N,) with cu_seqlens", tuple(targets.shape)
-        expect(targets.dim() == 1, "targets", expected, got, "flatten the tokens or leave it out")
+        if targets.dim() != 1:
+            raise ValueError(
+                message(
+                    "targets",
+                    "shape (N,) with cu_seqlens",
+                    tuple(targets.shape),
+                    "flatten the tokens or leave it out",
+                )
+            )
         cu_seqlens = checked_boundaries(cu_seqlens, targets)
         N = targets.shape[0]
         boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(~wrong_boundaries(cu_seqlens, N)[0])
     if shift:
-        expect(
-            targets.dim() > 0, "shift", "False for a single target", True, "a single token has no next one"
-        )
+        if targets.dim() == 0:
+            raise ValueError(
+                message("shift", "False for a single target", True, "a single token has no next one")
+            )
         targets = shifted(targets, ignore_index, cu_seqlens=cu_seqlens)
     return (targets != ignore_index).sum()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.declarations import made
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
@@ -51,9 +51,12 @@ class CrossEntropyLoss(TokenLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smoothing = self.label_smoothing
-        expect(0 <= smoothing <= 1, "label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none")
-        expect(self.z_loss >= 0, "z_loss", "a number >= 0", self.z_loss, "use 0.0 for none")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(
+                message("label_smoothing", "a number in [0, 1]", self.label_smoothing, "use 0.0 for none")
+            )
+        if self.z_loss < 0:
+            raise ValueError(message("z_loss", "a number >= 0", self.z_loss, "use 0.0 for none"))
 
     @property
     def differentiates(self) -> tuple[str, ...]:
@@ -106,9 +109,15 @@ class CrossEntropyLoss(TokenLoss):
             wide = torch.promote_types(torch.promote_types(class_weights.dtype, hidden.dtype), torch.float32)
             class_weights = class_weights.to(wide)
         if token_weights is not None:
-            expected, got = f"targets' shape {tuple(targets.shape)}", tuple(token_weights.shape)
-            aligned = token_weights.shape == targets.shape
-            expect(aligned, "token_weights", expected, got, "give one weight per token")
+            if token_weights.shape != targets.shape:
+                raise ValueError(
+                    message(
+                        "token_weights",
+                        f"targets' shape {tuple(targets.shape)}",
+                        tuple(token_weights.shape),
+                        "give one weight per token",
+                    )
+                )
         inputs = {"class_weights": class_weights, "token_weights": token_weights}
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 

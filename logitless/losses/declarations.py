@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from logitless.errors import check_number, expect
+from logitless.errors import check_number, message
 
 _CHECKED: WeakSet[type] = WeakSet()
 
@@ -26,18 +26,38 @@ def check_class(cls: type, base: type) -> None:
     if torch.compiler.is_compiling() or cls in _CHECKED:
         return
     taken = sorted(cls.roles.keys() & inspect.signature(base.__call__).parameters.keys())
-    expected, remedy = "names that no call of a loss has already", "give the input another name"
-    expect(not taken, "inputs", expected, ", ".join(taken), remedy, TypeError)
-    written = cls.terms is not base.terms
-    remedy = "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss"
-    expect(written, "terms", f"a method of {cls.__name__}", "none", remedy, TypeError)
+    if taken:
+        raise TypeError(
+            message(
+                "inputs",
+                "names that no call of a loss has already",
+                ", ".join(taken),
+                "give the input another name",
+            )
+        )
+    if cls.terms is base.terms:
+        raise TypeError(
+            message(
+                "terms",
+                f"a method of {cls.__name__}",
+                "none",
+                "write terms(self, stats, batch), or terms(self, logits, batch) for a LogitsLoss",
+            )
+        )
     for parent in cls.__mro__:
         if issubclass(parent, base) and "__dataclass_fields__" not in parent.__dict__:
             own = [
                 name for name, kind in inspect.get_annotations(parent).items() if not _is_class_variable(kind)
             ]
-            expected, remedy = "the decorator @dataclass(frozen=True, kw_only=True)", "decorate the class"
-            expect(not own, parent.__name__, expected, f"fields {own} without it", remedy, TypeError)
+            if own:
+                raise TypeError(
+                    message(
+                        parent.__name__,
+                        "the decorator @dataclass(frozen=True, kw_only=True)",
+                        f"fields {own} without it",
+                        "decorate the class",
+                    )
+                )
     _CHECKED.add(cls)
 
 
@@ -53,16 +73,17 @@ def check_statistics(cls: type, differentiates: object, observes: object) -> Non
     ):
         if isinstance(given, property):
             continue
-        several = isinstance(given, (tuple, list))
-        expected = f"a tuple of names in {cls.__name__}"
-        expect(several, field, expected, repr(given), f"write ({given!r},)", TypeError)
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(
+                message(field, f"a tuple of names in {cls.__name__}", repr(given), f"write ({given!r},)")
+            )
         for name in given:
             if name not in known:
                 expected = f"any of {', '.join(known) or 'none'} in {cls.__name__}, which have {which}"
                 remedy = "leave it out"
                 if field == "differentiates" and name in objective.statistics:
                     remedy = "put it into observes and take it as a constant, or write a LogitsLoss"
-                expect(False, field, expected, repr(name), remedy, TypeError)
+                raise TypeError(message(field, expected, repr(name), remedy))
 
 
 def _is_class_variable(kind: object) -> bool:
@@ -145,26 +166,33 @@ def check_numbers(loss) -> None:
 def check_fields(loss) -> None:
     """Raise unless all fields are hashable constants of the right type, and none is a tensor."""
     for field in fields(loss):
-        value = getattr(loss, field.name)
-        remedy = f"declare {field.name!r} in shared_inputs and pass it to the call"
-        constant = not _holds_tensor(value)
-        expect(constant, field.name, "a constant as a field", "a tensor", remedy, TypeError)
+        if _holds_tensor(getattr(loss, field.name)):
+            raise TypeError(
+                message(
+                    field.name,
+                    "a constant as a field",
+                    "a tensor",
+                    f"declare {field.name!r} in shared_inputs and pass it to the call",
+                )
+            )
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
     budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
-    number = isinstance(budget, int) and not isinstance(budget, bool) if budget is not None else True
-    expect(number, "logits_budget", "a whole number of bytes or None", repr(budget), remedy, TypeError)
+    if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool)):
+        raise TypeError(message("logits_budget", "a whole number of bytes or None", repr(budget), remedy))
     check_numbers(loss)
-    expect(budget is None or budget > 0, "logits_budget", "a positive number of bytes", budget, remedy)
-    expect(loss.temperature > 0, "temperature", "a positive number", loss.temperature, "use 1.0 for none")
-    softcap = loss.softcap
-    expect(
-        softcap is None or softcap > 0, "softcap", "a positive number or None", softcap, "use None for none"
-    )
+    if budget is not None and budget <= 0:
+        raise ValueError(message("logits_budget", "a positive number of bytes", budget, remedy))
+    if loss.temperature <= 0:
+        raise ValueError(message("temperature", "a positive number", loss.temperature, "use 1.0 for none"))
+    if loss.softcap is not None and loss.softcap <= 0:
+        raise ValueError(message("softcap", "a positive number or None", loss.softcap, "use None for none"))
     for name in ("accum_dtype", "logits_dtype"):
-        dtype, remedy = getattr(loss, name), "leave it None for the default"
-        fits = dtype is None or dtype.is_floating_point
-        expect(fits, name, "a floating-point dtype or None", dtype, remedy)
+        dtype = getattr(loss, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                message(name, "a floating-point dtype or None", dtype, "leave it None for the default")
+            )
 
 
 def _holds_tensor(value: object) -> bool:

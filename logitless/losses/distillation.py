@@ -11,11 +11,11 @@ from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import NOTHING
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.divergences import DIVERGENCES
+from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support
@@ -101,13 +101,8 @@ class DistillationLoss(LogitsLoss):
         check_choice("divergence", self.divergence, NAMES)
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
-            expect(
-                0 <= getattr(self, name) <= 1,
-                name,
-                "a number in [0, 1]",
-                getattr(self, name),
-                "it is a share",
-            )
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
         if type(self).support is None:  # else a subclass has a support of its own
             check_support(self)
 
@@ -118,7 +113,7 @@ class DistillationLoss(LogitsLoss):
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
             best, favourite = batch.argmax(z), batch.argmax(t)
         else:
-            values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
+            values, ids = batch.topk_logprobs, batch.topk_ids
             # Empty slots and unsupervised tokens may have any id.
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
@@ -174,13 +169,13 @@ class DistillationLoss(LogitsLoss):
         }
         rows, labels = (logits, batch.teacher_logits), batch.labels
         if not batch.vocabulary.sharded:
-            return self._mixed(*kernels.fused_divergence(*rows, labels, factors, **options))
+            found = kernels.fused_divergence(*rows, labels, factors, **options)
+            return self._mixed(*found[: len(self.metric_names)])
         # -1 without labels, and for a label outside the vocabulary.
         labels = torch.full_like(batch.targets, -1) if labels is None else labels
         labels = torch.where((labels >= 0) & (labels < batch.V), batch.vocabulary.columns(labels, -1)[0], -1)
-        return self._mixed(
-            *kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
-        )
+        found = kernels.sharded_divergence(*rows, labels, factors, ranks=batch.vocabulary, **options)
+        return self._mixed(*found[: len(self.metric_names)])
 
     def __call__(
         self,
@@ -208,10 +203,19 @@ class DistillationLoss(LogitsLoss):
         tensors = {"hidden": hidden, "targets": targets, "cu_seqlens": arguments.get("cu_seqlens")}
         self.check_call(arguments, **tensors, mask=mask, **teacher)
         shape, given = hidden.shape[:-1], (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
-        labelled = targets is not None or not self.hard_loss_weight
-        expect(labelled, "targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
-        expected = "one of teacher_hidden and teacher_logprobs_topk"
-        expect(given == 1, "teacher_hidden", expected, f"{given} of them", "pass one teacher")
+        if targets is None and self.hard_loss_weight:
+            raise ValueError(
+                message("targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
+            )
+        if given != 1:
+            raise ValueError(
+                message(
+                    "teacher_hidden",
+                    "one of teacher_hidden and teacher_logprobs_topk",
+                    f"{given} of them",
+                    "pass one teacher",
+                )
+            )
         inputs, loss = {"labels": targets}, self
         if self.support in SUPPORTS:
             loss = on_support(self, given=teacher_hidden is None)
@@ -240,19 +244,33 @@ class DistillationLoss(LogitsLoss):
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
                 warn_of_sizes(V, rows)
             return teacher
-        fits, remedy = self.tp_group is None and shared <= min(V, rows), "count the ids that mean the same"
-        expect(fits, "shared_vocabulary", f"at most {min(V, rows)}, without tp_group", shared, remedy)
+        if self.tp_group is not None or shared > min(V, rows):
+            raise ValueError(
+                message(
+                    "shared_vocabulary",
+                    f"at most {min(V, rows)}, without tp_group",
+                    shared,
+                    "count the ids that mean the same",
+                )
+            )
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
 
     def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size) -> dict[str, Tensor]:
         """`teacher_logprobs_topk` as inputs of the loss."""
         name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
-        alone = self.tp_group is None or self.support in SUPPORTS
-        expect(alone, name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
-        expect(self.divergence != COSINE, name, "a teacher with logits for 'cosine'", "k of them", remedy)
-        pair, got = isinstance(topk, (tuple, list)) and len(topk) == 2, type(topk).__name__
-        expect(pair, name, "a pair of log-probabilities and ids", got, "pass (values, ids)", TypeError)
+        if self.tp_group is not None and self.support not in SUPPORTS:
+            raise ValueError(
+                message(name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
+            )
+        if self.divergence == COSINE:
+            raise ValueError(message(name, "a teacher with logits for 'cosine'", "k of them", remedy))
+        if not isinstance(topk, (tuple, list)) or len(topk) != 2:
+            raise TypeError(
+                message(
+                    name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
+                )
+            )
         values, ids = topk
         check_topk(values, ids, shape)
         names = ("teacher_logps", "ids") if self.support in SUPPORTS else ("topk_logprobs", "topk_ids")
@@ -271,14 +289,12 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
     last entry being that of all other ids."""
     filled = values > -torch.inf
-    teacher = torch.where(filled, values, NOTHING)
+    teacher = torch.where(filled, values.to(student.dtype), NOTHING)
     picked = torch.where(filled, student.gather(-1, ids), NOTHING)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
     others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
-    # Bound the teacher's probability of other ids, 1 - sum, below by the rounding error of the sum.
-    known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)
-    rest = torch.log(-torch.expm1(known))
+    rest = log_of_others(teacher, values.dtype)
     rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.dpo_types import (
     AVERAGED,
@@ -89,52 +89,76 @@ class DPOLoss(ReferencedLoss, PairedLoss):
 
     def __post_init__(self) -> None:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else tuple(self.loss_type)
-        expect(len(names) > 0, "loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
+        if not names:
+            raise ValueError(
+                message("loss_type", "at least one name", names, f"pick among {', '.join(DPO_TYPES)}")
+            )
         for name in names:
             check_choice("loss_type", name, DPO_TYPES)
         weights = (1.0,) * len(names) if self.loss_weights is None else self.loss_weights
         object.__setattr__(self, "loss_type", names)
         object.__setattr__(self, "loss_weights", tuple(weights) if isinstance(weights, list) else weights)
         super().__post_init__()
-        expected = f"{len(names)} numbers, one per loss_type"
-        expect(len(weights) == len(names), "loss_weights", expected, len(weights), "give each its weight")
+        if len(weights) != len(names):
+            raise ValueError(
+                message(
+                    "loss_weights",
+                    f"{len(names)} numbers, one per loss_type",
+                    len(weights),
+                    "give each its weight",
+                )
+            )
         self._check_numbers()
         self._check_combinations()
 
     def _check_numbers(self) -> None:
         smoothing, alpha = self.label_smoothing, self.ld_alpha
-        expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
-        expect(0 <= smoothing <= 1, "label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none")
-        expect(
-            self.discopop_tau > 0,
-            "discopop_tau",
-            "a positive number",
-            self.discopop_tau,
-            "the paper's is 0.05",
-        )
-        expect(
-            alpha is None or 0 <= alpha <= 1,
-            "ld_alpha",
-            "a number in [0, 1] or None",
-            alpha,
-            "use None for 1",
-        )
+        if self.beta <= 0:
+            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
+        if not 0 <= smoothing <= 1:
+            raise ValueError(message("label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none"))
+        if self.discopop_tau <= 0:
+            raise ValueError(
+                message("discopop_tau", "a positive number", self.discopop_tau, "the paper's is 0.05")
+            )
+        if alpha is not None and not 0 <= alpha <= 1:
+            raise ValueError(message("ld_alpha", "a number in [0, 1] or None", alpha, "use None for 1"))
         if "exo_pair" in self.loss_type:
-            expected = "a number in (0, 1) for exo_pair"
-            expect(0 < smoothing < 1, "label_smoothing", expected, smoothing, "the paper's is 1e-3")
+            if not 0 < smoothing < 1:
+                raise ValueError(
+                    message(
+                        "label_smoothing", "a number in (0, 1) for exo_pair", smoothing, "the paper's is 1e-3"
+                    )
+                )
         if "robust" in self.loss_type:
-            expected = "less than 0.5 for robust"
-            expect(smoothing < 0.5, "label_smoothing", expected, smoothing, "the paper's is 0.1")
+            if smoothing >= 0.5:
+                raise ValueError(
+                    message("label_smoothing", "less than 0.5 for robust", smoothing, "the paper's is 0.1")
+                )
 
     def _check_combinations(self) -> None:
         divergence = self.f_divergence_type
         check_choice("f_divergence_type", divergence, DIVERGENCES)
         unfit = [name for name in self.loss_type if name not in DIFFERENCES and divergence != "reverse_kl"]
-        remedy = "other divergences are defined for losses of the difference of two scores alone"
-        expect(not unfit, "f_divergence_type", f"'reverse_kl' for {unfit}", repr(divergence), remedy)
+        if unfit:
+            raise ValueError(
+                message(
+                    "f_divergence_type",
+                    f"'reverse_kl' for {unfit}",
+                    repr(divergence),
+                    "other divergences are defined for losses of the difference of two scores alone",
+                )
+            )
         unfit = sorted(SORTED & set(self.loss_type)) if self.use_weighting else []
-        remedy = "a loss that sorts the batch has no pairs to weigh"
-        expect(not unfit, "use_weighting", f"False for {unfit}", True, remedy)
+        if unfit:
+            raise ValueError(
+                message(
+                    "use_weighting",
+                    f"False for {unfit}",
+                    True,
+                    "a loss that sorts the batch has no pairs to weigh",
+                )
+            )
 
     def __call__(
         self,
@@ -146,10 +170,19 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
         needed = self.cp_group is not None and self.ld_alpha is not None
-        expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
-        expect(not needed or position_ids is not None, "position_ids", expected, None, "slice them too")
-        remedy = "positions follow from the targets"
-        expect(needed or position_ids is None, "position_ids", "None here", "a tensor", remedy)
+        if needed and position_ids is None:
+            raise ValueError(
+                message(
+                    "position_ids",
+                    "each token's position in its whole sequence, for ld_alpha with cp_group",
+                    None,
+                    "slice them too",
+                )
+            )
+        if not needed and position_ids is not None:
+            raise ValueError(
+                message("position_ids", "None here", "a tensor", "positions follow from the targets")
+            )
         positions = {"position_ids": position_ids} if needed else {}
         return super().__call__(hidden, weight, targets, **positions, **arguments)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.head_view import is_head
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
 from logitless.losses.heads import with_heads
@@ -62,6 +62,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     targets; the reference, without gradient, as `ref_logps` like targets, or as `ref_hidden` (B, T, H') with
     `ref_weight` (V, H') and `ref_bias` (V,), projected in the same chunks; `importance_weights` (old over
     sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
+    Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
     Log-ratios are clamped to +-80 before exp.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
@@ -108,20 +109,41 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         check_choice("loss_type", self.loss_type, SURROGATES)
         check_choice("importance_sampling_level", self.importance_sampling_level, LEVELS)
         super().__post_init__()
-        bounded = self.loss_type != "cispo" or self.epsilon_high is not None
-        expected, remedy = "the ratio's upper bound for cispo", "pass one above 1, such as 5.0"
-        expect(bounded, "epsilon_high", expected, None, remedy)
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            raise ValueError(
+                message(
+                    "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
+                )
+            )
         delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
-        expect(delta is None or delta > 0, "delta", "a positive number or None", delta, "use None for none")
-        fits, remedy = SURROGATES[self.loss_type] is clipped, "only clipped types have a ratio to bound"
-        expect(delta is None or fits, "delta", f"None for {self.loss_type}", delta, remedy)
-        expect(self.beta >= 0, "beta", "a number >= 0", self.beta, "use 0.0 for none")
-        remedy = "use 1.0 to keep every token"
-        expect(0 <= quantile <= 1, "top_entropy_quantile", "a number in [0, 1]", quantile, remedy)
-        limited, remedy = self.loss_type != "dr_grpo" or (length or 0) > 0, "its sums are divided by it"
-        expect(limited, "max_completion_length", "a positive number for dr_grpo", length, remedy)
-        taus, remedy = (self.sapo_temperature_neg, self.sapo_temperature_pos), "TRL's are 1.05 and 1.0"
-        expect(min(taus) > 0, "sapo_temperature", "two positive numbers", taus, remedy)
+        if delta is not None and delta <= 0:
+            raise ValueError(message("delta", "a positive number or None", delta, "use None for none"))
+        if delta is not None and SURROGATES[self.loss_type] is not clipped:
+            raise ValueError(
+                message(
+                    "delta", f"None for {self.loss_type}", delta, "only clipped types have a ratio to bound"
+                )
+            )
+        if self.beta < 0:
+            raise ValueError(message("beta", "a number >= 0", self.beta, "use 0.0 for none"))
+        if not 0 <= quantile <= 1:
+            raise ValueError(
+                message("top_entropy_quantile", "a number in [0, 1]", quantile, "use 1.0 to keep every token")
+            )
+        if self.loss_type == "dr_grpo" and (length or 0) <= 0:
+            raise ValueError(
+                message(
+                    "max_completion_length",
+                    "a positive number for dr_grpo",
+                    length,
+                    "its sums are divided by it",
+                )
+            )
+        taus = (self.sapo_temperature_neg, self.sapo_temperature_pos)
+        if min(taus) <= 0:
+            raise ValueError(
+                message("sapo_temperature", "two positive numbers", taus, "TRL's are 1.05 and 1.0")
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -172,11 +194,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if batch.importance_weights is not None and phi is None:
             values = values * batch.importance_weights
         metrics = {"entropy": Term(stats.entropy), "importance_ratio": Term(ratio)}
-        metrics |= {name: Term(x * batch.flag_weights, over=None) for name, x in flags.items()}
+        metrics |= {name: self.flag(x, batch) for name, x in flags.items()}
         if self.beta:
             d = (batch.ref_logps - logps).clamp(max=LARGEST)
             kl = torch.expm1(d) - d
-            kl = (kl * ratio).clamp(max=math.exp(LARGEST)) if self.use_bias_correction_kl else kl
+            kl = self.corrected_kl(kl, d, ratio, log_ratio, batch) if self.use_bias_correction_kl else kl
             values = values + self.beta * kl
             metrics["kl"] = Term(kl)
         if batch.unit_weights is not None:
@@ -193,6 +215,28 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
         decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
         return (decay + k * log_w - decay * log_w.exp()).exp()
+
+    def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
+
+        Autograd would add (kl - expm1(d)) * ratio, two numbers of the size of exp(d) whose difference is d.
+        """
+        plain = (kl * ratio).clamp(max=math.exp(LARGEST))
+        own = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
+        if self.by_sequence:
+            own = own & batch.spread(batch.lengths == 1)
+        slope = torch.where(own, -(d * ratio).detach(), 0.0)
+        # d rises by what logp falls: a difference of 0 with that derivative.
+        return torch.where(own, plain.detach() + slope * (d.detach() - d), plain)
+
+    def flag(self, x: Tensor, batch: Batch) -> Term:
+        """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
+        if batch.flag_weights is None:
+            return Term(x)
+        means = batch.sum_by_sequence(x * batch.flag_weights)
+        if self.loss_type == "vespo":  # phi is 1 where there are no ratios to multiply
+            means = means + (batch.lengths == 0)
+        return Term(means, over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
@@ -258,8 +302,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         **model: Tensor | None,  # ref_hidden, ref_weight and ref_bias, or nothing
     ) -> dict[str, Tensor | None]:
         if self.off_policy_mask_threshold is not None:
-            known, name = old_logps is not None or sampling_logps is not None, "off_policy_mask_threshold"
-            expect(known, name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
+            name = "off_policy_mask_threshold"
+            if old_logps is None and sampling_logps is None:
+                raise ValueError(
+                    message(name, "old_logps or sampling_logps beside it", None, "pass one, or leave it None")
+                )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
         if model and self.reduction == "none":
@@ -273,19 +320,20 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         elif self.loss_type == "dr_grpo":
             weight = 1 / self.max_completion_length
             inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
-        # A flag that all tokens of a sequence share counts once per sequence.
-        once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
-        everyone = None if once and not self.entropy_coef else layout.share
-        share = layout.shares / layout.sequences if once else everyone.expand(layout.sequences)
-        inputs |= {"entropy_weight": everyone, "flag_weights": layout.spread(share)}
+        inputs["entropy_weight"] = layout.share if self.entropy_coef else None
+        # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
+        whole = self.by_sequence or self.loss_type == "vespo"
+        once = whole and layout.is_per_sequence("advantages", advantages)
+        inputs["flag_weights"] = layout.spread(layout.shares) if once else None
         if importance_weights is None:
             return inputs
         name = "importance_weights"
         if self.loss_type != "vespo":
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        # Split the log of a sequence's factor evenly over its tokens.
-        logs = logs.reshape(-1) * layout.shares if layout.is_per_sequence(logs) else logs
+        if layout.is_per_sequence(name, logs):
+            # Split the log of a sequence's factor evenly over its tokens.
+            return inputs | {"log_importance": layout.spread(logs.detach().reshape(-1) * layout.shares)}
         return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.engine.head_view import same_option, view_of
 from logitless.engine.operands import SplitHead
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.parallel.groups import TENSOR_PARALLEL
 
 # Prefixes of the names of hidden states, weight and bias of the heads in a call.
@@ -37,8 +37,13 @@ def taken_apart(loss, arguments: dict) -> tuple:
         head = arguments.get(name)
         if head is None or isinstance(head, Tensor | SplitHead):
             continue
-        view, bias, remedy = view_of(head, name), arguments.get(f"{prefix}bias"), "the head brings its own"
-        expect(bias is None, f"{prefix}bias", f"None beside a head as {name}", "a tensor", remedy)
+        view = view_of(head, name)
+        if arguments.get(f"{prefix}bias") is not None:
+            raise ValueError(
+                message(
+                    f"{prefix}bias", f"None beside a head as {name}", "a tensor", "the head brings its own"
+                )
+            )
         if view.of_model:
             loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
         if prefix == "" and view.in_shards:
@@ -56,8 +61,10 @@ def taken_apart(loss, arguments: dict) -> tuple:
 
 def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple:
     """(loss, weight, bias) of a head whose hidden states other heads use too, so that it cannot have LoRA."""
-    columns, remedy = view_of(head, name).columns, "merge it, or train the head whole"
-    expect(not columns, name, "a head without an adapter", "LoRA on it", remedy)
+    if view_of(head, name).columns:
+        raise ValueError(
+            message(name, "a head without an adapter", "LoRA on it", "merge it, or train the head whole")
+        )
     loss, own = taken_apart(loss, {"weight": head, "bias": bias})
     return loss, own["weight"], own["bias"]
 
@@ -88,8 +95,18 @@ def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
         own = getattr(loss, name, default)
         if same_option(own, value):
             continue
-        expect(own == default, name, f"the model's own {value}", own, "leave it out: the head brings it")
-        remedy = "pass log-probabilities in its place"
-        expect(name in defaults, f"{prefix}weight", f"a head with {option} {without}", value, remedy)
+        if own != default:
+            raise ValueError(
+                message(name, f"the model's own {value}", own, "leave it out: the head brings it")
+            )
+        if name not in defaults:
+            raise ValueError(
+                message(
+                    f"{prefix}weight",
+                    f"a head with {option} {without}",
+                    value,
+                    "pass log-probabilities in its place",
+                )
+            )
         changes[name] = value
     return replace(loss, **changes) if changes else loss

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from logitless.engine.operands import check_data
-from logitless.errors import expect
+from logitless.errors import message
 
 # Remedy where a model's whole output was passed as hidden states.
 ALONE = "pass the hidden states alone, such as outputs.last_hidden_state"
@@ -63,12 +63,18 @@ class CheckedCall:
             name = unknown[0]
             remedy = self._remedy(name) or synonym(name, (*self.keywords, "targets"))
             remedy = remedy or meant(name, self.keywords)
-            expect(False, "inputs", taken, ", ".join(unknown), remedy, TypeError)
+            raise TypeError(message("inputs", taken, ", ".join(unknown), remedy))
         for name, x in tensors.items():
             if x is not None and not isinstance(x, Tensor):
-                several = isinstance(x, (tuple, list)) and self._remedy(name)
-                plain = ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"
-                expect(False, name, "a tensor", type(x).__name__, several or plain, TypeError)
+                raise TypeError(
+                    message(
+                        name,
+                        "a tensor",
+                        type(x).__name__,
+                        (isinstance(x, (tuple, list)) and self._remedy(name))
+                        or (ALONE if name.endswith("hidden") else f"pass torch.as_tensor({name})"),
+                    )
+                )
             if x is not None and x.is_meta:
                 check_data(**{name: x})
 
@@ -101,8 +107,14 @@ def check_options(given: Iterable[str], known: tuple[str, ...], arguments: tuple
     """Refuse names in `given` that are not in `known`; `arguments`: other arguments, for the remedy."""
     unknown = [name for name in given if name not in known]
     if unknown:
-        remedy = synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments))
-        expect(False, "options", f"any of {', '.join(known)}", ", ".join(unknown), remedy, TypeError)
+        raise TypeError(
+            message(
+                "options",
+                f"any of {', '.join(known)}",
+                ", ".join(unknown),
+                synonym(unknown[0], (*known, *arguments)) or meant(unknown[0], (*known, *arguments)),
+            )
+        )
 
 
 def synonym(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from logitless.engine.head_view import is_head
 from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, check_number, expect
+from logitless.errors import check_choice, check_number, message
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import taken_apart, with_heads
 from logitless.losses.inputs import HeadWeight, ReferenceInputs
@@ -83,7 +83,8 @@ class KTOLoss(ReferencedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("loss_type", self.loss_type, KTO_MARGINS)
-        expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
+        if self.beta <= 0:
+            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps, labels = batch.sum_by_sequence(stats.logps), batch.labels.bool()
@@ -121,13 +122,29 @@ class KTOLoss(ReferencedLoss):
             own = {**arguments, **heads, "labels": labels, "kl": kl, "shift": shift}
             return with_heads(KTOLoss.__call__, self, targets, hidden=hidden, **own)
         self.check_call(arguments, hidden=hidden, targets=targets, labels=labels)
-        expected, got = "shape (B,), one bool per sequence", tuple(labels.shape)
-        expect(labels.dim() == 1, "labels", expected, got, "True for a desirable sequence")
-        remedy = "pass labels > 0, True for a desirable sequence"
-        expect(holds_flags(labels), "labels", MASKS, labels.dtype, remedy, TypeError)
+        if labels.dim() != 1:
+            raise ValueError(
+                message(
+                    "labels",
+                    "shape (B,), one bool per sequence",
+                    tuple(labels.shape),
+                    "True for a desirable sequence",
+                )
+            )
+        if not holds_flags(labels):
+            raise TypeError(
+                message("labels", MASKS, labels.dtype, "pass labels > 0, True for a desirable sequence")
+            )
         needs_kl = self.loss_type == "kto"
-        expected = "a number, a 0-d tensor or a mapping" if needs_kl else f"None for {self.loss_type}"
-        expect((kl is not None) == needs_kl, "kl", expected, kl, "it is the reference point of 'kto' alone")
+        if (kl is not None) != needs_kl:
+            raise ValueError(
+                message(
+                    "kl",
+                    "a number, a 0-d tensor or a mapping" if needs_kl else f"None for {self.loss_type}",
+                    kl,
+                    "it is the reference point of 'kto' alone",
+                )
+            )
         if isinstance(kl, Mapping):
             ref_head = arguments.get("ref_weight"), arguments.get("ref_bias")
             if "ref_hidden" in kl and arguments.get("ref_hidden") is None:
@@ -135,8 +152,15 @@ class KTOLoss(ReferencedLoss):
             kl = self.resolved(weight)._mean_log_ratio(kl, (weight, bias), ref_head, shift)
         options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
         if isinstance(kl, Tensor):
-            got = f"shape {tuple(kl.shape)}"
-            expect(kl.numel() == 1, "kl", "a number, a 0-d tensor or a mapping", got, "average it first")
+            if kl.numel() != 1:
+                raise ValueError(
+                    message(
+                        "kl",
+                        "a number, a 0-d tensor or a mapping",
+                        f"shape {tuple(kl.shape)}",
+                        "average it first",
+                    )
+                )
             kl = kl.detach().to(**options).reshape(())
         else:
             if kl is not None:
@@ -169,10 +193,9 @@ class KTOLoss(ReferencedLoss):
         """The mean log-ratio of the unrelated completions in `kl`: sums over tokens, mean over sequences."""
         sequences, starts = self._check_kl(kl)
         targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
-        per_token = reference is None or self.is_per_token(reference, targets)
-        if not per_token:
-            expected, got = f"shape ({sequences},) or {tuple(targets.shape)} in kl", tuple(reference.shape)
-            expect(reference.shape == (sequences,), "ref_logps", expected, got, "match kl_targets")
+        per_token = True
+        if reference is not None:
+            per_token, reference = self.read_ref_logps(reference, targets, sequences, " in kl")
         if shift:
             targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:
@@ -190,18 +213,39 @@ class KTOLoss(ReferencedLoss):
 
     def _check_kl(self, kl: Mapping[str, Tensor]) -> tuple[int, Tensor | None]:
         """Check `kl`: (number of unrelated completions, their boundaries if packed)."""
-        needed, known = {"kl_hidden", "kl_targets"}, {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
-        complete = needed <= set(kl) <= needed | known and ("ref_logps" in kl) != ("ref_hidden" in kl)
-        expected = "kl_hidden, kl_targets and one of ref_logps and ref_hidden"
-        expect(complete, "kl", expected, sorted(kl), "pass these, and kl_cu_seqlens where they are packed")
+        needed = {"kl_hidden", "kl_targets"}
+        known = needed | {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
+        one_reference = ("ref_logps" in kl) != ("ref_hidden" in kl)
+        if not (needed <= set(kl) <= known and one_reference):
+            raise ValueError(
+                message(
+                    "kl",
+                    "kl_hidden, kl_targets and one of ref_logps and ref_hidden",
+                    sorted(kl),
+                    "pass these, and kl_cu_seqlens where they are packed",
+                )
+            )
         self.check_call((), **kl)
         targets, starts = kl["kl_targets"], kl.get("kl_cu_seqlens")
         if starts is None:
-            remedy = "pass their boundaries as kl_cu_seqlens in kl"
-            expect(targets.dim() == 2, "kl_targets", "shape (B', T')", tuple(targets.shape), remedy)
+            if targets.dim() != 2:
+                raise ValueError(
+                    message(
+                        "kl_targets",
+                        "shape (B', T')",
+                        tuple(targets.shape),
+                        "pass their boundaries as kl_cu_seqlens in kl",
+                    )
+                )
             return targets.shape[0], None
-        expected, got = "shape (N',) with kl_cu_seqlens", tuple(targets.shape)
-        remedy = "flatten the tokens or leave kl_cu_seqlens out"
-        expect(targets.dim() == 1, "kl_targets", expected, got, remedy)
+        if targets.dim() != 1:
+            raise ValueError(
+                message(
+                    "kl_targets",
+                    "shape (N',) with kl_cu_seqlens",
+                    tuple(targets.shape),
+                    "flatten the tokens or leave kl_cu_seqlens out",
+                )
+            )
         starts = checked_boundaries(starts, targets, "kl_cu_seqlens")
         return starts.shape[0] - 1, starts

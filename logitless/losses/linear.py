@@ -17,7 +17,7 @@ from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.kernels.head.transform import Head
 from logitless.losses.agreement import check_agreement
 from logitless.losses.declarations import (
@@ -127,6 +127,8 @@ class LinearLoss(CheckedCall):
     context_parallel: ClassVar[bool] = False
     # Name of the argument with the boundaries of packed sequences, for errors.
     boundaries_argument: ClassVar[str] = "cu_seqlens"
+    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    sampled_logps: ClassVar[tuple[str, ...]] = ()
     # Whether the caller guarantees that every token is supervised and has a valid target.
     unmasked: ClassVar[bool] = False
     # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the
@@ -144,11 +146,15 @@ class LinearLoss(CheckedCall):
         cls.numeric = MappingProxyType(numeric_fields(cls))
         complete = cls.terms is not LinearLoss.terms  # not a base of other losses
         if complete and cls.scope == "token":
-            got = f"{cls.sequence_inputs} with scope 'token'"
-            remedy = "set scope to 'group' or 'batch'"
-            expect(
-                not cls.sequence_inputs, "sequence_inputs", f"none in {cls.__name__}", got, remedy, TypeError
-            )
+            if cls.sequence_inputs:
+                raise TypeError(
+                    message(
+                        "sequence_inputs",
+                        f"none in {cls.__name__}",
+                        f"{cls.sequence_inputs} with scope 'token'",
+                        "set scope to 'group' or 'batch'",
+                    )
+                )
         if complete:
             check_statistics(cls, cls.differentiates, cls.observes)
 
@@ -161,11 +167,17 @@ class LinearLoss(CheckedCall):
         check_choice("reduction", self.reduction, REDUCTIONS)
         check_choice("scope", self.scope, SCOPES)
         name = type(self).__name__
-        fits, remedy = self.tp_group is None or self.vocab_parallel, "write terms for shards: vocab_parallel"
-        expect(fits, "tp_group", f"None for {name}", self.tp_group, remedy)
-        alone = "pass num_items=global_num_items(targets, group) if its tokens stand alone"
-        fits, remedy = self.cp_group is None or self.context_parallel, f"{alone}, else whole sequences"
-        expect(fits, "cp_group", f"None for {name}", self.cp_group, remedy)
+        if self.tp_group is not None and not self.vocab_parallel:
+            raise ValueError(
+                message(
+                    "tp_group", f"None for {name}", self.tp_group, "write terms for shards: vocab_parallel"
+                )
+            )
+        if self.cp_group is not None and not self.context_parallel:
+            alone = "pass num_items=global_num_items(targets, group) if its tokens stand alone"
+            raise ValueError(
+                message("cp_group", f"None for {name}", self.cp_group, f"{alone}, else whole sequences")
+            )
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "identity"}
@@ -205,15 +217,24 @@ class LinearLoss(CheckedCall):
             name: getattr(self, name) for name in ("tp_group", "cp_group") if getattr(self, name) is not None
         }
         groups = {name: process_group(name, group, weight) for name, group in given.items()}
-        apart, remedy = len(set(groups.values())) == len(groups), "ranks differ in vocabulary or in tokens"
-        expect(apart, "cp_group", "another group than tp_group", "the same", remedy)
+        if len(set(groups.values())) != len(groups):
+            raise ValueError(
+                message(
+                    "cp_group",
+                    "another group than tp_group",
+                    "the same",
+                    "ranks differ in vocabulary or in tokens",
+                )
+            )
         return (
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
         )
 
     def refuse_shift(self) -> None:
         """Raise: slices cannot be shifted, as the next token of a slice's last one is on another rank."""
-        expect(False, "shift", "False with cp_group", True, "shift whole sequences before they are sliced")
+        raise ValueError(
+            message("shift", "False with cp_group", True, "shift whole sequences before they are sliced")
+        )
 
     def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
         """`targets` with `ignore_index` where the mask is off."""
@@ -295,10 +316,18 @@ class LinearLoss(CheckedCall):
                 check_now(grad_scale)
             mode = Mode.INTO_MAIN_NOW if accumulate_now else Mode.INTO_MAIN
         elif accumulate_now:
-            remedy = "pass the main gradient, or leave it out"
-            expect(False, "accumulate_now", "False without accumulate_into", True, remedy)
+            raise ValueError(
+                message(
+                    "accumulate_now",
+                    "False without accumulate_into",
+                    True,
+                    "pass the main gradient, or leave it out",
+                )
+            )
         elif grad_scale != 1.0:
-            expect(False, "grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
+            raise ValueError(
+                message("grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
+            )
         if loss.reduction == "none":
             value, metrics, tokens, plan = unreduced_loss(given, targets.shape)
         else:

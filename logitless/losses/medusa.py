@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers
 from logitless.engine.head_view import is_head
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
 from logitless.losses.inputs import HeadWeight
@@ -59,10 +59,12 @@ class MedusaHeads(BlockHeads):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        expect(
-            num_heads >= 1, "num_heads", "at least 1", num_heads, "a model without heads needs no MedusaHeads"
-        )
-        expect(num_layers >= 0, "num_layers", "0 or more", num_layers, "the paper's is 1")
+        if num_heads < 1:
+            raise ValueError(
+                message("num_heads", "at least 1", num_heads, "a model without heads needs no MedusaHeads")
+            )
+        if num_layers < 0:
+            raise ValueError(message("num_layers", "0 or more", num_layers, "the paper's is 1"))
         self.hidden_size, self.vocab_size, self.num_layers, self.shared = (
             hidden_size,
             vocab_size,
@@ -83,13 +85,10 @@ class MedusaHeads(BlockHeads):
     def start_from(self, weight: Tensor) -> "MedusaHeads":
         """Copy the base head (V, H) into every projection, so that training starts from its predictions."""
         shape = (self.vocab_size, self.hidden_size)
-        expect(
-            weight.shape == shape,
-            "weight",
-            f"the base head {shape}",
-            tuple(weight.shape),
-            "pass lm_head.weight",
-        )
+        if weight.shape != shape:
+            raise ValueError(
+                message("weight", f"the base head {shape}", tuple(weight.shape), "pass lm_head.weight")
+            )
         for k in range(len(self) if not self.shared else 0):
             self.projection(k).copy_(weight)
         return self
@@ -170,27 +169,44 @@ class MedusaLoss(MultiHeadLoss):
             return MedusaLoss.__call__(loss, hidden, heads, targets, **own)
         base = {"base_weight": base_weight, "base_bias": base_bias}
         self.check_call(unknown, hidden=hidden, targets=targets, mask=mask, cu_seqlens=cu_seqlens, **base)
-        remedy = "make them with MedusaHeads(hidden_size, vocab_size, num_heads)"
-        ours, got = isinstance(heads, MedusaHeads), type(heads).__name__
-        expect(ours, "heads", "a MedusaHeads module", got, remedy, TypeError)
+        if not isinstance(heads, MedusaHeads):
+            raise TypeError(
+                message(
+                    "heads",
+                    "a MedusaHeads module",
+                    type(heads).__name__,
+                    "make them with MedusaHeads(hidden_size, vocab_size, num_heads)",
+                )
+            )
         K = len(heads)
         coefficients = (
             tuple(self.decay**k for k in range(K)) if self.coefficients is None else self.coefficients
         )
-        expected, remedy = f"{K} numbers, one per head", "leave it None for powers of decay"
-        expect(len(coefficients) == K, "coefficients", expected, len(coefficients), remedy)
+        if len(coefficients) != K:
+            raise ValueError(
+                message(
+                    "coefficients",
+                    f"{K} numbers, one per head",
+                    len(coefficients),
+                    "leave it None for powers of decay",
+                )
+            )
         needed = self.base_coefficient != 0 or heads.shared
         given = base_weight is not None
-        expect(
-            given or not needed, "base_weight", "the base head (V, H)", None, "or set base_coefficient=0.0"
-        )
-        if given:
-            expected, remedy = (
-                f"{heads.vocab_size} rows, as the heads have",
-                "base and heads predict the same ids",
+        if not given and needed:
+            raise ValueError(
+                message("base_weight", "the base head (V, H)", None, "or set base_coefficient=0.0")
             )
-            fits = base_weight.shape[0] == heads.vocab_size
-            expect(fits, "base_weight", expected, tuple(base_weight.shape), remedy)
+        if given:
+            if base_weight.shape[0] != heads.vocab_size:
+                raise ValueError(
+                    message(
+                        "base_weight",
+                        f"{heads.vocab_size} rows, as the heads have",
+                        tuple(base_weight.shape),
+                        "base and heads predict the same ids",
+                    )
+                )
         parts = []
         if self.base_coefficient:
             parts.append(Part("base", self.base_coefficient, hidden, base_weight, base_bias, 1))
@@ -199,5 +215,8 @@ class MedusaLoss(MultiHeadLoss):
             layers = Layers(heads, k, heads.block_tensors(k)) if heads.num_layers else None
             if coefficient:
                 parts.append(Part(f"head_{k}", coefficient, hidden, weight, None, k + 2, layers))
-        expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
+        if not parts:
+            raise ValueError(
+                message("coefficients", "one that is not 0", coefficients, "a loss needs a head")
+            )
         return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

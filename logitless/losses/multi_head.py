@@ -16,7 +16,7 @@ from logitless.engine.call import Layers, Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.operands import Operands, SplitHead, checked_boundaries, sequence_numbers
 from logitless.engine.operators import constant_in_graphs, register_module
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput
 from logitless.losses.cross_entropy import CrossEntropyLoss
@@ -35,6 +35,7 @@ class Part:
     bias: Tensor | None  # (V,)
     offset: int  # position i predicts token i + offset
     layers: Layers | None = None  # in front of the weight
+    constant_head: bool = False  # whether weight and bias get no gradient of this part
 
 
 def ahead(labels: Tensor, offset: int, ignore_index: int, cu_seqlens: Tensor | None) -> Tensor:
@@ -73,12 +74,27 @@ class MultiHeadLoss(CrossEntropyLoss):
         if isinstance(coefficients, list):
             object.__setattr__(self, "coefficients", tuple(coefficients))
         super().__post_init__()
-        reduction, remedy = repr(self.reduction), "sum over the heads"
-        expect(self.reduction != "none", "reduction", "'mean' or 'sum' for several heads", reduction, remedy)
-        remedy = "each has log-probabilities of its own"
-        expect(not self.return_logps, "return_logps", "False for several heads", True, remedy)
-        remedy = "each has predictions of its own"
-        expect(not self.return_predictions, "return_predictions", "False for several heads", True, remedy)
+        if self.reduction == "none":
+            raise ValueError(
+                message(
+                    "reduction",
+                    "'mean' or 'sum' for several heads",
+                    repr(self.reduction),
+                    "sum over the heads",
+                )
+            )
+        if self.return_logps:
+            raise ValueError(
+                message(
+                    "return_logps", "False for several heads", True, "each has log-probabilities of its own"
+                )
+            )
+        if self.return_predictions:
+            raise ValueError(
+                message(
+                    "return_predictions", "False for several heads", True, "each has predictions of its own"
+                )
+            )
 
     def solve_parts(
         self,
@@ -91,11 +107,20 @@ class MultiHeadLoss(CrossEntropyLoss):
         """The weighted sum of the parts, with each one's own loss and accuracy as metrics."""
         if mask is not None:
             targets = self.masked(targets, mask)
-        remedy = "pass the labels of whole sequences"
-        expect(targets.dim() > 0, "targets", "shape (B, T)", tuple(targets.shape), remedy)
+        if targets.dim() == 0:
+            raise ValueError(
+                message("targets", "shape (B, T)", tuple(targets.shape), "pass the labels of whole sequences")
+            )
         if cu_seqlens is not None:
-            got, remedy = tuple(targets.shape), "flatten the tokens or leave it out"
-            expect(targets.dim() == 1, "targets", "shape (N,) with cu_seqlens", got, remedy)
+            if targets.dim() != 1:
+                raise ValueError(
+                    message(
+                        "targets",
+                        "shape (N,) with cu_seqlens",
+                        tuple(targets.shape),
+                        "flatten the tokens or leave it out",
+                    )
+                )
             cu_seqlens = checked_boundaries(cu_seqlens, targets)
         loss = self.resolved(parts[0].weight)
         if loss.tp_group is not None and debugging():
@@ -106,11 +131,15 @@ class MultiHeadLoss(CrossEntropyLoss):
         local: list[tuple[Tensor | None, Tensor | None]] = []
         heads = []
         for part in parts:
-            whole, remedy = (
-                not isinstance(part.weight, SplitHead),
-                "train it whole, or take linear_logprobs of each head",
-            )
-            expect(whole, "weight", "a tensor (V, H)", type(part.weight).__name__, remedy, TypeError)
+            if isinstance(part.weight, SplitHead):
+                raise TypeError(
+                    message(
+                        "weight",
+                        "a tensor (V, H)",
+                        type(part.weight).__name__,
+                        "train it whole, or take linear_logprobs of each head",
+                    )
+                )
             labels = ahead(targets.long(), part.offset, self.ignore_index, cu_seqlens)
             # A head that several parts share is gathered once, and gets one gradient.
             weight, bias = part.weight, part.bias
@@ -121,8 +150,17 @@ class MultiHeadLoss(CrossEntropyLoss):
                 weight, bias = (next(own for given, own in local if given is x) for x in (weight, bias))
             # With a DTensor and a plain tensor, one may be a whole head and the other a shard.
             rows = heads[0].weight.shape[0] if heads else weight.shape[0]
-            expected = f"{rows} rows on this rank, as {parts[0].name} has"
-            expect(weight.shape[0] == rows, part.name, expected, weight.shape[0], "shard all heads alike")
+            if weight.shape[0] != rows:
+                raise ValueError(
+                    message(
+                        part.name,
+                        f"{rows} rows on this rank, as {parts[0].name} has",
+                        weight.shape[0],
+                        "shard all heads alike",
+                    )
+                )
+            if part.constant_head:
+                weight, bias = weight.detach(), None if bias is None else bias.detach()
             operands = Operands(part.hidden, weight, labels, bias)
             given = prepare(loss, operands, Options(num_items, cu_seqlens=cu_seqlens), {})
             # Parts with the same hidden states share one flattened tensor, which gets one gradient.

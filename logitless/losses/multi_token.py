@@ -7,7 +7,7 @@ from typing import ClassVar, Never
 from torch import Tensor
 
 from logitless.engine.head_view import is_head
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import without_adapter
 from logitless.losses.inputs import HeadWeight
@@ -23,6 +23,9 @@ class MultiTokenLoss(MultiHeadLoss):
     Args:
         coefficients: one per hidden state; default 1 for the first and 0.3 for the others (DeepSeek-V3's
             lambda).
+        isolated: whether the shared head gets the gradient of the first hidden state's loss alone, and the
+            later ones see it as a constant: 2 products instead of 3 for each of them. What those losses
+            train in the model is the model's: detach the hidden states that it passes to its MTP modules.
 
     The call takes a sequence of hidden states, each (B, T, H), weight (V, H) and targets (B, T), the labels
     at their own positions (what other losses call `shift=True`); or packed ones, (N, H) and (N,), with
@@ -36,6 +39,7 @@ class MultiTokenLoss(MultiHeadLoss):
     """
 
     coefficients: Sequence[float] | None = None
+    isolated: bool = False
 
     remedies: ClassVar = {"shift": "targets are unshifted labels already"}
 
@@ -56,18 +60,47 @@ class MultiTokenLoss(MultiHeadLoss):
             own = {"bias": bias, "cu_seqlens": cu_seqlens, "num_items": num_items, "mask": mask, **unknown}
             return MultiTokenLoss.__call__(loss, hiddens, weight, targets, **own)
         self.check_call(unknown, targets=targets, bias=bias, mask=mask, cu_seqlens=cu_seqlens)
-        several = isinstance(hiddens, (tuple, list)) and all(isinstance(x, Tensor) for x in hiddens)
-        expected, got = "a list or tuple of tensors", type(hiddens).__name__
-        expect(several, "hiddens", expected, got, "pass [hidden] for a single one", TypeError)
-        depths, remedy = len(hiddens), "pass the model's own first"
-        expect(depths > 0, "hiddens", "at least one tensor of hidden states", depths, remedy)
+        if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
+            raise TypeError(
+                message(
+                    "hiddens",
+                    "a list or tuple of tensors",
+                    type(hiddens).__name__,
+                    "pass [hidden] for a single one",
+                )
+            )
+        depths = len(hiddens)
+        if depths == 0:
+            raise ValueError(
+                message(
+                    "hiddens", "at least one tensor of hidden states", depths, "pass the model's own first"
+                )
+            )
         coefficients = (1.0,) + (0.3,) * (depths - 1) if self.coefficients is None else self.coefficients
-        expected = f"{depths} numbers, one per hidden state"
-        expect(len(coefficients) == depths, "coefficients", expected, len(coefficients), "or leave it None")
+        if len(coefficients) != depths:
+            raise ValueError(
+                message(
+                    "coefficients",
+                    f"{depths} numbers, one per hidden state",
+                    len(coefficients),
+                    "or leave it None",
+                )
+            )
         parts = [
-            Part(f"depth_{k}", coefficient, hidden, weight, bias, k + 1)
+            Part(
+                f"depth_{k}",
+                coefficient,
+                hidden,
+                weight,
+                bias,
+                k + 1,
+                constant_head=self.isolated and k > 0,
+            )
             for k, (hidden, coefficient) in enumerate(zip(hiddens, coefficients, strict=True))
             if coefficient
         ]
-        expect(len(parts) > 0, "coefficients", "one that is not 0", coefficients, "a loss needs a head")
+        if not parts:
+            raise ValueError(
+                message("coefficients", "one that is not 0", coefficients, "a loss needs a head")
+            )
         return self.solve_parts(parts, targets, cu_seqlens, num_items, mask)

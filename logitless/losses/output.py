@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from logitless.engine.plan import Plan
-from logitless.errors import expect
+from logitless.errors import message
 
 _OF_THE_LOSS = "{0}: expected a tensor, got the LossOutput of a call; take its .loss, as in out.loss.{0}()."
 
 
 def _no_number(self, *others: object) -> Never:
     """Raise for arithmetic: a tuple would repeat or concatenate itself."""
-    expect(False, "out", "a tensor", "the LossOutput of a call", "take its .loss", TypeError)
+    raise TypeError(message("out", "a tensor", "the LossOutput of a call", "take its .loss"))
 
 
 class LossOutput(NamedTuple):

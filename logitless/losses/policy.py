@@ -12,9 +12,10 @@ from torch import Tensor
 
 from logitless.engine.operands import checked_boundaries, sequence_numbers, shifted
 from logitless.engine.segments import cached_property
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.agreement import check_agreement
 from logitless.losses.base import LossOutput, TokenLoss
+from logitless.losses.levels import is_per_sequence, per_token_shape
 from logitless.parallel.agreement import debugging
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
@@ -35,12 +36,23 @@ class Layout:
         self._shift, self.packed = shift, cu_seqlens is not None
         self._slices = slices
         if self.packed:
-            expected, got = "shape (N,) with cu_seqlens", tuple(targets.shape)
-            expect(targets.dim() == 1, "targets", expected, got, "flatten the tokens or leave it out")
+            if targets.dim() != 1:
+                raise ValueError(
+                    message(
+                        "targets",
+                        "shape (N,) with cu_seqlens",
+                        tuple(targets.shape),
+                        "flatten the tokens or leave it out",
+                    )
+                )
             cu_seqlens = checked_boundaries(cu_seqlens, targets)
         else:
-            got, remedy = tuple(targets.shape), "or pass flat tokens with cu_seqlens"
-            expect(targets.dim() == 2, "targets", "shape (B, T)", got, remedy)
+            if targets.dim() != 2:
+                raise ValueError(
+                    message(
+                        "targets", "shape (B, T)", tuple(targets.shape), "or pass flat tokens with cu_seqlens"
+                    )
+                )
         self.cu_seqlens = cu_seqlens
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.targets = self.aligned(targets.long(), ignore_index)
@@ -54,15 +66,9 @@ class Layout:
         """x aligned with hidden: shifted, if the call has `shift`; `last` fills the last positions."""
         return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
 
-    def is_per_sequence(self, x: Tensor) -> bool:
-        """Whether x has one entry per sequence; with `cp_group`, whether that holds on every rank."""
-        flat, column = x.shape == (self.sequences,), x.shape == (self.sequences, 1)
-        if not self._slices.sliced:
-            return flat or (column and self.targets.shape != x.shape)
-        # One rank's slice may have as many tokens as there are sequences, or one token of each.
-        if not self.packed:
-            return flat
-        return self._slices.everywhere(flat, x.device) if x.dim() == 1 else column
+    def is_per_sequence(self, name: str, x: Tensor, *, sums: bool = False) -> bool:
+        """See `levels.is_per_sequence`."""
+        return is_per_sequence(name, x, self.targets, self.sequences, sums=sums, slices=self._slices)
 
     def spread(self, x: Tensor) -> Tensor:
         """(B,) -> targets' shape."""
@@ -72,15 +78,17 @@ class Layout:
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
         """x in targets' shape, detached, with `fill` for unsupervised tokens."""
-        if per_sequence and self.is_per_sequence(x):
+        if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
         else:
+            x = per_token_shape(x, self.targets) if per_sequence else x
             # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
-            shape = tuple(self.targets.shape)
-            either = f"{shape} or ({self.sequences},)" if per_sequence else f"{shape}"
-            expected = f"targets' shape {either}"
-            aligned = x.shape == self.targets.shape
-            expect(aligned, name, expected, tuple(x.shape), "align it with the targets")
+            if x.shape != self.targets.shape:
+                shape = tuple(self.targets.shape)
+                either = f"{shape} or ({self.sequences},)" if per_sequence else f"{shape}"
+                raise ValueError(
+                    message(name, f"targets' shape {either}", tuple(x.shape), "align it with the targets")
+                )
             x = self.aligned(x, fill)
         return torch.where(self.counted, x.detach().to(self.dtype), fill)
 
@@ -181,14 +189,25 @@ class ClippedLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         given = [x for x in (self.epsilon, self.epsilon_low) if x is not None]
-        expected, got = "epsilon itself, or None", f"{self.epsilon_low} beside epsilon={self.epsilon}"
-        remedy = "they are two names of the lower clip range"
-        expect(len(set(given)) < 2, "epsilon_low", expected, got, remedy)
+        if len(set(given)) >= 2:
+            raise ValueError(
+                message(
+                    "epsilon_low",
+                    "epsilon itself, or None",
+                    f"{self.epsilon_low} beside epsilon={self.epsilon}",
+                    "they are two names of the lower clip range",
+                )
+            )
         object.__setattr__(self, "epsilon", given[0] if given else 0.2)
         super().__post_init__()
-        expect(self.epsilon >= 0, "epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2")
-        got, remedy = self.epsilon_high, "leave it None for epsilon"
-        expect(self.upper >= 0, "epsilon_high", "a number >= 0 or None", got, remedy)
+        if self.epsilon < 0:
+            raise ValueError(message("epsilon", "a number >= 0", self.epsilon, "TRL's default is 0.2"))
+        if self.upper < 0:
+            raise ValueError(
+                message(
+                    "epsilon_high", "a number >= 0 or None", self.epsilon_high, "leave it None for epsilon"
+                )
+            )
 
     @property
     def upper(self) -> float:

@@ -12,7 +12,7 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.operands import checked_boundaries
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
@@ -98,10 +98,19 @@ class ORPOLoss(UnreferencedLoss):
         if nll_targets is not None:
             targets, nll_targets = targets.long(), nll_targets.long()
             expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
-            remedy = "set what does not count to ignore_index in targets and nll_targets"
-            expect(arguments.get("mask") is None, "mask", "None beside nll_targets", "a tensor", remedy)
-            remedy = "give a label or ignore_index per token"
-            expect(nll_targets.shape == targets.shape, "nll_targets", expected, got, remedy)
+            if arguments.get("mask") is not None:
+                raise ValueError(
+                    message(
+                        "mask",
+                        "None beside nll_targets",
+                        "a tensor",
+                        "set what does not count to ignore_index in targets and nll_targets",
+                    )
+                )
+            if nll_targets.shape != targets.shape:
+                raise ValueError(
+                    message("nll_targets", expected, got, "give a label or ignore_index per token")
+                )
             chosen = _of_chosen(targets, cu_seqlens)
             inputs["completion"] = targets != self.ignore_index
             inputs["contradicting"] = _contradicting(targets, nll_targets, chosen, self.ignore_index)
@@ -176,9 +185,12 @@ class CPOLoss(UnreferencedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("loss_type", self.loss_type, CPO_LOSSES)
-        expect(self.beta > 0, "beta", "a positive number", self.beta, "TRL's default is 0.1")
-        smoothing = self.label_smoothing
-        expect(0 <= smoothing <= 1, "label_smoothing", "a number in [0, 1]", smoothing, "use 0.0 for none")
+        if self.beta <= 0:
+            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(
+                message("label_smoothing", "a number in [0, 1]", self.label_smoothing, "use 0.0 for none")
+            )
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         logps = batch.sum_by_sequence(stats.logps)
@@ -213,7 +225,8 @@ class SimPOLoss(UnreferencedLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expect(self.beta > 0, "beta", "a positive number", self.beta, "the paper's are 2.0 to 2.5")
+        if self.beta <= 0:
+            raise ValueError(message("beta", "a positive number", self.beta, "the paper's are 2.0 to 2.5"))
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         chosen, rejected = (batch.sum_by_sequence(stats.logps) / batch.lengths.clamp(min=1)).chunk(2)

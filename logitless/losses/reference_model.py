@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.transform import Head
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import made
@@ -55,11 +55,21 @@ class ComparedLoss(TokenLoss):
         names = [name for name, x in given.items() if x is not None]
         got, name = " and ".join(names) or "neither", type(self).__name__
         if not self.needs_reference:
-            expected = f"no reference for this {name}"
-            expect(not names, "ref_logps", expected, got, "leave it out, or set the option that needs it")
+            if names:
+                raise ValueError(
+                    message(
+                        "ref_logps",
+                        f"no reference for this {name}",
+                        got,
+                        "leave it out, or set the option that needs it",
+                    )
+                )
         elif names != ["ref_logps"] and names[:1] != ["ref_hidden"]:
-            expected = "one of ref_logps and ref_hidden (with ref_weight)"
-            expect(False, "ref_logps", expected, got, "pass one of them")
+            raise ValueError(
+                message(
+                    "ref_logps", "one of ref_logps and ref_hidden (with ref_weight)", got, "pass one of them"
+                )
+            )
 
     def detached_logps(
         self,
@@ -91,17 +101,32 @@ def check_reference(
     targets: Tensor,
 ) -> None:
     """Check the shapes of a reference's hidden states and head against the trained head and the targets."""
-    expect(
-        ref_weight is not None, "ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden"
-    )
+    if ref_weight is None:
+        raise ValueError(
+            message("ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden")
+        )
     V, H = weight.shape[0], ref_hidden.shape[-1]
-    remedy = "the reference scores the same token ids, from its own hidden states"
-    expect(ref_weight.shape == (V, H), "ref_weight", f"shape ({V}, {H})", tuple(ref_weight.shape), remedy)
+    if ref_weight.shape != (V, H):
+        raise ValueError(
+            message(
+                "ref_weight",
+                f"shape ({V}, {H})",
+                tuple(ref_weight.shape),
+                "the reference scores the same token ids, from its own hidden states",
+            )
+        )
     if loss.tp_group is not None:
         check_alike("ref_weight", ref_weight, weight)
-    aligned = ref_hidden.shape[:-1] == targets.shape
-    expected = f"shape {tuple(targets.shape)} + (H,)"
-    expect(aligned, "ref_hidden", expected, tuple(ref_hidden.shape), "give one row per target")
+    if ref_hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            message(
+                "ref_hidden",
+                f"shape {tuple(targets.shape)} + (H,)",
+                tuple(ref_hidden.shape),
+                "give one row per target",
+            )
+        )
     if ref_bias is not None:
-        expected, got = f"shape ({V},)", tuple(ref_bias.shape)
-        expect(got == (V,), "ref_bias", expected, got, "give one entry per token id")
+        got = tuple(ref_bias.shape)
+        if got != (V,):
+            raise ValueError(message("ref_bias", f"shape ({V},)", got, "give one entry per token id"))

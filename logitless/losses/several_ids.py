@@ -14,7 +14,7 @@ from logitless.engine.objectives.ids import IdsObjective, TopkObjective
 from logitless.engine.operands import INTEGERS, Operands, SplitHead, checked_boundaries, masked, shifted
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head.targets import one_per_position
 from logitless.losses.declarations import made
 from logitless.losses.heads import with_heads
@@ -108,17 +108,37 @@ def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: t
     every = torch.full(shape, any_id, dtype=torch.int64, device=device)
     if mask is None:
         return every
-    expected = f"shape {tuple(shape)}, one entry per token"
-    expect(mask.shape == shape, "mask", expected, tuple(mask.shape), "align it with hidden")
+    if mask.shape != shape:
+        raise ValueError(
+            message(
+                "mask",
+                f"shape {tuple(shape)}, one entry per token",
+                tuple(mask.shape),
+                "align it with hidden",
+            )
+        )
     return masked(every, mask, ignore_index)
 
 
 def check_ids(ids: Tensor, hidden: Tensor) -> None:
-    remedy = "pass token ids, not probabilities or a mask"
-    expect(ids.dtype in INTEGERS, "targets", "integer token ids (int64)", ids.dtype, remedy, TypeError)
-    expected, got = f"shape {tuple(hidden.shape[:-1])} + (k,) with k >= 1", tuple(ids.shape)
-    fits = ids.shape[:-1] == hidden.shape[:-1] and ids.shape[-1] > 0
-    expect(fits, "targets", expected, got, "give every position the same number of ids")
+    if ids.dtype not in INTEGERS:
+        raise TypeError(
+            message(
+                "targets",
+                "integer token ids (int64)",
+                ids.dtype,
+                "pass token ids, not probabilities or a mask",
+            )
+        )
+    if ids.shape[:-1] != hidden.shape[:-1] or ids.shape[-1] == 0:
+        raise ValueError(
+            message(
+                "targets",
+                f"shape {tuple(hidden.shape[:-1])} + (k,) with k >= 1",
+                tuple(ids.shape),
+                "give every position the same number of ids",
+            )
+        )
 
 
 def logprobs_of_ids(
@@ -135,8 +155,10 @@ def logprobs_of_ids(
     check_ids(ids, hidden)
     ids = ids.long()
     if shift:
-        remedy = "a single token has no next one"
-        expect(hidden.dim() > 1, "shift", "False for hidden (H,)", True, remedy)
+        if hidden.dim() <= 1:
+            raise ValueError(
+                message("shift", "False for hidden (H,)", True, "a single token has no next one")
+            )
         loss.check_call((), cu_seqlens=cu_seqlens)
         if cu_seqlens is not None:
             cu_seqlens = checked_boundaries(cu_seqlens, ids)
@@ -191,11 +213,19 @@ def linear_topk(
         TypeError: an unknown option, or an argument of another type.
     """
     check_options(head, OPTIONS, ("bias", "mask"))
-    whole = isinstance(k, int) and not isinstance(k, bool)
-    expect(whole, "k", "a whole number", repr(k), "say how many ids", TypeError)
-    expect(k >= 1, "k", "at least 1", k, "say how many ids")
-    remedy = "pass the hidden states, such as model.model(ids).last_hidden_state"
-    expect(isinstance(hidden, Tensor), "hidden", "a tensor", type(hidden).__name__, remedy, TypeError)
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(message("k", "a whole number", repr(k), "say how many ids"))
+    if k < 1:
+        raise ValueError(message("k", "at least 1", k, "say how many ids"))
+    if not isinstance(hidden, Tensor):
+        raise TypeError(
+            message(
+                "hidden",
+                "a tensor",
+                type(hidden).__name__,
+                "pass the hidden states, such as model.model(ids).last_hidden_state",
+            )
+        )
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
     loss = made(TopkNumbers, k=k, unmasked=mask is None, **head)

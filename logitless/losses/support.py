@@ -11,12 +11,12 @@ from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.objectives.support import SupportObjective
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import NOTHING
 from logitless.kernels.head.transform import Head
 from logitless.losses.declarations import made
-from logitless.losses.divergences import DIVERGENCES
+from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
 
@@ -29,15 +29,23 @@ def check_support(loss: LinearLoss) -> None:
     check_choice("support", loss.support, (None, *SUPPORTS))
     k, shared = loss.k, loss.shared_vocabulary
     for name, value in (("k", k), ("shared_vocabulary", shared)):
-        whole = value is None or (isinstance(value, int) and not isinstance(value, bool))
-        expect(whole, name, "a whole number or None", repr(value), "count token ids", TypeError)
-        expect(value is None or value >= 1, name, "at least 1", value, "count token ids")
-    remedy = "say whose best ids with support="
-    expect(loss.support is not None or k is None, "k", "None without support", k, remedy)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(message(name, "a whole number or None", repr(value), "count token ids"))
+        if value is not None and value < 1:
+            raise ValueError(message(name, "at least 1", value, "count token ids"))
+    if loss.support is None and k is not None:
+        raise ValueError(message("k", "None without support", k, "say whose best ids with support="))
     if loss.support is not None:
-        divergences = ", ".join(map(repr, DIVERGENCES))
-        expected, remedy = f"one of {divergences} with support", "leave support out"
-        expect(loss.divergence in DIVERGENCES, "divergence", expected, repr(loss.divergence), remedy)
+        if loss.divergence not in DIVERGENCES:
+            divergences = ", ".join(map(repr, DIVERGENCES))
+            raise ValueError(
+                message(
+                    "divergence",
+                    f"one of {divergences} with support",
+                    repr(loss.divergence),
+                    "leave support out",
+                )
+            )
 
 
 def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
@@ -46,15 +54,24 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
     `given`: the teacher is given as k log-probabilities per token, not as hidden states and head.
     """
     if given:
-        remedy = "pass teacher_hidden and teacher_weight"
-        expected = "'teacher' where the teacher's logits are not given"
-        expect(loss.support == "teacher", "support", expected, repr(loss.support), remedy)
-        remedy = "teacher_logprobs_topk has its own"
-        expect(loss.k is None, "k", "None with teacher_logprobs_topk", loss.k, remedy)
+        if loss.support != "teacher":
+            raise ValueError(
+                message(
+                    "support",
+                    "'teacher' where the teacher's logits are not given",
+                    repr(loss.support),
+                    "pass teacher_hidden and teacher_weight",
+                )
+            )
+        if loss.k is not None:
+            raise ValueError(
+                message("k", "None with teacher_logprobs_topk", loss.k, "teacher_logprobs_topk has its own")
+            )
     else:
-        expect(
-            loss.k is not None, "k", "how many ids of each, with support", None, "set it, to 64 for example"
-        )
+        if loss.k is None:
+            raise ValueError(
+                message("k", "how many ids of each, with support", None, "set it, to 64 for example")
+            )
     return made(SupportDistillation, **{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
 
 
@@ -157,9 +174,7 @@ class SupportDistillation(LinearLoss):
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""
         if not self.given:
             return torch.cat((teacher, stats.teacher_rest.clamp(min=NOTHING)[:, None]), -1)
-        # Bound the probability of other ids, 1 - sum, below by the rounding error of the sum.
-        known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(teacher.dtype).eps)
-        rest = torch.log(-torch.expm1(known))
+        rest = log_of_others(teacher, batch.teacher_logps.dtype)
         # Where the student has nothing but these ids, neither has the teacher.
         rest = torch.where(stats.rest[:, None] == -torch.inf, NOTHING, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)

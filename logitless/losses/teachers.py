@@ -6,39 +6,61 @@ import torch
 from torch import Tensor
 
 from logitless.engine.spec import Fault
-from logitless.errors import expect, warn
+from logitless.errors import message, warn
 from logitless.kernels.ids.gathered import wrong_slots
 
 
 def check_teacher(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, shape: torch.Size) -> None:
-    expect(
-        weight is not None,
-        "teacher_weight",
-        "the teacher's head (V', H')",
-        None,
-        "pass it with teacher_hidden",
-    )
-    expected, got = f"shape {tuple(shape)} + (H',)", tuple(hidden.shape)
-    expect(hidden.shape[:-1] == shape, "teacher_hidden", expected, got, "give one row per token of hidden")
-    fits = weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
-    expected, got = f"shape (V', {hidden.shape[-1]})", tuple(weight.shape)
-    expect(fits, "teacher_weight", expected, got, "pass the head of these hidden states")
+    if weight is None:
+        raise ValueError(
+            message("teacher_weight", "the teacher's head (V', H')", None, "pass it with teacher_hidden")
+        )
+    if hidden.shape[:-1] != shape:
+        raise ValueError(
+            message(
+                "teacher_hidden",
+                f"shape {tuple(shape)} + (H',)",
+                tuple(hidden.shape),
+                "give one row per token of hidden",
+            )
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            message(
+                "teacher_weight",
+                f"shape (V', {hidden.shape[-1]})",
+                tuple(weight.shape),
+                "pass the head of these hidden states",
+            )
+        )
     if bias is not None:
-        expected, got = f"shape ({weight.shape[0]},)", tuple(bias.shape)
-        expect(bias.shape == weight.shape[:1], "teacher_bias", expected, got, "give one entry per token id")
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                message(
+                    "teacher_bias",
+                    f"shape ({weight.shape[0]},)",
+                    tuple(bias.shape),
+                    "give one entry per token id",
+                )
+            )
 
 
 def check_topk(values: Tensor, ids: Tensor, shape: torch.Size) -> None:
-    fits = values.shape == ids.shape and values.shape[:-1] == shape and values.shape[-1:] > (0,)
-    expected = f"two tensors {tuple(shape)} + (k,) with k >= 1"
-    got = f"{tuple(values.shape)} and {tuple(ids.shape)}"
-    expect(fits, "teacher_logprobs_topk", expected, got, "give the same k ids to every token")
+    if values.shape != ids.shape or values.shape[:-1] != shape or values.shape[-1:] == (0,):
+        raise ValueError(
+            message(
+                "teacher_logprobs_topk",
+                f"two tensors {tuple(shape)} + (k,) with k >= 1",
+                f"{tuple(values.shape)} and {tuple(ids.shape)}",
+                "give the same k ids to every token",
+            )
+        )
     for x, kind, wanted in (
         (ids, not (ids.is_floating_point() or ids.is_complex()), "integer ids"),
         (values, values.is_floating_point(), "floating-point log-probabilities"),
     ):
-        remedy = "pass (values, ids)"
-        expect(kind, "teacher_logprobs_topk", wanted, x.dtype, remedy, TypeError)
+        if not kind:
+            raise TypeError(message("teacher_logprobs_topk", wanted, x.dtype, "pass (values, ids)"))
 
 
 def topk_faults(

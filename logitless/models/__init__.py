@@ -1,10 +1,10 @@
 """Changes to a Hugging Face model: loss without logits, LM head for our losses, fused layers, activations.
 
 `patch`, with `logits` and `probes`, makes a call with labels compute its loss without logits; `heads`,
-`views` and `peft_heads` read the LM head; `exchange` replaces a module's forward pass and restores it.
-`fuse_layers` is that of `logitless.layers`. `activations` keeps what decoder layers save within a budget:
-`activation_plan` chooses the level of each layer, `saved_tensors` runs a layer at its level. Called by users
-and trainers. Imports transformers only, and PEFT for a head with adapters.
+`views` and `peft_heads` read the LM head. `fuse_layers` is that of `logitless.layers`. `activations` keeps
+what decoder layers save within a budget: `activation_plan` chooses the level of each layer, `saved_tensors`
+runs a layer at its level. Called by users and trainers. Imports transformers only, and PEFT for a head with
+adapters.
 """
 
 import importlib

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from logitless.errors import expect, warn
+from logitless.exchange import exchange, state_of
 from logitless.layers.fused_forwards import KEY as FUSED
 from logitless.models.activation_plan import ActivationPlan, Batch, Counts, choose, in_gib, to_bytes
-from logitless.models.exchange import exchange, state_of
 from logitless.models.heads import base_of
 from logitless.models.saved_tensors import Autocast, Graph, Held, LayerRun, Sizes, Storage, storages
 
@@ -282,8 +281,7 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
     """
     budget = to_bytes(activation_budget)
     expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, "pass a model", TypeError)
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    base = base_of(inner)
+    base = base_of(model)
     encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     remedy = "use gradient checkpointing"
     expect(not encoder, "model", "a decoder", "an encoder-decoder", remedy)

@@ -3,15 +3,43 @@
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.errors import expect
+from logitless.errors import expect, message
 from logitless.parallel.groups import split_over_vocabulary
+
+# The attribute with the wrapped module, by class of the wrapper. Those of packages that the library does not
+# import are known by name.
+WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "_FabricModule": "module",
+    "DeepSpeedEngine": "module",
+}
+ONE_PROCESS = "start it with torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model under the wrappers of DDP, torch.compile, Lightning Fabric and DeepSpeed, which accelerate
+    puts around a model too.
+
+    Raises:
+        ValueError: for `nn.DataParallel` and FSDP1, by name.
+    """
+    while isinstance(model, nn.Module):
+        name = type(model).__name__
+        if name == "DataParallel":
+            raise ValueError(message("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS))
+        if name == "FullyShardedDataParallel":
+            expected = "a model that is sharded by FSDP2, if at all"
+            raise ValueError(message("model", expected, f"FSDP1's {name}", "shard it with fully_shard"))
+        if name not in WRAPPERS:
+            break
+        model = getattr(model, WRAPPERS[name])
+    return model
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model under PEFT's adapters, and under what Lightning Fabric's `setup` returns."""
-    if type(model).__name__ == "_FabricModule":
-        # It hands every attribute on, and casts what goes in and out of a call.
-        model = model.module
+    """The transformers model under its wrappers and under PEFT's adapters."""
+    model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
 from logitless.errors import expect, warn
-from logitless.models.exchange import exchange, exchanged, state_of, withdraw
+from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferral_of, deferred, undeferred
 from logitless.models.probes import check_call, check_head
@@ -66,7 +66,8 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     without labels, generation among them, run as before.
 
     Args:
-        model: a causal language model of transformers, under PEFT or not; LoRA may be on the head too.
+        model: a causal language model of transformers, under PEFT or not; LoRA may be on the head too. The
+            wrappers of DDP, torch.compile, Lightning Fabric, DeepSpeed and accelerate may be around it.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
         unverified: take a model whose head cannot be compared with its parameters before it is compiled.
 
@@ -81,7 +82,11 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     patch = checked_patch(model, logits_budget, unverified=unverified)
     exchange(patch.model, KEY, _forward, patch)
     deferral_of(patch.model, patch.deferral)
-    logger.info("%s: loss without logits, %s", type(patch.model).__name__, patch.checked)
+    budget = "the device's default" if logits_budget is None else f"{logits_budget / 2**20:,.1f} MiB"
+    name = type(patch.model).__name__
+    logger.info(
+        "%s: patch_model: loss without full logits, logits_budget %s, %s", name, budget, patch.checked
+    )
     return patch
 
 

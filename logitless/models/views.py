@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.models.exchange import exchanged
-from logitless.models.heads import base_of, find_head, read_head
+from logitless.exchange import exchanged
+from logitless.models.heads import base_of, find_head, read_head, unwrapped
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 
 
@@ -33,8 +33,8 @@ def head_of(model: nn.Module) -> HeadView:
     changed. Ask again in every step: FSDP and PEFT replace parameters.
 
     Args:
-        model: a causal language model of transformers, under PEFT, Lightning Fabric or neither, or its LM
-            head.
+        model: a causal language model of transformers, or its LM head. PEFT's adapters and the wrappers of
+            DDP, torch.compile, Lightning Fabric, DeepSpeed and accelerate may be around the model.
 
     Returns:
         HeadView(weight, bias, columns, softcap, logit_scale).
@@ -43,6 +43,7 @@ def head_of(model: nn.Module) -> HeadView:
         ValueError: no head, or layers between backbone and head: `patch_model` takes those.
         TypeError: a head that cannot be read (quantized ones, by name).
     """
+    model = unwrapped(model)
     if not hasattr(model, "get_output_embeddings"):
         return view_of(model, "model")
     base = base_of(model)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
-from logitless.models.exchange import instance_forward, stock_forward
+from logitless.exchange import instance_forward, stock_forward
 
 
 @dataclass(frozen=True)

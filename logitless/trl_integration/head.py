@@ -25,9 +25,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, unviewed
 from logitless.errors import expect
+from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
-from logitless.models.exchange import exchanged, instance_forward
 from logitless.models.heads import find_head, split_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole

@@ -1,7 +1,6 @@
 """Fused layers in a trainer's models: `use_fused_layers`, beside the chunked loss or alone."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from torch import nn
 from transformers import TrainerCallback
 
 from logitless.errors import expect
+from logitless.exchange import withdraw
 from logitless.layers.fuse import Report
 from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
-from logitless.models.exchange import withdraw
 
 from .adapter import Adapter, enable
 
@@ -33,12 +32,7 @@ class FusedLayers:
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __str__(self) -> str:
-        lines = []
-        for name, report in self.reports.items():
-            counts = Counter(report.classes[module] for module in report.fused)
-            classes = [f"{number} {cls}" for cls, number in counts.items()]
-            classes += [f"{len(report.left)} left alone"] if report.left else []
-            lines.append(f"fused in {name}: {', '.join(classes)}")
+        lines = [f"fused in {name}: {report.summary()}" for name, report in self.reports.items()]
         return "; ".join(lines) + " (torch.compile takes the model's own layers)" * self.compiled
 
 

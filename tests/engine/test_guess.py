@@ -25,6 +25,7 @@ from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
 from logitless.losses.logprobs import TokenNumbers
 from tests.engine.calls import call
+from tests.support import DEVICE
 
 # A LogitsLoss has the same numbers uncompiled.
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -54,7 +55,7 @@ def begun(monkeypatch):
 
 class Operands:
     def __init__(self, seed=0):
-        made = torch.Generator().manual_seed(seed)
+        made = torch.Generator(DEVICE).manual_seed(seed)
         self.hidden = torch.randn(N, H, generator=made).requires_grad_()
         self.weight = torch.randn(V, H, generator=made).requires_grad_()
         self.targets = torch.randint(V, (N,), generator=made)

@@ -11,9 +11,10 @@ import torch
 import transformers
 from torch import nn
 
+from logitless import exchange
+from logitless.exchange import state_of
 from logitless.layers import bodies, fuse, fused_forwards
-from logitless.models import exchange, fuse_layers, patch_model
-from logitless.models.exchange import state_of
+from logitless.models import fuse_layers, patch_model
 from tests.layers.tiny import IDS, assert_same, step, tiny, twin
 
 OPERATORS = ("add_rms_norm", "rms_norm_add", "qk_norm_rope", "gated")

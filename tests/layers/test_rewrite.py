@@ -11,12 +11,12 @@ from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from logitless.exchange import state_of
 from logitless.layers import fused_forwards
 from logitless.layers.rewrite import rewrite
 from logitless.layers.source import Unknown
 from logitless.layers.statements import Known
 from logitless.models import fuse_layers
-from logitless.models.exchange import state_of
 
 NORMS = frozenset({"norm", "q_norm", "k_norm"})
 KNOWN = Known(NORMS, NORMS, frozenset({"act"}), frozenset({"apply_rotary_pos_emb"}))

@@ -174,7 +174,13 @@ def test_what_is_wrong_is_said():
 def test_one_read(name, monkeypatch):
     """The boundaries are read with the number of tokens."""
     found, tolist = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: found.append(x.shape) or tolist(x))
+
+    def spy(x):
+        found.append(x.shape)
+        with torch._C.DisableTorchFunction():  # the mode of a default device looks `tolist` up once more
+            return tolist(x)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", spy)
     CALLS[name](bounds(*GOOD))
     heads = {"multi-token": 2, "Medusa": 3, "KTO's kl": 2}
     assert len(found) == heads.get(name, 1)

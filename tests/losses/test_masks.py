@@ -63,6 +63,14 @@ def test_integers_that_are_no_flags(name, value):
         ValueError, match="^mask: expected .* 0 or 1, got [24] others; pass which tokens count"
     ):
         call(name, x, mask)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a device-side assertion ends the process's use of the GPU")
+@pytest.mark.parametrize("name", CASES)
+def test_integers_that_are_no_flags_where_nothing_is_read(name):
+    x = given(T)
+    mask = mask_of(x).long()
+    mask[1, 1] = 2
     with pytest.raises(RuntimeError, match="^targets: expected ids .* mask of 0 and 1"):
         call(name, x, mask, compact=False)
 

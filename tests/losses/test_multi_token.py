@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from logitless import MedusaHeads, MedusaLoss, MultiTokenLoss
+from logitless.engine import projection
 from tests.support import DEVICE, AllocationWatcher, relative_error
 
 H, V = 12, 150
@@ -181,6 +182,53 @@ def test_sequences_shorter_than_the_offset_contribute_nothing():
     )
     out.loss.backward()
     assert hidden.grad.isfinite().all() and not hidden.grad[:, 1].any()
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("rows", [1000, 5])
+@pytest.mark.parametrize("first", [1.0, 0.0], ids=["all depths", "without the first"])
+def test_isolated_depths_see_the_head_as_a_constant(packed, rows, first):
+    random, shape, targets, starts, options = problem(packed, seed=4)
+    hiddens = [random(*shape, H).requires_grad_() for _ in range(3)]
+    weight, bias = random(V, H).requires_grad_(), random(V).requires_grad_()
+    coefficients = (first, 0.5, 0.2)
+    loss = MultiTokenLoss(isolated=True, coefficients=coefficients, logits_budget=SCRATCH + rows * ROW)
+    out = loss(hiddens, weight, targets, bias=bias, **options)
+
+    # The labels of a head with offset k are k positions ahead.
+    terms = [(first, hiddens[0], weight, bias, 1)]
+    terms += [(coefficients[k], hiddens[k], weight.detach(), bias.detach(), k + 1) for k in (1, 2)]
+    truth, _, _ = plain_loss(terms, targets, every_start(targets, starts, packed))
+    trained = [x for x, used in zip((*hiddens, weight, bias), (first, 1, 1, first, first)) if used]
+    ours = torch.autograd.grad(out.loss, trained)
+    theirs = torch.autograd.grad(truth, trained)
+    assert relative_error(out.loss.detach(), truth.detach()) < 1e-12
+    for x, a, b in zip(trained, ours, theirs, strict=True):
+        assert b.norm() > 0 and relative_error(a, b) < 1e-10, tuple(x.shape)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_products_of_isolated_depths(isolated, monkeypatch):
+    """3 + 2 (S - 1) products in the place of 3 S."""
+    counted = []
+    for name in ("project", "hidden_gradient"):
+        original = getattr(projection, name)
+        monkeypatch.setattr(
+            projection, name, lambda *given, f=original, n=name: (counted.append(n), f(*given))[1]
+        )
+    original = projection.Projection.accumulate
+    monkeypatch.setattr(
+        projection.Projection,
+        "accumulate",
+        staticmethod(
+            lambda *given, **options: (counted.append("accumulate"), original(*given, **options))[1]
+        ),
+    )
+    random, shape, targets, _, _ = problem(False, seed=5, dtype=torch.float32)
+    hiddens, weight = [random(*shape, H).requires_grad_() for _ in range(4)], random(V, H).requires_grad_()
+    MultiTokenLoss(isolated=isolated)(hiddens, weight, targets).loss.backward()
+    assert len(counted) == (3 + 2 * 3 if isolated else 3 * 4)
 
 
 BAD = {

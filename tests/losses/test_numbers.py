@@ -17,12 +17,13 @@ from logitless import (
     TokenLoss,
 )
 from tests.losses.every_loss import BrierLoss
+from tests.support import DEVICE
 
 
 @pytest.fixture
 def call():
     """(hidden (4, 6, 8), weight (32, 8), targets (4, 6))."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randn(4, 6, 8, generator=generator)
     weight = torch.randn(32, 8, generator=generator)
     return hidden, weight, torch.randint(32, (4, 6), generator=generator)

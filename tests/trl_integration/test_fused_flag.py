@@ -8,9 +8,9 @@ import transformers
 import trl
 
 import logitless.trl_integration as ours
+from logitless.exchange import state_of
 from logitless.layers import fused_forwards
 from logitless.models import fuse_layers
-from logitless.models.exchange import state_of
 from logitless.trl_integration import apply_to
 
 from .test_bad_trainers import made

@@ -8,7 +8,7 @@ import trl.trainer.sft_trainer as stock_module
 from transformers import Trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from logitless.models.exchange import state_of
+from logitless.exchange import state_of
 from logitless.trl_integration import SFTConfig, SFTTrainer
 from logitless.trl_integration.adapter import swapped
 

@@ -10,7 +10,7 @@ import transformers
 import trl
 
 import logitless.trl_integration as ours
-from logitless.models.exchange import STATES
+from logitless.exchange import STATES
 from logitless.trl_integration import apply_to, remove_from
 from logitless.trl_integration.forwards import forwards_of
 

@@ -21,7 +21,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
 from logitless.kernels.head.cross_entropy import TokenBuffers
@@ -56,8 +56,11 @@ class IdsObjective:
 
     @classmethod
     def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        k, V = call.loss.k, call.V
-        expect(k is None or k <= V, "k", f"at most the {V} ids of the vocabulary", k, "ask for fewer")
+        V = call.V
+        if call.loss.k is not None and call.loss.k > V:
+            raise ValueError(
+                message("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
+            )
         shapes = cls.number_shapes(call.loss, rows.count, call.inputs)
         stats = {
             name: cls.new_numbers(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)

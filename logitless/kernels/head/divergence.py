@@ -8,13 +8,24 @@ With s and t the two distributions, d = log t - log s, and m = beta t + (1 - bet
     reverse_kl    KL(s||t)                                d z = s (score - sum s score),  score = -d
     forward_kl    KL(t||s)                                d z = s - t
 
+With the acceptance rate of speculative sampling, alpha = sum min(s, p), where p is t or, if the teacher has
+more ids than the student, the teacher's distribution over all of them:
+
+    d alpha = s ([s < p] - sum s [s < p])
+    total_variation       1 - alpha                       d z = -d alpha
+    neg_log_acceptance    -log max(alpha, 1e-5)           d z = -d alpha / alpha, 0 below the bound
+    lk_hybrid             lam KL(t||s) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha) without its gradient
+
+1 - alpha = sum max(s - p, 0). Of the two sums alpha is taken from the smaller one, as in 1 - alpha nothing
+cancels where s and p are nearly equal.
+
 Every KL is summed as KL(p||q) = sum p phi(log q/p), phi(r) = exp(r) - 1 - r. No term is negative, so nothing
 cancels where p and q are nearly equal, and equal ones give exactly 0. A plain sum of p log p/q would have no
 correct digits there.
 
-`fused_divergence` is the Triton kernel (`divergence_triton.py`): statistics, loss and gradient of a chunk in
-one launch. The functions of log-probabilities here are its PyTorch twin, which `torch.func.grad_and_value`
-differentiates wherever Triton does not run.
+`fused_divergence` computes statistics, loss and gradient of a chunk: in one launch of the Triton kernel
+(`divergence_triton.py`), or in its PyTorch twin. The functions of log-probabilities here are those of a loss
+that `torch.func.grad_and_value` differentiates.
 """
 
 from typing import NamedTuple, Protocol
@@ -23,13 +34,23 @@ import torch
 from torch import Tensor
 
 from logitless.kernels import uses_triton
-from logitless.kernels.head.cross_entropy import TokenBuffers, allocate_stats, token_statistics
+from logitless.kernels.head.cross_entropy import (
+    TokenBuffers,
+    allocate_stats,
+    token_statistics,
+    twin_bytes,
+    twin_rows,
+)
 from logitless.kernels.head.transform import Head
 
 # Log-probability of an id that is ruled out (-inf): exp() of it is 0 in every dtype, and unlike -inf it makes
 # no NaN. It is below every finite log-probability, which stays as it is.
 NOTHING = -1e30
-FUSED = ("jsd", "forward_kl", "reverse_kl")
+# Functions of the acceptance rate.
+OF_ACCEPTANCE = ("total_variation", "neg_log_acceptance", "lk_hybrid")
+FUSED = ("jsd", "forward_kl", "reverse_kl", *OF_ACCEPTANCE)
+# The least acceptance rate whose negative logarithm has a gradient.
+LEAST = 1e-5
 
 
 def kl_terms(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
@@ -90,6 +111,7 @@ class DivergenceStats(NamedTuple):
     entropy: Tensor  # of the student, at the temperature
     is_top1: Tensor  # whether the student's best id is the label
     agreement: Tensor  # whether it is the teacher's best
+    acceptance: Tensor | None = None  # sum min(s, p), where it was asked for
 
 
 def has_kernel(divergence: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -111,31 +133,186 @@ def fused_divergence(
     teacher_head: Head,
     bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V',)
+    overlap: bool = False,
+    teacher_rows: Tensor | None = None,  # (C,) int64 row of `teacher` of each row; None: its own
+    teacher_lse: tuple[Tensor, Tensor]
+    | None = None,  # of the teacher's rows: log-sum-exp over all of its ids, and the rounding error of that
+    lk_eta: float = 3.0,
 ) -> DivergenceStats:
     """Statistics of a chunk and, given `factors`, the gradient with respect to the student's products of
     `factors * (hard_weight * hard + (1 - hard_weight) * soft)`.
 
     The divergence `soft` compares the ids that both vocabularies have; the cross-entropy `hard` is over all
-    of the student's ids.
+    of the student's ids. With `overlap`, or a divergence of `OF_ACCEPTANCE`, the statistics include the
+    acceptance rate: that of the teacher's distribution over the shared ids or, with `teacher_lse`, over all
+    of the teacher's ids.
     """
+    options = {
+        "gradient": gradient,
+        "divergence": divergence,
+        "beta": beta,
+        "hard_weight": hard_weight,
+        "head": head,
+        "teacher_head": teacher_head,
+        "bias": bias,
+        "teacher_bias": teacher_bias,
+        "overlap": overlap or divergence in OF_ACCEPTANCE,
+        "teacher_rows": teacher_rows,
+        "teacher_lse": teacher_lse,
+        "lk_eta": lk_eta,
+    }
+    if not uses_triton(student.device, student.dtype):
+        return _divergence_twin(student, teacher, labels, factors, **options)
     from logitless.kernels.head import divergence_triton
 
-    return DivergenceStats(
-        *divergence_triton.divergence_pass(
-            student,
-            teacher,
-            labels,
-            factors,
-            gradient=gradient,
-            divergence=divergence,
-            beta=beta,
-            hard_weight=hard_weight,
-            head=head,
-            teacher_head=teacher_head,
-            bias=bias,
-            teacher_bias=teacher_bias,
-        )
-    )
+    return DivergenceStats(*divergence_triton.divergence_pass(student, teacher, labels, factors, **options))
+
+
+def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, budget: int) -> int:
+    """Bytes of the twin's temporaries for a chunk within the budget; 0 where the kernel runs."""
+    # Twice those of the other twins.
+    return 2 * twin_bytes(device, dtype, V, budget)
+
+
+def _divergence_twin(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor | None,
+    factors: Tensor | None,
+    *,
+    gradient: Tensor | None,
+    head: Head,
+    teacher_head: Head,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    overlap: bool,
+    teacher_rows: Tensor | None,
+    teacher_lse: tuple[Tensor, Tensor] | None,
+    hard_weight: float,
+    **options,
+) -> DivergenceStats:
+    """`fused_divergence` in PyTorch, a few rows at a time."""
+    C, V = student.shape
+    common, dtype = min(V, teacher.shape[1]), torch.promote_types(student.dtype, torch.float32)
+    names = DivergenceStats._fields if overlap else DivergenceStats._fields[:-1]
+    out = {name: torch.zeros(C, dtype=dtype, device=student.device) for name in names}
+    taught = teacher_head._replace(temperature=head.temperature)
+    step = max(1, twin_rows(student) // 2)
+    for start in range(0, C, step):
+        rows = slice(start, min(start + step, C))
+        z, slope = head.logits(student[rows], bias)
+        own = rows if teacher_rows is None else teacher_rows[rows]
+        t = taught.logits(teacher[own][:, :common], None if teacher_bias is None else teacher_bias[:common])[
+            0
+        ]
+        out["agreement"][rows] = z[:, :common].argmax(1) == t.argmax(1)
+        outside = 0.0
+        if teacher_lse is not None:
+            lse, residual = (x[own].to(dtype) for x in teacher_lse)
+            top = t.amax(1)
+            outside = ((top - lse) + ((t - top[:, None]).logsumexp(1) - residual)).clamp(max=0.0)[:, None]
+        log_s = z[:, :common].log_softmax(1)
+        soft, d_z, acceptance = _compared(log_s, t.log_softmax(1), outside, overlap=overlap, **options)
+        del t
+        out["soft"][rows] = soft
+        if overlap:
+            out["acceptance"][rows] = acceptance
+        out["entropy"][rows] = -(log_s.clamp(min=NOTHING).mul_(log_s.exp())).sum(1)
+        del log_s
+        if labels is not None:
+            label = labels[rows]
+            known = (label >= 0) & (label < V)
+            column = torch.where(known, label, 0)[:, None]
+            out["is_top1"][rows] = z.argmax(1) == label
+            # The logits at temperature 1.
+            log_p = (z * head.temperature).log_softmax(1)
+            out["hard"][rows] = torch.where(known, -log_p.gather(1, column)[:, 0], 0.0)
+        del z
+        if gradient is None:
+            continue
+        d_z *= 1 - hard_weight
+        if common < V:
+            d_z = torch.nn.functional.pad(d_z, (0, V - common))
+        if labels is not None and hard_weight:
+            p = log_p.exp_().scatter_add_(1, column, -torch.ones_like(column, dtype=dtype))
+            d_z += p.mul_(hard_weight * head.temperature).mul_(known[:, None])
+        factor = factors[rows].to(dtype)[:, None]
+        d_z *= factor * slope
+        gradient[rows] = d_z.masked_fill_(factor == 0, 0.0)
+    return DivergenceStats(**out)
+
+
+def of_acceptance(
+    shared: Tensor, excess: Tensor, kl: Tensor, divergence: str, lk_eta: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(acceptance rate, divergence, a, b), each (n,), with d divergence / d logits = a (s - t) - b d alpha.
+
+    Args:
+        shared: sum min(s, p).
+        excess: sum max(s - p, 0), which is 1 - shared.
+        kl: the divergence itself where it is not in `OF_ACCEPTANCE`, else KL(t||s).
+        divergence: its name.
+        lk_eta: as in `fused_divergence`.
+    """
+    is_near = excess < 0.5
+    alpha, tv = torch.where(is_near, 1 - excess, shared), torch.where(is_near, excess, 1 - shared)
+    none, one = torch.zeros_like(alpha), torch.ones_like(alpha)
+    if divergence == "total_variation":
+        return alpha, tv, none, one
+    if divergence == "neg_log_acceptance":
+        loss = torch.where(is_near, -torch.log1p(-excess), -alpha.clamp(min=LEAST).log())
+        return alpha, loss, none, torch.where(alpha > LEAST, 1 / alpha.clamp(min=LEAST), 0.0)
+    if divergence == "lk_hybrid":
+        lam = (-lk_eta * alpha).exp()
+        return alpha, lam * kl + (1 - lam) * tv, lam, 1 - lam
+    return alpha, kl, one, none
+
+
+def _compared(
+    log_s: Tensor,
+    log_t: Tensor,
+    outside: Tensor | float,  # (n, 1) log of the teacher's probability of these ids together
+    *,
+    divergence: str,
+    beta: float,
+    lk_eta: float,
+    overlap: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(divergence (n,), its gradient with respect to the student's logits, acceptance rate (n,) or None)."""
+    if divergence == "jsd" and beta in (0.0, 1.0):
+        divergence = "reverse_kl" if beta else "forward_kl"
+    log_s, log_t = log_s.clamp(min=NOTHING), log_t.clamp(min=NOTHING)
+    s, t = log_s.exp(), log_t.exp()
+    shared = excess = None
+    if overlap:
+        p = t if isinstance(outside, float) else (log_t + outside).exp()
+        shared, excess = torch.minimum(s, p).sum(1), (s - p).clamp(min=0.0).sum(1)
+    if divergence in OF_ACCEPTANCE:
+        hybrid = divergence == "lk_hybrid"
+        kl = kl_terms(t, s, log_s - log_t).sum(1) if hybrid else shared
+        alpha, soft, a, b = of_acceptance(shared, excess, kl, divergence, lk_eta)
+        accepted = s * (s < p)
+        d_z = (s * accepted.sum(1, keepdim=True)).sub_(accepted).mul_(b[:, None])
+        return soft, d_z.add_((s - t).mul_(a[:, None])) if hybrid else d_z, alpha
+    soft, d_z = _plain(log_s, log_t, s, t, divergence, beta)
+    return soft, d_z, None if shared is None else of_acceptance(shared, excess, soft, divergence, lk_eta)[0]
+
+
+def _plain(
+    log_s: Tensor, log_t: Tensor, s: Tensor, t: Tensor, divergence: str, beta: float
+) -> tuple[Tensor, Tensor]:
+    """A divergence without the acceptance rate: (divergence (n,), its gradient)."""
+    if divergence == "forward_kl":
+        return kl_terms(t, s, log_s - log_t).sum(1), s - t
+    if divergence == "reverse_kl":
+        score = log_s - log_t
+        soft = kl_terms(s, t, -score).sum(1)
+    else:
+        to_student, to_teacher = mixture(log_s, log_t, beta)
+        m = torch.lerp(s, t, beta)
+        soft = ((1 - beta) * kl_terms(s, m, to_student) + beta * kl_terms(t, m, to_teacher)).sum(1)
+        score = -(1 - beta) * to_student
+    return soft, s * (score - (s * score).sum(1, keepdim=True))
 
 
 class Ranks(Protocol):
@@ -169,9 +346,14 @@ def sharded_divergence(
     teacher_head: Head,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    overlap: bool = False,
+    teacher_rows: Tensor | None = None,
+    lk_eta: float = 3.0,
 ) -> DivergenceStats:
     """`fused_divergence` of a shard: the same three passes, with an all-reduce of the sums after each."""
     from logitless.kernels.head import divergence_shard_triton
+
+    overlap = overlap or divergence in OF_ACCEPTANCE
 
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
@@ -185,7 +367,12 @@ def sharded_divergence(
         return found
 
     cold = numbers(student, targets, ("entropy",), head, bias)
-    taught = numbers(teacher, nowhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias)
+    # Of the teacher, one column per row of its own.
+    elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
+    taught = numbers(
+        teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias
+    )
+    taught = taught if teacher_rows is None else taught[teacher_rows]
     plain = (
         cold
         if head.temperature == 1.0
@@ -198,6 +385,7 @@ def sharded_divergence(
         return ranks.best_id(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     best, favourite = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
+    favourite = favourite if teacher_rows is None else favourite[teacher_rows]
     options = {
         "divergence": divergence,
         "beta": beta,
@@ -206,15 +394,19 @@ def sharded_divergence(
         "teacher_head": teacher_head,
         "bias": bias,
         "teacher_bias": teacher_bias,
+        "teacher_rows": teacher_rows,
     }
-    sums = torch.empty(2, len(labels), dtype=torch.float32, device=student.device)
+    sums = torch.empty(4 if overlap else 2, len(labels), dtype=torch.float32, device=student.device)
     divergence_shard_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
+    soft, acceptance = sums[0], None
+    if overlap:
+        acceptance, soft, a, b = of_acceptance(sums[2], sums[3], sums[0], divergence, lk_eta)
+        known = torch.cat((known, torch.stack((a, b))))
     if factors is not None:
         divergence_shard_triton.shard_pass(
             student, teacher, labels, factors, known, sums, gradient=gradient, **options
         )
     hard = torch.where(labels < 0, 0.0, -plain.logps)
-    return DivergenceStats(
-        sums[0], hard, cold.entropy, torch.where(labels < 0, 0.0, cold.is_top1), (best == favourite).float()
-    )
+    top1, agreement = torch.where(labels < 0, 0.0, cold.is_top1), (best == favourite).float()
+    return DivergenceStats(soft, hard, cold.entropy, top1, agreement, acceptance)

@@ -13,6 +13,7 @@ from logitless.kernels.head.divergence_triton import (
     FORWARD,
     LOG2E,
     NOTHING,
+    TV,
     WARPS,
     biases,
     head_at_one,
@@ -36,6 +37,7 @@ def shard_kernel(
     teacher_bias_ptr,
     known_ptr,
     sums_ptr,
+    teacher_rows_ptr,
     student_stride,
     teacher_stride,
     grad_stride,
@@ -53,17 +55,23 @@ def shard_kernel(
     HARD: tl.constexpr,
     WRITE: tl.constexpr,
     ALIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Pass 2 or 3 for a shard of the vocabulary.
 
     `known` holds the statistics of the whole vocabulary from pass 1: log-sum-exp and its residual of the
-    student, of the teacher, and of the student at temperature 1. `sums` holds the divergence and the mean of
-    the score: pass 2 writes those of this shard, pass 3 reads those of all shards.
+    student, of the teacher, and of the student at temperature 1; in pass 3 of a divergence of the acceptance
+    rate also the factors a and b. `sums` holds the divergence and the mean of the score: pass 2 writes those
+    of this shard, pass 3 reads those of all shards. With OVERLAP it also holds sum min(s, p) and
+    sum max(s - p, 0); of a divergence of the acceptance rate the first two are the forward KL and
+    sum s [s < p].
     """
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
+    teacher_row = tl.load(teacher_rows_ptr + row).to(tl.int64) if ROWS else row
+    teacher_ptr += teacher_row * teacher_stride
     grad_ptr += row * grad_stride
     lane = tl.arange(0, BLOCK)
     lse_s, rest_s = tl.load(known_ptr + row), tl.load(known_ptr + rows + row)
@@ -71,12 +79,15 @@ def shard_kernel(
     unit = unit_of(beta, MODE)
     loss = tl.zeros([BLOCK], tl.float32)
     mean = tl.zeros([BLOCK], tl.float32)
+    shared, excess = mean, mean
     if WRITE:
         average = tl.load(sums_ptr + rows + row)
         factor = tl.load(factors_ptr + row)
         soft_factor, hard_factor = factor * (1.0 - hard_weight) * cold, factor * hard_weight
         y = tl.load(labels_ptr + row)
         lse_1, rest_1 = tl.load(known_ptr + 4 * rows + row), tl.load(known_ptr + 5 * rows + row)
+        if MODE >= TV:
+            a, b = tl.load(known_ptr + 6 * rows + row), tl.load(known_ptr + 7 * rows + row)
     for start in range(0, V, BLOCK):
         cols = start + lane
         mask = cols < V
@@ -99,7 +110,13 @@ def shard_kernel(
         log_s, log_t = tl.where(mask, log_s, NOTHING), tl.where(mask, log_t, NOTHING)
         s, p_t, terms, score, means = scored(log_s, log_t, beta, MODE)
         if WRITE:
-            g = soft_factor * (s - p_t) if MODE == FORWARD else soft_factor * s * (unit * score - average)
+            if MODE >= TV:
+                accepted = tl.where(s < p_t, 1.0 - average, -average)
+                g = soft_factor * (a * (s - p_t) - b * (s * accepted))
+            elif MODE == FORWARD:
+                g = soft_factor * (s - p_t)
+            else:
+                g = soft_factor * s * (unit * score - average)
             if HARD:
                 p = tl.exp((z - lse_1) - rest_1)
                 g += tl.where(y >= 0, hard_factor * (p - tl.where(cols == y, 1.0, 0.0)), 0.0)
@@ -110,10 +127,16 @@ def shard_kernel(
             tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask)
         else:
             loss += terms
-            mean += means
+            mean += tl.where(s < p_t, s, 0.0) if MODE >= TV else means
+            if OVERLAP:
+                shared += tl.minimum(s, p_t)
+                excess += tl.maximum(s - p_t, 0.0)
     if not WRITE:
         tl.store(sums_ptr + row, unit * tl.sum(loss, 0))
         tl.store(sums_ptr + rows + row, unit * tl.sum(mean, 0))
+        if OVERLAP:
+            tl.store(sums_ptr + 2 * rows + row, tl.sum(shared, 0))
+            tl.store(sums_ptr + 3 * rows + row, tl.sum(excess, 0))
 
 
 def shard_pass(
@@ -132,6 +155,7 @@ def shard_pass(
     teacher_head,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
+    teacher_rows: Tensor | None,
 ) -> None:
     (C, V), write = student.shape, gradient is not None
     plain, vectors = biases(student, V, head, teacher_head, bias, teacher_bias)
@@ -147,6 +171,7 @@ def shard_pass(
         *vectors,
         dense(known),
         sums,
+        dense(labels if teacher_rows is None else teacher_rows),
         student.stride(0),
         teacher.stride(0),
         grad.stride(0),
@@ -164,6 +189,8 @@ def shard_pass(
         HARD=write and hard_weight > 0.0,
         WRITE=write,
         ALIAS=grad.dtype != student.dtype,
+        OVERLAP=sums.shape[0] > 2,
+        ROWS=teacher_rows is not None,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

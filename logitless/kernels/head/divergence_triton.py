@@ -6,6 +6,10 @@
 3. With that mean known, write the gradient over the student's logits. The forward KL needs no mean, so 2 and
    3 are one pass.
 
+With OVERLAP, pass 2 also sums the acceptance rate sum min(s, p), where p is the teacher's distribution t or,
+with MASS, its part over these ids of a larger vocabulary. TV, NLA and LK are functions of it and of the
+forward KL; their gradient is a (s - t) - b s ([s < p] - sum s [s < p]), with two factors a and b per row.
+
 A pair of logits takes 7 memory accesses for the JSD (5 for the forward KL). On an H200 the arithmetic took
 longer than the memory accesses, so logarithms are to the base 2, constants multiply sums and not terms, and
 no maximum is reduced over a block.
@@ -22,7 +26,18 @@ from logitless.kernels.layout import check_rows, dense
 BLOCK, WARPS = 1024, 4
 # EVEN is the JSD with beta 1/2
 JSD, FORWARD, REVERSE, EVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-MODES = {"jsd": JSD.value, "forward_kl": FORWARD.value, "reverse_kl": REVERSE.value}
+# Total variation, negative log acceptance, and its mixture with the KL: functions of the acceptance rate
+TV, NLA, LK = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+MODES = {
+    "jsd": JSD.value,
+    "forward_kl": FORWARD.value,
+    "reverse_kl": REVERSE.value,
+    "total_variation": TV.value,
+    "neg_log_acceptance": NLA.value,
+    "lk_hybrid": LK.value,
+}
+# The least acceptance whose negative logarithm has a gradient.
+LEAST = tl.constexpr(1e-5)
 # Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
 NOTHING, DRIFT = tl.constexpr(-1e30), tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -121,7 +136,7 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
         ours = s * to_s
         return s, t, ours + (beta / (1.0 - beta)) * (t * to_t), to_s, ours
     s, t, d = tl.exp2(log_s), tl.exp2(log_t), d * LN2
-    if MODE == FORWARD:
+    if (MODE == FORWARD) | (MODE >= TV):
         return s, t, (s - t) + t * d, d, s
     terms = (t - s) - s * d
     return s, t, terms, -d, terms
@@ -130,6 +145,29 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
 @triton.jit
 def unit_of(beta, MODE: tl.constexpr):
     return -(1.0 - beta) * LN2 if (MODE == JSD) | (MODE == EVEN) else 1.0
+
+
+@triton.jit
+def of_acceptance(shared, excess, kl, eta, MODE: tl.constexpr):
+    """(acceptance rate, loss, a, b) from sum min(s, p), sum max(s - p, 0), whose sum is 1, and KL(t||s).
+
+    Of the two sums the smaller one has more digits. Modes below TV use the acceptance alone.
+    """
+    near = excess < 0.5
+    alpha = tl.where(near, 1.0 - excess, shared)
+    tv = tl.where(near, excess, 1.0 - shared)
+    loss, a, b = tv, 0.0 * tv, 1.0 + 0.0 * tv
+    if MODE == NLA:
+        # -log(1 - excess), with the rounding error of 1 - excess divided out.
+        lost = 1.0 - alpha
+        precise = tl.where(lost == 0.0, excess, -tl.log(alpha) * (excess / tl.where(lost == 0.0, 1.0, lost)))
+        loss = tl.where(near, precise, -tl.log(tl.maximum(alpha, LEAST)))
+        b = tl.where(alpha > LEAST, 1.0 / tl.maximum(alpha, LEAST), 0.0)
+    if MODE == LK:
+        a = tl.exp(-eta * alpha)
+        b = 1.0 - a
+        loss = a * kl + b * tv
+    return alpha, loss, a, b
 
 
 @held
@@ -147,6 +185,10 @@ def divergence_kernel(
     entropy_ptr,
     is_top1_ptr,
     agreement_ptr,
+    acceptance_ptr,
+    teacher_rows_ptr,
+    teacher_lse_ptr,
+    teacher_residual_ptr,
     student_stride,
     teacher_stride,
     grad_stride,
@@ -159,18 +201,25 @@ def divergence_kernel(
     cold,
     beta,
     hard_weight,
+    eta,
     write,
     MODE: tl.constexpr,
     PLAIN: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASS: tl.constexpr,
     ALIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`cold` is 1 / temperature. SPLIT: the cross-entropy has a gradient, or a softmax of its own (another
-    temperature, more ids)."""
+    temperature, more ids). OVERLAP: compute the acceptance rate. ROWS: the row of the teacher
+    is `teacher_rows`. MASS: the teacher has more ids than these; `teacher_lse` and `teacher_residual` are the
+    log-sum-exp of all, and its rounding error."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
+    teacher_row = tl.load(teacher_rows_ptr + row).to(tl.int64) if ROWS else row
+    teacher_ptr += teacher_row * teacher_stride
     grad_ptr += row * grad_stride
     lane = tl.arange(0, BLOCK)
     y = tl.load(labels_ptr + row)
@@ -233,6 +282,16 @@ def divergence_kernel(
     tl.store(hard_ptr + row, tl.where(known, (log_sum_1 - tl.fma(z_y, rate_1, -shift_1)) * LN2, 0.0))
 
     loss, entropy, mean = zeros, zeros, zeros
+    common_mass, excess_mass, below = zeros, zeros, zeros
+    mass = 1.0
+    if MASS:
+        # The shift and the log-sum-exp of all ids are near each other: their difference is exact.
+        lse_all, rest_all = (
+            tl.load(teacher_lse_ptr + teacher_row),
+            tl.load(teacher_residual_ptr + teacher_row),
+        )
+        outside = tl.fma(lse_all, -LOG2E, shift_t) + tl.fma(rest_all, -LOG2E, log_sum_t)
+        mass = tl.exp2(tl.minimum(outside, 0.0))
     if (MODE != FORWARD) | (write == 0):
         for start in range(0, common, BLOCK):
             cols = start + lane
@@ -247,8 +306,19 @@ def divergence_kernel(
             loss += terms
             mean += means
             entropy += s * log_s
+            if OVERLAP:
+                p = t * mass
+                common_mass += tl.minimum(s, p)
+                excess_mass += tl.maximum(s - p, 0.0)
+                if MODE >= TV:
+                    below += tl.where(s < p, s, 0.0)
 
     unit = unit_of(beta, MODE)
+    if MODE >= TV:
+        alpha, value, a, b = of_acceptance(
+            tl.sum(common_mass, 0), tl.sum(excess_mass, 0), tl.sum(loss, 0), eta, MODE
+        )
+        rejected = tl.sum(below, 0)
     if write != 0:
         # Nobody may store over a logit before everybody has read it.
         tl.debug_barrier()
@@ -271,6 +341,12 @@ def divergence_kernel(
                 g = soft_factor * (s - t)
                 loss += terms
                 entropy += s * log_s
+                if OVERLAP:
+                    common_mass += tl.minimum(s, t * mass)
+                    excess_mass += tl.maximum(s - t * mass, 0.0)
+            elif MODE >= TV:
+                accepted = tl.where(s < t * mass, 1.0 - rejected, -rejected)
+                g = soft_factor * (a * (s - t) - b * (s * accepted))
             else:
                 g = soft_factor * s * (score - average)
             if SPLIT:
@@ -281,7 +357,14 @@ def divergence_kernel(
             if ALIAS:
                 tl.debug_barrier()
             tl.store(grad_ptr + cols, g.to(grad_ptr.dtype.element_ty), mask=mask)
-    tl.store(soft_ptr + row, unit * tl.sum(loss, 0))
+    if MODE >= TV:
+        tl.store(soft_ptr + row, value)
+    else:
+        tl.store(soft_ptr + row, unit * tl.sum(loss, 0))
+    if OVERLAP:
+        if MODE < TV:
+            alpha, value, a, b = of_acceptance(tl.sum(common_mass, 0), tl.sum(excess_mass, 0), 0.0, eta, MODE)
+        tl.store(acceptance_ptr + row, alpha)
     tl.store(entropy_ptr + row, tl.sum(entropy, 0) * -LN2)
 
 
@@ -319,20 +402,32 @@ def divergence_pass(
     teacher_head,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
+    overlap: bool,
+    teacher_rows: Tensor | None,
+    teacher_lse: tuple[Tensor, Tensor] | None,
+    lk_eta: float,
 ) -> tuple[Tensor, ...]:
     (C, V), common = student.shape, min(student.shape[1], teacher.shape[1])
-    found = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5)]
+    mode = mode_of(divergence, beta)
+    overlap = overlap or mode >= TV.value
+    found = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5 + overlap)]
     plain, vectors = biases(student, common, head, teacher_head, bias, teacher_bias)
     grad = student if gradient is None else gradient
     check_rows(student=student, teacher=teacher, gradient=grad)
+    if labels is None:
+        labels = torch.full((C,), -1, dtype=torch.int64, device=student.device)
+    labels = dense(labels)
     divergence_kernel[(C,)](
         student,
         teacher,
         grad,
-        torch.full((C,), -1, dtype=torch.int64, device=student.device) if labels is None else dense(labels),
+        labels,
         found[0] if factors is None else dense(factors),
         *vectors,
-        *found,
+        *found[:5],
+        found[-1],
+        labels if teacher_rows is None else dense(teacher_rows),
+        *((found[0], found[0]) if teacher_lse is None else map(dense, teacher_lse)),
         student.stride(0),
         teacher.stride(0),
         grad.stride(0),
@@ -345,10 +440,14 @@ def divergence_pass(
         1.0 / head.temperature,
         beta,
         hard_weight,
+        lk_eta,
         int(gradient is not None),
-        MODE=mode_of(divergence, beta),
+        MODE=mode,
         PLAIN=plain,
         SPLIT=head.temperature != 1.0 or common != V or hard_weight > 0.0,
+        OVERLAP=overlap,
+        ROWS=teacher_rows is not None,
+        MASS=teacher_lse is not None,
         ALIAS=grad.dtype != student.dtype,
         BLOCK=BLOCK,
         num_warps=WARPS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.models.exchange import STATES, exchange, exchanged, instance_forward, state_of, stock_forward
+from logitless.exchange import STATES, exchange, exchanged, instance_forward, state_of, stock_forward
 
 
 class Stock(nn.Module):

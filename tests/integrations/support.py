@@ -1,0 +1,58 @@
+"""What the tests of frameworks share. `make test-frameworks` has the wheels; `make test` skips the rest.
+
+Of a framework whose package imports more than its one wheel brings, `hollow` makes the parents of the modules
+that a test imports: packages without their `__init__`.
+"""
+
+import inspect
+import os
+import sys
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+# Set by `make test-frameworks`: what is not there fails then.
+REQUIRED = "LOGITLESS_TEST_FRAMEWORKS"
+
+
+def require(package: str) -> Path:
+    """The folder of a framework's package; skips the test or the module if it is not installed."""
+    found = PathFinder.find_spec(package)
+    if found is not None:
+        return Path(list(found.submodule_search_locations)[0])
+    if REQUIRED in os.environ:
+        raise ModuleNotFoundError(f"{package}: expected its wheel in `make test-frameworks`, got none.")
+    pytest.skip(f"{package} is not installed; `make test-frameworks` tests it", allow_module_level=True)
+
+
+def hollow(*packages: str) -> None:
+    """Put packages into `sys.modules` without running their `__init__`."""
+    for name in packages:
+        top, *inner = name.split(".")
+        if name not in sys.modules:
+            module = sys.modules[name] = ModuleType(name)
+            module.__path__ = [str(require(top).joinpath(*inner))]
+
+
+def at(place: str) -> Any:
+    """What a framework has at "module:name" or "module:Class.name"."""
+    module, path = place.split(":")
+    found = import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def check_seam(place: str, parameters: str) -> None:
+    """Compare the names of a function's parameters; a failure names the seam that moved."""
+    found = " ".join(inspect.signature(at(place)).parameters)
+    assert found == parameters, f"{place} moved: expected ({parameters}), got ({found})"
+
+
+def check_text(file: Path, text: str) -> None:
+    """A line of a framework's source that a module relies on."""
+    assert text in file.read_text(), f"{file.name} moved: expected {text!r} in it"

@@ -1,0 +1,134 @@
+"""What all modules of `logitless.integrations` share."""
+
+import ast
+import logging
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from logitless import integrations
+from logitless.integrations import FRAMEWORKS, versions
+from logitless.integrations.sequences import GatherSequence, PartOfGradient
+from tests.ranks import in_processes
+
+FOLDER = Path(integrations.__file__).parent
+# What a module may import beside torch, this library and Python's own.
+OWN = {
+    "axolotl": {"axolotl", "pydantic"},
+    "llamafactory": {"llamafactory", "transformers"},
+    "ms_swift": {"swift", "transformers"},
+    "nemo_automodel": {"nemo_automodel"},
+    "torchtitan": {"torchtitan"},
+}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_a_module_imports_its_own_framework_alone(path):
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    allowed = {"logitless", "torch", *OWN.get(path.stem, ())}
+    assert found - allowed <= set(sys.stdlib_module_names)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets the version of every framework; without a version none is installed."""
+
+    def version(found):
+        def of(package):
+            if found is None:
+                raise versions.PackageNotFoundError(package)
+            return found
+
+        monkeypatch.setattr(versions, "version", of)
+
+    versions._warn_once.cache_clear()
+    yield version
+    versions._warn_once.cache_clear()
+
+
+def test_another_minor_version_warns_once(installed):
+    installed("9.9.1")
+    with pytest.warns(
+        UserWarning, match=r"^verl: expected 0\.9, with which .* got 9\.9\.1; pip install 'verl"
+    ):
+        versions.check_version("verl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.check_version("verl")
+        for found in ("0.9.7", None):
+            installed(found)
+            versions._warn_once.cache_clear()
+            versions.check_version("verl")
+
+
+def test_a_framework_that_is_not_there(installed):
+    installed(None)
+    with pytest.raises(ImportError) as caught:
+        versions.find("torchtitan", "nowhere.at:all")
+    got = "no installation (No module named 'nowhere')"
+    assert str(caught.value) == f"torchtitan: expected 0.3, got {got}; pip install 'torchtitan==0.3.*'."
+    with pytest.raises(ImportError, match="; install it from https://github.com/NVIDIA-NeMo/RL"):
+        versions.find("nemo_rl", "nowhere.at:all")
+
+
+def test_a_seam_that_moved(installed):
+    installed("0.9.1")
+    assert versions.find("verl", "torch.nn:Linear.forward") == (torch.nn.Linear, "forward")
+    for place in ("torch.nn:Linear.surprise", "torch.nn:Surprise.forward", "torch.nn:surprise"):
+        with pytest.raises(ImportError, match=rf"^verl: expected 0\.9, got 0\.9\.1 \(nothing at {place}\)"):
+            versions.find("verl", place)
+
+
+def test_replaced_and_restored():
+    owners = [SimpleNamespace(f=1), SimpleNamespace(f=2), SimpleNamespace(f=3)]
+    undo = versions.replace(owners, "f", "ours")
+    assert [owner.f for owner in owners] == ["ours"] * 3
+    owners[1].f = "another's"
+    undo()
+    assert [owner.f for owner in owners] == [1, "another's", 3]
+
+
+def test_one_line_says_what_was_replaced(caplog):
+    with caplog.at_level(logging.INFO, "logitless"):
+        versions.announce("torchtitan", "ChunkedLossWrapper", 5 * 2**29)
+        versions.announce("verl", "FusedLinearForPPO")
+    first, second = (record.message for record in caplog.records)
+    assert first == "logitless: torchtitan's ChunkedLossWrapper replaced, logits_budget 2.5 GiB"
+    assert second == "logitless: verl's FusedLinearForPPO replaced, logits_budget the default"
+
+
+def test_every_framework_has_a_version():
+    for framework in FRAMEWORKS.values():
+        assert framework.tested.startswith(framework.minor)
+        assert (framework.source or framework.package) in framework.install
+
+
+def exchanged() -> tuple:
+    """Gathered rows, and the gradients of a sum that every rank computes whole from them."""
+    group = torch.distributed.group.WORLD
+    x = torch.arange(6.0).view(3, 2).add(10 * group.rank()).requires_grad_()
+    whole = GatherSequence.apply(x, group)
+    (whole * torch.arange(12.0).view(6, 2)).sum().backward()
+    y = torch.ones(3, requires_grad=True)
+    for given in (group, None):
+        (PartOfGradient.apply(y, given) * 8).sum().backward()
+    return whole.detach(), x.grad, y.grad
+
+
+@pytest.mark.ranks
+def test_sequences_over_ranks():
+    found = in_processes(2, exchanged)
+    expected = torch.cat([torch.arange(6.0).view(3, 2), torch.arange(6.0).view(3, 2) + 10])
+    for rank, (whole, grad, part) in enumerate(found):
+        assert torch.equal(whole, expected)
+        assert torch.equal(grad, torch.arange(12.0).view(6, 2)[3 * rank : 3 * rank + 3])
+        assert torch.equal(part, torch.full((3,), 8.0 / 2 + 8))
