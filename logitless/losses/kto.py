@@ -193,17 +193,9 @@ class KTOLoss(ReferencedLoss):
         """The mean log-ratio of the unrelated completions in `kl`: sums over tokens, mean over sequences."""
         sequences, starts = self._check_kl(kl)
         targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
-        per_token = reference is None or self.is_per_token(reference, targets)
-        if not per_token:
-            if reference.shape != (sequences,):
-                raise ValueError(
-                    message(
-                        "ref_logps",
-                        f"shape ({sequences},) or {tuple(targets.shape)} in kl",
-                        tuple(reference.shape),
-                        "match kl_targets",
-                    )
-                )
+        per_token = True
+        if reference is not None:
+            per_token, reference = self.read_ref_logps(reference, targets, sequences, " in kl")
         if shift:
             targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:

@@ -20,6 +20,7 @@ from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
+from logitless.losses.levels import is_per_sequence, per_token_shape
 from logitless.losses.reference_model import ComparedLoss, check_reference
 
 PAIR_METRICS = (
@@ -141,37 +142,32 @@ class ReferencedLoss(ComparedLoss):
                 scored = shifted(scored, self.ignore_index, cu_seqlens=cu_seqlens) if shift else scored
                 ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
                 # Back to the positions of the unshifted labels: the call shifts both.
-                ref_logps = ref_logps.roll(1, -1) if shift else ref_logps
+                inputs["ref_logps"] = ref_logps.roll(1, -1) if shift else ref_logps
             else:
                 inputs = dict(model)
-        if ref_logps is not None:
+        elif ref_logps is not None:
             loss = self if self.cp_group is None else self.resolved(weight)
-            if not (per_token := loss.is_per_token(ref_logps, targets)):
-                self._check_sums(ref_logps, targets, cu_seqlens)
+            sequences = (targets if cu_seqlens is None else cu_seqlens[1:]).shape[0]
+            # Flat tokens without sequences are refused later.
+            known = cu_seqlens is not None or targets.dim() > 1
+            per_token, ref_logps = loss.read_ref_logps(ref_logps, targets, sequences if known else 1)
             inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
         inputs |= {"cu_seqlens": cu_seqlens, "shift": shift}
         return super().__call__(hidden, weight, targets, **inputs, **arguments)
 
-    def _check_sums(self, ref_logps: Tensor, targets: Tensor, starts: Tensor | None) -> None:
-        """The shape of log-probabilities per sequence. Flat tokens without sequences are refused later."""
-        sequences, got = (targets if starts is None else starts[1:]).shape[0], tuple(ref_logps.shape)
-        if got != (sequences,) and (starts is not None or targets.dim() >= 2):
-            raise ValueError(
-                message(
-                    "ref_logps",
-                    f"shape ({sequences},) or targets' {tuple(targets.shape)}",
-                    got,
-                    "give each sequence or token its own",
-                )
-            )
-
-    def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
-        """Whether log-probabilities have targets' shape; with `cp_group`, whether that holds on all ranks."""
-        per_token = ref_logps.shape == targets.shape
-        if self.cp_group is not None and targets.dim() == 1:
-            # A rank's packed slice may have as many tokens as the call has sequences.
-            per_token = self.sequences.everywhere(per_token, targets.device)
-        return per_token
+    def read_ref_logps(
+        self, ref_logps: Tensor, targets: Tensor, sequences: int, where: str = ""
+    ) -> tuple[bool, Tensor]:
+        """(whether there is one per token, the log-probabilities like targets or (sequences,))."""
+        name = "ref_logps"
+        if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):
+            return False, ref_logps.reshape(-1)
+        found = per_token_shape(ref_logps, targets)
+        if found.shape != targets.shape:
+            expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
+            remedy = "give each sequence or token its own"
+            raise ValueError(message(name, expected, tuple(ref_logps.shape), remedy))
+        return True, found
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
         """(sequences,) log-probabilities under the reference; `weights` (n,) do not apply to given sums."""

@@ -11,6 +11,7 @@ from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.inputs import CallInputs, HeadWeight
+from logitless.losses.levels import per_token_shape
 from logitless.losses.numerics import bounded_exp
 from logitless.losses.policy import ClippedLoss, Layout, PolicyLoss
 
@@ -70,7 +71,7 @@ class RLOOLoss(ClippedLoss):
     def laid_out(
         self, layout: Layout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
-        if not layout.is_per_sequence(advantages):
+        if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
             raise ValueError(
                 message(
                     "advantages",
@@ -82,8 +83,9 @@ class RLOOLoss(ClippedLoss):
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:
             return inputs
-        if layout.is_per_sequence(old_logps):
+        if layout.is_per_sequence("old_logps", old_logps, sums=True):
             return inputs | {"old_sums": old_logps.detach().reshape(-1).to(layout.dtype)}
+        old_logps = per_token_shape(old_logps, layout.targets)
         return inputs | {"old_logps": layout.per_token("old_logps", old_logps)}
 
 
