@@ -78,9 +78,12 @@ class Fitted:
         )
         return max(found, default=None)
 
-    def _explain(self, graph: Graph) -> str:
-        """What is added to the error of a step that runs out of memory."""
-        plan = "no plan yet" if graph.plan is None else graph.plan.describe()
+    def explain(self) -> str:
+        """What is added to the error of a step that runs out of memory: plan, held bytes, a budget to try."""
+        return self._explain(self.last_plan)
+
+    def _explain(self, plan: ActivationPlan | None) -> str:
+        plan = "no plan yet" if plan is None else plan.describe()
         smaller = min(self.held_bytes, self.budget) * 3 // 4
         return (
             f"activation_budget: {plan}. The layers of all graphs hold {in_gib(self.held_bytes)} now. A "

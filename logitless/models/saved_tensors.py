@@ -72,7 +72,7 @@ class Held:
 class Graph:
     """One forward pass, alive as long as anything that it has saved."""
 
-    def __init__(self, held: Held, explain: Callable[["Graph"], str]) -> None:
+    def __init__(self, held: Held, explain: Callable[[ActivationPlan | None], str]) -> None:
         self.held, self.explain = held, explain
         self.plan: ActivationPlan | None = None
 
@@ -82,7 +82,7 @@ class Graph:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            note = self.explain(self)
+            note = self.explain(self.plan)
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
