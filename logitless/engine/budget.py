@@ -44,8 +44,13 @@ def default_budget(device: torch.device) -> int:
     backend = getattr(torch, device.type, None)
     if hasattr(backend, "get_device_properties"):
         memory = backend.get_device_properties(device).total_memory
-        return 2560 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
+        return budget_of_memory(memory)
     return 512 * MIB
+
+
+def budget_of_memory(memory: int) -> int:
+    """The default `logits_budget` in bytes on a GPU with this memory in bytes."""
+    return 2560 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
 
 
 # Warnings that were issued, by the loss's identity and the subject.

@@ -5,8 +5,7 @@ multi-token prediction have more than one head.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -56,7 +55,7 @@ class HeadCall:
 
     `prepare` makes it from the arguments of a call. `packing.pack` turns the heads of a call into a flat list
     of tensors and a `Signature`, as autograd and the operators take them; `packing.unpack` makes the same
-    heads again from both. What follows from the fields is a property, computed when it is first read.
+    heads again from both.
     """
 
     loss: LossSpec
@@ -80,57 +79,52 @@ class HeadCall:
     # The sizes and kernels of all ranks that share the head, once they are exchanged.
     shards: Shards | None = None
 
-    @cached_property
-    def trainable(self) -> bool:
-        """Whether anything needs a gradient."""
-        return any(self.needs)
+    # What follows from the fields. It is set where `needs` is, inside the passes.
+    trainable: bool = field(init=False)  # whether anything needs a gradient
+    stat_dtype: torch.dtype = field(init=False)  # of per-token statistics
+    sequences: WholeSequences = field(init=False)
+    vocabulary: WholeVocabulary = field(init=False)
+    V: int = field(init=False)  # size of the vocabulary; 0 for a sharded head without `shards`
+    # Columns of a chunk of logits to plan for: those of the largest shard of all ranks, so that all ranks
+    # have the same chunks.
+    width: int = field(init=False)
+    # Whether the statistics come from logits that were never rounded: fp32 accumulators of a kernel that
+    # projects a chunk and computes its statistics. It depends on loss, device, dtypes and head, not on the
+    # number of rows or the grad mode, so that every pass over the same rows sees the same logits. With a
+    # sharded head it is this rank's answer until `shards` has that of all ranks.
+    unrounded: bool = field(init=False)
+    logits_dtype: torch.dtype = field(init=False)
 
-    @cached_property
-    def stat_dtype(self) -> torch.dtype:
-        """The dtype of per-token statistics."""
-        return stat_dtype_of(self.dtype)
-
-    @cached_property
-    def sequences(self) -> WholeSequences:
-        return WHOLE_SEQUENCES if self.loss.cp_group is None else self.loss.sequences
-
-    @cached_property
-    def vocabulary(self) -> WholeVocabulary:
-        if self.loss.tp_group is None:
-            return WHOLE_VOCABULARY
-        return ShardedVocabulary(self.loss.tp_group, () if self.shards is None else self.shards.sizes)
-
-    @cached_property
-    def V(self) -> int:
-        """The size of the vocabulary; 0 for a sharded head until the ranks have exchanged their sizes."""
-        if self.loss.tp_group is None:
-            return self.weight.shape[0]
-        return 0 if self.shards is None else self.shards.V
-
-    @cached_property
-    def width(self) -> int:
-        """Columns of a chunk of logits to plan for: those of the largest shard of all ranks, so that all
-        ranks have the same chunks."""
-        return self.V if self.shards is None else max(self.shards.sizes)
-
-    @cached_property
-    def unrounded(self) -> bool:
-        """Whether the statistics come from logits that were never rounded: fp32 accumulators of a kernel that
-        projects a chunk and computes its statistics.
-
-        It depends on loss, device, dtypes and head, not on the number of rows or the grad mode, so that every
-        pass over the same rows sees the same logits. With a sharded head it is this rank's answer until the
-        ranks have exchanged theirs.
-        """
-        if self.shards is not None:
-            return self.shards.unrounded
-        projected = (self.weight if self.frozen is None else self.frozen, self.inputs.get("ref_weight"))
-        served = fused_projection.serves(self.dtype, self.hidden.shape[1], *projected)
-        return served and self.loss.objective.takes_unrounded(self.loss, self.stat_dtype)
-
-    @cached_property
-    def logits_dtype(self) -> torch.dtype:
-        return self.loss.logits_dtype or (self.stat_dtype if self.unrounded else self.dtype)
+    def __post_init__(self) -> None:
+        if self.needs is None:
+            return
+        loss, shards, stat = self.loss, self.shards, stat_dtype_of(self.dtype)
+        if loss.tp_group is None:
+            V = width = self.weight.shape[0]
+            vocabulary = WHOLE_VOCABULARY
+        elif shards is None:
+            V = width = 0
+            vocabulary = ShardedVocabulary(loss.tp_group, ())
+        else:
+            V = shards.V
+            width = max(shards.sizes)
+            vocabulary = ShardedVocabulary(loss.tp_group, shards.sizes)
+        if shards is None:
+            projected = self.weight if self.frozen is None else self.frozen, self.inputs.get("ref_weight")
+            served = fused_projection.serves(self.dtype, self.hidden.shape[1], *projected)
+            unrounded = served and loss.objective.takes_unrounded(loss, stat)
+        else:
+            unrounded = shards.unrounded
+        self.__dict__.update(
+            trainable=any(self.needs),
+            stat_dtype=stat,
+            sequences=WHOLE_SEQUENCES if loss.cp_group is None else loss.sequences,
+            vocabulary=vocabulary,
+            V=V,
+            width=width,
+            unrounded=unrounded,
+            logits_dtype=loss.logits_dtype or (stat if unrounded else self.dtype),
+        )
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":
         """The call with the shard sizes and kernels of all ranks; unchanged for None, a whole head."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from logitless.engine.levels import is_per_sequence, per_token_shape
 from logitless.engine.operands import sequence_numbers, shifted
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.segments import cached_property
@@ -54,15 +55,9 @@ class SequenceLayout:
         """x aligned with hidden: shifted, if the call has `shift`; `last` fills the last positions."""
         return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
 
-    def is_per_sequence(self, x: Tensor) -> bool:
-        """Whether x has one entry per sequence; with `cp_group`, whether that holds on every rank."""
-        flat, column = x.shape == (self.sequences,), x.shape == (self.sequences, 1)
-        if not self._slices.sliced:
-            return flat or (column and self.targets.shape != x.shape)
-        # One rank's slice may have as many tokens as there are sequences, or one token of each.
-        if not self.packed:
-            return flat
-        return self._slices.everywhere(flat, x.device) if x.dim() == 1 else column
+    def is_per_sequence(self, name: str, x: Tensor, *, sums: bool = False) -> bool:
+        """See `levels.is_per_sequence`."""
+        return is_per_sequence(name, x, self.targets, self.sequences, sums=sums, slices=self._slices)
 
     def spread(self, x: Tensor) -> Tensor:
         """(B,) -> targets' shape."""
@@ -72,9 +67,10 @@ class SequenceLayout:
 
     def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
         """x in targets' shape, detached, with `fill` for unsupervised tokens."""
-        if per_sequence and self.is_per_sequence(x):
+        if per_sequence and self.is_per_sequence(name, x):
             x = self.spread(x)
         else:
+            x = per_token_shape(x, self.targets) if per_sequence else x
             # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
             if x.shape != self.targets.shape:
                 shape = tuple(self.targets.shape)

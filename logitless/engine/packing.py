@@ -35,7 +35,7 @@ class Signature(NamedTuple):
     parts: tuple[Part, ...]
     autocast: bool
     module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
-    add_targets: bool = False  # see `Given`
+    add_targets: bool = False  # see `HeadCall`
 
     def without_gradients(self) -> "Signature":
         """The signature of the same call in which no tensor needs a gradient."""
@@ -81,7 +81,7 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     calls = []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
         hidden, weight, bias, layers = part.slots
-        trained = any([needs[slot] for slot in layers])
+        trained = bool(layers) and any([needs[slot] for slot in layers])
         calls.append(
             HeadCall(
                 loss=loss,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from logitless.errors import expect
+from logitless.exchange import exchanged
 from logitless.integrations.sequences import GatherSequence
 from logitless.integrations.versions import announce, check_version
 from logitless.losses import linear_cross_entropy
-from logitless.models.exchange import exchanged
 
 STOCK = "call the model without output_processor"
 

@@ -16,7 +16,7 @@ from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import NOTHING
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.divergences import DIVERGENCES
+from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support
 from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
@@ -116,7 +116,7 @@ class DistillationLoss(LogitsLoss):
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
             best, favourite = batch.argmax(z), batch.argmax(t)
         else:
-            values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
+            values, ids = batch.topk_logprobs, batch.topk_ids
             # Empty slots and unsupervised tokens may have any id.
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
@@ -277,14 +277,12 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
     last entry being that of all other ids."""
     filled = values > -torch.inf
-    teacher = torch.where(filled, values, NOTHING)
+    teacher = torch.where(filled, values.to(student.dtype), NOTHING)
     picked = torch.where(filled, student.gather(-1, ids), NOTHING)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
     others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
-    # Bound the teacher's probability of other ids, 1 - sum, below by the rounding error of the sum.
-    known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)
-    rest = torch.log(-torch.expm1(known))
+    rest = log_of_others(teacher, values.dtype)
     rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)

@@ -62,6 +62,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     targets; the reference, without gradient, as `ref_logps` like targets, or as `ref_hidden` (B, T, H') with
     `ref_weight` (V, H') and `ref_bias` (V,), projected in the same chunks; `importance_weights` (old over
     sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
+    Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
     Log-ratios are clamped to +-80 before exp.
 
     `sampling_mask`, a `SamplingMask`, replays the truncation of the sampler: log-probabilities, entropy, and
@@ -197,11 +198,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if batch.importance_weights is not None and phi is None:
             values = values * batch.importance_weights
         metrics = {"entropy": Term(stats.entropy), "importance_ratio": Term(ratio)}
-        metrics |= {name: Term(x * batch.flag_weights, over=None) for name, x in flags.items()}
+        metrics |= {name: self.flag(x, batch) for name, x in flags.items()}
         if self.beta:
             d = (batch.ref_logps - logps).clamp(max=LARGEST)
             kl = torch.expm1(d) - d
-            kl = (kl * ratio).clamp(max=math.exp(LARGEST)) if self.use_bias_correction_kl else kl
+            kl = self.corrected_kl(kl, d, ratio, log_ratio, batch) if self.use_bias_correction_kl else kl
             values = values + self.beta * kl
             metrics["kl"] = Term(kl)
         if batch.unit_weights is not None:
@@ -218,6 +219,28 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
         decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
         return (decay + k * log_w - decay * log_w.exp()).exp()
+
+    def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
+
+        Autograd would add (kl - expm1(d)) * ratio, two numbers of the size of exp(d) whose difference is d.
+        """
+        plain = (kl * ratio).clamp(max=math.exp(LARGEST))
+        own = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
+        if self.by_sequence:
+            own = own & batch.spread(batch.lengths == 1)
+        slope = torch.where(own, -(d * ratio).detach(), 0.0)
+        # d rises by what logp falls: a difference of 0 with that derivative.
+        return torch.where(own, plain.detach() + slope * (d.detach() - d), plain)
+
+    def flag(self, x: Tensor, batch: Batch) -> Term:
+        """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
+        if batch.flag_weights is None:
+            return Term(x)
+        means = batch.sum_by_sequence(x * batch.flag_weights)
+        if self.loss_type == "vespo":  # phi is 1 where there are no ratios to multiply
+            means = means + (batch.lengths == 0)
+        return Term(means, over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
@@ -296,19 +319,20 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         elif self.loss_type == "dr_grpo":
             weight = 1 / self.max_completion_length
             inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
-        # A flag that all tokens of a sequence share counts once per sequence.
-        once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
-        everyone = None if once and not self.entropy_coef else layout.share
-        share = layout.shares / layout.sequences if once else everyone.expand(layout.sequences)
-        inputs |= {"entropy_weight": everyone, "flag_weights": layout.spread(share)}
+        inputs["entropy_weight"] = layout.share if self.entropy_coef else None
+        # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
+        whole = self.by_sequence or self.loss_type == "vespo"
+        once = whole and layout.is_per_sequence("advantages", advantages)
+        inputs["flag_weights"] = layout.spread(layout.shares) if once else None
         if importance_weights is None:
             return inputs
         name = "importance_weights"
         if self.loss_type != "vespo":
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        # Split the log of a sequence's factor evenly over its tokens.
-        logs = logs.reshape(-1) * layout.shares if layout.is_per_sequence(logs) else logs
+        if layout.is_per_sequence(name, logs):
+            # Split the log of a sequence's factor evenly over its tokens.
+            return inputs | {"log_importance": layout.spread(logs.detach().reshape(-1) * layout.shares)}
         return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
 
 

@@ -177,10 +177,9 @@ class KTOLoss(ReferencedLoss):
             call.inputs |= {"ref_weight": None, "ref_bias": None}
         sequences, starts = self._check_kl(kl)
         targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
-        per_token = reference is None or self.is_per_token(reference, targets)
-        if not per_token and reference.shape != (sequences,):
-            expected = f"shape ({sequences},) or {tuple(targets.shape)} in kl"
-            raise ValueError(message("ref_logps", expected, tuple(reference.shape), "match kl_targets"))
+        per_token = True
+        if reference is not None:
+            per_token, reference = self.read_ref_logps(reference, targets, sequences, " in kl")
         if call.shift:
             targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:

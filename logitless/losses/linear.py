@@ -353,8 +353,9 @@ class LinearLoss(CheckedCall):
         """The arguments of a call, checked and prepared: steps 1 and 2 of `solve`."""
         boundaries = {self.boundaries_argument: arguments.get("cu_seqlens")}
         mask = arguments.get("mask")
-        shared = {name: x for name, x in arguments.items() if name in SHARED}
-        others = {name: x for name, x in arguments.items() if name not in SHARED}
+        shared, others = {}, {}
+        for name, x in arguments.items():
+            (shared if name in SHARED else others)[name] = x
         self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
         inputs = {**inputs, **others}
         kept = inputs.pop("sampling_mask", None)
@@ -366,11 +367,9 @@ class LinearLoss(CheckedCall):
             loss, inputs = resolve_heads(self, given)
             hidden, weight, shared["bias"] = (inputs.pop(name) for name in ("hidden", "weight", "bias"))
         for name, x in inputs.items():
-            if (
-                x is not None
-                and name not in self.structured_inputs
-                and self.roles.get(name) is not Role.WHOLE
-            ):
+            if x is None or (isinstance(x, Tensor) and not x.is_meta):
+                continue
+            if name not in self.structured_inputs and self.roles.get(name) is not Role.WHOLE:
                 self.check_call((), **{name: x})
         if shared.get("shift") and loss.cp_group is not None:
             remedy = "shift whole sequences before they are sliced"

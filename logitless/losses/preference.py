@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.levels import is_per_sequence, per_token_shape
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.arguments import CallArguments
@@ -108,34 +109,30 @@ class ReferencedLoss(ComparedLoss):
     internal_inputs: ClassVar = ("ref_sequence_logps",)
 
     def prepare(self, call: CallArguments) -> None:
+        given = call.inputs.get("ref_logps")
         super().prepare(call)
-        ref_logps = call.inputs.pop("ref_logps", None)
-        if ref_logps is not None:
-            per_token = self.is_per_token(ref_logps, call.targets)
-            if not per_token:
-                self._check_sums(ref_logps, call.targets, call.cu_seqlens)
-            call.inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
+        if given is None:
+            return
+        sequences = (call.targets if call.cu_seqlens is None else call.cu_seqlens[1:]).shape[0]
+        # Flat tokens without sequences are refused later.
+        known = call.cu_seqlens is not None or call.targets.dim() > 1
+        per_token, ref_logps = self.read_ref_logps(given, call.targets, sequences if known else 1)
+        del call.inputs["ref_logps"]
+        call.inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
 
-    def _check_sums(self, ref_logps: Tensor, targets: Tensor, starts: Tensor | None) -> None:
-        """The shape of log-probabilities per sequence. Flat tokens without sequences are refused later."""
-        sequences, got = (targets if starts is None else starts[1:]).shape[0], tuple(ref_logps.shape)
-        if got != (sequences,) and (starts is not None or targets.dim() >= 2):
-            raise ValueError(
-                message(
-                    "ref_logps",
-                    f"shape ({sequences},) or targets' {tuple(targets.shape)}",
-                    got,
-                    "give each sequence or token its own",
-                )
-            )
-
-    def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
-        """Whether log-probabilities have targets' shape; with `cp_group`, whether that holds on all ranks."""
-        per_token = ref_logps.shape == targets.shape
-        if self.cp_group is not None and targets.dim() == 1:
-            # A rank's packed slice may have as many tokens as the call has sequences.
-            per_token = self.sequences.everywhere(per_token, targets.device)
-        return per_token
+    def read_ref_logps(
+        self, ref_logps: Tensor, targets: Tensor, sequences: int, where: str = ""
+    ) -> tuple[bool, Tensor]:
+        """(whether there is one per token, the log-probabilities like targets or (sequences,))."""
+        name = "ref_logps"
+        if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):
+            return False, ref_logps.reshape(-1)
+        found = per_token_shape(ref_logps, targets)
+        if found.shape != targets.shape:
+            expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
+            remedy = "give each sequence or token its own"
+            raise ValueError(message(name, expected, tuple(ref_logps.shape), remedy))
+        return True, found
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
         """(sequences,) log-probabilities under the reference; `weights` (n,) do not apply to given sums."""

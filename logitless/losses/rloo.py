@@ -7,6 +7,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout
+from logitless.engine.levels import per_token_shape
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import message
@@ -73,7 +74,7 @@ class RLOOLoss(ClippedLoss):
     def laid_out(
         self, layout: SequenceLayout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
-        if not layout.is_per_sequence(advantages):
+        if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
             raise ValueError(
                 message(
                     "advantages",
@@ -85,8 +86,9 @@ class RLOOLoss(ClippedLoss):
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:
             return inputs
-        if layout.is_per_sequence(old_logps):
+        if layout.is_per_sequence("old_logps", old_logps, sums=True):
             return inputs | {"old_sums": old_logps.detach().reshape(-1).to(layout.dtype)}
+        old_logps = per_token_shape(old_logps, layout.targets)
         return inputs | {"old_logps": layout.per_token("old_logps", old_logps)}
 
 

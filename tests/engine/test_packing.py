@@ -82,6 +82,9 @@ def test_there_and_back(make):
     signature, tensors, sequences = pack([before])
     (after,) = unpack(signature, tensors, sequences)
     for field in fields(HeadCall):
+        if field.name in ("needs", "slots") or not field.init:
+            assert getattr(before, field.name, None) is None  # `unpack` sets them
+            continue
         assert_same(getattr(after, field.name), getattr(before, field.name), field.name)
     trained = [x for x in (before.hidden, before.weight, before.bias) if x is not None]
     assert len(signature.needs) == len(trained)
