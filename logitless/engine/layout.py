@@ -5,6 +5,7 @@ from torch import Tensor
 
 from logitless.engine.levels import is_per_sequence, per_token_shape
 from logitless.engine.operands import sequence_numbers, shifted
+from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.segments import cached_property
 from logitless.errors import message
 from logitless.parallel.sequences import WholeSequences
@@ -22,9 +23,11 @@ class SequenceLayout:
         *,
         shift: bool,
         slices: WholeSequences,
+        kept: AlignedMask | None = None,
     ):
         self._shift = shift
         self._slices = slices
+        self.kept = kept  # the sampling mask of the call
         self.packed = cu_seqlens is not None
         if self.packed:
             if targets.dim() != 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
@@ -63,6 +64,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
     Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
     Log-ratios are clamped to +-80 before exp.
+
+    `sampling_mask`, a `SamplingMask`, replays the truncation of the sampler: log-probabilities, entropy, and
+    the reference's log-probabilities from `ref_hidden` are over the ids that it kept. `old_logps`,
+    `ref_logps` and `sampling_logps` are taken as they are, and must be over the same ids.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
     cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back.
@@ -276,9 +281,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         ref_hidden: Tensor | None = None,
         ref_weight: HeadWeight | None = None,
         ref_bias: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
         inputs = {
+            "sampling_mask": sampling_mask,
             "ref_logps": ref_logps,
             "ref_hidden": ref_hidden,
             "ref_weight": ref_weight,
