@@ -28,9 +28,9 @@ def head_of(model: nn.Module) -> HeadView:
 
         loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
 
-    Softcap and logit scale are measured by running the model's own forward pass on made-up hidden states: once,
-    and again after a number in the model's configuration or attributes has changed. Call `head_of` in every
-    step, because FSDP and PEFT replace parameters.
+    Softcap and logit scale are measured by running the model's own forward pass on made-up hidden states:
+    once, and again after a number in the model's configuration or attributes has changed. Call `head_of` in
+    every step, because FSDP and PEFT replace parameters.
 
     Args:
         model: a causal language model of transformers, or its LM head. PEFT's adapters and the wrappers of
