@@ -277,7 +277,8 @@ class _Planner:
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         signature, tensors, sequences = pack(heads)
-        calls = unpack(signature, tensors, sequences)
+        with self._on_card():  # a HeadCall asks which kernels its device has
+            calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
