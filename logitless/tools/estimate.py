@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.engine.budget import budget_of_memory, default_budget
 from logitless.engine.call import HeadCall, d_hidden_dtype
-from logitless.engine.choose import choose_rows
+from logitless.engine.choose import resolve_rows
 from logitless.engine.function import CallResult, Mode, replaced
 from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
@@ -290,11 +290,12 @@ class _Planner:
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         signature, tensors, sequences = pack(heads)
-        calls = unpack(signature, tensors, sequences)
+        with self._on_card():  # a HeadCall asks which kernels its device has
+            calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
-        for call, rows in map(choose_rows, calls):
+        for call, rows in map(resolve_rows, calls):
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
