@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.engine.budget import budget_of_memory, default_budget
-from logitless.engine.call import Call, Given, d_hidden_dtype
-from logitless.engine.choose import choose_rows
-from logitless.engine.function import Mode, Outcome, replaced
-from logitless.engine.gradients import Gradients
+from logitless.engine.call import HeadCall, d_hidden_dtype
+from logitless.engine.choose import resolve_rows
+from logitless.engine.function import CallResult, Mode, replaced
+from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_vectors, plan_for
-from logitless.engine.plan import MIB, Pass, Plan
+from logitless.engine.plan import MIB, Kind, Pass, Plan
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.errors import expect, message
 from logitless.kernels import planned_for
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
@@ -137,7 +137,8 @@ def estimate(
         teacher_topk: k, of a teacher that is known by its k best ids instead.
         reference_hidden_size: H' of a reference that comes as hidden states and head; default: log-probs.
         **inputs: other tensors of the call, whose shapes and dtypes alone matter (and targets' ignored
-            positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares.
+            positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares; a
+            `sampling_mask`, whose sets say which tokens are projected.
 
     Returns:
         An `Estimate`; print it, or read its numbers.
@@ -205,9 +206,11 @@ def estimate(
     if teacher_topk is not None:
         best = torch.full((*shape, teacher_topk), -1.0, dtype=torch.float32, device=device)
         given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
-    targets = inputs.pop("targets", torch.zeros(shape, dtype=torch.int64, device=device))
+    targets = inputs.pop("targets", None)
+    if targets is None:
+        targets = _any_targets(shape, inputs.get("sampling_mask"), device)
     given = _required(loss, targets, count, given) | given | inputs
-    planner = _Planner(fakes, gpu)
+    planner = _Planner(gpu)
     with replaced(planner):
         loss(hidden, second, targets, **given)
     inputs = {id(x): x.nbytes for x in tree_leaves((hidden, second, given)) if isinstance(x, Tensor)}
@@ -251,6 +254,15 @@ def _device(given: torch.device | str | None) -> torch.device:
     return device
 
 
+def _any_targets(shape: tuple[int, ...], mask: SamplingMask | None, device: torch.device) -> Tensor:
+    """Targets of the shape that are in the sets of the sampling mask, if there is one."""
+    targets = torch.zeros(shape, dtype=torch.int64, device=device)
+    if not isinstance(mask, SamplingMask) or len(mask) != targets.numel() or not mask.token_ids.numel():
+        return targets  # the call refuses what is wrong
+    starts, ids = mask.offsets[:-1].long().clamp(0, mask.token_ids.shape[0] - 1), mask.token_ids.long()
+    return torch.where(mask.offsets.diff() > 0, ids[starts], 0).view(shape)
+
+
 def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[str, object]) -> dict:
     """The small inputs that a loss of the library does not go without."""
     tokens = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
@@ -271,20 +283,19 @@ def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[st
 class _Planner:
     """Replaces the engine's passes: makes the plans, and returns zeros."""
 
-    fakes: TorchDispatchMode  # in which nothing takes memory
     card: Card | None = None  # a GPU that is not here
-    walks: list[tuple[Call, Plan, Pass]] = field(default_factory=list)
+    walks: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
     plan: Plan | None = None  # of the last call
     gradient_bytes: int = 0  # of all
 
-    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
-        with self._on_card():
-            signature, tensors, sequences = pack(heads)
+    def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
+        signature, tensors, sequences = pack(heads)
+        with self._on_card():  # a HeadCall asks which kernels its device has
             calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
-        for call, rows in map(choose_rows, calls):
+        for call, rows in map(resolve_rows, calls):
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
@@ -295,12 +306,12 @@ class _Planner:
         loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
-            return Outcome(zeros.sum(), zeros, {}, self.plan)
+            return CallResult(zeros.sum(), zeros, {}, self.plan)
         shapes = loss.objective.number_shapes(loss, N, call.inputs).items()
         numbers = {
             name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
         }
-        return Outcome(None, None, numbers, self.plan)
+        return CallResult(None, None, numbers, self.plan)
 
     def _on_card(self) -> AbstractContextManager:
         return nullcontext() if self.card is None else planned_for(self.card.generation)
@@ -325,20 +336,24 @@ class _Planner:
             card=self.card,
         )
 
-    def _memory(self, call: Call, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
+    def _memory(self, call: HeadCall, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
         """Bytes: (of a chunk; of wider sums of d_weight and d_bias; of everything at the peak)."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
         solved = [x for x, _, why in self.walks if why is Pass.SOLVE]
         several = len(solved) > 1
-        gradients = Gradients([call], static=several)
-        with self.fakes:
-            gradients.open(call, 1.0, several_chunks=plan.chunks > 1)
-        wide = [x for x in gradients.sums.values() if x.dtype != call.weight.dtype]  # one head's are alive
-        held, copies = sum(x.nbytes for x in wide), sum(x.numel() * call.weight.itemsize for x in wide)
+        dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
+        sums = []
+        if call.needs.weight:
+            sums.append((call.weight.numel(), dtypes.weight))
+        if call.needs.bias:
+            sums.append((call.bias.numel(), dtypes.bias))
+        wide = [(size, dtype) for size, dtype in sums if dtype != call.weight.dtype]  # one head's are alive
+        held = sum(size * dtype.itemsize for size, dtype in wide)
+        copies = sum(size * call.weight.itemsize for size, _ in wide)
         # Of several heads, and in fp16, d_hidden is summed in fp32.
-        width = call.stat_dtype if several else d_hidden_dtype(call.dtype)
+        width = dtypes.hidden
         hidden = {x.slots.hidden: x.hidden for x in solved}
         wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
@@ -347,14 +362,17 @@ class _Planner:
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 
-def _products(call: Call, plan: Plan) -> tuple[float, float]:
+def _products(call: HeadCall, plan: Plan) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per supervised token."""
-    read = sum(step.stop - step.start for step in plan.steps if step.read)
+    projected = [step for step in plan.steps if step.kind is not Kind.GATHERED]
+    read = sum(step.stop - step.start for step in projected if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
-    own = plan.products - plan.later if plan.products else 0.0  # the later walk has a plan of its own
-    return own, read / max(1, plan.rows) * has_other
+    tokens = plan.rows if plan.replay is None else plan.replay.rows
+    # The later walk has a plan of its own.
+    own = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
+    return own, read / max(1, tokens) * has_other
 
 
-def _fixed_bytes(call: Call, purpose: Pass) -> int:
+def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:
     budget = call.loss.logits_budget or default_budget(call.weight.device)
     return call.loss.objective.costs(call, budget, purpose).fixed_bytes

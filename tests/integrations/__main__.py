@@ -29,6 +29,7 @@ WHEELS = {
     "axolotl": ["axolotl", "addict", "art", "termcolor", "colorama"],
     "llamafactory": ["llamafactory"],
     "megatron": ["megatron-core"],
+    "ms_swift": ["ms-swift"],
     "nemo_automodel": ["nemo-automodel"],
     "torchtitan": [
         "torchtitan",
