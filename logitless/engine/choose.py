@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.remembered import Remembered
 from logitless.engine.replay import kinds_of, replay_of
@@ -23,7 +23,7 @@ from logitless.parallel.vocabulary import Shards
 _SIZES = Remembered()
 
 
-def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
+def choose_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, Rows]:
     """Choose the rows to project and their order, and raise the call's faults (see `spec.Fault`).
 
     Args:
@@ -75,12 +75,12 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
     return call, rows
 
 
-def every_row(call: Call) -> Rows:
+def every_row(call: HeadCall) -> Rows:
     """All rows, for a call in which every token is supervised. No host sync."""
     return all_rows(call.targets.shape[0], _grouping(call), call.targets.device)
 
 
-def _grouping(call: Call) -> Grouping:
+def _grouping(call: HeadCall) -> Grouping:
     loss = call.loss
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
     # With cp_group, ranks may have different numbers of chunks. All sequences form one group, so that every
@@ -90,7 +90,7 @@ def _grouping(call: Call) -> Grouping:
     return Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
 
 
-def _of_shards(call: Call) -> tuple[Call, Rows]:
+def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
     """`choose_rows` for a sharded head.
 
     The check of the targets needs the vocabulary size before the ranks exchange it. It assumes the size of
