@@ -218,7 +218,7 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
 
     Every call that takes boundaries begins with this function. It checks type, dtype and shape. The values
     are checked on the device, and the result is read with the number of supervised tokens
-    (`rows.select_rows`). Until then the values may be wrong, and code that uses them must not index beyond
+    (`rows.compact_rows`). Until then the values may be wrong, and code that uses them must not index beyond
     the tokens (see `sequence_numbers`).
 
     Args:
