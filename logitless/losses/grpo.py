@@ -233,10 +233,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
         if batch.flag_weights is None:
             return Term(x)
-        means = batch.sum_by_sequence(x * batch.flag_weights)
-        if self.loss_type == "vespo":  # phi is 1 where there are no ratios to multiply
-            means = means + (batch.lengths == 0)
-        return Term(means, over="sequences")
+        x = x * batch.flag_weights
+        if self.loss_type != "vespo":
+            return Term(x, over=None)
+        # phi is 1 where there are no ratios to multiply; the other flags are 0 there.
+        return Term(batch.sum_by_sequence(x) + (batch.lengths == 0), over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
@@ -324,7 +325,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
         whole = self.by_sequence or self.loss_type == "vespo"
         once = whole and layout.is_per_sequence("advantages", advantages)
-        inputs["flag_weights"] = layout.spread(layout.shares) if once else None
+        if once:
+            share = layout.shares if self.loss_type == "vespo" else layout.shares / layout.sequences
+            inputs["flag_weights"] = layout.spread(share)
         if importance_weights is None:
             return inputs
         name = "importance_weights"
