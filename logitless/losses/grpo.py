@@ -211,10 +211,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if batch.log_importance is not None:
             log_w = log_w + batch.sum_by_sequence(batch.log_importance)
         log_w = batch.spread(log_w.clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
-        positive = batch.advantages >= 0
-        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
-        decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
-        return (decay + k * log_w - decay * log_w.exp()).exp()
+        positive = (batch.advantages >= 0).to(log_w.dtype)
+        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg)
+        decay = by_sign(positive, max(self.vespo_lambda_pos, 1e-4), max(self.vespo_lambda_neg, 1e-4))
+        return (k * log_w - decay * log_w.expm1()).exp()
 
     def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
         """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
