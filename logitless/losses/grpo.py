@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.head_view import is_head
+from logitless.engine.layout import SequenceLayout
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadWeight, RolloutInputs
 from logitless.losses.numerics import LARGEST, bounded_exp
-from logitless.losses.policy import ClippedLoss, Layout
-from logitless.losses.reference_model import ComparedLoss, check_reference
+from logitless.losses.policy import ClippedLoss
+from logitless.losses.reference_model import ComparedLoss
 
 # VESPO's bounds on the log of a sequence's weight.
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
@@ -64,6 +64,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
     Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
     Log-ratios are clamped to +-80 before exp.
+
+    `sampling_mask`, a `SamplingMask`, replays the truncation of the sampler: log-probabilities, entropy, and
+    the reference's log-probabilities from `ref_hidden` are over the ids that it kept. `old_logps`,
+    `ref_logps` and `sampling_logps` are taken as they are, and must be over the same ids.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
     cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back.
@@ -278,22 +282,21 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         ref_hidden: Tensor | None = None,
         ref_weight: HeadWeight | None = None,
         ref_bias: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
-        model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
-        if is_head(weight, ref_weight):
-            own = {"weight": weight, "ref_logps": ref_logps, **model, **arguments}
-            return with_heads(GRPOLoss.__call__, self, targets, hidden=hidden, **own)
-        self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
-        self.check_one_reference(ref_logps, **model)
-        if ref_hidden is not None:
-            check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
-        reference = {"ref_logps": ref_logps} if ref_hidden is None else model
-        return super().__call__(hidden, weight, targets, **reference, **arguments)
+        inputs = {
+            "sampling_mask": sampling_mask,
+            "ref_logps": ref_logps,
+            "ref_hidden": ref_hidden,
+            "ref_weight": ref_weight,
+            "ref_bias": ref_bias,
+        }
+        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
         self,
-        layout: Layout,
+        layout: SequenceLayout,
         advantages: Tensor,
         *,
         old_logps: Tensor | None = None,
@@ -310,11 +313,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
                 )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
-        if model and self.reduction == "none":
-            # An unreduced loss has the policy's statistics alone: compute the reference's log-probs here.
-            inputs["ref_logps"] = self.detached_logps(*model.values(), layout.targets, self.ref_head)
-        else:
-            inputs |= model
+        inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
         if self.loss_type in ("grpo", "sapo"):
             inputs["unit_weights"] = layout.spread(layout.shares)

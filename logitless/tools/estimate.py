@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.engine.budget import budget_of_memory, default_budget
-from logitless.engine.call import Call, Given, d_hidden_dtype
-from logitless.engine.choose import choose_rows
-from logitless.engine.function import Mode, Outcome, replaced
-from logitless.engine.gradients import Gradients
+from logitless.engine.call import HeadCall, d_hidden_dtype
+from logitless.engine.choose import resolve_rows
+from logitless.engine.function import CallResult, Mode, replaced
+from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_vectors, plan_for
 from logitless.engine.plan import MIB, Pass, Plan
@@ -207,7 +206,7 @@ def estimate(
         given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
     targets = inputs.pop("targets", torch.zeros(shape, dtype=torch.int64, device=device))
     given = _required(loss, targets, count, given) | given | inputs
-    planner = _Planner(fakes, gpu)
+    planner = _Planner(gpu)
     with replaced(planner):
         loss(hidden, second, targets, **given)
     inputs = {id(x): x.nbytes for x in tree_leaves((hidden, second, given)) if isinstance(x, Tensor)}
@@ -271,20 +270,18 @@ def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[st
 class _Planner:
     """Replaces the engine's passes: makes the plans, and returns zeros."""
 
-    fakes: TorchDispatchMode  # in which nothing takes memory
     card: Card | None = None  # a GPU that is not here
-    walks: list[tuple[Call, Plan, Pass]] = field(default_factory=list)
+    walks: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
     plan: Plan | None = None  # of the last call
     gradient_bytes: int = 0  # of all
 
-    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
-        with self._on_card():
-            signature, tensors, sequences = pack(heads)
-            calls = unpack(signature, tensors, sequences)
+    def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
+        signature, tensors, sequences = pack(heads)
+        calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
-        for call, rows in map(choose_rows, calls):
+        for call, rows in map(resolve_rows, calls):
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
@@ -295,12 +292,12 @@ class _Planner:
         loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
-            return Outcome(zeros.sum(), zeros, {}, self.plan)
+            return CallResult(zeros.sum(), zeros, {}, self.plan)
         shapes = loss.objective.number_shapes(loss, N, call.inputs).items()
         numbers = {
             name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
         }
-        return Outcome(None, None, numbers, self.plan)
+        return CallResult(None, None, numbers, self.plan)
 
     def _on_card(self) -> AbstractContextManager:
         return nullcontext() if self.card is None else planned_for(self.card.generation)
@@ -325,20 +322,24 @@ class _Planner:
             card=self.card,
         )
 
-    def _memory(self, call: Call, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
+    def _memory(self, call: HeadCall, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
         """Bytes: (of a chunk; of wider sums of d_weight and d_bias; of everything at the peak)."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
         solved = [x for x, _, why in self.walks if why is Pass.SOLVE]
         several = len(solved) > 1
-        gradients = Gradients([call], static=several)
-        with self.fakes:
-            gradients.open(call, 1.0, several_chunks=plan.chunks > 1)
-        wide = [x for x in gradients.sums.values() if x.dtype != call.weight.dtype]  # one head's are alive
-        held, copies = sum(x.nbytes for x in wide), sum(x.numel() * call.weight.itemsize for x in wide)
+        dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
+        sums = []
+        if call.needs.weight:
+            sums.append((call.weight.numel(), dtypes.weight))
+        if call.needs.bias:
+            sums.append((call.bias.numel(), dtypes.bias))
+        wide = [(size, dtype) for size, dtype in sums if dtype != call.weight.dtype]  # one head's are alive
+        held = sum(size * dtype.itemsize for size, dtype in wide)
+        copies = sum(size * call.weight.itemsize for size, _ in wide)
         # Of several heads, and in fp16, d_hidden is summed in fp32.
-        width = call.stat_dtype if several else d_hidden_dtype(call.dtype)
+        width = dtypes.hidden
         hidden = {x.slots.hidden: x.hidden for x in solved}
         wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
@@ -347,7 +348,7 @@ class _Planner:
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 
-def _products(call: Call, plan: Plan) -> tuple[float, float]:
+def _products(call: HeadCall, plan: Plan) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per supervised token."""
     read = sum(step.stop - step.start for step in plan.steps if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
@@ -355,6 +356,6 @@ def _products(call: Call, plan: Plan) -> tuple[float, float]:
     return own, read / max(1, plan.rows) * has_other
 
 
-def _fixed_bytes(call: Call, purpose: Pass) -> int:
+def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:
     budget = call.loss.logits_budget or default_budget(call.weight.device)
     return call.loss.objective.costs(call, budget, purpose).fixed_bytes

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss
-from logitless.engine.call import Given, Layers
+from logitless.engine.call import HeadCall, Layers
+from logitless.engine.gradients import finished_sums
 from logitless.engine.operands import SplitHead
 from logitless.engine.packing import pack, unpack
+from logitless.engine.passes import solve
 from logitless.kernels import fused_projection
 from logitless.parallel.vocabulary import Shards
 from tests.engine.calls import call, given
@@ -29,13 +31,13 @@ def bias() -> torch.Tensor:
     return torch.randn(V).requires_grad_()
 
 
-def pair() -> Given:
+def pair() -> HeadCall:
     hidden, weight, targets = head(8)
     options = {"ref_logps": torch.randn(8), "cu_seqlens": torch.tensor([0, 3, 8]), "num_items": 3}
     return given(DPOLoss(), hidden, weight, targets, bias(), **options)
 
 
-def split() -> Given:
+def split() -> HeadCall:
     hidden, weight, targets = head(2, 3)
     trained = torch.randn(V, 2, requires_grad=True)
     return given(
@@ -43,7 +45,7 @@ def split() -> Given:
     )
 
 
-def taught() -> Given:
+def taught() -> HeadCall:
     hidden, weight, targets = head(2, 3)
     teacher = {
         "teacher_hidden": torch.randn(2, 3, 6),
@@ -81,7 +83,10 @@ def test_there_and_back(make):
     before = make()
     signature, tensors, sequences = pack([before])
     (after,) = unpack(signature, tensors, sequences)
-    for field in fields(Given):
+    for field in fields(HeadCall):
+        if field.name in ("needs", "slots") or not field.init:
+            assert getattr(before, field.name, None) is None  # `unpack` sets them
+            continue
         assert_same(getattr(after, field.name), getattr(before, field.name), field.name)
     trained = [x for x in (before.hidden, before.weight, before.bias) if x is not None]
     assert len(signature.needs) == len(trained)
@@ -115,7 +120,7 @@ class Blocks(nn.Module):
         return self.layers[head]
 
 
-def heads(module: Blocks) -> list[Given]:
+def heads(module: Blocks) -> list[HeadCall]:
     """A base head and two with layers in front; the second of them has a weight of its own."""
     base = given(CrossEntropyLoss(), *head(2, 3), bias())
     others = []
@@ -174,6 +179,29 @@ def test_a_tensor_in_two_places_is_packed_once():
     assert made.hidden is x and made.weight is x
 
 
+def tied(dtype: torch.dtype) -> list[HeadCall]:
+    x = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    return [given(CrossEntropyLoss(), x, x, torch.randint(0, V, (V,)))]
+
+
+SUMMED = {
+    **{name: lambda make=make: [make()] for name, make in CALLS.items()},
+    "heads with layers": lambda: heads(Blocks()),
+    "tied": lambda: tied(torch.float32),
+    "tied, bf16": lambda: tied(torch.bfloat16),
+    "tied, fp16": lambda: tied(torch.float16),
+}
+
+
+@pytest.mark.parametrize("make", SUMMED.values(), ids=SUMMED)
+def test_the_sums_of_gradients_are_what_graphs_are_told(make):
+    """Shapes and dtypes by `finished_sums`, which the fakes of the operators return."""
+    calls = unpack(*pack(make()))
+    with torch.no_grad():  # as in the Function
+        sums = solve(calls, static=True).gradients.sums
+    assert {slot: (x.shape, x.dtype) for slot, x in sums.items()} == finished_sums(calls)
+
+
 def test_gradient_of_a_tensor_in_two_places():
     x = torch.randn(V, H, dtype=torch.float64, requires_grad=True)
     targets = torch.arange(V).flip(0)
@@ -203,7 +231,7 @@ WIDE = CrossEntropyLoss(logits_dtype=FP32)
         (WIDE, FP16, False),
         (WIDE, FP32, False),
         (DistillationLoss(logits_dtype=FP32), BF16, False),
-        # This rank's own answer; all of them decide (`Call.with_shards`).
+        # This rank's own answer; all of them decide (`HeadCall.with_shards`).
         (replace(WIDE, tp_group="tp"), BF16, True),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, CrossEntropyLoss) else str(x),
