@@ -277,6 +277,7 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         1 + backward if twice else 0,
         fixed,
         heads,
+        str(call.logits_dtype).removeprefix("torch."),
     )
     if replay is not None:
         kinds = replay.plain, replay.picked, replay.gathered, replay.certain
