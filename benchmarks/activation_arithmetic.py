@@ -69,7 +69,7 @@ def table(documents: list[dict], operators: dict) -> str:
         (
             found,
             "",
-            f"{MODEL}, 2 x 4,096 tokens, both flags, one H200. Steps, peaks and operators are measured, bytes",
+            f"{MODEL}, 2 x 4,096 tokens, both flags, one H200. Steps, peaks, operators are measured, bytes",
             f"follow from shapes. By this arithmetic a step under {budget / GIB:.1f} GiB takes {ms:.0f} ms,",
             f"{saved:.0f}% less than with full checkpointing, at the same peak. Such a step is not measured",
             "yet. This table by `python -m benchmarks plot`.",
