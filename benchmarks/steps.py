@@ -280,8 +280,8 @@ def measured_how(document: dict) -> str:
     median = "" if rounds == 1 else f", the median of {rounds} processes (the least to the most)"
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, random weights, fused AdamW, SDPA: mean "
-        f"of {document['settings']['timed']} whole steps without a synchronisation in between, each "
-        f"configuration in a process of its own{median}. Differences are relative, the largest of the logged "
+        f"of {document['settings']['timed']} whole steps without synchronization in between, each "
+        f"configuration in its own process{median}. Differences are relative, the largest of the logged "
         "steps."
     )
 

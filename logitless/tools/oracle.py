@@ -147,16 +147,30 @@ def logits(call: HeadCall, rows: Rows) -> Tensor:
         with autocast:
             blocks = layers.module.blocks(layers.head)
             x = torch.func.functional_call(blocks, dict(layers.tensors), (x,)).to(call.dtype)
-    return call.loss.head.logits(x @ weight.t(), call.bias)[0]
+    return _over_sets(call, rows, call.loss.head.logits(x @ weight.t(), call.bias)[0])
+
+
+def _over_sets(call: HeadCall, rows: Rows, z: Tensor) -> Tensor:
+    """The logits (rows, V), with -inf for ids that the call's sampling mask leaves out."""
+    if call.sets is None:
+        return z
+    ids, starts, lengths, _ = call.sets
+    out = torch.ones_like(z, dtype=torch.bool)
+    for row, n in enumerate(rows.index.tolist()):
+        if lengths[n]:
+            out[row] = False
+            out[row, ids[starts[n] : starts[n] + lengths[n]].long()] = True
+            out[row, call.targets[n]] |= call.add_targets
+    return z.masked_fill(~out, -torch.inf)
 
 
 def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     """(rows, V') logits of the teacher or the reference model."""
     hidden, weight, bias = (call.inputs[f"{name}_{part}"] for part in ("hidden", "weight", "bias"))
     weight = weight if name == "teacher" else weight.to(call.dtype)
-    return getattr(call.loss, f"{name}_head").logits(hidden[rows.index].to(weight.dtype) @ weight.t(), bias)[
-        0
-    ]
+    head = getattr(call.loss, f"{name}_head")
+    z = head.logits(hidden[rows.index].to(weight.dtype) @ weight.t(), bias)[0]
+    return _over_sets(call, rows, z) if name == "ref" else z
 
 
 def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:

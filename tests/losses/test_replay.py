@@ -11,6 +11,8 @@ from logitless import (
     REINFORCELoss,
     RLOOLoss,
     SamplingMask,
+    check,
+    estimate,
     linear_logprobs,
     linear_topk,
 )
@@ -397,3 +399,67 @@ def test_two_slices_of_the_sequences(name):
     assert torch.allclose(torch.cat([x[-3] for x in ranks], 1), d_hidden, rtol=1e-11, atol=1e-13)
     assert torch.allclose(sum(x[-2] for x in ranks), d_weight, rtol=1e-11, atol=1e-13)
     assert torch.allclose(sum(x[-1] for x in ranks), d_bias, rtol=1e-11, atol=1e-13)
+
+
+# The generator's rounding.
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_every_path_rounds_alike(rounded):
+    """Logits that bf16 cannot hold, of sums that fp32 holds exactly: projected, picked and gathered."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randint(-8, 9, (60, H), generator=generator).bfloat16()
+    weight = torch.randint(-8, 9, (V, H), generator=generator).bfloat16()
+    targets = torch.randint(V, (60,), generator=generator)
+    sets = sets_for(targets, (0, 1, 3, 80), V)
+    dtype = torch.bfloat16 if rounded else torch.float32
+    mask = SamplingMask.from_lists(sets)
+    found = linear_logprobs(
+        hidden, weight, targets, entropy=True, sampling_mask=mask, logits_dtype=dtype, temperature=8.0
+    )
+    z = hidden.double() @ weight.double().t()
+    assert (z != z.bfloat16()).any()
+    z = (z.to(dtype).double()) / 8
+    truth = reference.statistics(z, reference.kept(sets, V), targets)
+    for name, ours, exact in zip(found._fields, found, truth):
+        assert_close(ours, exact, 2e-7, name=name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
+def test_a_plan_names_the_rule(dtype):
+    hidden, weight = torch.randn(1, 3, 4).bfloat16(), torch.randn(9, 4).bfloat16()
+    targets, given = torch.zeros(1, 3, dtype=torch.int64), {"advantages": torch.ones(1)}
+    mask = SamplingMask.from_lists([[0, 1], [0], []])
+    plan = GRPOLoss(logits_dtype=dtype)(hidden, weight, targets, sampling_mask=mask, **given).plan
+    name = str(dtype or torch.bfloat16).removeprefix("torch.")
+    assert plan.logits == name and plan.describe().endswith(f"logits in {name}")
+    assert plan.describe().startswith(
+        "replayed: 2 of 3 tokens over 3 ids, 1 certain, 67% of the tokens not projected; loss_only: "
+    )
+    assert (plan.replayed, plan.certain, plan.kept_ids) == (2, 1, 3)
+    plain = GRPOLoss(logits_dtype=dtype)(hidden, weight, targets, **given).plan
+    assert plain.logits == name and plain.replayed is plain.certain is plain.kept_ids is None
+
+
+# Tools.
+
+
+@pytest.mark.parametrize("name", ["dapo token", "kl", "grpo sequence", "reinforce"])
+@pytest.mark.parametrize("sizes", KINDS)
+def test_check(name, sizes):
+    case = Case(*VARIANTS[name], sizes)
+    tensors = {name: x.float() for name, x in (case.inputs | case.reference).items()}
+    hidden, weight, _ = leaves(case, dtype=torch.float32)
+    report = check(
+        case.kind(**case.settings), hidden, weight, case.targets, sampling_mask=case.mask, **tensors
+    )
+    assert report, str(report)
+
+
+def test_an_estimate_says_which_tokens_are_gathered():
+    mask = SamplingMask.from_lists([[1, 2], [3], [], [4, 5, 6]] * 8)
+    sizes = {"tokens": 32, "hidden_size": 16, "vocab_size": 200, "sequences": 4, "dtype": torch.float32}
+    found = estimate(GRPOLoss(), sampling_mask=mask, **sizes)
+    assert found.products == pytest.approx(0.75)
+    assert str(found).startswith("replayed: 24 of 32 tokens over 48 ids, 8 certain, 75% of the tokens not")
+    assert estimate(linear_logprobs, sampling_mask=mask, **sizes).products == pytest.approx(1.0)
