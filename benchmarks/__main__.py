@@ -7,6 +7,7 @@ import torch
 import typer
 
 from benchmarks import (
+    activation_arithmetic,
     activation_budgets,
     compare_trees,
     fsdp,
@@ -514,6 +515,10 @@ def plot(
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
+    whole_steps = [document for _, document in every("step", results)]
+    if operators and activation_arithmetic.steps_of(whole_steps):
+        body = activation_arithmetic.table(whole_steps, documents["layers"])
+        tables[root / "docs" / "activations.md", "activations"] = body
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)
