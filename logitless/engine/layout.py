@@ -79,7 +79,8 @@ class SequenceLayout:
                     message(name, f"targets' shape {either}", tuple(x.shape), "align it with the targets")
                 )
             x = self.aligned(x, fill)
-        return torch.where(self.counted, x.detach().to(self.dtype), fill)
+        x = x.detach() if x.requires_grad else x
+        return torch.where(self.counted, x.to(self.dtype), fill)
 
     @cached_property
     def lengths(self) -> Tensor:

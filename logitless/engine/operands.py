@@ -272,4 +272,6 @@ def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = N
         is_last = after == x.shape[dim]
     else:
         is_last = torch.isin(after, cu_seqlens[1:])
-    return x.roll(-1, dim).masked_fill(is_last.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), last)
+    after_dim = x.dim() - 1 - dim % x.dim()
+    is_last = is_last.view(-1, *[1] * after_dim) if after_dim else is_last
+    return x.roll(-1, dim).masked_fill(is_last, last)

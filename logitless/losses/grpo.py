@@ -215,10 +215,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if batch.log_importance is not None:
             log_w = log_w + batch.sum_by_sequence(batch.log_importance)
         log_w = batch.spread(log_w.clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
-        positive = batch.advantages >= 0
-        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
-        decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
-        return (decay + k * log_w - decay * log_w.exp()).exp()
+        positive = (batch.advantages >= 0).to(log_w.dtype)
+        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg)
+        decay = by_sign(positive, max(self.vespo_lambda_pos, 1e-4), max(self.vespo_lambda_neg, 1e-4))
+        return (k * log_w - decay * log_w.expm1()).exp()
 
     def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
         """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
@@ -237,10 +237,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
         if batch.flag_weights is None:
             return Term(x)
-        means = batch.sum_by_sequence(x * batch.flag_weights)
-        if self.loss_type == "vespo":  # phi is 1 where there are no ratios to multiply
-            means = means + (batch.lengths == 0)
-        return Term(means, over="sequences")
+        x = x * batch.flag_weights
+        if self.loss_type != "vespo":
+            return Term(x, over=None)
+        # phi is 1 where there are no ratios to multiply; the other flags are 0 there.
+        return Term(batch.sum_by_sequence(x) + (batch.lengths == 0), over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
@@ -323,7 +324,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
         whole = self.by_sequence or self.loss_type == "vespo"
         once = whole and layout.is_per_sequence("advantages", advantages)
-        inputs["flag_weights"] = layout.spread(layout.shares) if once else None
+        if once:
+            share = layout.shares if self.loss_type == "vespo" else layout.shares / layout.sequences
+            inputs["flag_weights"] = layout.spread(share)
         if importance_weights is None:
             return inputs
         name = "importance_weights"
