@@ -50,7 +50,7 @@ OLD_TRANSFORMERS := 4.57.6
 test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=$(VENV)/trl-$(OLD_TRL) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/trl_integration/test_versions.py \
 	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_log_prob_trainers.py
-	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/models/test_patch.py \
+	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
 	    tests/models/test_head_modules.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, beside the wheels of the other libraries.
