@@ -8,10 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from logitless.engine.budget import default_budget
 from logitless.engine.call import Call
 from logitless.engine.operands import MASKS, WRONG_MASK
+from logitless.engine.plan import GOOD_CHUNKS, TILE, Pass
 from logitless.engine.remembered import Remembered
-from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, all_rows, select_rows
+from logitless.engine.rows import Grouping, Lookup, OtherSize, Rows, Shard, all_rows, select_rows
 from logitless.engine.spec import Fault
 from logitless.errors import message
 from logitless.kernels.head.targets import marked
@@ -57,11 +59,29 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shard": shard}
-    options |= {"boundaries": loss.boundaries_argument}
+    options |= {"boundaries": loss.boundaries_argument, "lookup": _lookup(call)}
     rows = select_rows(marks, faults, _grouping(call), call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
     return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
+
+
+def _lookup(call: Call) -> Lookup | None:
+    """The teacher's rows, where the loss names them.
+
+    Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host learns the
+    teacher's row of each row, as it does where the width of the logits is not known before the sync.
+    """
+    loss = call.loss
+    if loss.teacher_rows is None:
+        return None
+    piece = 1
+    if not call.vocabulary.sharded:
+        budget = loss.logits_budget or default_budget(call.weight.device)
+        costs = loss.objective.costs(call, budget, Pass.SOLVE)
+        fits = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1] <= budget - costs.fixed_bytes
+        piece = TILE if fits else 1
+    return Lookup(call.inputs[loss.teacher_rows], call.inputs["teacher_hidden"].shape[0], piece)
 
 
 def every_row(call: Call) -> Rows:

@@ -3,6 +3,7 @@
 The passes run eagerly and below autograd. In a compiled graph they are the body of an opaque operator.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -229,6 +230,8 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
     budget = loss.logits_budget or default_budget(device)
     costs = loss.objective.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
+    if rows.teacher is not None:
+        row_bytes += math.ceil(rows.teacher.share(rows.count) * costs.teacher_bytes)
     if budget - fixed < row_bytes:
         warn_once(
             loss,
