@@ -12,6 +12,7 @@ from benchmarks import (
     fsdp,
     layers,
     model_commands,
+    numbers,
     pages,
     recipes,
     steps,
@@ -60,11 +61,12 @@ TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.tab
     "fsdp": fsdp.by_trainer,
 }
 
-# Those of training steps: the page, and what writes its table.
-STEPS = {
+# Those with a table on another page: the page, and what writes the table.
+ELSEWHERE = {
     "step": ("layers.md", steps.for_page),
     "usecase": ("layers.md", usecase.for_page),
     "recipes": ("recipes.md", recipes.for_page),
+    "topk": ("several_ids.md", several_ids.for_page),
 }
 
 Shapes = Annotated[
@@ -436,6 +438,19 @@ def gemm(
     finish(path)
 
 
+@app.command("numbers")
+def list_numbers() -> None:
+    """List the measured numbers in the sentences of README.md and docs with their sources; exits with 1 if a
+    number has no source or differs from it."""
+    from benchmarks.claims import CLAIMS
+
+    found = list(numbers.numbers(CLAIMS, numbers.pages()))
+    for number in found:
+        typer.echo(f"{number.page}:{number.line}: {number.printed}: {number.fault or number.source}")
+    if any(number.fault for number in found):
+        raise typer.Exit(1)
+
+
 @app.command()
 def plot(
     results: Annotated[Path, typer.Option(help="Where the JSON files lie.")] = RESULTS,
@@ -466,7 +481,7 @@ def plot(
     if operators := every("layers", results, partial=True):
         documents["layers"] = whole = layers.together([document for _, document in operators])
         tables[root / "docs" / "layers.md", "layers"] = layers.by_operator(whole, origin(whole, *operators))
-    for name, (page, table) in STEPS.items():
+    for name, (page, table) in ELSEWHERE.items():
         found_steps = every(name, results, partial=name == "recipes")
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import distillation
 from benchmarks.measure import exact_products, poison, relative_l2, synchronize
-from benchmarks.report import gib, text, write_json
+from benchmarks.report import gib, sizes, text, write_json
 from benchmarks.timing import Case, interleave, peak_bytes, release, spread
 from benchmarks.yardstick import chunked_gemms
 from logitless import DistillationLoss, linear_logprobs, linear_topk
@@ -254,6 +254,41 @@ def table(document: dict) -> str:
     ]
     headers = ["", "", "ms", "x products", "target", "peak GiB", *(f"{name} err" for name in LIMITS)]
     return tabulate(body, headers, disable_numparse=True, stralign="right")
+
+
+# How the page calls each task.
+TITLES = {
+    "logprobs, forward": "log-probabilities of 64 ids, without gradients",
+    "logprobs": "the same with gradients",
+    "logprobs, frozen head": "the same with gradients and a frozen head",
+    "k best": "`linear_topk`, k = 64",
+    "renormalized": '`DistillationLoss`, `topk_mode="renormalize"`, with gradients',
+}
+
+
+def for_page(document: dict, source: str) -> str:
+    """The ratios and peaks of both implementations, in Markdown."""
+    body = []
+    for task, title in TITLES.items():
+        rows = {row["name"]: row for row in document["rows"] if row["task"] == task}
+        cells = [page_cell(rows.get(name)) for name in ("logitless", "full logits")]
+        products = next((row["products"] for row in rows.values() if "products" in row), None)
+        body.append([title, products, *cells])
+    headers = ["", "products", "**logitless**", "full logits in PyTorch"]
+    table = tabulate(
+        body, headers, tablefmt="github", colalign=("left", *["right"] * 3), disable_numparse=True
+    )
+    return (
+        f"{table}\n\nOne {document['device']}, {document['date'][:10]}, bf16, {sizes(document['shape'])}. "
+        "Time as a multiple of the bare matrix products whose number is shown; peak memory beyond the "
+        f"inputs, gradients included.\n\n{source}"
+    )
+
+
+def page_cell(row: dict | None) -> str:
+    if row is None or row["verdict"] != "ok":
+        return "" if row is None else row["verdict"]
+    return f"{row['ratio']:.2f}x" + (text(gib(row["peak_bytes"]), ", {:.1f} GiB") or "")
 
 
 def failed(document: dict) -> list[str]:

@@ -1,4 +1,4 @@
-"""Post-training losses straight from hidden states and the LM head: the logits never exist."""
+"""Post-training losses computed from hidden states and the LM head without building the full logits."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import Operands, SplitHead, checked_boundaries, shifted
+from logitless.engine.sampling_mask import SamplingMask, Sets, checked_mask
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
 from logitless.parallel.groups import PLAIN, local_parameter
@@ -64,6 +65,8 @@ class Given:
     frozen: Tensor | None  # (V, H - r), columns without gradient in front of those of `weight`
     layers: Layers | None = None
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
+    sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
+    add_targets: bool = False  # whether a target that its set has not is added to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,7 @@ class Options(NamedTuple):
     num_items: float | Tensor | None = None
     shift: bool = False
     cu_seqlens: Tensor | None = None
+    sampling_mask: SamplingMask | None = None
 
 
 def prepare(
@@ -158,6 +162,14 @@ def prepare(
             raise ValueError(
                 message("shift", "False for hidden (H,)", True, "a single token has no next one")
             )
+    mask, sets = options.sampling_mask, None
+    if mask is not None:
+        sets = checked_mask(mask).sets(targets, shift=options.shift, cu_seqlens=cu_seqlens)
+        if loss.return_predictions:
+            raise ValueError(
+                "return_predictions: expected False with sampling_mask, got True; a set has no prediction of "
+                "the whole vocabulary, so make it by a call without the mask."
+            )
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:
@@ -186,6 +198,8 @@ def prepare(
         cu_seqlens=cu_seqlens,
         sequence_count=sequence_count,
         frozen=frozen,
+        sets=sets,
+        add_targets=mask is not None and mask.missing == "add",
     )
 
 

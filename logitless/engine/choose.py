@@ -13,8 +13,10 @@ from logitless.engine.call import Call
 from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Pass
 from logitless.engine.remembered import Remembered
-from logitless.engine.rows import Grouping, Lookup, OtherSize, Rows, Shard, all_rows, select_rows
+from logitless.engine.replay import kinds_of, replay_of
+from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, all_rows, select_rows
 from logitless.engine.spec import Fault
+from logitless.engine.teacher_rows import Ordered
 from logitless.errors import message
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
@@ -41,7 +43,11 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
         N = call.targets.shape[0]
         return call, Rows(N, N, 0, None, None, None)
     loss, targets, V = call.loss, call.targets, call.V if shard is None else shard.V
-    found = [] if loss.faults is None else loss.faults(targets, call.inputs, V)
+    found = [] if loss.faults is None else list(loss.faults(targets, call.inputs, V))
+    kinds = None
+    if call.sets is not None:
+        kinds = kinds_of(call.sets, targets, call.inputs, V, loss, add_targets=call.add_targets)
+        found += kinds.faults
     marking = [fault for fault in found if fault.count.dim()]
     others = torch.stack([fault.count for fault in marking]) if marking else None
     marks = marked(targets, V, loss.ignore_index, others)
@@ -59,29 +65,40 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
     if loss.tp_group is not None or loss.cp_group is not None:
         peers = Peers(tuple(group for group in (loss.tp_group, loss.cp_group) if group is not None))
     options = {"compact": loss.compact, "peers": peers, "shard": shard}
-    options |= {"boundaries": loss.boundaries_argument, "lookup": _lookup(call)}
-    rows = select_rows(marks, faults, _grouping(call), call.cu_seqlens, **options)
+    options |= {"boundaries": loss.boundaries_argument}
+    if kinds is not None:
+        options["others"] = kinds.counts
+    ordered = None
+    if loss.teacher_rows is not None:
+        ordered = _by_teacher_rows(call, marks[0])
+        options["others"] = ordered.numbers
+    grouping = _grouping(call)
+    rows = select_rows(marks, faults, grouping, call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
-    return call, rows._replace(tokens=tokens, chosen_tokens=chosen)
+    rows = rows._replace(tokens=tokens, chosen_tokens=chosen)
+    if kinds is not None:
+        rows = replay_of(kinds, rows, V, compact=loss.compact, grouped=grouping.grouped)
+    if ordered is not None:
+        teacher = ordered.read(rows.count, rows.counted)
+        rows = rows._replace(index=ordered.order[: rows.count], teacher=teacher)
+    return call, rows
 
 
-def _lookup(call: Call) -> Lookup | None:
-    """The teacher's rows, where the loss names them.
+def _by_teacher_rows(call: Call, supervised: Tensor) -> Ordered:
+    """The rows in the order of the teacher's rows that they are compared with.
 
-    Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host learns the
-    teacher's row of each row, as it does where the width of the logits is not known before the sync.
+    Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
+    teacher's row of every row, as it does where the width of the logits is not known before the sync.
     """
-    loss = call.loss
-    if loss.teacher_rows is None:
-        return None
-    piece = 1
+    loss, piece = call.loss, 1
     if not call.vocabulary.sharded:
         budget = loss.logits_budget or default_budget(call.weight.device)
         costs = loss.objective.costs(call, budget, Pass.SOLVE)
-        fits = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1] <= budget - costs.fixed_bytes
-        piece = TILE if fits else 1
-    return Lookup(call.inputs[loss.teacher_rows], call.inputs["teacher_hidden"].shape[0], piece)
+        needed = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1]
+        piece = TILE if needed <= budget - costs.fixed_bytes else 1
+    rows, count = call.inputs[loss.teacher_rows], call.inputs["teacher_hidden"].shape[0]
+    return Ordered.of(supervised, rows, count, piece)
 
 
 def every_row(call: Call) -> Rows:

@@ -85,7 +85,7 @@ class Gradients:
         if chunk.factors:
             factor = math.prod(chunk.factors[1:], start=chunk.factors[0])
         else:
-            factor = gradient.new_ones(gradient.shape[0])
+            factor = gradient.new_ones(chunk.features.shape[0])
         column, total = factor.to(gradient.dtype), self._bias.total
         if column.dtype == factor.dtype:
             head.accumulate(total, gradient, column[:, None], first=not self._bias.written)

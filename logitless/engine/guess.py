@@ -109,15 +109,16 @@ def _streak(call: Call) -> Streak | None:
     """The streak of the call's loss and head; None for calls that never guess.
 
     These are calls without a GPU or without a host sync, calls with `tp_group` or `cp_group` (ranks exchange
-    their counts in the sync), calls with layers or boundaries, and calls with integer inputs per token: such
-    an input may be an index that is only valid where its token is supervised, and is not clamped.
+    their counts in the sync), calls with layers, boundaries or a sampling mask, and calls with integer inputs
+    per token: such an input may be an index that is only valid where its token is supervised, and is not
+    clamped.
     """
     loss = call.loss
     if loss.unmasked or not loss.compact or not _waits(call.targets):
         return None
     if loss.tp_group is not None or loss.cp_group is not None:
         return None
-    if call.layers is not None or call.cu_seqlens is not None:
+    if call.layers is not None or call.cu_seqlens is not None or call.sets is not None:
         return None
     if not all(_is_no_index(x) or _is_same(x, call.targets) for x in call.inputs.values()):
         return None

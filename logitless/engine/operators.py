@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from logitless.engine import passes
 from logitless.engine.call import Call, Slots, d_hidden_dtype
 from logitless.engine.gradients import Gradients, finish
-from logitless.engine.packing import Part, Signature, unpack
+from logitless.engine.packing import SETS, Part, Signature, unpack
 from logitless.engine.spec import LossSpec
 from logitless.errors import message
 
@@ -78,14 +78,22 @@ def constant_in_graphs(function):
 
 @constant_in_graphs
 def _registered(
-    loss: str, dtype: torch.dtype, needs: tuple, parts: tuple, autocast: bool, module: str
+    loss: str,
+    dtype: torch.dtype,
+    needs: tuple,
+    parts: tuple,
+    autocast: bool,
+    module: str,
+    add_targets: bool,
 ) -> str:
     """The key of a signature, given the names of its loss and module."""
-    key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}"
+    key = f"{loss} of {dtype}, {needs}, {parts}, {autocast}, {module}, {add_targets}"
     with _LOCK:
         if key not in _SIGNATURES:
             heads = tuple(map(_part, parts))
-            signature = Signature(_LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module))
+            signature = Signature(
+                _LOSSES[loss], dtype, needs, heads, autocast, _MODULES.get(module), add_targets
+            )
             _SIGNATURES[key] = Registered(signature, _GROUPS[loss])
         return key
 
@@ -139,7 +147,7 @@ def register_module(module: nn.Module) -> str:
 
 def graph_key(signature: Signature) -> str:
     """The key of a signature. Dynamo traces this function, and guards on the loss and the module in it."""
-    loss, dtype, needs, parts, autocast, module = signature
+    loss, dtype, needs, parts, autocast, module, add_targets = signature
     if loss.identity:
         name = loss.name_in_graphs()
     else:
@@ -149,7 +157,7 @@ def graph_key(signature: Signature) -> str:
     if module is not None:
         id(module)  # makes Dynamo guard on the module's identity: another instance may compute otherwise
         layers = module.name_in_graphs()
-    return _registered(name, dtype, needs, plain, autocast, layers)
+    return _registered(name, dtype, needs, plain, autocast, layers, add_targets)
 
 
 # -- The operators
@@ -226,7 +234,8 @@ def _(tensors, sequences, key):
     loss, hidden, targets = signature.loss, tensors[0], tensors[len(signature.needs)]
     stat, objective = torch.promote_types(signature.dtype, torch.float32), loss.objective
     hidden_alone = signature.needs[0] and not any(signature.needs[1:])
-    kept = objective.linear_in_logps(loss) and hidden_alone
+    masked = tensors[len(signature.needs) + len(signature.parts) + SETS] is not None
+    kept = objective.linear_in_logps(loss) and hidden_alone and not masked
     inputs = dict(zip(loss.roles, tensors[-len(loss.roles) :], strict=True)) if loss.roles else {}
     shapes = objective.number_shapes(loss, targets.shape[0], inputs).values()
     kind = d_hidden_dtype(signature.dtype) if kept else hidden.dtype

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.call import Call, Given, Layers, Needs, Slots
+from logitless.engine.sampling_mask import Sets
 from logitless.engine.spec import LossSpec
 from logitless.kernels import fused_projection
 from logitless.parallel.sequences import WHOLE_SEQUENCES
 from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary
+
+# In the place of the sets in a call without a sampling mask.
+NO_SETS = (None,) * len(Sets._fields)
+# Place of the sets among the tensors after the trained tensors and the targets of the heads.
+SETS = 3
 
 
 class Part(NamedTuple):
@@ -34,6 +40,7 @@ class Signature(NamedTuple):
     parts: tuple[Part, ...]
     autocast: bool
     module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
+    add_targets: bool = False  # see `Given`
 
     def without_gradients(self) -> "Signature":
         """The signature of the same call in which no tensor needs a gradient."""
@@ -64,15 +71,17 @@ def pack(heads: Sequence[Given]) -> tuple[Signature, list[Tensor | None], int]:
     module = None if last.layers is None else last.layers.module
     needs = tuple([grad and x.requires_grad for x in trained])
     autocast = torch.is_autocast_enabled(first.hidden.device.type)
-    signature = Signature(first.loss, first.dtype, needs, tuple(parts), autocast, module)
-    shared = [first.num_items, first.cu_seqlens, first.frozen, *first.inputs.values()]
+    signature = Signature(first.loss, first.dtype, needs, tuple(parts), autocast, module, first.add_targets)
+    sets = NO_SETS if first.sets is None else first.sets
+    shared = [first.num_items, first.cu_seqlens, first.frozen, *sets, *first.inputs.values()]
     return signature, [*trained, *(given.targets for given in heads), *shared], first.sequence_count
 
 
 def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[Call]:
     """The heads of a packed call: the inverse of `pack`."""
     loss, needs, dtype, heads = signature.loss, signature.needs, signature.dtype, len(signature.parts)
-    num_items, cu_seqlens, frozen, *inputs = tensors[len(needs) + heads :]
+    num_items, cu_seqlens, frozen, *rest = tensors[len(needs) + heads :]
+    sets, inputs = Sets(*rest[: len(NO_SETS)]), rest[len(NO_SETS) :]
     inputs = dict(zip(loss.roles, inputs, strict=True))
     stat, calls = torch.promote_types(dtype, torch.float32), []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
@@ -101,6 +110,8 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 frozen=frozen,
                 layers=None if part.head is None else _layers(signature, part, tensors),
                 coefficient=part.coefficient,
+                sets=None if sets.ids is None else sets,
+                add_targets=signature.add_targets,
                 needs=wanted,
                 slots=part.slots,
                 vocabulary=vocabulary,

@@ -18,15 +18,14 @@ from logitless.engine.guess import over_rows
 from logitless.engine.loop import run
 from logitless.engine.objectives.base import Objective, settled
 from logitless.engine.objectives.gathered import GatheredProjection
-from logitless.engine.plan import Facts, Pass, Plan, make_plan
+from logitless.engine.objectives.replay import ReplayObjective, ReplayProjection
+from logitless.engine.plan import Facts, Pass, Plan, Replayed, make_plan, make_replay_plan
 from logitless.engine.projection import Projection
 from logitless.engine.reduction import power_of_two, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head.scale import scale
 
-# The projection, by whether a plan gathers only some columns of the head.
-PROJECTIONS = {False: Projection, True: GatheredProjection}
 # Rows that `scale_vectors` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
 SCALED_ROWS = 2048
 
@@ -85,10 +84,10 @@ def _solve(chosen: Sequence[tuple[Call, Rows]], *, static: bool, main: Tensor | 
     for call, rows in chosen:
         plan = plan_for(call, rows, Pass.SOLVE, len(chosen), wide=wide)
         factors, deferred = unit_factors(call, rows, deferred)
-        objective = call.loss.objective.solving(call, rows, plan, factors)
-        head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
-        gradients.open(call, deferred, several_chunks=plan.chunks > 1)
-        run(plan, rows, head, objective, gradients)
+        objective = objective_of(call).solving(call, rows, plan, factors)
+        head = projection_of(plan)(call, rows, gradients=True)
+        gradients.open(call, deferred, several_chunks=plan.sums > 1)
+        run(plan, rows.walk, head, objective, gradients)
         if plan.strategy == "row_scaled":
             scale_vectors(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
@@ -118,6 +117,8 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tens
         known = call.trainable and "logps" in call.loss.differentiates
         zero = torch.zeros_like(numbers["logps"])
         numbers["d_logps"] = objective.grads.logps * deferred if known else zero
+        if known and rows.replay is not None:
+            numbers["d_logps"] = rows.replay.in_row_order(numbers["d_logps"])
     return [rows.scattered(numbers[name], N) for name in names]
 
 
@@ -129,9 +130,9 @@ def token_numbers(call: Call) -> Numbers:
 def _token_numbers(call: Call, rows: Rows) -> Numbers:
     N, vectors = call.targets.shape[0], keeps_vectors(call)
     plan = plan_for(call, rows, Pass.NUMBERS)
-    objective = call.loss.objective.reading(call, rows, plan)
-    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=vectors)
-    run(plan, rows, head, objective, Gradients([call], static=False))
+    objective = objective_of(call).reading(call, rows, plan)
+    head = projection_of(plan)(call, rows, gradients=vectors)
+    run(plan, rows.walk, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
 
@@ -181,12 +182,24 @@ def token_gradients(
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS, wide=static)
-    objective = call.loss.objective.writing(call, rows, known, given)
-    head = PROJECTIONS[plan.columns > 0](call, rows, gradients=True)
-    gradients.open(call, deferred, several_chunks=plan.chunks > 1)
-    run(plan, rows, head, objective, gradients)
+    objective = objective_of(call).writing(call, rows, known, given)
+    head = projection_of(plan)(call, rows, gradients=True)
+    gradients.open(call, deferred, several_chunks=plan.sums > 1)
+    run(plan, rows.walk, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
+
+
+def objective_of(call: Call) -> type[Objective]:
+    """The class of the call's objective: the loss's, or that of its rows with kept ids."""
+    return call.loss.objective if call.sets is None else ReplayObjective
+
+
+def projection_of(plan: Plan) -> type[Projection]:
+    """The class of the projection of a plan."""
+    if plan.replay is not None:
+        return ReplayProjection
+    return GatheredProjection if plan.columns else Projection
 
 
 def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
@@ -210,6 +223,7 @@ def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Proj
 def keeps_vectors(call: Call) -> bool:
     """Whether a call that returns per-token statistics keeps d logp / d hidden with them."""
     hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
+    hidden_alone = hidden_alone and call.sets is None
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
@@ -231,7 +245,10 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
     costs = loss.objective.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
     if rows.teacher is not None:
-        row_bytes += math.ceil(rows.teacher.share(rows.count) * costs.teacher_bytes)
+        row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
+    replay = rows.replay
+    if replay is not None and replay.picked and call.unrounded:
+        row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, of stored logits
     if budget - fixed < row_bytes:
         warn_once(
             loss,
@@ -264,6 +281,10 @@ def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: boo
         fixed,
         heads,
     )
+    if replay is not None:
+        kinds = replay.plain, replay.picked, replay.gathered, replay.certain
+        replayed = Replayed(*kinds, replay.replayed, replay.kept_ids, replay.single)
+        return make_replay_plan(purpose, facts, replayed, row_bytes=row_bytes, budget=usable)
     plan = make_plan(purpose, facts, row_bytes=row_bytes, budget=usable)
     if purpose is Pass.SOLVE and "recompute" in plan.parts:
         needed = max(rows.group_sizes) * row_bytes

@@ -42,6 +42,14 @@ class Span(NamedTuple):
     last: int = 0
 
 
+class Kind(Enum):
+    """How the rows of a step are computed; see `replay.py`."""
+
+    PLAIN = "their logits are projected"
+    PICKED = "projected, and the logits of their kept ids picked"
+    GATHERED = "the products of their kept ids, and no others"
+
+
 class Step(NamedTuple):
     """A chunk of rows `start:stop` and the operations on its logits; a step without rows may evaluate."""
 
@@ -50,6 +58,30 @@ class Step(NamedTuple):
     read: bool = False
     write: bool = False
     evaluate: Span | None = None  # rows of the loss, often others than the chunk's
+    kind: Kind = Kind.PLAIN
+
+
+class Replayed(NamedTuple):
+    """The rows of a call with a sampling mask, by kind (see `replay.py`); the host's numbers of its sync."""
+
+    plain: int
+    picked: int
+    gathered: int
+    certain: int
+    tokens: int | None  # rows with a set; None with compact=False, where only the device knows
+    kept_ids: int | None  # ids of all sets
+    single: int | None  # sets of one id
+
+    def describe(self) -> str:
+        """The beginning of `Plan.describe`."""
+        if self.tokens is None:
+            return "replayed: the sets are on the device (compact=False); "
+        rows = self.plain + self.picked + self.gathered + self.certain
+        how = f", {self.picked:,} projected" if self.picked else ""
+        return (
+            f"replayed: {self.tokens:,} of {rows:,} tokens over {self.kept_ids:,} ids, "
+            f"{self.single:,} certain{how}; "
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +102,8 @@ class Plan:
         later: products per token in the backward pass, if that recomputes the logits.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
         heads: number of heads of the call; the plan is that of the last head.
+        replay: the tokens by kind in a call with a sampling mask. `rows` are then the tokens that are
+            projected.
     """
 
     strategy: str
@@ -85,6 +119,27 @@ class Plan:
     later: int = 0
     fixed_bytes: int = 0
     heads: int = 1
+    replay: Replayed | None = None
+
+    @property
+    def replayed(self) -> int | None:
+        """Tokens with a set of kept ids; None without a sampling mask, and with compact=False."""
+        return None if self.replay is None else self.replay.tokens
+
+    @property
+    def certain(self) -> int | None:
+        """Tokens whose set has one id; None where `replayed` is."""
+        return None if self.replay is None else self.replay.single
+
+    @property
+    def kept_ids(self) -> int | None:
+        """Ids of all sets; None where `replayed` is."""
+        return None if self.replay is None else self.replay.kept_ids
+
+    @property
+    def sums(self) -> int:
+        """Number of parts that are added to d_weight, an upper bound."""
+        return self.chunks + sum(step.kind is Kind.GATHERED for step in self.steps)
 
     @property
     def chunk_bytes(self) -> int:
@@ -92,10 +147,17 @@ class Plan:
 
     @property
     def products(self) -> float:
-        """Products with the head per projected token, forward and backward; 0 for gathered columns."""
+        """Products with the head per projected token, forward and backward; 0 for gathered columns.
+
+        With a sampling mask per supervised token, so 0 where every token has a small set.
+        """
         if self.columns or not self.rows:
             return 0.0
-        walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in self.steps)
+        projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
+        walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
+        if self.replay is not None:
+            tokens = self.replay.plain + self.replay.picked + self.replay.gathered + self.replay.certain
+            return (walked + self.later * self.rows) / tokens
         return walked / self.rows + self.later
 
     def __str__(self) -> str:
@@ -112,8 +174,10 @@ class Plan:
         size = self.fixed_bytes / MIB
         fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
+        replayed = "" if self.replay is None else self.replay.describe()
         return (
-            f"{head}{gathered}{self.strategy}{parts}: {_counted(self.rows, 'projected token')} in {chunks}, "
+            f"{head}{replayed}{gathered}{self.strategy}{parts}: "
+            f"{_counted(self.rows, 'projected token')} in {chunks}, "
             f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB{fixed}{products}"
         )
 
@@ -197,6 +261,60 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     sizes = [step.stop - step.start for step in steps if step.stop > step.start]
     chunks, longest = len(sizes), max(sizes, default=0)
     return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *told)
+
+
+@functools.lru_cache(maxsize=64)
+def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes: int, budget: int) -> Plan:
+    """The plan of a call with a sampling mask: plain rows, then picked ones, then all gathered rows at once.
+
+    The rows of a loss of groups are not in the order of their groups. So all statistics come first, then one
+    evaluation, then the gradients, for which the projected rows are projected again.
+    """
+    plain, picked, gathered, certain, *_ = replay
+    projected, walked = plain + picked, plain + picked + gathered
+    rows = walked + certain
+    C = chunk_rows(max(plain, picked), row_bytes, budget)
+
+    def steps_of(**passes: bool) -> list[Step]:
+        found = _chunks(0, plain, C, **passes)
+        found += [x._replace(kind=Kind.PICKED) for x in _chunks(plain, projected, C, **passes)]
+        if gathered:
+            found.append(Step(projected, walked, kind=Kind.GATHERED, **passes))
+        return found
+
+    everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
+    strategy, parts = "recompute", ()
+    if purpose is Pass.GRADIENTS:
+        steps = steps_of(write=True)
+    elif not facts.differentiable:
+        strategy, steps = "loss_only", steps_of(read=True)
+        steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
+    elif purpose is Pass.NUMBERS:
+        steps = steps_of(read=True)
+    elif facts.groups is None:
+        strategy, steps = "fused", steps_of(read=True, write=True)
+        steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
+        if certain or not steps:
+            steps.append(Step(walked, walked, evaluate=Span(walked, rows)))
+    elif projected:
+        steps = _evaluating(steps_of(read=True), everything) + steps_of(write=True)
+    else:
+        strategy, steps = "resident", _evaluating(steps_of(read=True, write=True), everything)
+    sizes = [x.stop - x.start for x in steps if x.stop > x.start and x.kind is not Kind.GATHERED]
+    told = facts.backward, facts.later, facts.fixed_bytes, facts.heads
+    return Plan(
+        strategy,
+        tuple(steps),
+        projected,
+        row_bytes,
+        budget,
+        len(sizes),
+        max(sizes, default=0),
+        parts,
+        0,
+        *told,
+        replay,
+    )
 
 
 def _chunks(start: int, stop: int, C: int, *, read: bool = False, write: bool = False) -> list[Step]:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from logitless.engine.operands import sequence_numbers
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
+from logitless.engine.teacher_rows import TeacherRows
 from logitless.kernels.head.targets import counted
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -37,41 +38,6 @@ class Grouping(NamedTuple):
         return 1 < self.roles < self.sequences
 
 
-class Lookup(NamedTuple):
-    """The rows of a teacher that the rows of a call are compared with, several with the same one."""
-
-    rows: Tensor  # (N,) row of the teacher of each row of the call; any value where none is supervised
-    count: int  # number of the teacher's rows
-    # The host learns the teacher's rows of each run of so many projected rows. Chunks begin at multiples.
-    piece: int
-
-
-class TeacherRows(NamedTuple):
-    """The rows of a teacher that a call projects: those with which a supervised row is compared."""
-
-    index: Tensor  # (m,) their positions in `teacher_hidden`, ascending
-    ranks: Tensor  # (count,) place in `index` of the row that each row is compared with, in row order
-    first: Sequence[int]  # rank of the first row of each piece
-    last: Sequence[int]  # rank of its last row
-    piece: int
-
-    def between(self, start: int, stop: int) -> tuple[int, int]:
-        """The slice of `index` with which rows start:stop are compared; start is a multiple of `piece`."""
-        return self.first[start // self.piece], self.last[-(-stop // self.piece) - 1] + 1
-
-    def share(self, rows: int) -> float:
-        """The largest number of the teacher's rows per projected row, in any chunk of whole pieces."""
-        if not rows:
-            return 1.0
-        sizes = [min(self.piece, rows - at) for at in range(0, rows, self.piece)]
-        counts = [last + 1 - first for first, last in zip(self.first, self.last)]
-        if len(sizes) > 1:  # a short last piece is never a chunk of its own
-            size, count = sizes.pop(), counts.pop()
-            sizes[-1] += size
-            counts[-1] += count
-        return max(count / size for count, size in zip(counts, sizes))
-
-
 class Rows(NamedTuple):
     """The rows of a call in the order in which they are projected ("row order")."""
 
@@ -83,7 +49,14 @@ class Rows(NamedTuple):
     sequence_sizes: Tensor | None  # (sequences,) rows of each sequence, in row order
     roles: int = 1  # sequences per group
     shards: Shards | None = None  # shards of the head, with `tp_group`
+    counted: Sequence[int] = ()  # numbers that the caller of `select_rows` had read in the sync
+    replay: Any = None  # `replay.Replay` of a call with a sampling mask
     teacher: TeacherRows | None = None  # where the loss names `teacher_rows`
+
+    @property
+    def walk(self) -> "Rows":
+        """The rows that the chunk loop takes, in its order."""
+        return self if self.replay is None else self.replay.walk
 
     def at(self, start: int, stop: int) -> slice | Tensor:
         """Positions of rows start:stop in the flat call."""
@@ -144,7 +117,7 @@ def select_rows(
     peers: Peers = ALONE,
     shard: Shard | None = None,
     boundaries: str = "cu_seqlens",  # the argument's name in errors
-    lookup: Lookup | None = None,  # of single tokens, with compact=True
+    others: Tensor | None = None,  # (n,) numbers of this rank to read in the sync: `Rows.counted`
 ) -> Rows:
     """Choose the rows to project, and raise the faults that were counted on the device.
 
@@ -174,7 +147,7 @@ def select_rows(
             fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
     meeting = _Meeting(peers, shard) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, lookup)
+    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, others)
 
 
 def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
@@ -337,40 +310,6 @@ def _constants(first: int, second: int, device: torch.device) -> Tensor:
     return torch.tensor((first, second), dtype=torch.int64, device=device)
 
 
-class _Sorted(NamedTuple):
-    """The rows of a call in the order of the teacher's rows, on the device; unsupervised rows come last."""
-
-    order: Tensor  # (N,) positions in the call
-    rows: Tensor  # (N,) the teacher's row of each
-    starts: Tensor  # (N,) bool, whether the teacher's row differs from that of the row before
-    ranks: Tensor  # (N,) number of different rows of the teacher up to this one, less 1
-
-    def numbers(self, piece: int) -> Tensor:
-        """What the host must read: the ranks of the first row of each piece, those of the last row of each
-        whole piece, and the number of the teacher's rows."""
-        return torch.cat((self.ranks[::piece], self.ranks[piece - 1 :: piece], self.starts.sum()[None]))
-
-    def read(self, count: int, numbers: Sequence[int], piece: int, shards: Shards | None) -> Rows:
-        """The rows, given the numbers that the host has read."""
-        pieces, whole, distinct = -(-count // piece), count // piece, numbers[-1]
-        first = numbers[:pieces]
-        last = numbers[-(-self.order.shape[0] // piece) :][:whole]
-        if whole < pieces:
-            last = [*last, distinct - 1]
-        firsts = torch.nonzero_static(self.starts, size=distinct)[:, 0]
-        teacher = TeacherRows(self.rows[firsts], self.ranks[:count], first, last, piece)
-        return Rows(count, count, 0, self.order[:count], None, None, shards=shards, teacher=teacher)
-
-
-def _sorted(supervised: Tensor, lookup: Lookup) -> _Sorted:
-    rows = torch.where(supervised, lookup.rows, lookup.count)
-    order = rows.argsort(stable=True)
-    rows = rows[order]
-    known = rows < lookup.count
-    starts = torch.cat((known[:1], (rows[1:] != rows[:-1]) & known[1:]))
-    return _Sorted(order, rows, starts, starts.cumsum(0) - 1)
-
-
 def _supervised_rows(
     supervised: Tensor,
     counts: _Counts,
@@ -378,14 +317,13 @@ def _supervised_rows(
     grouping: Grouping,
     layout: _Layout | None,
     meeting: _Meeting | None,
-    lookup: Lookup | None,
+    others: Tensor | None,
 ) -> Rows:
     N, shards, numbers = supervised.shape[0], None, counts.numbers
     if meeting is not None:
         numbers = meeting.told(numbers)
-    sorted_rows = None if lookup is None else _sorted(supervised, lookup)
-    if sorted_rows is not None:
-        numbers = torch.cat((numbers, sorted_rows.numbers(lookup.piece)))
+    if others is not None:
+        numbers = torch.cat((numbers, others.to(numbers.dtype)))
     if layout is not None and counts.of_sequences is None:
         numbers = torch.cat((numbers, layout.counts))
     numbers = numbers.tolist()  # the sync
@@ -399,14 +337,14 @@ def _supervised_rows(
             if wrong:
                 fault.raise_(wrong)
         lengths = numbers[len(faults) :]
-    if sorted_rows is not None:
-        return sorted_rows.read(count, lengths, lookup.piece, shards)
+    extra = 0 if others is None else others.shape[0]
+    counted, lengths = lengths[:extra], lengths[extra:]
     order = index = None if layout is None else layout.order
     if count < N:
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
     if layout is None:
-        return Rows(count, count, 0, index, None, None, grouping.roles, shards)
+        return Rows(count, count, 0, index, None, None, grouping.roles, shards, counted)
     chosen, groups = sum(lengths[: grouping.sequences // 2]), grouping.groups
     group_sizes = [sum(lengths[group::groups]) for group in range(groups)] if grouping.grouped else None
-    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shards)
+    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shards, counted)

@@ -103,6 +103,8 @@ class LossSpec(Protocol):
     sum_logits_weights: str | None
     unmasked: bool
     boundaries_argument: str
+    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    sampled_logps: tuple[str, ...]
     roles: ClassVar[Mapping[str, Role]]
     # Name of the input (N,) with the row of `teacher_hidden` that each row is compared with; None: its own.
     teacher_rows: ClassVar[str | None]

@@ -1,6 +1,7 @@
 """`fuse_layers`: replace norms, rotations and gates of an existing model by fused operators."""
 
 import functools
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from logitless.layers.fused_forwards import KEY
 from logitless.layers.rewrite import Rewritten, rewrite
 from logitless.layers.source import Unknown, forward_of
 from logitless.layers.statements import Known
+
+logger = logging.getLogger(__name__)
 
 # Modules that one would expect to be fused: a report gives a reason for those that are not.
 EXPECTED = re.compile("Norm|MLP|Mlp|FeedForward|Attention|DecoderLayer|Experts")
@@ -52,6 +55,14 @@ class Report:
             lines.append(f"{title}:" if counts else f"{title}: none")
             lines += [f"  {number} x {cls}: {what}" for (cls, what), number in counts.items()]
         return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line: the number of fused modules of each class, and of those left alone."""
+        counts = Counter(self.classes[module] for module in self.fused)
+        parts = [f"{number} {cls}" for cls, number in counts.items()]
+        if self.left:
+            parts.append(f"{len(self.left)} left alone")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ def fuse_layers(model: nn.Module) -> Fused:
         f"{type(model).__name__} with none ({_reasons(report)})",
         "leave it as it is, or see docs/layers.md",
     )
+    logger.info("%s: fuse_layers fused %s", type(model).__name__, report.summary())
     return Fused(report, tuple(undos))
 
 

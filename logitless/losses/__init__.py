@@ -8,6 +8,7 @@ loss, `linear` the call that all losses share, `heads` the conversion of LM head
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.plan import BudgetWarning, Plan
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss, LossOutput, TokenLoss
 from logitless.losses.counting import count_targets
@@ -45,6 +46,7 @@ __all__ = [
     "Plan",
     "REINFORCELoss",
     "RLOOLoss",
+    "SamplingMask",
     "SimPOLoss",
     "SpeculatorLoss",
     "Term",

@@ -131,6 +131,8 @@ class LinearLoss(CheckedCall):
     context_parallel: ClassVar[bool] = False
     # Name of the argument with the boundaries of packed sequences, for errors.
     boundaries_argument: ClassVar[str] = "cu_seqlens"
+    # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
+    sampled_logps: ClassVar[tuple[str, ...]] = ()
     # Whether the caller guarantees that every token is supervised and has a valid target.
     unmasked: ClassVar[bool] = False
     # A method (targets, inputs, V) -> list of `Fault`, for checks of the inputs that need values on the

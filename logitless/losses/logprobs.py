@@ -11,6 +11,7 @@ from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import HeadView
 from logitless.engine.operands import Operands, SplitHead
 from logitless.engine.plan import Plan
+from logitless.engine.sampling_mask import SamplingMask, checked_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
@@ -77,19 +78,21 @@ class TokenNumbers(TokenLoss):
         bias: Tensor | None = None,
         shift: bool = False,
         cu_seqlens: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
         if not isinstance(weight, Tensor | SplitHead):
-            own = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
+            own = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens, "sampling_mask": sampling_mask}
             return with_heads(TokenNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
         loss = self if self.tp_group is None else self.resolved(weight)
-        given = prepare(loss, Operands(hidden, weight, targets, bias), Options(None, shift, cu_seqlens), {})
+        options = Options(None, shift, cu_seqlens, sampling_mask)
+        given = prepare(loss, Operands(hidden, weight, targets, bias), options, {})
         outcome = run_calls([given], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 
 OPTIONS = tuple(field.name for field in fields(TokenNumbers))
-ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens")
+ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens", "sampling_mask")
 
 
 class LogprobsOptions(HeadOptions, total=False):
@@ -99,6 +102,7 @@ class LogprobsOptions(HeadOptions, total=False):
     ignore_index: int
     shift: bool
     cu_seqlens: Tensor | None
+    sampling_mask: SamplingMask | None
 
 
 @overload
@@ -138,6 +142,7 @@ def linear_logprobs(
     entropy: bool | Literal["metric"] = False,
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
     **head: Unpack[HeadOptions],
 ) -> TokenLogprobs[Tensor | None]:
     """log softmax(hidden @ weight.T)[targets], one chunk of logits at a time; of one id per position or of k.
@@ -158,6 +163,8 @@ def linear_logprobs(
         shift: whether targets are unshifted labels of the same length: position i predicts targets[i + 1],
             and the last position of every sequence predicts nothing.
         cu_seqlens: (sequences + 1,) int64 boundaries of packed sequences, hidden (N, H); only with `shift`.
+        sampling_mask: the ids that the sampler kept of each token's vocabulary. log p, entropy and lse are
+            then over these ids; over the whole vocabulary where a token has none. Few ids cost no product.
         **head: softcap, logit_scale, temperature, logits_budget, accum_dtype, logits_dtype, compact,
             tp_group, as in every loss.
 
@@ -178,13 +185,20 @@ def linear_logprobs(
                 "leave it out, as every token stands alone",
             )
         )
+    if sampling_mask is not None:
+        checked_mask(sampling_mask)
     several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()
     order = {"shift": shift, "cu_seqlens": cu_seqlens}
     if several and hidden.dim() > 0:
+        if sampling_mask is not None:
+            raise ValueError(
+                f"targets: expected one id per token with sampling_mask, got {tuple(targets.shape)}; call "
+                "without the mask for several ids."
+            )
         check_choice("entropy", entropy, (False, True, "metric"))
         loss = made(IdsNumbers, ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
         loss = made(TokenNumbers, ignore_index=ignore_index, entropy=entropy, **head)
-        found, _ = loss.numbers(hidden, weight, targets, bias=bias, **order)
+        found, _ = loss.numbers(hidden, weight, targets, bias=bias, sampling_mask=sampling_mask, **order)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

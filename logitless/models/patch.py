@@ -82,7 +82,11 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
     patch = checked_patch(model, logits_budget, unverified=unverified)
     exchange(patch.model, KEY, _forward, patch)
     deferral_of(patch.model, patch.deferral)
-    logger.info("%s: loss without logits, %s", type(patch.model).__name__, patch.checked)
+    budget = "the device's default" if logits_budget is None else f"{logits_budget / 2**20:,.1f} MiB"
+    name = type(patch.model).__name__
+    logger.info(
+        "%s: patch_model: loss without full logits, logits_budget %s, %s", name, budget, patch.checked
+    )
     return patch
 
 

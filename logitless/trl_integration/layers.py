@@ -1,7 +1,6 @@
 """Fused layers in a trainer's models: `use_fused_layers`, beside the chunked loss or alone."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,12 +32,7 @@ class FusedLayers:
     undo: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def __str__(self) -> str:
-        lines = []
-        for name, report in self.reports.items():
-            counts = Counter(report.classes[module] for module in report.fused)
-            classes = [f"{number} {cls}" for cls, number in counts.items()]
-            classes += [f"{len(report.left)} left alone"] if report.left else []
-            lines.append(f"fused in {name}: {', '.join(classes)}")
+        lines = [f"fused in {name}: {report.summary()}" for name, report in self.reports.items()]
         return "; ".join(lines) + " (torch.compile takes the model's own layers)" * self.compiled
 
 

@@ -32,6 +32,7 @@ INTEGERS = (
     "ignore_index",
     "ignored",
     "columns",
+    "count",
     "length",
     "bounds",
     "N",
@@ -55,10 +56,14 @@ INT64 = (
     "counts_ptr",
     "masked_ptr",
     "bounds_ptr",
+    "own_ptr",
 )
-INT32, INT8 = ("scratch_ptr", "rows_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr")
+INT32, INT8 = ("scratch_ptr", "rows_ptr", "tokens_ptr"), ("wrong_ptr", "marks_ptr", "others_ptr", "mask_ptr")
 SELECT_TILE, SELECT_BLOCK, SELECT_WARPS = 64, 2048, 8
 SLOTS, RUN_SLOTS, RUN_BLOCK, COMPARED = 8, 2, 2048, 64
+READ_SLOTS = 64
+# Kernels with one warp a program, which reads few numbers.
+ONE_WARP = ("picked_logits_kernel", "set_statistics_kernel", "set_gradient_kernel")
 FEWEST_SLOTS, MOST_SLOTS = 16, 256
 MARK_BLOCK, COUNTED, POSITIONS, POSITION_SLOTS = 1024, 4096, 16, 64
 
@@ -203,13 +208,34 @@ def gathered_combinations() -> Iterator[Combination]:
             yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": False})
             if out == x or x == "fp16":
                 yield combination("weighted_rows_kernel", pointers, sums | {"HAS_BASE": True})
-            yield combination("piece_kernel", {"hidden": x}, slots)
-            for first in (False, True):
-                yield combination("run_kernel", {"hidden": x, "total": out}, run | {"FIRST": first})
+            for ragged in (False, True):
+                yield combination("piece_kernel", {"hidden": x}, slots | {"RAGGED": ragged})
+                for first in (False, True):
+                    flags = run | {"RAGGED": ragged, "FIRST": first}
+                    yield combination("run_kernel", {"hidden": x, "total": out}, flags)
+
+
+def set_combinations() -> Iterator[Combination]:
+    both, read = (False, True), {"SLOTS": READ_SLOTS}
+    products = {"BLOCK": BLOCK, "SLOTS": SLOTS}
+    for x in TYPES:
+        yield combination("slot_products_kernel", {"hidden": x, "weight": x, "out": "fp32"}, products)
+        for out in {x, "fp32"}:
+            yield combination("slot_rows_kernel", {"weight": x, "out": out}, products)
+        for head in heads():
+            yield combination("picked_logits_kernel", {"logits": x}, read | head)
+    for extra in both:
+        yield combination("set_statistics_kernel", {}, read | {"EXTRA": extra})
+    names = ("LOGPS", "LSE", "ENTROPY", "HAS_SOFTCAP")
+    for flags in itertools.product(both, repeat=4):
+        flags = read | dict(zip(names, flags, strict=True))
+        yield combination("set_gradient_kernel", {"out": "fp32"}, flags | {"DENSE": False})
+        for out in TYPES:
+            yield combination("set_gradient_kernel", {"out": out}, flags | {"DENSE": True})
 
 
 def target_combinations() -> Iterator[Combination]:
-    for others in (0, 2):
+    for others in (0, 1, 2, 3):
         yield combination("mark_kernel", {}, {"OTHERS": others, "BLOCK": MARK_BLOCK})
     yield combination("one_per_position_kernel", {}, {"POSITIONS": POSITIONS, "SLOTS": POSITION_SLOTS})
     yield combination("mask_kernel", {}, {"WRONG": -(2**63), "BLOCK": MARK_BLOCK})
@@ -272,6 +298,7 @@ def combinations() -> list[Combination]:
         *sum_combinations(),
         *select_combinations(),
         *gathered_combinations(),
+        *set_combinations(),
         *slot_combinations(),
         *target_combinations(),
     ]
@@ -309,7 +336,7 @@ def source(number: int, c: Combination) -> Source:
         sums_triton,
         targets_triton,
     )
-    from logitless.kernels.ids import gathered_triton, slots, slots_triton
+    from logitless.kernels.ids import gathered_triton, sets_triton, slots, slots_triton
 
     assert (MARK_BLOCK, COUNTED) == (targets_triton.BLOCK, targets_triton.COUNTED)
     assert (POSITIONS, POSITION_SLOTS) == (targets_triton.POSITIONS, targets_triton.SLOTS)
@@ -317,6 +344,7 @@ def source(number: int, c: Combination) -> Source:
     assert (SELECT_TILE, SELECT_BLOCK) == (select_triton.TILE, select_triton.BLOCK)
     tiles = gathered_triton.SLOTS, gathered_triton.BLOCK, gathered_triton.RUN_SLOTS, gathered_triton.RUN_BLOCK
     assert (SLOTS, BLOCK, RUN_SLOTS, RUN_BLOCK) == tiles and COMPARED == gathered_triton.COMPARED
+    assert (SLOTS, BLOCK, READ_SLOTS) == (sets_triton.SLOTS, sets_triton.BLOCK, sets_triton.READ)
     assert SELECT_WARPS == select_triton.SELECT_WARPS
     assert (BLOCK, LONG_BLOCK) == (cross_entropy_triton.BLOCK, cross_entropy_triton.LONG_BLOCK)
     assert (
@@ -333,6 +361,7 @@ def source(number: int, c: Combination) -> Source:
         scale_triton,
         sums_triton,
         select_triton,
+        sets_triton,
         shards_triton,
         slots_triton,
         targets_triton,
@@ -343,6 +372,7 @@ def source(number: int, c: Combination) -> Source:
         if number % 2 and (name.endswith(("_ptr", "_stride")) or name in ("V", "common", "columns")):
             attributes[(i,)] = [["tt.divisibility", 16]]
     warps = SELECT_WARPS if c.kernel == "select_kernel" else cross_entropy_triton.WARPS
+    warps = 1 if c.kernel in ONE_WARP else warps
     if dict(c.constants).get("K") == MOST_SLOTS:
         warps = slots_triton.sizes(MOST_SLOTS)["num_warps"]
     return Source(kernel, types, dict(c.constants), attributes, warps)

@@ -8,7 +8,15 @@ from typing import ClassVar
 import pytest
 import torch
 
-from logitless import CrossEntropyLoss, DistillationLoss, Term, TokenLoss, linear_logprobs, linear_topk
+from logitless import (
+    CrossEntropyLoss,
+    DistillationLoss,
+    SamplingMask,
+    Term,
+    TokenLoss,
+    linear_logprobs,
+    linear_topk,
+)
 from tests.cases import DTYPES, operands
 from tests.kernels.compile_fused_projection import variants as fused_variants
 from tests.kernels.compile_kernels import INT8, INT32, INT64, combination, combinations
@@ -143,10 +151,10 @@ def launches(monkeypatch):
         targets,
         targets_triton,
     )
-    from logitless.kernels.ids import gathered, gathered_triton, slots, slots_triton
+    from logitless.kernels.ids import gathered, gathered_triton, sets, sets_triton, slots, slots_triton
 
     found = set()
-    for module in (cross_entropy, divergence, gathered, scale, select, slots, targets):
+    for module in (cross_entropy, divergence, gathered, scale, select, sets, slots, targets):
         monkeypatch.setattr(module, "uses_triton", lambda device, dtype: dtype in TRITON_DTYPES)
     for module, name in (
         (cross_entropy_triton, "row_kernel"),
@@ -163,6 +171,11 @@ def launches(monkeypatch):
         (gathered_triton, "weighted_rows_kernel"),
         (gathered_triton, "piece_kernel"),
         (gathered_triton, "run_kernel"),
+        (sets_triton, "slot_products_kernel"),
+        (sets_triton, "picked_logits_kernel"),
+        (sets_triton, "set_statistics_kernel"),
+        (sets_triton, "set_gradient_kernel"),
+        (sets_triton, "slot_rows_kernel"),
         (slots_triton, "take_out_kernel"),
         (slots_triton, "slot_numbers_kernel"),
         (slots_triton, "entries_kernel"),
@@ -197,6 +210,11 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                     observer(h, w, targets, bias=b if bias else None)
             out = linear_logprobs(h, w, targets, bias=b if bias else None, entropy=entropy, **head)
             losses += [out.logps, *([out.entropy] if entropy is True else [])]
+            for compact in (True, False):
+                kept = SamplingMask.from_lists([[int(x), 0, 1] for x in targets], device="cpu")
+                given = {"bias": b if bias else None, "compact": compact, "sampling_mask": kept, **head}
+                out = linear_logprobs(h, w, targets, entropy=entropy, **given)
+                losses += [out.logps, out.lse, *([out.entropy] if entropy is True else [])]
             for x in (logits_dtype, dtype):
                 linear_topk(h, w, 5, bias=b if bias else None, **head | {"logits_dtype": x})
         kinds = (

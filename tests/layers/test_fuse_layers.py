@@ -71,3 +71,14 @@ def test_the_language_tower_of_a_vision_model():
     assert report.fused[layer] == (ADD_NORM,) and report.fused[f"{layer}.self_attn"] == (ROPE,)
     assert report.fused[f"{layer}.mlp"] == ("gate act_fn",)
     assert_same(step(model), wanted)
+
+
+def test_one_line_in_the_log_says_what_was_fused(caplog):
+    with caplog.at_level("INFO", logger="logitless"):
+        fuse_layers(tiny("Llama"))
+    fused = "5 LlamaRMSNorm, 2 LlamaAttention, 2 LlamaMLP, 2 LlamaDecoderLayer"
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and lines[0].startswith("LlamaForCausalLM: fuse_layers fused ")
+    assert sorted(lines[0].removeprefix("LlamaForCausalLM: fuse_layers fused ").split(", ")) == sorted(
+        fused.split(", ")
+    )

@@ -252,8 +252,8 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:220]
 
 
-def table() -> Iterator[str]:
-    found = {name: compare(name) for name in classes()}
+def page(found: dict[str, Result]) -> Iterator[str]:
+    """The paragraphs of docs/models.md: what does not work in tables, the rest as a list of names."""
     kinds = classes()
     count = {
         verdict: sum(len(kinds[n]) for n, r in found.items() if r.verdict == verdict) for verdict in VERDICTS
@@ -264,27 +264,32 @@ def table() -> Iterator[str]:
         **{verdict.replace(" ", "_"): n for verdict, n in count.items()},
     )
     for verdict, title in VERDICTS.items():
-        yield f"\n## {title}\n\n| class | model types | how it went |\n|---|---|---|"
-        for name, result in found.items():
-            if result.verdict == verdict:
-                yield f"| {name} | {', '.join(kinds[name])} | {result.detail} |"
+        names = [name for name, result in found.items() if result.verdict == verdict]
+        if verdict == "equal":
+            yield f"\n## {title}\n\n{', '.join(names)}."
+            continue
+        yield f"\n## {title}\n\n| class | model types | message |\n|---|---|---|"
+        for name in names:
+            yield f"| {name} | {', '.join(kinds[name])} | {found[name].detail} |"
 
 
-VERDICTS = {"equal": "Equal", "refused": "Refused", "not run": "Not run tiny"}
+VERDICTS = {"refused": "Refused", "not run": "Not run", "equal": "Equal"}
 HEADER = """# Models
 
-Look here whether `patch_model`, and with it the chunked loss in the trainers, works with your model. Of the
-{total} model types that `AutoModelForCausalLM` of transformers {version} knows, {equal} give the same numbers
-with it as without, {refused} are refused with a message, and {not_run} could not be tried.
+Whether `patch_model`, and with it the chunked loss of the trainers, works with a model.
+`AutoModelForCausalLM` of transformers {version} knows {total} model types. {equal} of them give the
+same numbers with `patch_model` and without, {refused} are refused with a message, and {not_run}
+could not be run as tiny models, so that nothing is known about them.
 
-`python -m tests.models.every` makes the tables: every class runs as a tiny model with random weights, with
-`patch_model` and without. Compared are the loss (softcaps, scales, router and z losses made strong), the
-gradient of each parameter (relative error below 1e-3, fp32 on a CPU) and the fields of the output.
-
-*checked at attach*: `patch_model` itself compared head and loss with the model's own when it was put on."""
+`python -m tests.models.every` writes this page. It runs each class as a tiny model with random
+weights, with `patch_model` and without, on a CPU in fp32, and compares the loss (with strong
+softcaps, scales, router losses and z-losses), the gradient of each parameter (relative error below
+1e-3) and the fields of the output. For a class under [Equal](#equal), `patch_model` itself also
+compares head and loss with the model's own when it is called."""
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    TABLE.write_text("\n".join(table()) + "\n")
+    found = {name: compare(name) for name in classes()}
+    TABLE.write_text("\n".join(page(found)) + "\n")

@@ -1,6 +1,8 @@
 """The loss and gradients of patched models are their own: one class for each way to treat the head in
 `make test`, every class in `make test-all`."""
 
+import re
+
 import pytest
 
 from .every import TABLE, VERDICTS, classes, compare, tiny
@@ -57,8 +59,8 @@ def test_the_strong_options_are_noticed():
 
 
 def test_the_table_names_every_class():
-    text = TABLE.read_text()
-    assert all(f"| {name} |" in text for name in classes())
+    words = set(re.findall(r"\w+", TABLE.read_text()))
+    assert classes().keys() <= words
 
 
 @pytest.mark.slow
@@ -67,5 +69,5 @@ def test_every_model(name):
     """Its verdict is the table's, so that a class that is no longer equal does not pass as refused."""
     result = compare(name)
     sections = TABLE.read_text().split("\n## ")[1:]
-    expected = next(section for section in sections if f"| {name} |" in section).splitlines()[0]
+    expected = next(section for section in sections if re.search(rf"\b{name}\b", section)).splitlines()[0]
     assert VERDICTS[result.verdict] == expected, result

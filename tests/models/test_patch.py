@@ -41,7 +41,8 @@ def test_patch_tells_what_it_did(caplog):
     with caplog.at_level("INFO", logger="logitless"):
         patch = patch_model(model)
     assert patch.checked == "checked at attach" and patch.last_plan is None
-    assert "LlamaForCausalLM: loss without logits, checked at attach" in caplog.text
+    line = "LlamaForCausalLM: patch_model: loss without full logits, logits_budget the device's default, "
+    assert [record.getMessage() for record in caplog.records] == [f"{line}checked at attach"]
     model(**INPUTS).loss.backward()
     assert patch.last_plan.strategy == "fused"
     with torch.no_grad():

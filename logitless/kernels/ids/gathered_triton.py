@@ -138,21 +138,28 @@ def slots_sum(
     hidden_ptr,
     coefficients_ptr,
     order_ptr,
+    tokens_ptr,
     hidden_stride,
     k,
     H,
     cols,
     start,
     stop,
+    RAGGED: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """`total` plus the sum of coefficient * hidden over the sorted slots start:stop."""
+    """`total` plus the sum of coefficient * hidden over the sorted slots start:stop. The token of a slot is
+    slot // k, or with RAGGED an entry of `tokens`."""
     for begin in range(start, stop, SLOTS):
         place = begin + tl.arange(0, SLOTS)
         here = place < stop
         slot = tl.load(order_ptr + place, mask=here, other=0)
         g = tl.load(coefficients_ptr + slot, mask=here, other=0.0)
-        rows = hidden_ptr + slot[:, None] // k * hidden_stride
+        if RAGGED:
+            token = tl.load(tokens_ptr + slot, mask=here, other=0).to(tl.int64)
+        else:
+            token = slot // k
+        rows = hidden_ptr + token[:, None] * hidden_stride
         x = tl.load(rows + cols[None, :], mask=here[:, None] & (cols < H)[None, :], other=0.0)
         total += tl.sum(x.to(tl.float32) * g[:, None], 0)
     return total
@@ -166,10 +173,12 @@ def piece_kernel(
     coefficients_ptr,
     ids_ptr,
     order_ptr,
+    tokens_ptr,
     hidden_stride,
     k,
     H,
     length,
+    RAGGED: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -181,7 +190,19 @@ def piece_kernel(
     if (token >= 0) & (token == tl.load(ids_ptr + stop - 1)):
         total = tl.zeros([BLOCK], tl.float32)
         total = slots_sum(
-            total, hidden_ptr, coefficients_ptr, order_ptr, hidden_stride, k, H, cols, start, stop, SLOTS
+            total,
+            hidden_ptr,
+            coefficients_ptr,
+            order_ptr,
+            tokens_ptr,
+            hidden_stride,
+            k,
+            H,
+            cols,
+            start,
+            stop,
+            RAGGED,
+            SLOTS,
         )
         tl.store(pieces_ptr + piece * H + cols, total, mask=cols < H)
 
@@ -195,11 +216,13 @@ def run_kernel(
     coefficients_ptr,
     starts_ptr,
     order_ptr,
+    tokens_ptr,
     hidden_stride,
     total_stride,
     k,
     H,
     length,
+    RAGGED: tl.constexpr,
     FIRST: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,12 +239,36 @@ def run_kernel(
     after = tl.where(first < last, last * length, stop)
     total = tl.zeros([BLOCK], tl.float32)
     total = slots_sum(
-        total, hidden_ptr, coefficients_ptr, order_ptr, hidden_stride, k, H, cols, start, before, SLOTS
+        total,
+        hidden_ptr,
+        coefficients_ptr,
+        order_ptr,
+        tokens_ptr,
+        hidden_stride,
+        k,
+        H,
+        cols,
+        start,
+        before,
+        RAGGED,
+        SLOTS,
     )
     for piece in range(first, last):
         total += tl.load(pieces_ptr + piece * H + cols, mask=inside, other=0.0)
     total = slots_sum(
-        total, hidden_ptr, coefficients_ptr, order_ptr, hidden_stride, k, H, cols, after, stop, SLOTS
+        total,
+        hidden_ptr,
+        coefficients_ptr,
+        order_ptr,
+        tokens_ptr,
+        hidden_stride,
+        k,
+        H,
+        cols,
+        after,
+        stop,
+        RAGGED,
+        SLOTS,
     )
     out = total_ptr + token * total_stride + cols
     if FIRST:
@@ -306,12 +353,22 @@ def weighted_rows(
     return out
 
 
-def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *, first: bool) -> None:
+def add_rows(
+    total: Tensor,
+    ids: Tensor,
+    coefficients: Tensor,
+    hidden: Tensor,
+    *,
+    first: bool,
+    tokens: Tensor | None = None,  # (n,) int32 token of each slot, for ids (n, 1)
+) -> None:
     check_rows(total=total, hidden=hidden)
     (V, H), (n, k), coefficients = total.shape, ids.shape, dense(coefficients, torch.float32)
+    ragged = tokens is not None
     ids, order = dense(ids, torch.int32).view(-1).sort(stable=True)
     starts = torch.searchsorted(ids, torch.arange(V + 1, dtype=torch.int32, device=ids.device))
-    length = piece_length(k)
+    length = piece_length(-(-n // max(1, hidden.shape[0])) if ragged else k)
+    tokens = dense(tokens, torch.int32) if ragged else ids  # not read without RAGGED
     pieces = coefficients.new_empty(n * k // length, H)
     if len(pieces):
         piece_kernel[(len(pieces), triton.cdiv(H, BLOCK))](
@@ -320,10 +377,12 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
             coefficients,
             ids,
             order,
+            tokens,
             hidden.stride(0),
             k,
             H,
             length,
+            RAGGED=ragged,
             SLOTS=SLOTS,
             BLOCK=BLOCK,
             num_warps=WARPS,
@@ -335,11 +394,13 @@ def add_rows(total: Tensor, ids: Tensor, coefficients: Tensor, hidden: Tensor, *
         coefficients,
         starts,
         order,
+        tokens,
         hidden.stride(0),
         total.stride(0),
         k,
         H,
         length,
+        RAGGED=ragged,
         FIRST=first,
         SLOTS=RUN_SLOTS,
         BLOCK=RUN_BLOCK,

@@ -1,0 +1,287 @@
+"""The sentences of README.md and docs that have measured numbers, and where each number comes from.
+
+`python -m benchmarks numbers` lists all of them; tests/test_numbers.py compares them with the result files. A
+number in a sentence is rounded as it is printed.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.numbers import Claim, Derived, Result, Source, document
+from benchmarks.report import GIB
+
+README = "README.md"
+BENCHMARKS = "docs/benchmarks.md"
+WHY = "docs/why.md"
+SMALL = "2026-11-22/ce-small.json"
+STEPS = "2026-11-22/trl-h200.json"
+NEW_JSD = "2026-11-22/distillation-h200.json"
+
+
+def row(file: str, section: int, name: str, key: str = "ratio", unit: float = 1.0) -> Result:
+    """A number of one row of one section."""
+    return Result(file, ("sections", section, "rows", name, key), unit)
+
+
+def peak(file: str, section: int, name: str = "logitless") -> Result:
+    return row(file, section, name, "peak_bytes", GIB)
+
+
+def beyond(file: str, section: int) -> Result:
+    return row(file, section, "logitless", "beyond_gradients_bytes", GIB)
+
+
+def ms(file: str, section: int, name: str) -> Result:
+    return row(file, section, name, "ms")
+
+
+def shorter(file: str, section: int, stock: str, ours: str) -> Derived:
+    """By how many percent a step of ours is shorter than the stock one."""
+    formula = "100 (1 - ours / stock)"
+    sources = (ms(file, section, ours), ms(file, section, stock))
+    return Derived(formula, lambda ours, stock: 100 * (1 - ours / stock), sources)
+
+
+def over_target(file: str, section: int) -> Derived:
+    """By how many percent our ratio is above its target."""
+    sources = (row(file, section, "logitless"), row(file, section, "logitless", "target"))
+    return Derived("100 (ratio / target - 1)", lambda ratio, target: 100 * (ratio / target - 1), sources)
+
+
+def ratio(above: Source, below: Source) -> Derived:
+    return Derived("one divided by the other", lambda x, y: x / y, (above, below))
+
+
+def stated(value: float, why: str) -> Derived:
+    """A number that follows from a definition and not from a measurement."""
+    return Derived(why, lambda: value)
+
+
+def chunk_costs(chunk: int) -> list[float]:
+    """By how many percent the products of chunks of this size are slower than at a shape's best size."""
+    costs = []
+    for section in document("gemm-h200.json")["sections"]:
+        times = {row["chunk"]: row["us_per_token"] for row in section["rows"] if row["d_weight"] == "fp32"}
+        costs.append(100 * (times[chunk] / min(times.values()) - 1))
+    return costs
+
+
+def sum_costs(chunk: int) -> list[float]:
+    """By how many percent a sum of d_weight in fp32 makes the products slower than overwriting d_weight."""
+    costs = []
+    for section in document("gemm-h200.json")["sections"]:
+        times = {row["d_weight"]: row["us_per_token"] for row in section["rows"] if row["chunk"] == chunk}
+        costs.append(100 * (times["fp32"] / times["overwrite"] - 1))
+    return costs
+
+
+def between(costs: Callable[[int], list[float]], chunk: int) -> tuple[Derived, Derived]:
+    """The least and the most over the shapes of gemm-h200.json."""
+    where = f"benchmarks/results/gemm-h200.json, chunks of {chunk}: {costs.__doc__}"
+    return (
+        Derived(f"the least: {where}", lambda: min(costs(chunk))),
+        Derived(f"the most: {where}", lambda: max(costs(chunk))),
+    )
+
+
+# The default of logits_budget in GiB, and the cards that it belongs to.
+BUDGET = "logitless/engine/budget.py: default_budget"
+LARGE, LARGE_CARD, SMALLER, CPU = (
+    stated(2.5, BUDGET),
+    stated(64, BUDGET),
+    stated(1, BUDGET),
+    stated(256, BUDGET),
+)
+ON_CPU = ratio(ms("ce-cpu.json", 0, "logitless"), ms("ce-cpu.json", 0, "eager, fp32 upcast"))
+STEP_OF = {name: ms("step-h200.json", 0, name) for name in ("stock", "our layers", "our loss + our layers")}
+BY_TURNS = Derived(
+    "100 (1 - the median of the ratios)",
+    lambda *ratios: 100 * (1 - float(torch.tensor(ratios, dtype=torch.float64).quantile(0.5))),
+    tuple(Result("2026-11-22/trl-dpo-step-by-step.json", ("sections", 0, "ratios", i)) for i in range(4)),
+)
+OTHERS = {"PyTorch": "eager, fp32 upcast", "compiled": "torch.compile"}
+FSDP = [shorter("fsdp-h200x2.json", place, "stock", "our loss + our layers") for place in (0, 1)]
+
+AGAINST_FP64 = "tests/layers/test_fuse_layers.py: test_the_error_against_fp64_is_that_of_the_stock_models"
+HOPPER = "logitless/kernels/hopper/product_tiles_triton.py: GROUP_BYTES"
+MORE_MEMORY = Derived(
+    "the most that a peak with the flag exceeds stock's, GRPO with 16 sequences",
+    lambda ours, stock: ours - stock,
+    (peak(STEPS, 6), peak(STEPS, 6, "TRL")),
+)
+
+CLAIMS = (
+    Claim(
+        README,
+        "cross-entropy with gradients takes {} GiB and {} ms on one H200; PyTorch with full logits takes "
+        "{} GiB and {} ms",
+        (
+            peak("ce-h200.json", 1),
+            ms("ce-h200.json", 1, "logitless"),
+            peak("ce-h200.json", 1, "eager, fp32 upcast"),
+            ms("ce-h200.json", 1, "eager, fp32 upcast"),
+        ),
+    ),
+    Claim(
+        README,
+        "takes {} ms in stock TRL, {} ms with fused layers and {} ms with both",
+        tuple(STEP_OF.values()),
+    ),
+    Claim(README, "is {}% shorter for SFT and {}% for DPO", tuple(FSDP)),
+    Claim(README, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
+    Claim(
+        WHY,
+        "shortens a step by {} to {}% at 16,384 tokens",
+        (shorter(STEPS, 5, "TRL", "logitless"), shorter(STEPS, 1, "TRL", "logitless")),
+    ),
+    Claim(
+        WHY,
+        "it takes {} times its matrix products, the compiled loss {}",
+        (row(SMALL, 1, "logitless"), row(SMALL, 1, "torch.compile")),
+    ),
+    Claim(
+        BENCHMARKS,
+        "the JSD takes {} times its bare products (torch.compile {}), and {} with a frozen head ({})",
+        tuple(row(NEW_JSD, place, name) for place in (0, 1) for name in ("logitless", "torch.compile")),
+    ),
+    Claim(
+        BENCHMARKS,
+        "its chunks were of {} GiB ({} GiB now)",
+        (
+            stated(1, "logits_budget's default at that time"),
+            LARGE,
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "a step of a 0.6B model is {}% shorter for SFT, {}% for ORPO and {}% for DPO",
+        tuple(shorter(STEPS, place, "TRL", "logitless") for place in (1, 3, 5)),
+    ),
+    Claim(BENCHMARKS, "DPO's step is {}% shorter with the flag", (BY_TURNS,)),
+    Claim(
+        BENCHMARKS,
+        "With Liger's layers in place of ours, SFT takes {} ms",
+        (ms("2026-11-22/fsdp-liger-h200x2.json", 0, "Liger's layers"),),
+    ),
+    Claim(
+        BENCHMARKS,
+        "takes {} GiB beyond its gradients, and one of 65,536 tokens {} GiB",
+        (beyond("dpo-length-h200.json", 2), beyond("dpo-length-h200.json", 6)),
+    ),
+    Claim(
+        BENCHMARKS,
+        "takes {} GiB beyond its gradients, and of 131,072 tokens {} GiB",
+        (beyond("distillation-length-h200.json", 0), beyond("distillation-length-h200.json", 2)),
+    ),
+    Claim(
+        BENCHMARKS,
+        "32 pairs of 1,024 tokens takes {} GiB, with 128 pairs {} GiB. With full logits 32 pairs take {} GiB",
+        (
+            peak("orpo-batch-h200.json", 0),
+            peak("orpo-batch-h200.json", 2),
+            peak("orpo-batch-h200.json", 0, "eager, fp32 upcast"),
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "with H 4,096 it takes {} times its products (target {}), with V 256,000 {} ({}), with H 1,024 {} "
+        "({})",
+        tuple(
+            row("ce-h200.json", place, "logitless", key) for place in (0, 2, 3) for key in ("ratio", "target")
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "DPO misses by {}%, with a frozen head by {}%, GRPO with a frozen head by {}%, and the JSD with its "
+        "new kernel by {}%",
+        (
+            over_target("preference-h200.json", 2),
+            over_target("preference-h200.json", 3),
+            over_target("policy-h200.json", 1),
+            over_target(NEW_JSD, 0),
+        ),
+    ),
+    *(
+        Claim(
+            BENCHMARKS,
+            f"| {tokens} | {{}} | {{}} | {{}} |",
+            tuple(row(SMALL, place, name) for name in ("logitless", *OTHERS.values())),
+        )
+        for place, tokens in enumerate(("512", "2,048"))
+    ),
+    Claim(BENCHMARKS, "cross-entropy takes {} times the time of plain PyTorch", (ON_CPU,)),
+    Claim(
+        BENCHMARKS,
+        "chunks of {} GiB on GPUs of {} GiB and more, {} GiB before",
+        (
+            LARGE,
+            LARGE_CARD,
+            stated(1, "logits_budget's default at that time"),
+        ),
+    ),
+    Claim(
+        BENCHMARKS,
+        "the first shape takes {} times its products with one chunk",
+        (row("2026-11-23/ce-at-once.json", 0, "logitless"),),
+    ),
+    Claim(
+        "docs/choosing.md",
+        "Default: {} GiB on GPUs of {} GiB and more; on smaller GPUs 1/32 of the memory, at most {} GiB; "
+        "{} MiB",
+        (LARGE, LARGE_CARD, SMALLER, CPU),
+    ),
+    Claim(
+        "docs/troubleshooting.md",
+        "({} GiB by default on GPUs of {} GiB and more; smaller GPUs 1/32 of the memory, at most {} GiB)",
+        (LARGE, LARGE_CARD, SMALLER),
+    ),
+    Claim(
+        "docs/trl.md",
+        "The default is {} GiB on GPUs of {} GiB and more, and 1/32 of the memory, at most {} GiB",
+        (LARGE, LARGE_CARD, SMALLER),
+    ),
+    Claim(
+        "docs/trl.md",
+        "the peak memory falls from {} to {} GiB",
+        (peak("trl-h200.json", 7, "TRL"), peak("trl-h200.json", 7)),
+    ),
+    Claim(
+        "docs/trl.md",
+        "from {} to {} GiB in the same step",
+        (peak("trl-h200.json", 11, "TRL"), peak("trl-h200.json", 11)),
+    ),
+    Claim("docs/trl.md", "take up to {} GiB more", (MORE_MEMORY,)),
+    Claim(
+        "docs/quickstart.md",
+        "a tensor of {} GiB in bf16",
+        (stated(16_384 * 151_936 * 2 / GIB, "16,384 x 151,936 x 2 bytes"),),
+    ),
+    Claim("docs/layers.md", "above {}%", (stated(100, "as fast as a copy"),)),
+    Claim(
+        "docs/layers.md",
+        "at most {} times as large on average over the families, and at most {} times",
+        (stated(1.02, AGAINST_FP64), stated(1.25, AGAINST_FP64)),
+    ),
+    Claim(
+        "docs/design.md",
+        "4,096 rows cost {}-{}% over a shape's best size, 2,048 rows {}-{}%, 1,024 rows {}-{}%",
+        (*between(chunk_costs, 4096), *between(chunk_costs, 2048), *between(chunk_costs, 1024)),
+    ),
+    Claim(
+        "docs/design.md",
+        "This costs {}-{}% (chunks of 4,096 rows) or {}-{}% (2,048)",
+        (*between(sum_costs, 4096), *between(sum_costs, 2048)),
+    ),
+    Claim(
+        "docs/design.md",
+        "({} times the products' time in the place of {})",
+        (row("2026-11-23/ce-at-once.json", 0, "logitless"), row("ce-h200.json", 0, "logitless")),
+    ),
+    Claim("docs/design.md", "hidden states, {} MiB, stay", (stated(16, HOPPER),)),
+    Claim(
+        "docs/howto/distributed.md",
+        "is named after {} seconds",
+        (stated(30, "logitless/parallel/agreement.py"),),
+    ),
+)

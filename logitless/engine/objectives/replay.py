@@ -1,0 +1,236 @@
+"""Losses of per-token statistics over the ids that a sampler kept: the softmax of a row is over its set.
+
+`ReplayProjection` multiplies the gathered rows with the rows of the head that their ids name, and all other
+rows as any projection. `ReplayObjective` computes the statistics of a set from the logits of its slots, and
+leaves the loss itself, which knows of no sets, to `TokenObjective`.
+"""
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import Call
+from logitless.engine.chunk import Chunk
+from logitless.engine.objectives.tokens import TokenObjective
+from logitless.engine.plan import Kind, Plan, Span
+from logitless.engine.projection import Projection
+from logitless.engine.replay import GATHERED, PICKED, Replay
+from logitless.engine.rows import Rows
+from logitless.engine.terms import UnitFactors
+from logitless.kernels.head import cross_entropy as kernels
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.transform import Head
+from logitless.kernels.ids import sets
+from logitless.kernels.ids.sets import Slots
+from logitless.kernels.matmul import project
+
+
+class ReplayProjection(Projection):
+    """A projection whose gathered rows have a number per slot as gradient (S,), in the place of (C, V)."""
+
+    def __init__(self, call: Call, rows: Rows, *, gradients: bool):
+        super().__init__(call, rows.walk, gradients=gradients)
+        self.replay: Replay = rows.replay
+        self.local = {which: _local(call, slots) for which, slots in self.replay.slots.items()}
+        self.gathers = False  # whether the current chunk is that of the gathered rows
+        # A buffer of stored logits for the picked rows, where the chunks of the plain rows store none.
+        self._picked: Tensor | None = None
+        self._stored = True
+        self._rows = 0
+
+    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
+        self._stored, self._rows = not in_product, plan.token_chunk
+        return super().new_buffer(plan, in_product=in_product)
+
+    def take(self, chunk: Chunk) -> None:
+        super().take(chunk)
+        self.gathers = chunk.step.kind is Kind.GATHERED
+        if chunk.step.kind is Kind.PICKED and not self._stored:
+            if self._picked is None:
+                shape, dtype = (self._rows, self.weight.shape[0]), self.call.logits_dtype
+                self._picked = self.weight.new_empty(shape, dtype=dtype)
+            chunk.logits = self._picked[: chunk.step.stop - chunk.step.start]
+            chunk.place = chunk.logits
+            if chunk.logits.dtype != self.weight.dtype:
+                chunk.place = chunk.logits.view(self.weight.dtype)[:, : self.weight.shape[0]]
+
+    def backproject(self, chunk: Chunk) -> None:
+        if not self.gathers:
+            super().backproject(chunk)
+        elif self.needs.hidden or self.needs.layers:
+            out = self.d_features(chunk)
+            chunk.d_features = sets.slot_rows(self.weight, self.local[GATHERED], chunk.gradient, out)
+
+    def accumulate(self, total: Tensor, gradient: Tensor, features: Tensor, *, first: bool) -> None:
+        if self.gathers:
+            sets.add_slot_rows(total, self.local[GATHERED], gradient, features, first=first)
+        else:
+            Projection.accumulate(total, gradient, features, first=first)
+
+
+def _local(call: Call, slots: Slots) -> Slots:
+    """The slots with the rows of this rank's head as ids; negative for ids of other ranks."""
+    if not call.vocabulary.sharded:
+        return slots
+    start, width = call.vocabulary.span(call.V)
+    ids = slots.ids - start
+    return slots._replace(ids=torch.where((slots.ids >= 0) & (ids >= 0) & (ids < width), ids, -1))
+
+
+class ReplayObjective(TokenObjective):
+    """The objective of a loss of per-token statistics, some of whose rows have a set of kept ids.
+
+    Its statistics and their gradients are in walk order (see `replay.Replay`), except inside `evaluate`.
+    """
+
+    @classmethod
+    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+        self = super().solving(call, rows, plan, factors)
+        certain = slice(rows.count - rows.replay.certain, rows.count)
+        for name, x in self.stats.items():
+            x[certain] = float(name == "is_top1")
+        if self.ref_logps is not None:
+            self.ref_logps[certain] = 0.0
+        return self
+
+    @classmethod
+    def writing(
+        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    ) -> Self:
+        known, given = (
+            {name: rows.replay.in_walk_order(x) for name, x in found.items()} for found in (numbers, upstream)
+        )
+        return super().writing(call, rows, known, given)
+
+    @property
+    def replay(self) -> Replay:
+        return self.rows.replay
+
+    def numbers(self) -> dict[str, Tensor]:
+        return {name: self.replay.in_row_order(x) for name, x in super().numbers().items()}
+
+    def fill(self, chunk: Chunk, head: ReplayProjection) -> None:
+        kind = chunk.step.kind
+        if kind is Kind.PLAIN:
+            super().fill(chunk, head)
+        elif kind is Kind.GATHERED:
+            self._fill_gathered(chunk, head)
+        else:
+            self._fill_picked(chunk, head)
+
+    def _fill_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
+        call, slots, known = self.call, head.local[GATHERED], self.replay.logits
+        if GATHERED not in known:
+            products = sets.slot_products(chunk.features, head.weight, slots, call.stat_dtype)
+            known[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)
+        if not chunk.step.read:
+            return
+        sets.set_statistics(known[GATHERED], slots, self._stats(chunk))
+        if self.ref_logps is not None:
+            inputs = call.inputs
+            hidden = inputs["ref_hidden"][chunk.at].to(call.dtype).contiguous()
+            products = sets.slot_products(hidden, self.ref_weight, slots, call.stat_dtype)
+            z = self._logits(products, slots, call.loss.ref_head, inputs["ref_bias"])
+            self._keep_reference(chunk, z, slots)
+
+    def _logits(self, products: Tensor, slots: Slots, head: Head, bias: Tensor | None) -> Tensor:
+        """(S,) logits of slots on all ranks, from the products on this one, rounded as a chunk's are."""
+        products = products.to(self.call.logits_dtype).to(products.dtype)
+        bias = None if bias is None else bias[slots.ids.clamp(min=0)]
+        z, _ = head.logits(products, bias)
+        return self._of_all_ranks(z, slots)
+
+    def _of_all_ranks(self, z: Tensor, slots: Slots) -> Tensor:
+        """The sum over the ranks of one number and zeros, which is exact."""
+        if not self.call.vocabulary.sharded:
+            return z
+        return self.call.vocabulary.reduce(torch.where(slots.ids >= 0, z, 0.0))
+
+    def _fill_picked(self, chunk: Chunk, head: ReplayProjection) -> None:
+        call = self.call
+        slots, stats = self._picked_slots(chunk, head), self._stats(chunk)
+        if chunk.step.read and self.ref_logps is not None:
+            inputs, rest = call.inputs, self._without_sets(chunk, slots)
+            hidden = inputs["ref_hidden"][chunk.at].to(call.dtype)
+            project(hidden, self.ref_weight, chunk.logits)
+            z = self._picked_logits(chunk, slots, call.loss.ref_head, inputs["ref_bias"])
+            if rest is not None:
+                found = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
+                options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
+                kernels.token_statistics(chunk.logits, rest, found, **options, ignore_index=chunk.ignored)
+                call.vocabulary.combine(found, rest)
+                self.ref_logps[chunk.step.start : chunk.step.stop] = found.logps
+            self._keep_reference(chunk, z, slots)
+        head.project(chunk)
+        rest = self._without_sets(chunk, slots)
+        z = self._picked_logits(chunk, slots, call.loss.head, call.bias)
+        self.replay.logits[PICKED] = z
+        if not chunk.step.read:
+            return
+        if rest is not None:
+            options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignored}
+            kernels.token_statistics(chunk.logits, rest, stats, **options)
+            call.vocabulary.combine(stats, rest)
+        sets.set_statistics(z, slots, stats)
+
+    def _picked_logits(self, chunk: Chunk, slots: Slots, head: Head, bias: Tensor | None) -> Tensor:
+        """(S,) logits of the chunk's slots; those of other chunks are arbitrary."""
+        z = torch.zeros(slots.ids.shape[0], dtype=self.call.stat_dtype, device=slots.ids.device)
+        sets.picked_logits(chunk.logits, slots, z, head=head, bias=bias)
+        return self._of_all_ranks(z, slots)
+
+    def _picked_slots(self, chunk: Chunk, head: ReplayProjection) -> Slots:
+        first = chunk.step.start - self.replay.plain
+        return head.local[PICKED].of_rows(first, chunk.step.stop - self.replay.plain)
+
+    def _without_sets(self, chunk: Chunk, slots: Slots) -> Tensor | None:
+        """(C,) targets, ignored in rows with a set; None where the host knows that every row has one."""
+        if self.call.loss.compact:
+            return None
+        return torch.where(slots.bounds.diff() > 0, chunk.ignored, chunk.targets)
+
+    def _stats(self, chunk: Chunk) -> TokenBuffers:
+        return self.stats[chunk.step.start : chunk.step.stop]
+
+    def _keep_reference(self, chunk: Chunk, z: Tensor, slots: Slots) -> None:
+        found = kernels.allocate_stats((), 0, z.dtype, z.device)
+        rows = slice(chunk.step.start, chunk.step.stop)
+        found = TokenBuffers(
+            logps=self.ref_logps[rows],
+            **{name: torch.empty_like(self.ref_logps[rows]) for name, _ in found.items() if name != "logps"},
+        )
+        sets.set_statistics(z, slots, found)
+
+    def evaluate(self, span: Span) -> None:
+        replay = self.replay
+        if replay.order is None:
+            super().evaluate(span)
+            return
+        stats, ref_logps = self.stats, self.ref_logps
+        self.stats = TokenBuffers(**{name: replay.in_row_order(x) for name, x in stats.items()})
+        if ref_logps is not None:
+            self.ref_logps = replay.in_row_order(ref_logps)
+        super().evaluate(span)
+        self.stats, self.ref_logps = stats, ref_logps
+        self.grads = TokenBuffers(**{name: replay.in_walk_order(x) for name, x in self.grads.items()})
+
+    def write(self, chunk: Chunk, head: ReplayProjection) -> None:
+        kind, loss = chunk.step.kind, self.call.loss
+        if kind is Kind.PLAIN:
+            super().write(chunk, head)
+            return
+        stats, grads = self._stats(chunk), self.grads[chunk.step.start : chunk.step.stop]
+        if kind is Kind.GATHERED:
+            z, slots = self.replay.logits[GATHERED], head.local[GATHERED]
+            chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.head)
+            return
+        slots, chunk.gradient = self._picked_slots(chunk, head), chunk.place
+        rest = self._without_sets(chunk, slots)
+        if rest is None:
+            chunk.place.zero_()
+        else:
+            options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+            kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.place, **options)
+        sets.put_gradient(chunk.place, self.replay.logits[PICKED], slots, stats, grads, loss.head)

@@ -1,0 +1,209 @@
+"""`Replay`: how the rows of a call with sampling masks are computed, and the slots of their sets.
+
+Rows are of four kinds, by the number of distinct ids of their set:
+
+    plain      no set: the whole vocabulary, projected as in any call
+    picked     more ids than `most_gathered(V)`: projected; the ids' logits are picked from the chunk
+    gathered   2 ids and more: the products of the ids' rows of the head, and no others
+    certain    one id: log p = 0 and entropy = 0, without gradient; nothing is read
+
+The kind follows from a row's own set and the size of the vocabulary, so how a token is computed does not
+depend on the other tokens of the call. A loss that needs lse gathers the certain rows too. The order of kinds
+is the order in which the chunk loop takes the rows ("walk order").
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.rows import Rows
+from logitless.engine.sampling_mask import NAME, Sets
+from logitless.engine.spec import Fault, LossSpec
+from logitless.kernels.ids.sets import Distinct, Slots, distinct_slots, slots_of
+
+PLAIN, PICKED, GATHERED, CERTAIN = range(4)
+# Reading k rows of the head for a token is cheaper than its products with the head up to about V / 180 rows
+# (a renormalized top-64 of 151,936 ids takes 12% of three products). A constant, so that the kind of a row
+# depends on V alone.
+BREAK_EVEN, LEAST = 180, 64
+# Log-probability below which a token of one kept id has not the log-probability over its set, which is 0.
+RAW = -1e-3
+
+
+def most_gathered(V: int) -> int:
+    """The largest number of ids of a row that are gathered."""
+    return max(LEAST, V // BREAK_EVEN)
+
+
+class Kinds(NamedTuple):
+    """The kinds of the rows of a call, before the host knows how many there are of each."""
+
+    found: Distinct
+    kind: Tensor  # (N,) int64
+    counts: Tensor  # (5,) rows of the kinds picked, gathered and certain; slots of the first two
+    faults: Sequence[Fault]  # those that mark tokens come first
+
+
+@dataclass
+class Replay:
+    """The rows of a call by kind, and the slots of their sets.
+
+    Attributes:
+        walk: the rows that the chunk loop takes, in walk order.
+        order: (rows,) positions of the rows in walk order, the certain ones last; None: the rows are in it.
+        plain, picked, gathered, certain: the number of rows of each kind; with compact=False all rows count
+            as picked, as the host does not know their sets.
+        slots: the slots of the picked and of the gathered rows, by kind.
+        kept_ids: ids of all sets; None with compact=False.
+        single: rows whose set has one id; None with compact=False.
+        logits: the logits of the slots by kind, once they are computed.
+    """
+
+    walk: Rows
+    order: Tensor | None
+    plain: int
+    picked: int
+    gathered: int
+    certain: int
+    slots: dict[int, Slots]
+    kept_ids: int | None
+    single: int | None
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def replayed(self) -> int | None:
+        """Rows with a set; None with compact=False."""
+        return None if self.kept_ids is None else self.picked + self.gathered + self.certain
+
+    def in_walk_order(self, x: Tensor) -> Tensor:
+        """(rows, ...) in the order of the rows -> the same in walk order."""
+        return x if self.order is None else x[self.order]
+
+    def in_row_order(self, x: Tensor) -> Tensor:
+        """The inverse of `in_walk_order`."""
+        if self.order is None:
+            return x
+        return torch.empty_like(x).index_copy_(0, self.order, x)
+
+
+def needs_logits(loss: LossSpec) -> bool:
+    """Whether the loss needs the logit of a certain token, for its lse."""
+    return "lse" in loss.differentiates or loss.return_logps
+
+
+def kinds_of(
+    sets: Sets,
+    targets: Tensor,
+    inputs: Mapping[str, Tensor | None],
+    V: int,
+    loss: LossSpec,
+    *,
+    add_targets: bool,
+) -> Kinds:
+    """The kind of each row, and the faults of the sets. No host sync."""
+    ids, starts, lengths, offsets = sets
+    supervised = targets != loss.ignore_index
+    S = ids.shape[0]
+    broken = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] > S)
+    found = distinct_slots(ids, starts, lengths, targets, supervised, V, add_targets=add_targets)
+    sound = broken == 0
+    kind = torch.where(found.counts > most_gathered(V), PICKED, GATHERED)
+    single = found.counts == 1
+    if not needs_logits(loss):
+        kind = torch.where(single, CERTAIN, kind)
+    kind = torch.where(found.counts == 0, PLAIN, kind)
+    picked, gathered = kind == PICKED, kind == GATHERED
+    slots = [torch.where(which, found.counts, 0).sum() for which in (picked, gathered)]
+    counts = torch.stack([picked.sum(), gathered.sum(), (kind == CERTAIN).sum(), *slots, single.sum()])
+    marks = [_missing(found.missing & sound)]
+    for name in loss.sampled_logps:
+        x = inputs.get(name)
+        if x is not None:
+            marks.append(_raw(name, x, single & sound & (x < RAW)))
+    return Kinds(found, kind, counts, (*marks, _offsets(broken, offsets, S), _outside(found, ids, V, sound)))
+
+
+def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool) -> Rows:
+    """`rows` with their `Replay`; those of a loss of single tokens come back in walk order."""
+    found, kind = kinds.found, kinds.kind
+    if not compact:
+        every = torch.ones_like(kind, dtype=torch.bool)
+        slots = slots_of(found, every, rows.count, found.keys.shape[0], V)
+        replay = Replay(rows, None, 0, rows.count, 0, 0, {PICKED: slots}, None, None)
+        return rows._replace(replay=replay)
+    picked, gathered, certain, *sizes, single = rows.counted
+    plain = rows.count - picked - gathered - certain
+    slots = {
+        which: slots_of(found, kind == which, count, size, V)
+        for which, count, size in zip((PICKED, GATHERED), (picked, gathered), sizes, strict=True)
+    }
+    order = None
+    if rows.count not in (plain, picked, gathered, certain):
+        own = kind if rows.index is None else kind[rows.index]
+        order = own.argsort(stable=True)
+    index = rows.index
+    if order is not None:
+        index = order if index is None else index[order]
+    if not grouped:
+        rows, order = rows._replace(index=index), None
+    walked = plain + picked + gathered
+    if certain:
+        everything = torch.arange(rows.count, device=kind.device) if index is None else index
+        index = everything[:walked]
+    walk = Rows(walked, rows.tokens, 0, index, None, None, shards=rows.shards)
+    kept = sum(sizes) + certain
+    return rows._replace(replay=Replay(walk, order, plain, picked, gathered, certain, slots, kept, single))
+
+
+def _offsets(broken: Tensor, offsets: Tensor, S: int) -> Fault:
+    def seen() -> tuple[str, str]:
+        given = offsets.tolist()
+        falls = [n for n in range(1, len(given)) if given[n] < given[n - 1]]
+        if falls:
+            return f": entry {falls[0]} is {given[falls[0]]} after {given[falls[0] - 1]}", remedy
+        return f": the first is {given[0]}, the last {given[-1]}", remedy
+
+    remedy = "pass the offsets that belong to these token_ids"
+    return Fault(broken.long(), NAME, f"offsets that rise from 0 to at most {S}", "others", remedy, seen)
+
+
+def _missing(missing: Tensor) -> Fault:
+    def seen() -> tuple[str, str]:
+        rows = missing.nonzero()[:, 0]
+        where = f", the first at row {rows[0].item()}" if rows.numel() else ""
+        return where, remedy
+
+    remedy = 'pass missing="add", or the sets of these tokens'
+    return Fault(missing, NAME, "every supervised target in its set", "{count} that are not", remedy, seen)
+
+
+def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
+    def seen() -> tuple[str, str]:
+        rows = raw.nonzero()[:, 0]
+        where = ""
+        if rows.numel():
+            where = f", the first, {x[rows[0]].item():.3g}, at row {rows[0].item()}"
+        return where, remedy
+
+    remedy = (
+        "ask the server for them (vLLM: logprobs_mode='processed_logprobs'), or compute them with the mask"
+    )
+    expected = "log-probabilities over the sampling mask, so 0 for tokens with one kept id"
+    return Fault(raw, name, expected, f"{{count}} below {RAW:g}", remedy, seen)
+
+
+def _outside(found: Distinct, ids: Tensor, V: int, sound: Tensor) -> Fault:
+    expected, remedy = f"ids in [0, {V})", "pass the server's ids of this vocabulary"
+    seen = partial(_seen_outside, ids, found.outside, remedy)
+    return Fault((found.outside & sound).sum(), NAME, expected, "{count} outside", remedy, seen)
+
+
+def _seen_outside(ids: Tensor, outside: Tensor, remedy: str) -> tuple[str, str]:
+    wrong = ids[outside]
+    if not wrong.numel():  # the wrong ids are on other ranks
+        return "", remedy
+    return f": the least is {wrong.min().item()}, the greatest {wrong.max().item()}", remedy

@@ -1,0 +1,194 @@
+"""`SamplingMask`: the ids that a sampler's truncation left of each token's vocabulary."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from logitless.engine.operands import shifted
+from logitless.errors import check_choice
+
+NAME = "sampling_mask"
+IDS = (torch.int32, torch.int64)
+# What to do with a target that its set has not.
+MISSING = ("raise", "add")
+
+
+class Sets(NamedTuple):
+    """The sets of the rows of a call: row n keeps `ids[starts[n]:starts[n] + lengths[n]]`."""
+
+    ids: Tensor  # (S,) int32 or int64
+    starts: Tensor  # (N,) int64, not falling
+    lengths: Tensor  # (N,) int64; 0 for the whole vocabulary
+    offsets: Tensor  # (N + 1,) as the user passed them, for their check
+
+
+class SamplingMask:
+    """The ids that a sampler's truncation left of each token's vocabulary, as inference servers return them.
+
+    Token n keeps `token_ids[offsets[n]:offsets[n + 1]]`: the names and the order of vLLM's `SamplingMask`. An
+    empty set means that nothing was cut: the whole vocabulary. A set belongs to the token that was sampled,
+    as its label does; with `shift=True` it is shifted with the labels.
+
+    Args:
+        token_ids: (S,) int32 or int64 ids of the whole vocabulary, also with `tp_group`; in any order. An id
+            that comes twice counts once. Ids beyond offsets[-1] are not read, so a buffer may be longer.
+        offsets: (N + 1,) int32 or int64, not falling, from 0. N is the number of targets of the call: B * T
+            of a padded batch, row by row, or the packed length.
+        missing: what to do if a target is not in its set: "raise" a ValueError, or "add" it to the set.
+    """
+
+    def __init__(self, token_ids: Tensor, offsets: Tensor, *, missing: str = "raise"):
+        _check_ids("token_ids", token_ids, "pass padded or boolean sets by SamplingMask.from_padded")
+        _check_ids("offsets", offsets, "pass the first slot of each token, and the end of the last")
+        if token_ids.dim() != 1:
+            remedy = "pass padded sets by SamplingMask.from_padded"
+            raise ValueError(f"token_ids: expected shape (S,), got {tuple(token_ids.shape)}; {remedy}.")
+        if offsets.dim() != 1 or not offsets.shape[0]:
+            raise ValueError(
+                f"offsets: expected shape (N + 1,), got {tuple(offsets.shape)}; "
+                "give each token its first slot, and the end of the last."
+            )
+        if offsets.device != token_ids.device:
+            raise ValueError(
+                f"offsets: expected token_ids' device {token_ids.device}, got {offsets.device}; "
+                "move them there."
+            )
+        check_choice("missing", missing, MISSING)
+        self.token_ids, self.offsets, self.missing = token_ids, offsets, missing
+
+    @classmethod
+    def from_padded(cls, ids: Tensor, *, empty: int = -1, missing: str = "raise") -> Self:
+        """The sets of ids (..., k), in which a slot that holds `empty` has no id."""
+        _check_ids("ids", ids, "pass token ids, with empty=-1 in the slots without one")
+        if ids.dim() < 1:
+            raise ValueError("ids: expected shape (..., k), got a number; give every token k slots.")
+        filled = (ids != empty).reshape(-1, ids.shape[-1])
+        offsets = torch.nn.functional.pad(filled.sum(1).cumsum(0), (1, 0))
+        # Without a host sync: the ids move to the front, in order. The last slot is free if any is empty.
+        filled, size = filled.view(-1), ids.numel()
+        place = torch.where(filled, filled.cumsum(0) - 1, max(0, size - 1))
+        return cls(
+            torch.empty_like(ids.reshape(-1)).scatter_(0, place, ids.reshape(-1)), offsets, missing=missing
+        )
+
+    @classmethod
+    def from_lists(
+        cls,
+        kept: Iterable[Sequence[int] | None],
+        *,
+        device: torch.device | str | None = None,
+        missing: str = "raise",
+    ) -> Self:
+        """The sets of a list of ids for each token; None or an empty list keeps the whole vocabulary."""
+        sets = [[] if ids is None else list(ids) for ids in kept]
+        offsets = [0, *accumulate(map(len, sets))]
+        ids = torch.tensor(list(chain.from_iterable(sets)), dtype=torch.int64, device=device)
+        return cls(ids, torch.tensor(offsets, device=device), missing=missing)
+
+    @classmethod
+    def from_completions(
+        cls,
+        masks: Sequence[tuple | None],
+        starts: int | Sequence[int] | Tensor,
+        length: int,
+        *,
+        device: torch.device | str | None = None,
+        missing: str = "raise",
+    ) -> Self:
+        """The sets of a padded batch (B, length), from the masks of its completions.
+
+        Args:
+            masks: for each sequence (token_ids, offsets) of its completion, as lists, arrays or tensors, such
+                as vLLM's `SamplingMask`; None for a sequence that was sampled without truncation.
+            starts: the position of the first token of each completion, or one position for all.
+            length: number of positions of the batch, T.
+            device: the device of the batch.
+            missing: see the class.
+
+        All other tokens keep the whole vocabulary.
+        """
+        count = len(masks)
+        starts = [starts] * count if isinstance(starts, int) else [int(x) for x in starts]
+        if len(starts) != count:
+            raise ValueError(
+                f"starts: expected {count} positions, one per completion, got {len(starts)}; match masks."
+            )
+        lengths = torch.zeros(count, length, dtype=torch.int64)
+        ids = []
+        for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
+            if mask is None:
+                continue
+            given, offsets = (torch.as_tensor(x).to("cpu", torch.int64) for x in mask)
+            tokens = offsets.shape[0] - 1
+            if start < 0 or start + tokens > length:
+                raise ValueError(
+                    f"masks: expected completions inside {length} positions, got {tokens} tokens from "
+                    f"position {start} in row {row}; cut masks and completions alike."
+                )
+            if tokens < 0 or offsets[0] != 0 or (offsets.diff() < 0).any() or offsets[-1] > given.shape[0]:
+                raise ValueError(
+                    f"masks: expected offsets that rise from 0 to at most {given.shape[0]}, got others in "
+                    f"row {row}; pass the server's token_ids and offsets of the same completion."
+                )
+            lengths[row, start : start + tokens] = offsets.diff()
+            ids.append(given[: offsets[-1]])
+        flat = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+        offsets = torch.nn.functional.pad(lengths.view(-1).cumsum(0), (1, 0))
+        return cls(flat.to(device), offsets.to(device), missing=missing)
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.offsets.shape[0] - 1
+
+    def __repr__(self) -> str:
+        size = self.token_ids.shape[0]
+        return f"SamplingMask of {len(self)} tokens, up to {size} ids, missing={self.missing!r}"
+
+    def to(self, device: torch.device | str) -> Self:
+        """The mask on another device."""
+        token_ids, offsets = self.token_ids.to(device), self.offsets.to(device)
+        return type(self)(token_ids, offsets, missing=self.missing)
+
+    def sets(self, targets: Tensor, *, shift: bool = False, cu_seqlens: Tensor | None = None) -> Sets:
+        """The sets of the rows of a call; with `shift` row i gets set i + 1, and the last of a sequence none.
+
+        Args:
+            targets: (...) of the call.
+            shift: whether the targets are unshifted labels.
+            cu_seqlens: boundaries of packed sequences, checked.
+        """
+        offsets = self.offsets.long()
+        if len(self) != targets.numel():
+            raise ValueError(
+                f"{NAME}: offsets expected for {targets.numel()} tokens, one set per target, got "
+                f"{len(self)}; give tokens that were not sampled an empty set."
+            )
+        if offsets.device != targets.device:
+            raise ValueError(
+                f"{NAME}: expected the targets' device {targets.device}, got {offsets.device}; call "
+                ".to(device) on it."
+            )
+        starts, lengths = offsets[:-1], offsets.diff()
+        if shift:
+            starts, lengths = offsets[1:], shifted(lengths.view(targets.shape), 0, -1, cu_seqlens).reshape(-1)
+        return Sets(self.token_ids, starts, lengths, self.offsets)
+
+
+def checked_mask(mask: object) -> SamplingMask:
+    """`mask`, or TypeError if it is something else."""
+    if not isinstance(mask, SamplingMask):
+        raise TypeError(
+            f"{NAME}: expected a SamplingMask, got {type(mask).__name__}; make it by SamplingMask(token_ids, "
+            "offsets), .from_padded, .from_lists or .from_completions."
+        )
+    return mask
+
+
+def _check_ids(name: str, x: object, remedy: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}; pass torch.as_tensor({name}).")
+    if x.dtype not in IDS:
+        raise TypeError(f"{name}: expected int32 or int64, got {x.dtype}; {remedy}.")

@@ -1,0 +1,331 @@
+"""The kept ids of each token, ragged: statistics and gradients of a softmax over these ids alone.
+
+    distinct_slots     the kept ids of each row in rising order, each id once; what is wrong with them
+    slot_products      x[s] = hidden[row of s] . weight[id of s]
+    picked_logits      z[s] = the logit of slot s, from a chunk of logits
+    set_statistics     logits of the slots -> log p(target), log-sum-exp, entropy and arg-max hit of each row
+    set_gradient       gradients of the statistics -> d loss / d product of each slot
+    put_gradient       the same, stored in the columns of a chunk's gradient
+    slot_rows          d_hidden[n] = sum over the slots of row n of g[s] weight[id of s]
+    add_slot_rows      d_weight[v] += sum over the slots with the id v of g[s] hidden[row of s]
+
+A slot is a place of one id; the slots of row n are `bounds[n]:bounds[n + 1]`. With z_y the target's logit and
+d = z - z_y:
+
+    m = max(0, max d)     R = sum over s != y of exp(d_s - m)     log p(y) = -log(exp(-m) + R) - m
+
+so log p(y) and 1 - p(y) of a nearly certain token keep their digits. No sum is atomic, and the sums of a row
+depend on its own slots alone. The Triton kernels are in `sets_triton.py`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.kernels import uses_triton
+from logitless.kernels.head.cross_entropy import TokenBuffers
+from logitless.kernels.head.transform import Head
+
+# Bytes of the rows of the head that a twin copies at a time.
+TWIN_BYTES = 4 * 2**20
+
+
+class Slots(NamedTuple):
+    """The slots of n rows."""
+
+    ids: (
+        Tensor  # (S,) int32 ids of the vocabulary, or rows of this rank's head, negative for other ranks' ids
+    )
+    rows: Tensor  # (S,) int32 the row of each slot; n in slots that no row has
+    bounds: Tensor  # (n + 1,) int64: the slots of row i are bounds[i]:bounds[i + 1]
+    own: Tensor  # (n,) int64 slot of the row's target; any slot in rows without slots
+
+    def of_rows(self, start: int, stop: int) -> "Slots":
+        """The slots of rows start:stop. `ids` and `rows` stay those of all rows."""
+        return self._replace(bounds=self.bounds[start : stop + 1], own=self.own[start:stop])
+
+
+class Distinct(NamedTuple):
+    """The distinct ids of all rows, before the host knows how many there are."""
+
+    keys: Tensor  # (S,) int64 sorted: row * V + id, N * V for what counts for nothing
+    first: Tensor  # (S,) bool: whether a key differs from the one before it
+    counts: Tensor  # (N,) int64 distinct ids of each row
+    own: Tensor  # (N,) int64: the place of the target among the distinct ids of all rows
+    missing: Tensor  # (N,) bool: rows with a set that has not the row's target
+    outside: Tensor  # (S,) bool: given slots with an id outside the vocabulary
+
+
+def distinct_slots(
+    ids: Tensor,  # (S,) integers
+    starts: Tensor,  # (N,) int64, not falling: the ids of row n are ids[starts[n]:starts[n] + lengths[n]]
+    lengths: Tensor,  # (N,) int64
+    targets: Tensor,  # (N,) int64
+    supervised: Tensor,  # (N,) bool; the sets of other rows are left out
+    V: int,
+    *,
+    add_targets: bool,  # whether a missing target becomes a slot
+) -> Distinct:
+    """Sort the ids of all rows by row and id, and mark the first of equal ids. No host sync."""
+    N, S, device = targets.shape[0], ids.shape[0], targets.device
+    place = torch.arange(S, device=device)
+    row = (torch.searchsorted(starts, place, right=True) - 1).clamp(0, max(0, N - 1))
+    ids = ids.long()
+    counted = torch.zeros(S, dtype=torch.bool, device=device)
+    if N:
+        counted = supervised[row] & (place >= starts[row]) & (place < starts[row] + lengths[row])
+    outside = counted & ((ids < 0) | (ids >= V))
+    none = N * V
+    keys = torch.where(counted & ~outside, row * V + ids, none)
+    has_set = supervised & (lengths > 0) & (targets >= 0) & (targets < V)
+    targets_keys = torch.where(has_set, torch.arange(N, device=device) * V + targets, none)
+    if add_targets:
+        keys = torch.cat((keys, targets_keys))
+    keys, _ = keys.sort()
+    first = keys < none
+    first[1:] &= keys[1:] != keys[:-1]
+    at = torch.searchsorted(keys, targets_keys)
+    found = (
+        keys[at.clamp(max=max(0, keys.shape[0] - 1))] == targets_keys if keys.shape[0] else has_set & False
+    )
+    # The place of a row's first key; keys below it belong to earlier rows.
+    number = first.cumsum(0) - 1
+    before = torch.nn.functional.pad(first.cumsum(0), (1, 0))
+    ends = torch.searchsorted(keys, (torch.arange(N + 1, device=device) * V).clamp(max=none))
+    counts = before[ends].diff()
+    own = number[at.clamp(max=max(0, keys.shape[0] - 1))] if keys.shape[0] else at
+    return Distinct(keys, first, counts, own.clamp(min=0), has_set & ~found, outside)
+
+
+def slots_of(found: Distinct, chosen: Tensor, count: int, size: int, V: int) -> Slots:
+    """The slots of some rows.
+
+    Args:
+        found: the distinct ids of all rows.
+        chosen: (N,) bool: the rows to take, in their order.
+        count: how many these are.
+        size: how many slots they have, or more.
+        V: size of the vocabulary.
+    """
+    device = chosen.device
+    index = torch.nonzero_static(chosen, size=count)[:, 0]
+    bounds = torch.nn.functional.pad(found.counts[index].cumsum(0), (1, 0))
+    if not size:
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        return Slots(none, none, bounds, bounds[:-1])
+    row = (found.keys // V).clamp(max=max(0, chosen.shape[0] - 1))
+    taken = torch.nonzero_static(found.first & chosen[row], size=size, fill_value=0)[:, 0]
+    keys = found.keys[taken]
+    local = chosen.cumsum(0) - 1
+    filled = torch.arange(size, device=device) < bounds[-1]
+    # The number of a target among all distinct ids, less those of the rows before it that are not taken.
+    starts = found.counts.cumsum(0) - found.counts
+    own = found.own[index] - starts[index] + bounds[:-1]
+    return Slots(
+        torch.where(filled, keys % V, -1).to(torch.int32),
+        torch.where(filled, local[row[taken]], count).to(torch.int32),
+        bounds,
+        own.clamp(0, size - 1),
+    )
+
+
+def _runs(x: Tensor, *others: Tensor) -> bool:
+    """Whether the kernels run. Matrices without contiguous rows, such as a transposed head, use the twins."""
+    contiguous = all(each.stride(1) == 1 or each.shape[1] == 1 for each in (x, *others))
+    return uses_triton(x.device, x.dtype) and contiguous
+
+
+def _pieces(slots: Slots, H: int, size: int):
+    """Slices of the slots, so that a twin's copies of rows stay small."""
+    step = max(1, TWIN_BYTES // (8 * H))
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def slot_products(hidden: Tensor, weight: Tensor, slots: Slots, dtype: torch.dtype) -> Tensor:
+    """(S,) product of each slot's row of the head with its row's hidden state; 0 for negative ids."""
+    size = slots.ids.shape[0]
+    out = torch.zeros(size, dtype=dtype, device=hidden.device)
+    if size and _runs(weight, hidden) and dtype == torch.float32:
+        from logitless.kernels.ids import sets_triton
+
+        return sets_triton.slot_products(hidden, weight, slots, out)
+    for piece in _pieces(slots, weight.shape[1], size):
+        ids, rows = slots.ids[piece], slots.rows[piece]
+        there = ids >= 0
+        x = hidden[torch.where(there, rows, 0)].to(dtype)
+        out[piece] = torch.where(there, (weight[ids.clamp(min=0)].to(dtype) * x).sum(1), 0.0)
+    return out
+
+
+def picked_logits(
+    logits: Tensor,  # (C, V)
+    slots: Slots,  # of the chunk's rows
+    z: Tensor,  # (S,), written in these slots
+    *,
+    head: Head,
+    bias: Tensor | None = None,  # (V,)
+) -> None:
+    """Write the logits of a chunk's slots to `z`; 0 for negative ids."""
+    if uses_triton(logits.device, logits.dtype):
+        from logitless.kernels.ids import sets_triton
+
+        sets_triton.picked_logits(logits, slots, z, head=head, bias=bias)
+        return
+    part, rows = _of_chunk(slots)
+    ids = slots.ids[part]
+    columns = ids.clamp(min=0).long()
+    found, _ = head.logits(logits[rows, columns], None if bias is None else bias[columns])
+    z[part] = torch.where(ids >= 0, found, 0.0).to(z.dtype)
+
+
+def _of_chunk(slots: Slots) -> tuple[slice, Tensor]:
+    """(the slots of these rows; the row of each of these slots, counted from the first)."""
+    first, last = slots.bounds[[0, -1]].tolist()
+    lengths = slots.bounds.diff()
+    return slice(first, last), torch.repeat_interleave(lengths, output_size=last - first)
+
+
+def set_statistics(z: Tensor, slots: Slots, out: TokenBuffers) -> None:
+    """Write the statistics of the rows that have slots to `out`; the others are left as they are."""
+    if not slots.own.shape[0] or not z.shape[0]:
+        return
+    if uses_triton(z.device, z.dtype):
+        from logitless.kernels.ids import sets_triton
+
+        sets_triton.set_statistics(z, slots, out)
+        return
+    part, rows = _of_chunk(slots)
+    n, filled = slots.own.shape[0], slots.bounds.diff() > 0
+    z_y = z[slots.own]
+    is_own = torch.arange(part.start, part.stop, device=z.device) == slots.own[rows]
+    d = torch.where(is_own, 0.0, z[part] - z_y[rows])
+    top = z.new_zeros(n).scatter_reduce(0, rows, d, "amax")
+    others = _summed(torch.where(is_own, 0.0, (d - top[rows]).exp()), rows, n)
+    log_total = torch.where(top > 0, ((-top).exp() + others).log(), others.log1p())
+    logps = -(log_total + top)
+    lse = z_y - logps
+    found = {"logps": logps, "lse": lse}
+    found["lse_residual"] = torch.where(lse.isfinite(), (z_y - lse) - logps, 0.0)
+    if out.entropy is not None:
+        log_p = d + logps[rows]
+        p = log_p.exp()
+        found["entropy"] = -_summed(torch.where(p > 0, p * log_p, p), rows, n)
+        # Of equal logits the lowest id counts: the ids of a row are in rising order.
+        before = torch.arange(part.start, part.stop, device=z.device) < slots.own[rows]
+        beaten = _summed(((d > 0) | (before & (d == 0))).to(z.dtype), rows, n)
+        found["is_top1"] = (beaten == 0).to(z.dtype)
+    for name, buffer in out.items():
+        buffer.copy_(torch.where(filled, found[name].to(buffer.dtype), buffer))
+
+
+def _summed(x: Tensor, rows: Tensor, n: int) -> Tensor:
+    """(n,) sums of x by row. Deterministic on CUDA, unlike index_add_."""
+    return x.new_zeros(n).index_put_((rows,), x, accumulate=True)
+
+
+def set_gradient(z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: Head) -> Tensor:
+    """(S,) d loss / d product of each slot."""
+    out = torch.zeros_like(z)
+    if not z.shape[0]:
+        return out
+    if uses_triton(z.device, z.dtype):
+        from logitless.kernels.ids import sets_triton
+
+        sets_triton.set_gradient(z, slots, stats, grads, head, out)
+        return out
+    part, values = _entries(z, slots, stats, grads, head)
+    out[part] = values
+    return out
+
+
+def put_gradient(
+    gradient: Tensor,  # (C, V), of which the entries of the slots are written
+    z: Tensor,
+    slots: Slots,  # of the chunk's rows
+    stats: TokenBuffers,  # (C,) each
+    grads: TokenBuffers,
+    head: Head,
+) -> None:
+    """Store d loss / d product of the slots in the columns of their ids."""
+    if not z.shape[0]:
+        return
+    if uses_triton(z.device, z.dtype):
+        from logitless.kernels.ids import sets_triton
+
+        sets_triton.set_gradient(z, slots, stats, grads, head, gradient)
+        return
+    part, values = _entries(z, slots, stats, grads, head)
+    _, rows = _of_chunk(slots)
+    there = slots.ids[part] >= 0
+    gradient[rows[there], slots.ids[part][there].long()] = values[there].to(gradient.dtype)
+
+
+def _entries(
+    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: Head
+) -> tuple[slice, Tensor]:
+    """(the slots of these rows, their d loss / d product)."""
+    part, rows = _of_chunk(slots)
+    is_own = torch.arange(part.start, part.stop, device=z.device) == slots.own[rows]
+    logps = stats.logps[rows]
+    log_p = torch.where(is_own, logps, (z[part] - z[slots.own][rows]) + logps)
+    p = log_p.exp()
+    found = torch.zeros_like(p)
+    if grads.logps is not None:
+        g = grads.logps[rows]
+        found += torch.where(is_own, -g * torch.expm1(logps), -g * p)
+    if grads.lse is not None:
+        found += grads.lse[rows] * p
+    if grads.entropy is not None:
+        found -= grads.entropy[rows] * torch.where(p > 0, p * (log_p + stats.entropy[rows]), p)
+    return part, found * head.derivative_at(z[part])
+
+
+def slot_rows(weight: Tensor, slots: Slots, coefficients: Tensor, out: Tensor) -> Tensor:
+    """Write sum over the slots of each row of coefficient * weight[id] to `out` (n, H)."""
+    if _runs(weight, out) and coefficients.dtype == torch.float32:
+        from logitless.kernels.ids import sets_triton
+
+        return sets_triton.slot_rows(weight, slots, coefficients, out)
+    wide = coefficients.dtype
+    total = torch.zeros(out.shape, dtype=wide, device=out.device)
+    for piece in _pieces(slots, weight.shape[1], slots.ids.shape[0]):
+        there = slots.ids[piece] >= 0
+        share = weight[slots.ids[piece].clamp(min=0)].to(wide)
+        share *= torch.where(there, coefficients[piece], 0.0)[:, None]
+        total.index_put_((torch.where(there, slots.rows[piece], 0).long(),), share, accumulate=True)
+    return out.copy_(total)
+
+
+def add_slot_rows(
+    total: Tensor,  # (V, H): its rows of the ids are added to
+    slots: Slots,
+    coefficients: Tensor,  # (S,)
+    hidden: Tensor,  # (n, H)
+    *,
+    first: bool,  # whether `total` is uninitialized
+) -> None:
+    """Add coefficient * hidden of every slot to the row of its id in `total`.
+
+    One owner adds the slots of a row of `total` in the order of the slots and writes it once.
+    """
+    size = slots.ids.shape[0]
+    if size and _runs(hidden, total) and total.dtype != torch.float64 and hidden.dtype != torch.float64:
+        from logitless.kernels.ids import gathered_triton
+
+        gathered_triton.add_rows(
+            total, slots.ids[:, None], coefficients[:, None], hidden, first=first, tokens=slots.rows
+        )
+        return
+    if first:
+        total.zero_()
+    touched, numbers = slots.ids.clamp(min=0).unique(return_inverse=True)
+    wide = torch.promote_types(coefficients.dtype, torch.float32)
+    sums = torch.zeros(touched.shape[0], hidden.shape[1], dtype=wide, device=total.device)
+    for piece in _pieces(slots, hidden.shape[1], size):
+        there = slots.ids[piece] >= 0
+        share = hidden[torch.where(there, slots.rows[piece], 0)].to(wide)
+        share *= torch.where(there, coefficients[piece], 0.0)[:, None]
+        sums.index_put_((numbers[piece],), share, accumulate=True)
+    touched = touched.long()
+    total[touched] = (total[touched].to(wide) + sums).to(total.dtype)
