@@ -1,27 +1,36 @@
 """What can be asked of an installation:
 
 python -m logitless doctor
+python -m logitless check yours.py:YourLoss
 python -m logitless estimate DPOLoss --tokens 65536 --hidden-size 4096 --vocab-size 128256 --sequences 8
 """
 
 import argparse
 import ast
 import functools
+import importlib
+import importlib.util
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 import logitless
+from logitless.errors import message
 from logitless.losses.base import LinearLoss
+from logitless.tools.cards import CARDS
 from logitless.tools.doctor import examine
+from logitless.tools.samples import Samples
 
 BASES = ("LogitsLoss", "TokenLoss")
 LOSSES = {
     name: kind
     for name, kind in vars(logitless.losses).items()
     if isinstance(kind, type) and issubclass(kind, LinearLoss) and name not in BASES
-} | {"linear_logprobs": logitless.linear_logprobs}
+}
+ESTIMATED = LOSSES | {"linear_logprobs": logitless.linear_logprobs}
 NEEDED = {
     "tokens": "positions in all, padding included; all count as supervised",
     "hidden_size": "H, the width of the hidden states",
@@ -37,28 +46,56 @@ SIZES = {
     "reference_hidden_size": "H' of a reference that comes as hidden states and head; default: log-probs",
 }
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}
+# Tensors of a file that get a gradient in a check.
+TRAINED = ("hidden", "weight", "bias")
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("python -m logitless", allow_abbrev=False)
     commands = made.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="versions, what is accelerated, and a parity check of the main losses")
-    asked = commands.add_parser(
-        "estimate", help="a call's plan, memory and products, before it runs", allow_abbrev=False
-    )
-    asked.add_argument("loss", choices=LOSSES, metavar="LOSS", help=f"one of {', '.join(LOSSES)}")
-    for name, text in (NEEDED | SIZES).items():
-        option, needed = f"--{name.replace('_', '-')}", name in NEEDED
-        asked.add_argument(option, type=int, metavar="N", required=needed, help=text)
-    of_operands = "of hidden states and heads; default: bfloat16"
-    asked.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=of_operands)
-    where = "one of this machine, where the call would run; default: the GPU, if there is one"
-    asked.add_argument("--device", help=where)
-    frozen = "the head gets no gradient, and the hidden states alone do"
-    asked.add_argument("--frozen-head", action="store_true", help=frozen)
-    options = "an option of the loss, such as --set beta=0.2; again for others"
-    asked.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], type=_option, help=options)
+    _add_check(commands)
+    _add_estimate(commands)
     return made
+
+
+def _add_check(commands: argparse._SubParsersAction) -> None:
+    about = "compare a loss and its gradients, uncompiled, with the same loss on full logits in fp64"
+    made = commands.add_parser("check", help=about, description=about, allow_abbrev=False)
+    where = "a loss of the library, or one of your own: file.py:Class, or package.module:Class"
+    made.add_argument("loss", metavar="LOSS", help=where)
+    _add_options(made)
+    file = "of torch.save: a dict of hidden, weight, targets and what else the call takes; default: random"
+    made.add_argument("--tensors", type=Path, metavar="FILE", help=file)
+    dtype = "of random hidden states and heads; default: float32"
+    made.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
+    made.add_argument("--device", default="cpu", help="where the loss runs; default: cpu")
+
+
+def _add_estimate(commands: argparse._SubParsersAction) -> None:
+    about = "a call's plan, memory and products, before it runs"
+    made = commands.add_parser("estimate", help=about, description=about, allow_abbrev=False)
+    made.add_argument("loss", choices=ESTIMATED, metavar="LOSS", help=f"one of {', '.join(ESTIMATED)}")
+    for name, text in (NEEDED | SIZES).items():
+        option = f"--{name.replace('_', '-')}"
+        made.add_argument(option, type=int, metavar="N", required=name in NEEDED, help=text)
+    of_operands = "of hidden states and heads; default: bfloat16"
+    made.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=of_operands)
+    where = "one of this machine, where the call would run; default: the GPU, if there is one"
+    made.add_argument("--device", help=where)
+    card = f"a GPU that need not be here: one of {', '.join(CARDS)}"
+    made.add_argument("--card", choices=CARDS, metavar="CARD", help=card)
+    memory = "of a GPU that need not be here, such as 80GiB; with --card, in the place of that card's own"
+    made.add_argument("--memory", type=_bytes, metavar="SIZE", help=memory)
+    frozen = "the head gets no gradient, and the hidden states alone do"
+    made.add_argument("--frozen-head", action="store_true", help=frozen)
+    _add_options(made)
+
+
+def _add_options(made: argparse.ArgumentParser) -> None:
+    options = "an option of the loss, such as --set beta=0.2; again for others"
+    made.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], type=_option, help=options)
 
 
 def _option(text: str) -> tuple[str, object]:
@@ -74,21 +111,75 @@ def _option(text: str) -> tuple[str, object]:
         return name, value
 
 
+def _bytes(text: str) -> int:
+    """A size such as 80GiB in bytes."""
+    found = re.fullmatch(r"([0-9.]+) ?([A-Za-z]*)", text)
+    if found is None or found[2] not in UNITS or found[1].count(".") > 1:
+        raise argparse.ArgumentTypeError(f"expected a size in bytes, got {text!r}; write 80GiB.")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def _loss_class(where: str) -> Callable[..., LinearLoss]:
+    """A loss of the library by its name, or one of the user by file.py:Class or module:Class."""
+    if where in LOSSES:
+        return LOSSES[where]
+    module, _, name = where.rpartition(":")
+    if not module:
+        names = ", ".join(LOSSES)
+        remedy = f"write file.py:Class, or one of {names}"
+        raise ValueError(message("LOSS", "a loss of the library or file.py:Class", where, remedy))
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ValueError(message("LOSS", "a file with the loss", module, "check its path"))
+        spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = loaded  # where dataclasses look for the names in annotations
+        spec.loader.exec_module(loaded)
+    else:
+        loaded = importlib.import_module(module)
+    if not hasattr(loaded, name):
+        raise ValueError(message("LOSS", f"a class in {module}", name, "check its name"))
+    return getattr(loaded, name)
+
+
+def _check(given: dict[str, object]) -> int:
+    loss = _loss_class(given["loss"])(**dict(given["set"]))
+    device = torch.device(given["device"])
+    if given["tensors"] is None:
+        call = Samples(device, getattr(torch, given["dtype"])).call(loss)
+    else:
+        call = torch.load(given["tensors"], map_location=device, weights_only=True)
+        for name in TRAINED:
+            if isinstance(call.get(name), torch.Tensor):
+                call[name].requires_grad_()
+    # torch.compile would take a minute for a loss of logits on a CPU, and changes no formula.
+    with torch.compiler.set_stance("force_eager"):
+        report = logitless.check(loss, **call)
+    print(report)
+    return 0 if report else 1
+
+
+def _estimate(given: dict[str, object]) -> int:
+    name = given.pop("loss")
+    loss = functools.partial(ESTIMATED[name], **dict(given.pop("set")))
+    if name in LOSSES:
+        loss = loss()
+    dtype = getattr(torch, given.pop("dtype"))
+    print(logitless.estimate(loss, dtype=dtype, **given))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 if all is well."""
     made = parser()
     given = vars(made.parse_args(arguments))
-    if given.pop("command") == "doctor":
+    command = given.pop("command")
+    if command == "doctor":
         return examine()
-    name, options, dtype = given.pop("loss"), dict(given.pop("set")), given.pop("dtype")
     try:
-        loss = functools.partial(LOSSES[name], **options)
-        loss = loss if name == "linear_logprobs" else loss()
-        found = logitless.estimate(loss, dtype=getattr(torch, dtype), **given)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return _check(given) if command == "check" else _estimate(given)
+    except (TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
         made.error(str(error))
-    print(found)
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.compiled import ChunkInputs, chunk_function, compiled_chunk_function
 from logitless.engine.plan import MIB, BudgetWarning
 from logitless.engine.remembered import Remembered
@@ -44,8 +44,13 @@ def default_budget(device: torch.device) -> int:
     backend = getattr(torch, device.type, None)
     if hasattr(backend, "get_device_properties"):
         memory = backend.get_device_properties(device).total_memory
-        return 2560 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
+        return budget_of_memory(memory)
     return 512 * MIB
+
+
+def budget_of_memory(memory: int) -> int:
+    """The default `logits_budget` in bytes on a GPU with this memory in bytes."""
+    return 2560 * MIB if memory >= LARGE_CARD else min(1024 * MIB, memory // 32)
 
 
 # Warnings that were issued, by the loss's identity and the subject.
@@ -87,7 +92,7 @@ class PeakBytes(TorchDispatchMode):
         self.live -= size
 
 
-def measured_row_bytes(call: Call) -> int:
+def measured_row_bytes(call: HeadCall) -> int:
     """Bytes of temporaries per row inside a loss of logits, measured once per loss and vocabulary."""
     loss, device = call.loss, call.weight.device
     teacher = call.inputs.get("teacher_weight")
@@ -121,7 +126,7 @@ class _Example(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, call: Call, teacher_width: int, device: torch.device) -> Self:
+    def of(cls, call: HeadCall, teacher_width: int, device: torch.device) -> Self:
         inputs = []
         for name, x in call.inputs.items():
             role = call.loss.roles[name]

@@ -1,23 +1,24 @@
-"""`Given` and `Call`: the arguments of one LM head in a public call, outside and inside the Function.
+"""`HeadCall`: one LM head's share of a public call.
 
-`prepare` checks the arguments of a public call and makes one `Given` per LM head; only Medusa and multi-token
-prediction have more than one head. `packing.py` turns each `Given` into a `Call` inside the Function.
+`prepare` checks the arguments of a public call and makes one `HeadCall` per LM head; only Medusa and
+multi-token prediction have more than one head.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.operands import Operands, SplitHead, checked_boundaries, shifted
+from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
 from logitless.engine.sampling_mask import SamplingMask, Sets, checked_mask
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
+from logitless.kernels import fused_projection
 from logitless.parallel.groups import PLAIN, local_parameter
-from logitless.parallel.sequences import WholeSequences
-from logitless.parallel.vocabulary import Shards, WholeVocabulary
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
+from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary, Shards, WholeVocabulary
 
 
 class Needs(NamedTuple):
@@ -49,8 +50,13 @@ class Slots(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """The arguments of one head in a public call, checked and flattened to one row per token."""
+class HeadCall:
+    """One LM head's share of a public call: tensors with one row per token, and constants.
+
+    `prepare` makes it from the arguments of a call. `packing.pack` turns the heads of a call into a flat list
+    of tensors and a `Signature`, as autograd and the operators take them; `packing.unpack` makes the same
+    heads again from both.
+    """
 
     loss: LossSpec
     hidden: Tensor  # (N, H)
@@ -67,45 +73,72 @@ class Given:
     coefficient: float = 1.0  # factor of this head's loss in the sum over heads
     sets: Sets | None = None  # the kept ids of each row, where the call has a sampling mask
     add_targets: bool = False  # whether a target that its set has not is added to it
+    # Set by `unpack`: which tensors need a gradient, and their places among the trained tensors.
+    needs: Needs | None = None
+    slots: Slots | None = None
+    # The sizes and kernels of all ranks that share the head, once they are exchanged.
+    shards: Shards | None = None
 
-
-@dataclass(frozen=True, kw_only=True)
-class Call(Given):
-    """A `Given` inside the passes, with values derived from its tensors and options."""
-
-    needs: Needs
-    slots: Slots
-    vocabulary: WholeVocabulary
-    sequences: WholeSequences
-    trainable: bool  # whether anything needs a gradient
-    V: int  # size of the vocabulary
-    # Columns of a chunk of logits to plan for: the size of the largest shard on all ranks, so that all ranks
+    # What follows from the fields. It is set where `needs` is, inside the passes.
+    trainable: bool = field(init=False)  # whether anything needs a gradient
+    stat_dtype: torch.dtype = field(init=False)  # of per-token statistics
+    sequences: WholeSequences = field(init=False)
+    vocabulary: WholeVocabulary = field(init=False)
+    V: int = field(init=False)  # size of the vocabulary; 0 for a sharded head without `shards`
+    # Columns of a chunk of logits to plan for: those of the largest shard of all ranks, so that all ranks
     # have the same chunks.
-    width: int
-    stat_dtype: torch.dtype  # of per-token statistics
-    logits_dtype: torch.dtype
+    width: int = field(init=False)
     # Whether the statistics come from logits that were never rounded: fp32 accumulators of a kernel that
     # projects a chunk and computes its statistics. It depends on loss, device, dtypes and head, not on the
-    # number of rows or the grad mode, so every pass over the same rows sees the same logits. With a sharded
-    # head it is this rank's answer until `with_shards` replaces it by that of all ranks.
-    unrounded: bool
+    # number of rows or the grad mode, so that every pass over the same rows sees the same logits. With a
+    # sharded head it is this rank's answer until `shards` has that of all ranks.
+    unrounded: bool = field(init=False)
+    logits_dtype: torch.dtype = field(init=False)
 
-    def with_shards(self, shards: Shards | None) -> "Call":
+    def __post_init__(self) -> None:
+        if self.needs is None:
+            return
+        loss, shards, stat = self.loss, self.shards, stat_dtype_of(self.dtype)
+        if loss.tp_group is None:
+            V = width = self.weight.shape[0]
+            vocabulary = WHOLE_VOCABULARY
+        elif shards is None:
+            V = width = 0
+            vocabulary = ShardedVocabulary(loss.tp_group, ())
+        else:
+            V = shards.V
+            width = max(shards.sizes)
+            vocabulary = ShardedVocabulary(loss.tp_group, shards.sizes)
+        if shards is None:
+            projected = self.weight if self.frozen is None else self.frozen, self.inputs.get("ref_weight")
+            served = fused_projection.serves(self.dtype, self.hidden.shape[1], *projected)
+            unrounded = served and loss.objective.takes_unrounded(loss, stat)
+        else:
+            unrounded = shards.unrounded
+        self.__dict__.update(
+            trainable=any(self.needs),
+            stat_dtype=stat,
+            sequences=WHOLE_SEQUENCES if loss.cp_group is None else loss.sequences,
+            vocabulary=vocabulary,
+            V=V,
+            width=width,
+            unrounded=unrounded,
+            logits_dtype=loss.logits_dtype or (stat if unrounded else self.dtype),
+        )
+
+    def with_shards(self, shards: Shards | None) -> "HeadCall":
         """The call with the shard sizes and kernels of all ranks; unchanged for None, a whole head."""
         if shards is None:
             return self
-        V = sum(shards.sizes)
         for name, x in self.inputs.items():
             if x is not None and self.loss.roles[name] is Role.VOCABULARY:
-                check_vocabulary_input(name, x, V)
-        return replace(
-            self,
-            vocabulary=replace(self.vocabulary, sizes=shards.sizes),
-            V=V,
-            width=max(shards.sizes),
-            unrounded=shards.unrounded,
-            logits_dtype=self.loss.logits_dtype or (self.stat_dtype if shards.unrounded else self.dtype),
-        )
+                check_vocabulary_input(name, x, shards.V)
+        return replace(self, shards=shards)
+
+
+def stat_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of per-token statistics, given the dtype of the products."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def d_hidden_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,34 +149,35 @@ def d_hidden_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-class Options(NamedTuple):
-    """The options of a public call, besides its operands and the loss's own inputs."""
-
-    num_items: float | Tensor | None = None
-    shift: bool = False
-    cu_seqlens: Tensor | None = None
-    sampling_mask: SamplingMask | None = None
-
-
 def prepare(
-    loss: LossSpec, operands: Operands, options: Options, inputs: Mapping[str, Tensor | None]
-) -> Given:
+    loss: LossSpec,
+    hidden: Tensor,  # (..., H)
+    weight: Tensor | SplitHead,  # (V, H)
+    targets: Tensor,  # (...)
+    bias: Tensor | None,  # (V,)
+    inputs: Mapping[str, Tensor | None],
+    *,
+    num_items: float | Tensor | None = None,
+    shift: bool = False,
+    cu_seqlens: Tensor | None = None,
+    sampling_mask: SamplingMask | None = None,
+) -> HeadCall:
     """Check a public call and flatten it to one row per token."""
-    hidden, weight, targets, bias, frozen = operands
+    frozen = None
     if isinstance(weight, SplitHead):
         frozen, weight = local_parameter("weight", weight.frozen.detach(), loss.tp_group), weight.trained
     if type(weight) not in PLAIN:
         weight = local_parameter("weight", weight, loss.tp_group)
     if bias is not None and type(bias) not in PLAIN:
         bias = local_parameter("bias", bias, loss.tp_group)
-    dtype = Operands(hidden, weight, targets, bias, frozen).check()
-    stat = torch.promote_types(dtype, torch.float32)
+    dtype = check_operands(hidden, weight, targets, bias, frozen)
+    stat = stat_dtype_of(dtype)
     for name, wanted in (("accum_dtype", loss.accum_dtype), ("logits_dtype", loss.logits_dtype)):
         if wanted is not None and wanted != dtype and wanted != torch.promote_types(wanted, stat):
             raise ValueError(
                 message(name, f"None, {dtype} or a wider dtype", wanted, "leave it None for the default")
             )
-    cu_seqlens, sequence_count = options.cu_seqlens, 0
+    sequence_count = 0
     if cu_seqlens is not None:
         cu_seqlens = checked_boundaries(cu_seqlens, hidden, loss.boundaries_argument)
         if hidden.dim() != 2:
@@ -157,14 +191,14 @@ def prepare(
             )
     if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
-    if options.shift:
+    if shift:
         if hidden.dim() <= 1:
             raise ValueError(
                 message("shift", "False for hidden (H,)", True, "a single token has no next one")
             )
-    mask, sets = options.sampling_mask, None
-    if mask is not None:
-        sets = checked_mask(mask).sets(targets, shift=options.shift, cu_seqlens=cu_seqlens)
+    sets = None
+    if sampling_mask is not None:
+        sets = checked_mask(sampling_mask).sets(targets, shift=shift, cu_seqlens=cu_seqlens)
         if loss.return_predictions:
             raise ValueError(
                 "return_predictions: expected False with sampling_mask, got True; a set has no prediction of "
@@ -174,7 +208,7 @@ def prepare(
     for name, x in inputs.items():
         if x is not None:
             _check_input(loss, name, x, targets, sequence_count)
-            if options.shift and loss.roles[name] is Role.TOKEN:
+            if shift and loss.roles[name] is Role.TOKEN:
                 x = shifted(x, 0, targets.dim() - 1, cu_seqlens)
             if loss.roles[name] in PER_TOKEN:
                 x = x.reshape(-1, *x.shape[targets.dim() :])
@@ -183,10 +217,9 @@ def prepare(
             flat[name] = (
                 local_parameter(name, x.detach(), loss.tp_group) if loss.roles[name] is Role.HEAD else x
             )
-    if options.shift:
+    if shift:
         targets = shifted(targets.long(), loss.ignore_index, targets.dim() - 1, cu_seqlens)
-    num_items = options.num_items
-    return Given(
+    return HeadCall(
         loss=loss,
         hidden=hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1]),
         weight=weight,
@@ -199,7 +232,7 @@ def prepare(
         sequence_count=sequence_count,
         frozen=frozen,
         sets=sets,
-        add_targets=mask is not None and mask.missing == "add",
+        add_targets=sampling_mask is not None and sampling_mask.missing == "add",
     )
 
 

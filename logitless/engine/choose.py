@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.budget import default_budget
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Pass
 from logitless.engine.remembered import Remembered
@@ -26,7 +26,7 @@ from logitless.parallel.vocabulary import Shards
 _SIZES = Remembered()
 
 
-def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
+def choose_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, Rows]:
     """Choose the rows to project and their order, and raise the call's faults (see `spec.Fault`).
 
     Args:
@@ -85,7 +85,7 @@ def choose_rows(call: Call, shard: Shard | None = None) -> tuple[Call, Rows]:
     return call, rows
 
 
-def _by_teacher_rows(call: Call, supervised: Tensor) -> Ordered:
+def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
     """The rows in the order of the teacher's rows that they are compared with.
 
     Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
@@ -101,12 +101,12 @@ def _by_teacher_rows(call: Call, supervised: Tensor) -> Ordered:
     return Ordered.of(supervised, rows, count, piece)
 
 
-def every_row(call: Call) -> Rows:
+def every_row(call: HeadCall) -> Rows:
     """All rows, for a call in which every token is supervised. No host sync."""
     return all_rows(call.targets.shape[0], _grouping(call), call.targets.device)
 
 
-def _grouping(call: Call) -> Grouping:
+def _grouping(call: HeadCall) -> Grouping:
     loss = call.loss
     grouped, packed = loss.scope != "token", call.cu_seqlens is not None
     # With cp_group, ranks may have different numbers of chunks. All sequences form one group, so that every
@@ -116,7 +116,7 @@ def _grouping(call: Call) -> Grouping:
     return Grouping(sequences, max(1, sequences) if together else loss.sequences_per_group, grouped)
 
 
-def _of_shards(call: Call) -> tuple[Call, Rows]:
+def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
     """`choose_rows` for a sharded head.
 
     The check of the targets needs the vocabulary size before the ranks exchange it. It assumes the size of

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine import operators, passes
-from logitless.engine.call import Given
+from logitless.engine.call import HeadCall
 from logitless.engine.gradients import finish
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
@@ -41,7 +41,7 @@ class Mode(Enum):
 
 
 @dataclass
-class Run:
+class CallSpec:
     """The non-tensor arguments of the Function."""
 
     mode: Mode
@@ -52,7 +52,7 @@ class Run:
     plans: list[Plan] = field(default_factory=list)  # filled by an eager forward pass
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """The results of a public call."""
 
     loss: Tensor | None  # 0-d
@@ -61,8 +61,8 @@ class Outcome(NamedTuple):
     plan: Plan | None  # None inside a compiled graph
 
 
-# (heads, mode) -> Outcome: a function that replaces the passes (`tools` sets it); None: the passes run.
-StandIn = Callable[[Sequence[Given], Mode], Outcome]
+# (heads, mode) -> CallResult: a function that replaces the passes (`tools` sets it); None: the passes run.
+StandIn = Callable[[Sequence[HeadCall], Mode], CallResult]
 _STAND_IN: ContextVar[StandIn | None] = ContextVar("stand_in", default=None)
 
 
@@ -77,12 +77,12 @@ def replaced(stand_in: StandIn | None) -> Iterator[None]:
 
 
 def run_calls(
-    heads: Sequence[Given], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
-) -> Outcome:
+    heads: Sequence[HeadCall], mode: Mode, main: Tensor | None = None, grad_scale: float = 1.0
+) -> CallResult:
     """Run the heads of one public call, under autograd if any tensor needs a gradient.
 
     Args:
-        heads: one `Given` per head.
+        heads: one `HeadCall` per head.
         mode: see the module's docstring.
         main: (V, H) main gradient of the modes `INTO_MAIN` and `INTO_MAIN_NOW`.
         grad_scale: factor of the gradients in these two modes.
@@ -92,20 +92,22 @@ def run_calls(
         return stand_in(heads, mode)
     signature, tensors, sequences = pack(heads)
     trainable = any(signature.needs)
-    run = Run(
+    run = CallSpec(
         mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED, signature, sequences, main, grad_scale
     )
     outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, signature, tensors)[0]
     plan, loss = run.plans[0] if run.plans else None, signature.loss
     if mode is Mode.PER_TOKEN:
-        return Outcome(None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan)
+        return CallResult(
+            None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan
+        )
     value, metrics, *numbers = outputs
     # With a main gradient there is no d_logps: the forward pass has no gradient, or one times grad_scale.
     named = dict(zip(passes.solved_names(loss), numbers)) if numbers else {}
-    return Outcome(value, metrics, named, plan)
+    return CallResult(value, metrics, named, plan)
 
 
-def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
+def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | None]):
     """Run the forward pass, eagerly or as an operator.
 
     Returns:
@@ -139,7 +141,7 @@ def _forward(run: Run, signature: Signature, tensors: Sequence[Tensor | None]):
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
 
-def _without_d_logps(run: Run, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def _without_d_logps(run: CallSpec, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The outputs without d_logps, which is the last one of a loss with `return_logps`."""
     return outputs[:-1] if run.signature.loss.return_logps else outputs
 
@@ -151,8 +153,8 @@ class FusedLinearBase(torch.autograd.Function):
 
     1. A loss checks and flattens its arguments (`call.prepare`); `run_calls` packs the heads into a flat list
        of tensors and a `Signature` (`packing.pack`), and applies this Function.
-    2. `forward` unpacks the list into one `Call` per head and runs a pass: `passes.solve` for a reduced loss,
-       `passes.token_numbers` for statistics.
+    2. `forward` unpacks the list into one `HeadCall` per head and runs a pass: `passes.solve` for a reduced
+       loss, `passes.token_numbers` for statistics.
     3. The pass chooses the supervised rows, plans the chunks and runs the chunk loop (`loop.run`).
     4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
        factor (`SOLVED`), or the packed tensors, the statistics and d logp / d hidden (`PER_TOKEN`).
@@ -176,7 +178,7 @@ class FusedLinearBase(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, run: Run, *tensors: Tensor | None):
+    def forward(ctx, run: CallSpec, *tensors: Tensor | None):
         signature, into_main = run.signature, run.mode is Mode.INTO_MAIN
         outputs, kept, ctx.rows = _forward(
             run, signature.without_gradients() if into_main else signature, tensors
@@ -257,7 +259,7 @@ def _backward_added(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> 
     return _by_slot(ctx.run, *ctx.saved_tensors)
 
 
-def _by_slot(run: Run, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
+def _by_slot(run: CallSpec, d_hidden: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
     """Gradients by slot of the trained tensors: None for the weight, whose gradient is in `main`."""
     hidden, _, bias, _ = run.signature.parts[0].slots
     gradients = [None] * len(run.signature.needs)

@@ -3,15 +3,61 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall, d_hidden_dtype
 from logitless.engine.chunk import Chunk
 from logitless.engine.projection import Projection
 from logitless.kernels.head.scale import scale_all
 from logitless.kernels.matmul import accumulate
+
+
+class SumDtypes(NamedTuple):
+    """The dtypes in which the gradients of one head are summed."""
+
+    hidden: torch.dtype
+    weight: torch.dtype
+    bias: torch.dtype
+
+
+def sum_dtypes(call: HeadCall, *, several_heads: bool, wide: bool) -> SumDtypes:
+    """The dtypes of the sums of a head's gradients.
+
+    Args:
+        call: the head.
+        several_heads: whether the public call has other heads.
+        wide: whether d_weight is summed in `stat_dtype`: over several chunks, and where the dtype must not
+            depend on the number of chunks.
+    """
+    # In fp16 the sum may overflow where the mean, which is smaller, does not.
+    wide = wide or call.dtype == torch.float16
+    weight = call.loss.accum_dtype or (call.stat_dtype if wide else call.dtype)
+    hidden = call.stat_dtype if several_heads else d_hidden_dtype(call.dtype)
+    return SumDtypes(hidden, weight, call.stat_dtype)
+
+
+def finished_sums(calls: Sequence[HeadCall]) -> dict[int, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each entry of `Gradients.sums` after the last head, in a pass with `static=True`."""
+    several = len(calls) > 1
+    sums = {}
+    for call in calls:
+        dtypes = sum_dtypes(call, several_heads=several, wide=True)
+        hidden, weight, bias, layers = call.slots
+        if call.needs.hidden:
+            sums[hidden] = call.hidden.shape, dtypes.hidden
+        if call.needs.weight:
+            sums[weight] = call.weight.shape, call.weight.dtype if several else dtypes.weight
+        if call.needs.bias:
+            shape = torch.Size((call.bias.shape[0], 1))
+            sums[bias] = shape, call.bias.dtype if several else dtypes.bias
+        if call.layers is not None:
+            for slot, (name, x) in zip(layers, call.layers.tensors.items(), strict=True):
+                if name in call.layers.trained:
+                    sums[slot] = x.shape, x.dtype
+    return sums
 
 
 @dataclass
@@ -43,7 +89,7 @@ class Gradients:
             is None at first: the first head chooses a power of two that keeps the gradients near 1.
     """
 
-    def __init__(self, calls: Sequence[Call], *, static: bool, main: Tensor | None = None):
+    def __init__(self, calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None):
         self._static, self._main, self._several = static, main, len(calls) > 1
         self._last = {slot: call for call in calls for slot in call.slots[:3]}
         self.sums: dict[int, Tensor] = {}
@@ -51,9 +97,10 @@ class Gradients:
         self._weight: Sum | None = None  # of the head between `open` and `close`
         self._bias: Sum | None = None
 
-    def open(self, call: Call, deferred: float | Tensor, *, several_chunks: bool) -> None:
+    def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Begin a head: allocate the sums of its d_weight and d_bias, or find those of an earlier head."""
         needs, (V, H), (_, weight, bias, _) = call.needs, call.weight.shape, call.slots
+        dtypes = sum_dtypes(call, several_heads=self._several, wide=several_chunks or self._static)
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
             if self.deferred is None:
@@ -61,15 +108,12 @@ class Gradients:
         elif needs.weight:
             self._weight = Sum(self.sums[weight], written=True) if weight in self.sums else None
             if self._weight is None:
-                # In fp16 the sum may overflow where the mean, which is smaller, does not.
-                wide = several_chunks or self._static or call.dtype == torch.float16
-                dtype = call.loss.accum_dtype or (call.stat_dtype if wide else call.dtype)
-                self.sums[weight] = torch.empty(V, H, dtype=dtype, device=call.weight.device)
+                self.sums[weight] = torch.empty(V, H, dtype=dtypes.weight, device=call.weight.device)
                 self._weight = Sum(self.sums[weight])
         if needs.bias:
             known = bias in self.sums
             if not known:
-                self.sums[bias] = torch.empty(V, 1, dtype=call.stat_dtype, device=call.weight.device)
+                self.sums[bias] = torch.empty(V, 1, dtype=dtypes.bias, device=call.weight.device)
             self._bias = Sum(self.sums[bias], written=known)
 
     def add(self, chunk: Chunk, head: Projection) -> None:
@@ -99,7 +143,7 @@ class Gradients:
             total.add_(share) if self._bias.written else total.copy_(share)
         self._bias.written = True
 
-    def close(self, call: Call, head: Projection, deferred: float | Tensor) -> None:
+    def close(self, call: HeadCall, head: Projection, deferred: float | Tensor) -> None:
         """End a head: zero sums that no chunk wrote, add its d_hidden, cast sums that no later head uses."""
         for total in (self._weight, self._bias):
             if total is not None and not total.written:

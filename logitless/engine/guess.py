@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.choose import choose_rows, every_row
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
@@ -45,7 +45,7 @@ class Streak:
 _STREAKS = Remembered()
 
 
-def over_rows(call: Call, run: Callable[[Call, Rows], Result]) -> Result:
+def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result:
     """Run a pass over the supervised rows of a call.
 
     Args:
@@ -88,7 +88,7 @@ class Guess:
         rows: all rows of the call.
     """
 
-    def __init__(self, call: Call):
+    def __init__(self, call: HeadCall):
         loss = call.loss
         num_items = call.num_items if loss.reduction == "mean" else None
         targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
@@ -105,7 +105,7 @@ class Guess:
         return not any(self._wrong.tolist())
 
 
-def _streak(call: Call) -> Streak | None:
+def _streak(call: HeadCall) -> Streak | None:
     """The streak of the call's loss and head; None for calls that never guess.
 
     These are calls without a GPU or without a host sync, calls with `tp_group` or `cp_group` (ranks exchange
@@ -143,7 +143,7 @@ def _is_same(x: object, targets: Tensor) -> bool:
     return alike and x.data_ptr() == targets.data_ptr() and x.stride() == targets.stride()
 
 
-def _has_faults(call: Call) -> bool:
+def _has_faults(call: HeadCall) -> bool:
     """Whether the loss has checks of its inputs that only the device can make."""
     faults = call.loss.faults
     return faults is not None and len(faults(call.targets, call.inputs, call.V)) > 0

@@ -133,7 +133,10 @@ def same_option(one: float | str | None, other: float | str | None) -> bool:
 
 def is_head(*given: object) -> bool:
     """Whether any argument is a module or a view instead of a weight tensor."""
-    return any(isinstance(x, nn.Module | HeadView) for x in given)
+    for x in given:
+        if isinstance(x, nn.Module | HeadView):
+            return True
+    return False
 
 
 def view_of(head: object, argument: str = "weight", *, called: bool = False) -> HeadView:

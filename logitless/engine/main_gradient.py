@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Given
+from logitless.engine.call import HeadCall
 from logitless.errors import message
 
 
-def check_main_gradient(given: Given, weight: object, main: object, grad_scale: float) -> None:
+def check_main_gradient(given: HeadCall, weight: object, main: object, grad_scale: float) -> None:
     """Raise unless this call's backward pass can add the gradient of `weight` to `main`."""
     name, shape = "accumulate_into", tuple(given.weight.shape)
     stat = torch.promote_types(given.dtype, torch.float32)

@@ -43,98 +43,89 @@ class SplitHead(NamedTuple):
         return torch.cat((self.frozen.mean(dim, dtype=dtype), self.trained.mean(dim, dtype=dtype)), dim=-1)
 
 
-class Operands(NamedTuple):
-    """The operands of the product, and the targets."""
-
-    hidden: Tensor  # (..., H)
-    weight: Tensor | SplitHead  # (V, H); in `check`, the trained columns (V, r) beside the frozen ones
-    targets: Tensor  # (...)
-    bias: Tensor | None  # (V,)
-    frozen: Tensor | None = None  # (V, H - r)
-
-    def check(self) -> torch.dtype:
-        """Check types, shapes, dtypes and devices, and return the dtype of the products (autocast's if on).
-
-        Error texts are made only on failure, as the GPU is idle until the first product.
-        """
-        hidden, weight, targets, bias, frozen = self
-        for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-            fits = isinstance(x, Tensor) and x.dtype in FLOATS and x.layout == torch.strided
-            if not fits and not (x is None and name == "bias"):
-                _check_floats(name, x)
-        if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
-            _check_ids(targets)
-        head, rows = (
-            (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
+def check_operands(
+    hidden: Tensor,  # (..., H)
+    weight: Tensor,  # (V, H), or the trained columns (V, r) beside the frozen ones
+    targets: Tensor,  # (...)
+    bias: Tensor | None,  # (V,)
+    frozen: Tensor | None = None,  # (V, H - r)
+) -> torch.dtype:
+    """Check types, shapes, dtypes and devices, and return the dtype of the products (autocast's if on)."""
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        fits = isinstance(x, Tensor) and x.dtype in FLOATS and x.layout == torch.strided
+        if not fits and not (x is None and name == "bias"):
+            _check_floats(name, x)
+    if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
+        _check_ids(targets)
+    head, rows = (
+        (weight, hidden.shape) if frozen is None else (frozen, hidden[..., : -weight.shape[-1]].shape)
+    )
+    if hidden.dim() < 1:
+        raise ValueError(
+            message("hidden", "shape (..., H)", tuple(hidden.shape), "pass hidden states, one row per target")
         )
-        if hidden.dim() < 1:
-            raise ValueError(
+    if weight.dim() != 2:
+        raise ValueError(
+            message("weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
+        )
+    if head.shape[0] != weight.shape[0]:
+        raise ValueError(
+            message(
+                "weight",
+                "as many rows in both parts of a SplitHead",
+                tuple(weight.shape),
+                "both are of the same vocabulary",
+            )
+        )
+    if rows[-1] != head.shape[1]:
+        # Only the hidden states of the frozen columns are checked: the width of the trained columns is
+        # that of the rest of hidden by construction.
+        raise ValueError(
+            message(
+                "hidden",
+                f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}",
+                tuple(rows),
+                "pass the hidden states that enter this LM head, and weight as (V, H)",
+            )
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            message(
+                "bias",
+                f"shape ({weight.shape[0]},), one per row of weight",
+                tuple(bias.shape),
+                "pass the bias of the same head",
+            )
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            message(
+                "targets",
+                f"shape {tuple(hidden.shape[:-1])}, one per row of hidden",
+                tuple(targets.shape),
+                "align targets with hidden (shift=True takes unshifted labels of the same length)",
+            )
+        )
+    device = hidden.device
+    if device.type == "meta":
+        check_data(hidden=hidden)
+    autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
+    for name, x in (("weight", weight), ("bias", bias), ("weight", frozen), ("targets", targets)):
+        if x is None:
+            continue
+        if not autocast and name != "targets" and x.dtype != hidden.dtype:
+            raise TypeError(
                 message(
-                    "hidden", "shape (..., H)", tuple(hidden.shape), "pass hidden states, one row per target"
+                    name,
+                    f"hidden's dtype {hidden.dtype}",
+                    x.dtype,
+                    "cast one of them, or call under torch.autocast",
                 )
             )
-        if weight.dim() != 2:
-            raise ValueError(
-                message("weight", "shape (V, H)", tuple(weight.shape), "pass the LM head's weight matrix")
-            )
-        if head.shape[0] != weight.shape[0]:
-            raise ValueError(
-                message(
-                    "weight",
-                    "as many rows in both parts of a SplitHead",
-                    tuple(weight.shape),
-                    "both are of the same vocabulary",
-                )
-            )
-        if rows[-1] != head.shape[1]:
-            # Only the hidden states of the frozen columns are checked: the width of the trained columns is
-            # that of the rest of hidden by construction.
-            raise ValueError(
-                message(
-                    "hidden",
-                    f"a last dimension of {head.shape[1]} to match weight {tuple(head.shape)}",
-                    tuple(rows),
-                    "pass the hidden states that enter this LM head, and weight as (V, H)",
-                )
-            )
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(
-                message(
-                    "bias",
-                    f"shape ({weight.shape[0]},), one per row of weight",
-                    tuple(bias.shape),
-                    "pass the bias of the same head",
-                )
-            )
-        if targets.shape != hidden.shape[:-1]:
-            raise ValueError(
-                message(
-                    "targets",
-                    f"shape {tuple(hidden.shape[:-1])}, one per row of hidden",
-                    tuple(targets.shape),
-                    "align targets with hidden (shift=True takes unshifted labels of the same length)",
-                )
-            )
-        device = hidden.device
-        if device.type == "meta":
-            check_data(hidden=hidden)
-        autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
-        for name, x in (("weight", weight), ("bias", bias), ("weight", frozen), ("targets", targets)):
-            if x is None:
-                continue
-            if not autocast and name != "targets" and x.dtype != hidden.dtype:
-                raise TypeError(
-                    message(
-                        name,
-                        f"hidden's dtype {hidden.dtype}",
-                        x.dtype,
-                        "cast one of them, or call under torch.autocast",
-                    )
-                )
-            if x.device != device:
-                check_data(**{name: x})
-                raise ValueError(message(name, f"hidden's device {device}", x.device, f"move {name} there"))
-        return torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        if x.device != device:
+            check_data(**{name: x})
+            raise ValueError(message(name, f"hidden's device {device}", x.device, f"move {name} there"))
+    return torch.get_autocast_dtype(device.type) if autocast else weight.dtype
 
 
 def check_data(**tensors: Tensor) -> None:
@@ -211,6 +202,15 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, weights: str | None
         remedy += "" if weights is None else f", and weights of the tokens as {weights}"
         raise TypeError(message("mask", MASKS, mask.dtype, remedy))
     return kernels.masked(targets.long(), mask, ignore_index, WRONG_MASK)
+
+
+def supervised_where(
+    mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device
+) -> Tensor:
+    """Targets (...) for a call without labels: any id where the mask is on, else `ignore_index`."""
+    any_id = 0 if ignore_index != 0 else 1
+    every = torch.full(shape, any_id, dtype=torch.int64, device=device)
+    return every if mask is None else masked(every, mask, ignore_index)
 
 
 def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens") -> Tensor:

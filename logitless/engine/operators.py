@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine import passes
-from logitless.engine.call import Call, Slots, d_hidden_dtype
-from logitless.engine.gradients import Gradients, finish
-from logitless.engine.packing import SETS, Part, Signature, unpack
+from logitless.engine.call import HeadCall, Slots, d_hidden_dtype
+from logitless.engine.gradients import Gradients, finish, finished_sums
+from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
 from logitless.errors import message
 
@@ -163,7 +163,7 @@ def graph_key(signature: Signature) -> str:
 # -- The operators
 
 
-def _calls(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Call]:
+def _calls(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[HeadCall]:
     return unpack(signature_of(key), tensors, sequences)
 
 
@@ -171,31 +171,17 @@ def _present(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
-def _sums(gradients: Gradients, calls: Sequence[Call], key: str, like: Tensor) -> list[Tensor]:
+def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tensor) -> list[Tensor]:
     return [_present(gradients.sums.get(slot), like) for slot in range(len(signature_of(key).needs))]
 
 
-def _fake_sums(tensors: Sequence[Tensor | None], key: str) -> list[Tensor]:
-    """Shapes and dtypes of the sums of gradients, as `Gradients` makes them."""
-    signature = signature_of(key)
-    loss, parts, several = signature.loss, signature.parts, len(signature.parts) > 1
-    stat = torch.promote_types(signature.dtype, torch.float32)
-    sums = [tensors[0].new_empty(0, dtype=stat)] * len(signature.needs)
-    for part in parts:
-        hidden, weight, bias, layers = part.slots
-        for slot in (hidden, weight, bias, *layers):
-            if slot is None or not signature.needs[slot]:
-                continue
-            x = tensors[slot]
-            if slot == hidden:
-                sums[slot] = x.new_empty(x.shape, dtype=stat if several else d_hidden_dtype(signature.dtype))
-            elif slot == weight:
-                sums[slot] = x.new_empty(x.shape, dtype=x.dtype if several else loss.accum_dtype or stat)
-            elif slot == bias:
-                sums[slot] = x.new_empty((x.shape[0], 1), dtype=x.dtype if several else stat)
-            else:
-                sums[slot] = x.new_empty(x.shape)
-    return sums
+def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
+    """The sums of gradients by slot of `count` trained tensors; empty where a tensor needs none."""
+    like, sums = calls[0].hidden, finished_sums(calls)
+    nothing = torch.Size((0,)), calls[0].stat_dtype
+    return [
+        like.new_empty(shape, dtype=dtype) for shape, dtype in (sums.get(i, nothing) for i in range(count))
+    ]
 
 
 @torch.library.custom_op("logitless::solve", mutates_args=())
@@ -210,12 +196,13 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
 
 @solve_op.register_fake
 def _(tensors, sequences, key):
-    signature = signature_of(key)
-    loss, stat = signature.loss, torch.promote_types(signature.dtype, torch.float32)
-    N, metrics = tensors[len(signature.needs)].shape, (len(signature.parts), 1 + len(loss.metric_names))
+    signature, calls = signature_of(key), _calls(tensors, sequences, key)
+    loss, stat, N = signature.loss, calls[0].stat_dtype, calls[0].targets.shape
+    metrics = (len(calls), 1 + len(loss.metric_names))
     kinds = [torch.int64 if name == "predictions" else stat for name in passes.solved_names(loss)]
     shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), ((), stat)
-    return [tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes] + _fake_sums(tensors, key)
+    outputs = [tensors[0].new_empty(shape, dtype=kind) for shape, kind in shapes]
+    return outputs + _fake_sums(calls, len(signature.needs))
 
 
 @torch.library.custom_op("logitless::numbers", mutates_args=())
@@ -230,17 +217,12 @@ def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> li
 
 @numbers_op.register_fake
 def _(tensors, sequences, key):
-    signature = signature_of(key)
-    loss, hidden, targets = signature.loss, tensors[0], tensors[len(signature.needs)]
-    stat, objective = torch.promote_types(signature.dtype, torch.float32), loss.objective
-    hidden_alone = signature.needs[0] and not any(signature.needs[1:])
-    masked = tensors[len(signature.needs) + len(signature.parts) + SETS] is not None
-    kept = objective.linear_in_logps(loss) and hidden_alone and not masked
-    inputs = dict(zip(loss.roles, tensors[-len(loss.roles) :], strict=True)) if loss.roles else {}
-    shapes = objective.number_shapes(loss, targets.shape[0], inputs).values()
-    kind = d_hidden_dtype(signature.dtype) if kept else hidden.dtype
+    (call,) = _calls(tensors, sequences, key)
+    loss, hidden, kept = call.loss, call.hidden, passes.keeps_vectors(call)
+    shapes = loss.objective.number_shapes(loss, call.targets.shape[0], call.inputs).values()
+    kind = d_hidden_dtype(call.dtype) if kept else hidden.dtype
     vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
-    return [vectors, *(hidden.new_empty(shape, dtype=dtype or stat) for shape, dtype in shapes)]
+    return [vectors, *(hidden.new_empty(shape, dtype=dtype or call.stat_dtype) for shape, dtype in shapes)]
 
 
 @torch.library.custom_op("logitless::gradients", mutates_args=())
@@ -262,12 +244,13 @@ def gradients_op(
 
 @gradients_op.register_fake
 def _(tensors, vectors, numbers, upstream, sequences, key):
-    stat = torch.promote_types(signature_of(key).dtype, torch.float32)
-    return [tensors[0].new_empty((), dtype=stat), *_fake_sums(tensors, key)]
+    calls = _calls(tensors, sequences, key)
+    deferred = tensors[0].new_empty((), dtype=calls[0].stat_dtype)
+    return [deferred, *_fake_sums(calls, len(signature_of(key).needs))]
 
 
 def token_gradients(
-    call: Call, numbers, upstream, vectors, rows, *, static: bool
+    call: HeadCall, numbers, upstream, vectors, rows, *, static: bool
 ) -> tuple[Tensor, Gradients]:
     """`passes.token_gradients`, from statistics and upstream gradients in the order of `number_names`."""
     objective, loss = call.loss.objective, call.loss
@@ -291,17 +274,16 @@ def accumulate_op(
 
 @accumulate_op.register_fake
 def _(main, grad_scale, tensors, sequences, key):
-    signature = signature_of(key)
-    hidden, _, bias, _ = signature.parts[0].slots
-    wanted = [slot is not None and signature.needs[slot] for slot in (hidden, bias)]
-    return tuple(
-        tensors[slot].new_empty(tensors[slot].shape) if want else main.new_empty(0)
-        for slot, want in zip((hidden, bias), wanted, strict=True)
+    (call,) = _calls(tensors, sequences, key)
+    d_hidden = (
+        main.new_empty(call.hidden.shape, dtype=call.hidden.dtype) if call.needs.hidden else main.new_empty(0)
     )
+    d_bias = main.new_empty(call.bias.shape, dtype=call.bias.dtype) if call.needs.bias else main.new_empty(0)
+    return d_hidden, d_bias
 
 
 def accumulate(
-    call: Call, main: Tensor, grad_scale: float, *, static: bool
+    call: HeadCall, main: Tensor, grad_scale: float, *, static: bool
 ) -> tuple[passes.Solved, Tensor | None, Tensor | None]:
     """Solve a call and add the weight's gradient to `main`: (solved, complete d_hidden, complete d_bias)."""
     solved = passes.solve([replace(call, coefficient=grad_scale)], static=static, main=main)

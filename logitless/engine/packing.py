@@ -9,17 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.call import Call, Given, Layers, Needs, Slots
+from logitless.engine.call import HeadCall, Layers, Needs, Slots
 from logitless.engine.sampling_mask import Sets
 from logitless.engine.spec import LossSpec
-from logitless.kernels import fused_projection
-from logitless.parallel.sequences import WHOLE_SEQUENCES
-from logitless.parallel.vocabulary import WHOLE_VOCABULARY, ShardedVocabulary
 
 # In the place of the sets in a call without a sampling mask.
 NO_SETS = (None,) * len(Sets._fields)
-# Place of the sets among the tensors after the trained tensors and the targets of the heads.
-SETS = 3
 
 
 class Part(NamedTuple):
@@ -40,14 +35,14 @@ class Signature(NamedTuple):
     parts: tuple[Part, ...]
     autocast: bool
     module: nn.Module | None  # whose `blocks(head)` the parts run; each call brings its tensors
-    add_targets: bool = False  # see `Given`
+    add_targets: bool = False  # see `HeadCall`
 
     def without_gradients(self) -> "Signature":
         """The signature of the same call in which no tensor needs a gradient."""
         return self._replace(needs=(False,) * len(self.needs))
 
 
-def pack(heads: Sequence[Given]) -> tuple[Signature, list[Tensor | None], int]:
+def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int]:
     """Pack the heads of one public call: (signature, tensors, number of sequences).
 
     A tensor that several heads use is packed once, and gets one gradient.
@@ -77,32 +72,24 @@ def pack(heads: Sequence[Given]) -> tuple[Signature, list[Tensor | None], int]:
     return signature, [*trained, *(given.targets for given in heads), *shared], first.sequence_count
 
 
-def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[Call]:
+def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[HeadCall]:
     """The heads of a packed call: the inverse of `pack`."""
-    loss, needs, dtype, heads = signature.loss, signature.needs, signature.dtype, len(signature.parts)
+    loss, needs, heads = signature.loss, signature.needs, len(signature.parts)
     num_items, cu_seqlens, frozen, *rest = tensors[len(needs) + heads :]
     sets, inputs = Sets(*rest[: len(NO_SETS)]), rest[len(NO_SETS) :]
     inputs = dict(zip(loss.roles, inputs, strict=True))
-    stat, calls = torch.promote_types(dtype, torch.float32), []
+    calls = []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):
         hidden, weight, bias, layers = part.slots
-        V, vocabulary = tensors[weight].shape[0], WHOLE_VOCABULARY
-        if loss.tp_group is not None:
-            V, vocabulary = 0, ShardedVocabulary(loss.tp_group, ())  # see `Call.with_shards`
-        projected = (tensors[weight] if frozen is None else frozen, inputs.get("ref_weight"))
-        unrounded = fused_projection.serves(
-            dtype, tensors[hidden].shape[1], *projected
-        ) and loss.objective.takes_unrounded(loss, stat)
-        trained = [needs[slot] for slot in (hidden, weight, *layers)]
-        wanted = Needs(needs[hidden], needs[weight], bias is not None and needs[bias], any(trained[2:]))
+        trained = bool(layers) and any([needs[slot] for slot in layers])
         calls.append(
-            Call(
+            HeadCall(
                 loss=loss,
                 hidden=tensors[hidden],
                 weight=tensors[weight],
                 bias=None if bias is None else tensors[bias],
                 targets=targets,
-                dtype=dtype,
+                dtype=signature.dtype,
                 inputs=inputs,
                 num_items=num_items,
                 cu_seqlens=cu_seqlens,
@@ -110,18 +97,10 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 frozen=frozen,
                 layers=None if part.head is None else _layers(signature, part, tensors),
                 coefficient=part.coefficient,
+                needs=Needs(needs[hidden], needs[weight], bias is not None and needs[bias], trained),
                 sets=None if sets.ids is None else sets,
                 add_targets=signature.add_targets,
-                needs=wanted,
                 slots=part.slots,
-                vocabulary=vocabulary,
-                sequences=WHOLE_SEQUENCES if loss.cp_group is None else loss.sequences,
-                trainable=any(wanted),
-                V=V,
-                width=V,
-                stat_dtype=stat,
-                logits_dtype=loss.logits_dtype or (stat if unrounded else dtype),
-                unrounded=unrounded,
             )
         )
     return calls

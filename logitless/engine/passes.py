@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.budget import default_budget, warn_once
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.choose import choose_rows
 from logitless.engine.gradients import Gradients
 from logitless.engine.guess import over_rows
@@ -64,7 +64,7 @@ class Numbers:
     plan: Plan
 
 
-def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) -> Solved:
+def solve(calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None) -> Solved:
     """Compute the loss and its gradients in one pass.
 
     Args:
@@ -77,7 +77,7 @@ def solve(calls: Sequence[Call], *, static: bool, main: Tensor | None = None) ->
     return _solve(list(map(choose_rows, calls)), static=static or len(calls) > 1, main=main)
 
 
-def _solve(chosen: Sequence[tuple[Call, Rows]], *, static: bool, main: Tensor | None) -> Solved:
+def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tensor | None) -> Solved:
     wide = static or main is not None
     gradients = Gradients([call for call, _ in chosen], static=static, main=main)
     deferred, losses, metrics = gradients.deferred, [], []
@@ -110,7 +110,7 @@ def solved_names(loss: LossSpec) -> tuple[str, ...]:
     return ("predictions",) if loss.return_predictions else ()
 
 
-def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
+def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
     """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
     names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
     if "d_logps" in names:
@@ -122,12 +122,12 @@ def _tokens(call: Call, rows: Rows, objective: Objective, deferred: float | Tens
     return [rows.scattered(numbers[name], N) for name in names]
 
 
-def token_numbers(call: Call) -> Numbers:
+def token_numbers(call: HeadCall) -> Numbers:
     """Per-token statistics, and d logp / d hidden where that spares recomputing the logits (frozen head)."""
     return over_rows(call, _token_numbers)
 
 
-def _token_numbers(call: Call, rows: Rows) -> Numbers:
+def _token_numbers(call: HeadCall, rows: Rows) -> Numbers:
     N, vectors = call.targets.shape[0], keeps_vectors(call)
     plan = plan_for(call, rows, Pass.NUMBERS)
     objective = objective_of(call).reading(call, rows, plan)
@@ -138,7 +138,7 @@ def _token_numbers(call: Call, rows: Rows) -> Numbers:
 
 
 def token_gradients(
-    call: Call,
+    call: HeadCall,
     numbers: Mapping[str, Tensor],
     upstream: Mapping[str, Tensor],
     vectors: Tensor | None,
@@ -190,7 +190,7 @@ def token_gradients(
     return deferred, gradients
 
 
-def objective_of(call: Call) -> type[Objective]:
+def objective_of(call: HeadCall) -> type[Objective]:
     """The class of the call's objective: the loss's, or that of its rows with kept ids."""
     return call.loss.objective if call.sets is None else ReplayObjective
 
@@ -220,14 +220,14 @@ def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Proj
             out.index_copy_(0, at, scaled)
 
 
-def keeps_vectors(call: Call) -> bool:
+def keeps_vectors(call: HeadCall) -> bool:
     """Whether a call that returns per-token statistics keeps d logp / d hidden with them."""
     hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
     hidden_alone = hidden_alone and call.sets is None
     return hidden_alone and call.loss.objective.linear_in_logps(call.loss)
 
 
-def plan_for(call: Call, rows: Rows, purpose: Pass, heads: int = 1, *, wide: bool = False) -> Plan:
+def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide: bool = False) -> Plan:
     """The plan of a pass: its strategy and chunks within `logits_budget`, or the device's default budget.
 
     The budget counts memory of size [C, V]. The [C, H] features and d_features of a chunk are not counted:

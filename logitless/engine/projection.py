@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call, Layers, d_hidden_dtype
+from logitless.engine.call import HeadCall, Layers, d_hidden_dtype
 from logitless.engine.chunk import Chunk
 from logitless.engine.local_autograd import identity_hooks
 from logitless.engine.plan import Plan
@@ -27,7 +27,7 @@ class Projection:
     # Product 3: (total, gradient, features, first=) -> total (+)= gradient.T @ features.
     accumulate = staticmethod(accumulate)
 
-    def __init__(self, call: Call, rows: Rows, *, gradients: bool):
+    def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
         self.call, self.rows, self.needs = call, rows, call.needs
         # (V, H) in the dtype of the products
         self.weight = call.weight.to(call.dtype) if call.frozen is None else _joined(call)
@@ -110,7 +110,7 @@ class Projection:
             self.d_hidden[chunk.at] = d_rows
 
 
-def _joined(call: Call) -> Tensor:
+def _joined(call: HeadCall) -> Tensor:
     """The frozen and the trained columns of the head, concatenated."""
     frozen, weight = call.frozen, call.weight
     joined = frozen.new_empty((frozen.shape[0], call.hidden.shape[1]), dtype=call.dtype)

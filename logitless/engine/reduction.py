@@ -11,14 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.rows import Rows
 from logitless.engine.terms import UnitFactors
 
 Number = float | Tensor
 
 
-def unit_factors(call: Call, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
+def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[UnitFactors, Number]:
     """(factors of the units in a reduced loss, the deferred power of two).
 
     `deferred` None: choose the power of two from the main unit's factor; else use the one that is given.

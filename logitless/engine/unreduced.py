@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import Given
+from logitless.engine.call import HeadCall
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.plan import Plan
 from logitless.engine.reduction import metric_factors, unit_counts
@@ -14,7 +14,9 @@ from logitless.engine.terms import evaluate_terms, means, metric_sums, unreduced
 from logitless.parallel.vocabulary import Shards
 
 
-def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
+def unreduced_loss(
+    given: HeadCall, shape: torch.Size
+) -> tuple[Tensor, Tensor, dict[str, Tensor], Plan | None]:
     """(values of the loss, one per unit; metrics; per-token statistics that the options ask for; plan)."""
     loss = given.loss
     outcome = run_calls([given], Mode.PER_TOKEN)
@@ -41,7 +43,7 @@ def unreduced_loss(given: Given, shape: torch.Size) -> tuple[Tensor, Tensor, dic
     return values, stacked, {name: numbers[name].detach() for name in names}, outcome.plan
 
 
-def _whole_batch(given: Given) -> Batch:
+def _whole_batch(given: HeadCall) -> Batch:
     """A batch of all tokens, in call order."""
     loss, targets, count, segments = given.loss, given.targets, given.sequence_count, None
     if looks_at_sequences(loss):

@@ -10,6 +10,8 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -18,6 +20,28 @@ TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # The packages of this one for a GPU generation, by the major number of its compute capability. Newer GPUs can
 # run Hopper's kernels, but none was tried.
 GENERATIONS = {9: "hopper"}
+# The generation that `planned_for` has set; None outside of it.
+_planned: int | None = None
+
+
+@contextmanager
+def planned_for(generation: int) -> Iterator[None]:
+    """Plan for a GPU that is not here: while this is active, `uses_triton`, `fused_products` and
+    `piece_bytes` of matmul.py answer as on a GPU of this generation, for tensors on any device.
+
+    No kernel may be launched meanwhile, in any thread.
+    """
+    global _planned
+    before, _planned = _planned, generation
+    try:
+        yield
+    finally:
+        _planned = before
+
+
+def plans_elsewhere() -> bool:
+    """Whether a GPU is planned for that is not here."""
+    return _planned is not None
 
 
 # Looked up at import: Dynamo of torch 2.11 cannot trace `find_spec`.
@@ -36,6 +60,8 @@ def _triton_runs(device_type: str) -> bool:
 
 def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the portable Triton kernels run here; elsewhere their PyTorch twins do."""
+    if plans_elsewhere():
+        return dtype in TRITON_DTYPES
     return dtype in TRITON_DTYPES and _triton_runs(device.type) and not _computes_shapes_alone()
 
 
@@ -46,16 +72,25 @@ def _computes_shapes_alone() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-@functools.cache
 def fused_products(device: torch.device) -> ModuleType | None:
     """The products with an epilogue for the GPU generation of `device`, or None where there are none.
 
     The package of a generation has `DTYPES`, the operand dtypes that it multiplies, and the functions `read`,
     `write` and `row_bytes`, as `fused_projection.py` describes them. The first call imports it, and Triton.
     """
+    return _products_of(_generation(device) if _planned is None else _planned)
+
+
+@functools.cache
+def _generation(device: torch.device) -> int | None:
+    """Major number of the compute capability of an NVIDIA GPU on which Triton runs; None for others."""
     if device.type != "cuda" or torch.version.hip or not _triton_runs(device.type):
         return None
-    generation, _ = torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@functools.cache
+def _products_of(generation: int | None) -> ModuleType | None:
     if generation not in GENERATIONS:
         return None
     return importlib.import_module(f"logitless.kernels.{GENERATIONS[generation]}")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from logitless.kernels import plans_elsewhere
+
 
 @functools.cache
 def _has_out_dtype(device_type: str, dtype: torch.dtype) -> bool:
@@ -41,7 +43,10 @@ def _vocabulary_pieces(V: int):
 def piece_bytes(device: torch.device, dtype: torch.dtype, logits_dtype: torch.dtype, V: int, H: int) -> int:
     """Bytes of the upcast piece of the head; 0 where the products need none."""
     wide = torch.promote_types(logits_dtype, torch.float32)
-    if dtype == wide or (wide == torch.float32 and _has_out_dtype(device.type, dtype)):
+    if dtype == wide:
+        return 0
+    # Every GPU that can be planned for without being here multiplies into fp32.
+    if wide == torch.float32 and (plans_elsewhere() or _has_out_dtype(device.type, dtype)):
         return 0
     return min(V, _piece(V)) * H * wide.itemsize
 

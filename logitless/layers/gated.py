@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from logitless.kernels.operands import all_triton, check_choice, check_device, check_floating, on_device
+from logitless.layers import recipes
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -85,12 +86,11 @@ class _Gated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(a, b)
         ctx.activation = activation
-        if all_triton(a, b):
-            from logitless.layers import gated_triton
-
-            with on_device(a):
-                return gated_triton.forward(*_halves(a, b), activation)
-        return _forward_twin(*_halves(a, b), activation)
+        out = _forward(activation, a, b)
+        collector = recipes.current()
+        if collector is not None:
+            collector.add(ctx, (out,), lambda a, b: (_forward(activation, a, b),), (a, b))
+        return out
 
     @staticmethod
     @once_differentiable
@@ -109,6 +109,15 @@ class _Gated(torch.autograd.Function):
         packed = torch.empty_like(a, memory_format=torch.contiguous_format)
         backward(d_out, *_halves(a, None), ctx.activation, packed.chunk(2, -1))
         return packed, None, None
+
+
+def _forward(activation: str, a: Tensor, b: Tensor | None) -> Tensor:
+    if all_triton(a, b):
+        from logitless.layers import gated_triton
+
+        with on_device(a):
+            return gated_triton.forward(*_halves(a, b), activation)
+    return _forward_twin(*_halves(a, b), activation)
 
 
 def _forward_twin(a: Tensor, b: Tensor, activation: str) -> Tensor:

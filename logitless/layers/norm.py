@@ -19,6 +19,7 @@ Everything inside is fp32. `rounding` says where the result is rounded, as the m
 Saved for the backward pass are h (x where nothing is added) and one or two fp32 numbers a row.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from logitless.kernels.operands import (
     on_device,
     widest,
 )
+from logitless.layers import recipes
 
 ROUNDINGS = ("llama", "single", "gemma")
 # A row is held in one program's registers. Wider rows use the twin, on any device.
@@ -217,6 +219,10 @@ class _Norm(torch.autograd.Function):
             y, h, mean, rstd = _forward_twin(x, residual, weight, bias, form)
         ctx.save_for_backward(h, weight, mean, rstd)
         ctx.form = form
+        collector = recipes.current()
+        if collector is not None and form.added != "after":
+            make = functools.partial(_again, form._replace(out_dtype=y.dtype, added=None))
+            collector.add(ctx, (y,), make, (h, weight, bias, mean, rstd))
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         return (y, h) if form.added == "before" else y
 
@@ -249,6 +255,18 @@ class _Norm(torch.autograd.Function):
         return d_x, d_residual, d_weight, d_bias, None
 
 
+def _again(form: Form, h, weight, bias, mean, rstd) -> tuple[Tensor]:
+    """y of a norm whose sums are known, without adding up the rows again."""
+    if _runs_triton(h, weight, bias):
+        from logitless.layers import norm_triton
+
+        with on_device(h):
+            return (norm_triton.forward(h, None, weight, bias, form, mean=mean, rstd=rstd)[0],)
+    wide = torch.promote_types(widest(h, weight, bias), torch.float32)
+    z = h.to(wide) - mean if form.center else h.to(wide)
+    return (_scaled(z * rstd, h, weight, bias, form, wide).to(form.out_dtype),)
+
+
 def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
     return all_triton(x, *others) and x.shape[-1] <= MAX_COLUMNS
 
@@ -265,16 +283,19 @@ def _forward_twin(x, residual, weight, bias, form: Form):
         mean = z.mean(-1, keepdim=True)
         z = z - mean
     rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + form.eps)
-    y = z * rstd
+    y = _scaled(z * rstd, h, weight, bias, form, wide)
+    if form.added == "after":
+        y = residual.to(wide) + y
+    return y.to(form.y_dtype(x, residual, weight)), h, mean, rstd
+
+
+def _scaled(y, h, weight, bias, form: Form, wide: torch.dtype) -> Tensor:
+    """The normalized rows y times weight, plus bias."""
     if weight is not None:
         if form.rounding == "llama":
             y = y.to(h.dtype)
         y = y.to(wide) * (weight.to(wide) + 1 if form.rounding == "gemma" else weight.to(wide))
-    if bias is not None:
-        y = y + bias.to(wide)
-    if form.added == "after":
-        y = residual.to(wide) + y
-    return y.to(form.y_dtype(x, residual, weight)), h, mean, rstd
+    return y if bias is None else y + bias.to(wide)
 
 
 def _backward_twin(d_y, d_h, h, weight, mean, rstd, form: Form, wanted: Wanted):

@@ -29,7 +29,7 @@ def norm_kernel(
     h_ptr,  # written where a residual is added before; else None
     y_ptr,
     mean_ptr,  # written by LayerNorm; else None
-    rstd_ptr,
+    rstd_ptr,  # written, as is the mean; with KNOWN both are read
     x_stride,
     residual_stride,
     rows,
@@ -38,6 +38,7 @@ def norm_kernel(
     eps,
     ROUND: tl.constexpr,
     GEMMA: tl.constexpr,
+    KNOWN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -54,11 +55,17 @@ def norm_kernel(
         tl.store(h_ptr + row * columns + col, rounded, mask=mask)
         h = rounded.to(tl.float32)
     if mean_ptr is not None:
-        mean = tl.sum(h, 1, keep_dims=True) / columns
-        tl.store(mean_ptr + row, mean, mask=row < rows)
+        if KNOWN:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        else:
+            mean = tl.sum(h, 1, keep_dims=True) / columns
+            tl.store(mean_ptr + row, mean, mask=row < rows)
         h = tl.where(mask, h - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / columns + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if KNOWN:
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    else:
+        rstd = tl.rsqrt(tl.sum(h * h, 1, keep_dims=True) / columns + eps)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = h * rstd
     if weight_ptr is not None:
         if ROUND:
@@ -256,8 +263,20 @@ def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form):
-    """y, h, and the mean (None without centring) and 1 / root mean square of each row."""
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    form,
+    *,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+):
+    """y, h, and the mean (None without centring) and 1 / root mean square of each row.
+
+    With `rstd`, and `mean` where the norm has one, these are read in the place of being computed.
+    """
     columns = x.shape[-1]
     rows = x.numel() // columns
     x_rows, x_stride = as_rows(x)
@@ -266,8 +285,10 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
     if form.added == "before":
         h = h_out = _new(x, widest(x, residual))
     y = _new(x, form.y_dtype(x, residual, weight))
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    mean = torch.empty_like(rstd) if form.center else None
+    known = rstd is not None
+    if not known:
+        rstd = x.new_empty(rows, dtype=torch.float32)
+        mean = torch.empty_like(rstd) if form.center else None
     tile = forward_tile(columns)
     norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         x_rows,
@@ -286,6 +307,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Ten
         float(form.eps),
         ROUND=form.rounding == "llama",
         GEMMA=form.rounding == "gemma",
+        KNOWN=known,
         **tile,
     )
     return y, h, mean, rstd

@@ -16,6 +16,7 @@ Queries and keys are `(B, heads, T, D)` with any strides: a view of `(B, T, head
 copy, and the kernels' results and gradients have that memory order too.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from logitless.kernels.operands import (
     on_device,
     widest,
 )
+from logitless.layers import recipes
 from logitless.layers.norm import ROUNDINGS
 
 
@@ -169,12 +171,13 @@ class _Rope(torch.autograd.Function):
         # A rotation is turned back without knowing what was rotated.
         ctx.save_for_backward(cos, sin, *((q, k) if form.normalized else (None, None)), q_weight, k_weight)
         ctx.form = form
-        if all_triton(q, k, cos, sin, q_weight, k_weight):
-            from logitless.layers import rope_triton
-
-            with on_device(q):
-                return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, form)
-        return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
+        inputs = q, k, cos, sin, q_weight, k_weight
+        results = _forward(form, *inputs)
+        collector = recipes.current()
+        # A rotation alone does not save what was rotated.
+        if collector is not None and form.normalized:
+            collector.add(ctx, results, functools.partial(_forward, form), inputs)
+        return results
 
     @staticmethod
     @once_differentiable
@@ -198,6 +201,15 @@ class _Rope(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
         d_q, d_k, *d_weights = backward(d_q, d_k, cos, sin, q, k, q_weight, k_weight, ctx.form, wanted)
         return d_q, d_k, None, None, *d_weights, None
+
+
+def _forward(form: Form, q, k, cos, sin, q_weight, k_weight) -> tuple[Tensor, Tensor | None]:
+    if all_triton(q, k, cos, sin, q_weight, k_weight):
+        from logitless.layers import rope_triton
+
+        with on_device(q):
+            return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, form)
+    return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import message
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput, TokenLoss
 from logitless.losses.declarations import made
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
@@ -103,23 +104,19 @@ class CrossEntropyLoss(TokenLoss):
         token_weights: Tensor | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        self.check_call(arguments, hidden=hidden, class_weights=class_weights, token_weights=token_weights)
+        inputs = {"class_weights": class_weights, "token_weights": token_weights}
+        return self.solve(hidden, weight, targets, arguments, inputs)
+
+    def prepare(self, call: CallArguments) -> None:
+        class_weights, token_weights = call.inputs["class_weights"], call.inputs["token_weights"]
         if class_weights is not None:
             # Their sum, the normalizer, is as exact as the loss.
-            wide = torch.promote_types(torch.promote_types(class_weights.dtype, hidden.dtype), torch.float32)
-            class_weights = class_weights.to(wide)
-        if token_weights is not None:
-            if token_weights.shape != targets.shape:
-                raise ValueError(
-                    message(
-                        "token_weights",
-                        f"targets' shape {tuple(targets.shape)}",
-                        tuple(token_weights.shape),
-                        "give one weight per token",
-                    )
-                )
-        inputs = {"class_weights": class_weights, "token_weights": token_weights}
-        return super().__call__(hidden, weight, targets, **inputs, **arguments)
+            wide = torch.promote_types(call.hidden.dtype, torch.float32)
+            call.inputs["class_weights"] = class_weights.to(torch.promote_types(class_weights.dtype, wide))
+        if token_weights is not None and token_weights.shape != call.targets.shape:
+            expected = f"targets' shape {tuple(call.targets.shape)}"
+            got = tuple(token_weights.shape)
+            raise ValueError(message("token_weights", expected, got, "give one weight per token"))
 
 
 def of_targets(class_weights: Tensor, targets: Tensor) -> Tensor:

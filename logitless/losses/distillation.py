@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.head_view import is_head
+from logitless.engine.operands import supervised_where
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import NOTHING
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.divergences import DIVERGENCES
-from logitless.losses.heads import with_heads
+from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.support import SUPPORTS, check_support, on_support
 from logitless.losses.teachers import check_teacher, check_topk, topk_faults, warn_of_sizes
@@ -29,6 +29,8 @@ TINY = 1e-12
 NAMES = (*DIVERGENCES, COSINE)
 Divergence = Literal["jsd", "forward_kl", "reverse_kl", "skewed_kl", "total_variation", "cosine"]
 TOPK_MODES = ("tail", "renormalize")
+# Arguments of a teacher that is given as hidden states and head.
+TEACHER = ("teacher_hidden", "teacher_weight", "teacher_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ class DistillationLoss(LogitsLoss):
     token_inputs: ClassVar = ("labels",)
     prediction_inputs: ClassVar = ("topk_logprobs", "topk_ids")
     internal_inputs: ClassVar = ("labels", "topk_logprobs", "topk_ids")
+    structured_inputs: ClassVar = ("teacher_logprobs_topk",)
     metric_names: ClassVar = ("soft_loss", "hard_loss", "entropy", "token_accuracy", "agreement")
 
     def __post_init__(self) -> None:
@@ -113,7 +116,7 @@ class DistillationLoss(LogitsLoss):
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
             best, favourite = batch.argmax(z), batch.argmax(t)
         else:
-            values, ids = batch.topk_logprobs.to(logits.dtype), batch.topk_ids
+            values, ids = batch.topk_logprobs, batch.topk_ids
             # Empty slots and unsupervised tokens may have any id.
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
@@ -189,53 +192,38 @@ class DistillationLoss(LogitsLoss):
         teacher_logprobs_topk: tuple[Tensor, Tensor] | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        mask = arguments.pop("mask", None)
-        if is_head(weight, teacher_weight):
-            own = {"teacher_logprobs_topk": teacher_logprobs_topk, "mask": mask, **arguments}
-            heads = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden}
-            heads |= {"teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
-            return with_heads(DistillationLoss.__call__, self, targets, **heads, **own)
-        teacher = {
+        inputs = {
             "teacher_hidden": teacher_hidden,
             "teacher_weight": teacher_weight,
             "teacher_bias": teacher_bias,
+            "teacher_logprobs_topk": teacher_logprobs_topk,
         }
-        tensors = {"hidden": hidden, "targets": targets, "cu_seqlens": arguments.get("cu_seqlens")}
-        self.check_call(arguments, **tensors, mask=mask, **teacher)
-        shape, given = hidden.shape[:-1], (teacher_hidden is not None) + (teacher_logprobs_topk is not None)
-        if targets is None and self.hard_loss_weight:
-            raise ValueError(
-                message("targets", "labels for the hard loss", None, "or set hard_loss_weight=0.0")
-            )
-        if given != 1:
-            raise ValueError(
-                message(
-                    "teacher_hidden",
-                    "one of teacher_hidden and teacher_logprobs_topk",
-                    f"{given} of them",
-                    "pass one teacher",
-                )
-            )
-        inputs, loss = {"labels": targets}, self
+        return self.solve(hidden, weight, targets, arguments, inputs)
+
+    def prepare(self, call: CallArguments) -> None:
+        shape = call.hidden.shape[:-1]
+        topk = call.inputs.pop("teacher_logprobs_topk")
+        teacher = {name: call.inputs.pop(name) for name in TEACHER}
+        if call.targets is None and self.hard_loss_weight:
+            remedy = "or set hard_loss_weight=0.0"
+            raise ValueError(message("targets", "labels for the hard loss", None, remedy))
+        teachers = (teacher["teacher_hidden"] is not None) + (topk is not None)
+        if teachers != 1:
+            expected = "one of teacher_hidden and teacher_logprobs_topk"
+            raise ValueError(message("teacher_hidden", expected, f"{teachers} of them", "pass one teacher"))
         if self.support in SUPPORTS:
-            loss = on_support(self, given=teacher_hidden is None)
-        if teacher_hidden is not None:
-            check_teacher(teacher_hidden, teacher_weight, teacher_bias, shape)
-            teacher = self._shared(teacher, weight.shape[0])
+            call.loss = on_support(self, given=topk is not None)
+        call.inputs["labels"] = call.targets
+        if topk is None:
+            check_teacher(*teacher.values(), shape)
+            teacher = self._shared(teacher, call.weight.shape[0])
             if self.tp_group is not None:
-                check_alike("teacher_weight", teacher_weight, weight)
-            inputs |= teacher
+                check_alike("teacher_weight", teacher["teacher_weight"], call.weight)
+            call.inputs |= teacher
         else:
-            inputs |= self._best_ids(teacher_logprobs_topk, shape)
-        counted = targets
-        if targets is None:
-            # Any id but `ignore_index`: every token counts.
-            any_id = 0 if self.ignore_index != 0 else 1
-            counted = torch.full(shape, any_id, dtype=torch.int64, device=hidden.device)
-        if mask is not None:
-            counted = self.masked(counted, mask)
-        call = super().__call__ if loss is self else loss
-        return call(hidden, weight, counted, **inputs, **arguments)
+            call.inputs |= self._best_ids(topk, shape)
+        if call.targets is None:
+            call.targets = supervised_where(call.mask, shape, self.ignore_index, call.hidden.device)
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
         """The teacher's head, cut to the ids that both vocabularies share (`shared_vocabulary`)."""
@@ -289,14 +277,12 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
     last entry being that of all other ids."""
     filled = values > -torch.inf
-    teacher = torch.where(filled, values, NOTHING)
+    teacher = torch.where(filled, values.to(student.dtype), NOTHING)
     picked = torch.where(filled, student.gather(-1, ids), NOTHING)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
     others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
-    # Bound the teacher's probability of other ids, 1 - sum, below by the rounding error of the sum.
-    known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(values.dtype).eps)
-    rest = torch.log(-torch.expm1(known))
+    rest = log_of_others(teacher, values.dtype)
     rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)

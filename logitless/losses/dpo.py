@@ -10,6 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
 from logitless.losses.dpo_types import (
     AVERAGED,
@@ -169,22 +170,18 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         position_ids: Tensor | None = None,
         **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
+        return self.solve(hidden, weight, targets, arguments, {"position_ids": position_ids})
+
+    def prepare(self, call: CallArguments) -> None:
+        given = call.inputs["position_ids"] is not None
         needed = self.cp_group is not None and self.ld_alpha is not None
-        if needed and position_ids is None:
-            raise ValueError(
-                message(
-                    "position_ids",
-                    "each token's position in its whole sequence, for ld_alpha with cp_group",
-                    None,
-                    "slice them too",
-                )
-            )
-        if not needed and position_ids is not None:
-            raise ValueError(
-                message("position_ids", "None here", "a tensor", "positions follow from the targets")
-            )
-        positions = {"position_ids": position_ids} if needed else {}
-        return super().__call__(hidden, weight, targets, **positions, **arguments)
+        if needed and not given:
+            expected = "each token's position in its whole sequence, for ld_alpha with cp_group"
+            raise ValueError(message("position_ids", expected, None, "slice them too"))
+        if given and not needed:
+            remedy = "positions follow from the targets"
+            raise ValueError(message("position_ids", "None here", "a tensor", remedy))
+        super().prepare(call)
 
     @property
     def scope(self) -> str:

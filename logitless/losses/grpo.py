@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.head_view import is_head
+from logitless.engine.layout import SequenceLayout
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, LEVELS, PER_SEQUENCE, SURROGATES, GRPOType, by_sign, clipped
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadWeight, RolloutInputs
 from logitless.losses.numerics import LARGEST, bounded_exp
-from logitless.losses.policy import ClippedLoss, Layout
-from logitless.losses.reference_model import ComparedLoss, check_reference
+from logitless.losses.policy import ClippedLoss
+from logitless.losses.reference_model import ComparedLoss
 
 # VESPO's bounds on the log of a sequence's weight.
 SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
@@ -62,6 +61,7 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     targets; the reference, without gradient, as `ref_logps` like targets, or as `ref_hidden` (B, T, H') with
     `ref_weight` (V, H') and `ref_bias` (V,), projected in the same chunks; `importance_weights` (old over
     sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
+    Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
     Log-ratios are clamped to +-80 before exp.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
@@ -193,11 +193,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if batch.importance_weights is not None and phi is None:
             values = values * batch.importance_weights
         metrics = {"entropy": Term(stats.entropy), "importance_ratio": Term(ratio)}
-        metrics |= {name: Term(x * batch.flag_weights, over=None) for name, x in flags.items()}
+        metrics |= {name: self.flag(x, batch) for name, x in flags.items()}
         if self.beta:
             d = (batch.ref_logps - logps).clamp(max=LARGEST)
             kl = torch.expm1(d) - d
-            kl = (kl * ratio).clamp(max=math.exp(LARGEST)) if self.use_bias_correction_kl else kl
+            kl = self.corrected_kl(kl, d, ratio, log_ratio, batch) if self.use_bias_correction_kl else kl
             values = values + self.beta * kl
             metrics["kl"] = Term(kl)
         if batch.unit_weights is not None:
@@ -214,6 +214,28 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
         decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
         return (decay + k * log_w - decay * log_w.exp()).exp()
+
+    def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
+        """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
+
+        Autograd would add (kl - expm1(d)) * ratio, two numbers of the size of exp(d) whose difference is d.
+        """
+        plain = (kl * ratio).clamp(max=math.exp(LARGEST))
+        own = (d < LARGEST) & (log_ratio.abs() < LARGEST) & (plain < math.exp(LARGEST))
+        if self.by_sequence:
+            own = own & batch.spread(batch.lengths == 1)
+        slope = torch.where(own, -(d * ratio).detach(), 0.0)
+        # d rises by what logp falls: a difference of 0 with that derivative.
+        return torch.where(own, plain.detach() + slope * (d.detach() - d), plain)
+
+    def flag(self, x: Tensor, batch: Batch) -> Term:
+        """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
+        if batch.flag_weights is None:
+            return Term(x)
+        means = batch.sum_by_sequence(x * batch.flag_weights)
+        if self.loss_type == "vespo":  # phi is 1 where there are no ratios to multiply
+            means = means + (batch.lengths == 0)
+        return Term(means, over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
@@ -256,20 +278,17 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         ref_bias: Tensor | None = None,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
-        model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
-        if is_head(weight, ref_weight):
-            own = {"weight": weight, "ref_logps": ref_logps, **model, **arguments}
-            return with_heads(GRPOLoss.__call__, self, targets, hidden=hidden, **own)
-        self.check_call(arguments, hidden=hidden, targets=targets, ref_logps=ref_logps, **model)
-        self.check_one_reference(ref_logps, **model)
-        if ref_hidden is not None:
-            check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
-        reference = {"ref_logps": ref_logps} if ref_hidden is None else model
-        return super().__call__(hidden, weight, targets, **reference, **arguments)
+        inputs = {
+            "ref_logps": ref_logps,
+            "ref_hidden": ref_hidden,
+            "ref_weight": ref_weight,
+            "ref_bias": ref_bias,
+        }
+        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
         self,
-        layout: Layout,
+        layout: SequenceLayout,
         advantages: Tensor,
         *,
         old_logps: Tensor | None = None,
@@ -286,30 +305,27 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
                 )
         inputs = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
         inputs = {name: layout.per_token(name, x) for name, x in inputs.items() if x is not None}
-        if model and self.reduction == "none":
-            # An unreduced loss has the policy's statistics alone: compute the reference's log-probs here.
-            inputs["ref_logps"] = self.detached_logps(*model.values(), layout.targets, self.ref_head)
-        else:
-            inputs |= model
+        inputs |= model
         inputs["advantages"] = layout.per_token("advantages", advantages, per_sequence=True)
         if self.loss_type in ("grpo", "sapo"):
             inputs["unit_weights"] = layout.spread(layout.shares)
         elif self.loss_type == "dr_grpo":
             weight = 1 / self.max_completion_length
             inputs["unit_weights"] = layout.spread(torch.full_like(layout.lengths, weight))
-        # A flag that all tokens of a sequence share counts once per sequence.
-        once = (self.by_sequence or self.loss_type == "vespo") and layout.is_per_sequence(advantages)
-        everyone = None if once and not self.entropy_coef else layout.share
-        share = layout.shares / layout.sequences if once else everyone.expand(layout.sequences)
-        inputs |= {"entropy_weight": everyone, "flag_weights": layout.spread(share)}
+        inputs["entropy_weight"] = layout.share if self.entropy_coef else None
+        # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
+        whole = self.by_sequence or self.loss_type == "vespo"
+        once = whole and layout.is_per_sequence("advantages", advantages)
+        inputs["flag_weights"] = layout.spread(layout.shares) if once else None
         if importance_weights is None:
             return inputs
         name = "importance_weights"
         if self.loss_type != "vespo":
             return inputs | {name: layout.per_token(name, importance_weights, per_sequence=True)}
         logs = importance_weights.to(layout.dtype).log().clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT)
-        # Split the log of a sequence's factor evenly over its tokens.
-        logs = logs.reshape(-1) * layout.shares if layout.is_per_sequence(logs) else logs
+        if layout.is_per_sequence(name, logs):
+            # Split the log of a sequence's factor evenly over its tokens.
+            return inputs | {"log_importance": layout.spread(logs.detach().reshape(-1) * layout.shares)}
         return inputs | {"log_importance": layout.per_token(name, logs, per_sequence=True)}
 
 

@@ -38,8 +38,8 @@ def clipped(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi
 
 
 def cispo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
-    flags = {"cispo_clip_ratio": (ratio > loss.upper) & (advantages > 0)}
-    return -ratio.detach().clamp(max=loss.upper) * advantages * logps, flags
+    high = ((ratio > loss.upper) & (advantages > 0)).to(ratio.dtype)
+    return -ratio.detach().clamp(max=loss.upper) * advantages * logps, {"cispo_clip_ratio": high}
 
 
 def sapo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):

@@ -14,15 +14,11 @@ from logitless.parallel.groups import TENSOR_PARALLEL
 
 # Prefixes of the names of hidden states, weight and bias of the heads in a call.
 PREFIXES = ("", "teacher_", "ref_")
+# Arguments that a head module replaces.
+HEADS = tuple(f"{prefix}{name}" for prefix in PREFIXES for name in ("weight", "bias"))
 
 
-def with_heads(call: Callable, loss, targets: Tensor | None, **arguments):
-    """`call(loss, hidden, weight, targets, ...)` with head modules replaced by their tensors."""
-    loss, arguments = taken_apart(loss, arguments)
-    return call(loss, arguments.pop("hidden"), arguments.pop("weight"), targets, **arguments)
-
-
-def taken_apart(loss, arguments: dict) -> tuple:
+def resolve_heads(loss, arguments: dict) -> tuple:
     """(loss, arguments) with every head module or `HeadView` among the arguments replaced by its tensors.
 
     The loss takes the softcap and scale of a model's head, and the `tp_group` of a view with `in_shards`.
@@ -65,7 +61,7 @@ def without_adapter(loss, name: str, head: object, bias: Tensor | None) -> tuple
         raise ValueError(
             message(name, "a head without an adapter", "LoRA on it", "merge it, or train the head whole")
         )
-    loss, own = taken_apart(loss, {"weight": head, "bias": bias})
+    loss, own = resolve_heads(loss, {"weight": head, "bias": bias})
     return loss, own["weight"], own["bias"]
 
 

@@ -46,6 +46,8 @@ class CheckedCall:
 
     # Declared inputs that the loss's `__call__` computes for the `__call__` of its base: not keywords.
     internal_inputs: ClassVar[tuple[str, ...]] = ()
+    # Inputs of the call that are no tensors, such as a pair of tensors.
+    structured_inputs: ClassVar[tuple[str, ...]] = ()
     # Keywords of the call, derived from the signatures of `__call__` and from the declared inputs.
     keywords: ClassVar[tuple[str, ...]] = ()
     # Remedies for unknown keywords, by the full name or by its part before the first underscore.

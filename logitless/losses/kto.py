@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.head_view import is_head
 from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, check_number, message
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
-from logitless.losses.heads import taken_apart, with_heads
+from logitless.losses.heads import resolve_heads
 from logitless.losses.inputs import HeadWeight, ReferenceInputs
 from logitless.losses.numerics import sigmoid
 from logitless.losses.preference import PairedLoss, ReferencedLoss, mean_over
@@ -27,6 +27,9 @@ KTO_MARGINS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kto": lambda reward, kl: reward - kl,
     "apo_zero_unpaired": lambda reward, kl: reward,
 }
+
+# What `kl` may be.
+REFERENCE_POINT = "a number, a 0-d tensor or a mapping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,66 +113,43 @@ class KTOLoss(ReferencedLoss):
         kl: Tensor | float | Mapping[str, Tensor] | None = None,
         **arguments: Unpack[ReferenceInputs],
     ) -> LossOutput:
-        bias, shift = arguments.pop("bias", None), arguments.pop("shift", False)
-        if is_head(weight, arguments.get("ref_weight")):
-            heads = {name: arguments.get(name) for name in ("ref_weight", "ref_bias")}
-            heads |= {"weight": weight, "bias": bias}
-            if isinstance(kl, Mapping):
-                unrelated = {"hidden": kl.get("kl_hidden"), "ref_hidden": kl.get("ref_hidden"), **heads}
-                unrelated = taken_apart(self, unrelated)[1]
-                kl = dict(kl, kl_hidden=unrelated["hidden"])
-                kl |= {"ref_hidden": unrelated["ref_hidden"]} if "ref_hidden" in kl else {}
-            own = {**arguments, **heads, "labels": labels, "kl": kl, "shift": shift}
-            return with_heads(KTOLoss.__call__, self, targets, hidden=hidden, **own)
-        self.check_call(arguments, hidden=hidden, targets=targets, labels=labels)
+        return self.solve(hidden, weight, targets, arguments, {"labels": labels, "kl": kl})
+
+    def prepare(self, call: CallArguments) -> None:
+        labels = call.inputs["labels"]
         if labels.dim() != 1:
-            raise ValueError(
-                message(
-                    "labels",
-                    "shape (B,), one bool per sequence",
-                    tuple(labels.shape),
-                    "True for a desirable sequence",
-                )
-            )
+            expected = "shape (B,), one bool per sequence"
+            remedy = "True for a desirable sequence"
+            raise ValueError(message("labels", expected, tuple(labels.shape), remedy))
         if not holds_flags(labels):
-            raise TypeError(
-                message("labels", MASKS, labels.dtype, "pass labels > 0, True for a desirable sequence")
-            )
+            remedy = "pass labels > 0, True for a desirable sequence"
+            raise TypeError(message("labels", MASKS, labels.dtype, remedy))
+        call.inputs["kl"] = self._reference_point(call).clamp(min=0)
+        super().prepare(call)
+
+    def _reference_point(self, call: CallArguments) -> Tensor:
+        """() `kl` as a tensor, detached; 0 for a loss type without it."""
+        kl = call.inputs["kl"]
         needs_kl = self.loss_type == "kto"
         if (kl is not None) != needs_kl:
-            raise ValueError(
-                message(
-                    "kl",
-                    "a number, a 0-d tensor or a mapping" if needs_kl else f"None for {self.loss_type}",
-                    kl,
-                    "it is the reference point of 'kto' alone",
-                )
-            )
+            expected = REFERENCE_POINT if needs_kl else f"None for {self.loss_type}"
+            raise ValueError(message("kl", expected, kl, "it is the reference point of 'kto' alone"))
         if isinstance(kl, Mapping):
-            ref_head = arguments.get("ref_weight"), arguments.get("ref_bias")
-            if "ref_hidden" in kl and arguments.get("ref_hidden") is None:
-                arguments = arguments | {"ref_weight": None, "ref_bias": None}  # of the KL alone
-            kl = self.resolved(weight)._mean_log_ratio(kl, (weight, bias), ref_head, shift)
-        options = {"dtype": torch.promote_types(hidden.dtype, torch.float32), "device": hidden.device}
-        if isinstance(kl, Tensor):
-            if kl.numel() != 1:
-                raise ValueError(
-                    message(
-                        "kl",
-                        "a number, a 0-d tensor or a mapping",
-                        f"shape {tuple(kl.shape)}",
-                        "average it first",
-                    )
-                )
-            kl = kl.detach().to(**options).reshape(())
-        else:
+            kl = self._mean_log_ratio(kl, call)
+        options = {"dtype": torch.promote_types(call.hidden.dtype, torch.float32)}
+        options["device"] = call.hidden.device
+        if not isinstance(kl, Tensor):
             if kl is not None:
                 check_number("kl", kl, "a finite number, a 0-d tensor or a mapping")
-            kl = torch.full((), kl or 0.0, **options)
-        inputs = {"labels": labels, "kl": kl.clamp(min=0)}
-        out = super().__call__(hidden, weight, targets, bias=bias, shift=shift, **inputs, **arguments)
+            return torch.full((), kl or 0.0, **options)
+        if kl.numel() != 1:
+            got = f"shape {tuple(kl.shape)}"
+            raise ValueError(message("kl", REFERENCE_POINT, got, "average it first"))
+        return kl.detach().to(**options).reshape(())
+
+    def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
         margin = out.metrics["rewards/chosen"] - out.metrics["rewards/rejected"]
-        flags = labels.bool()
+        flags = call.inputs["labels"].bool()
         out.metrics["rewards/margins"] = torch.where(flags.any() & ~flags.all(), margin, 0.0)
         return out
 
@@ -183,35 +163,31 @@ class KTOLoss(ReferencedLoss):
             Fault(count, "labels", MASKS, "{count} others", "pass labels > 0, True for a desirable sequence")
         ]
 
-    def _mean_log_ratio(
-        self,
-        kl: Mapping[str, Tensor],
-        head: tuple[Tensor, Tensor | None],  # (V, H), (V,)
-        ref_head: tuple[Tensor | None, Tensor | None],  # (V, H'), (V,)
-        shift: bool,
-    ) -> Tensor:
+    def _mean_log_ratio(self, kl: Mapping[str, Tensor], call: CallArguments) -> Tensor:
         """The mean log-ratio of the unrelated completions in `kl`: sums over tokens, mean over sequences."""
+        hidden, ref_hidden = kl.get("kl_hidden"), kl.get("ref_hidden")
+        if call.heads:  # LoRA on a head widens the hidden states
+            _, own = resolve_heads(self, {"hidden": hidden, "ref_hidden": ref_hidden, **call.heads})
+            hidden = own["hidden"]
+            if "ref_hidden" in kl:
+                ref_hidden = own["ref_hidden"]
+        ref_weight, ref_bias = call.inputs.get("ref_weight"), call.inputs.get("ref_bias")
+        if "ref_hidden" in kl and call.inputs.get("ref_hidden") is None:
+            # The reference's head is that of the reference point alone.
+            call.inputs |= {"ref_weight": None, "ref_bias": None}
         sequences, starts = self._check_kl(kl)
         targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
-        per_token = reference is None or self.is_per_token(reference, targets)
-        if not per_token:
-            if reference.shape != (sequences,):
-                raise ValueError(
-                    message(
-                        "ref_logps",
-                        f"shape ({sequences},) or {tuple(targets.shape)} in kl",
-                        tuple(reference.shape),
-                        "match kl_targets",
-                    )
-                )
-        if shift:
+        per_token = True
+        if reference is not None:
+            per_token, reference = self.read_ref_logps(reference, targets, sequences, " in kl")
+        if call.shift:
             targets = shifted(targets, self.ignore_index, cu_seqlens=starts)
             if reference is not None and per_token:
                 reference = shifted(reference, 0.0, cu_seqlens=starts)
-        policy = self.detached_logps(kl["kl_hidden"], *head, targets, self.head, starts)
+        policy = self.detached_logps(hidden, call.weight, call.bias, targets, self.head, starts)
         if reference is None:
-            check_reference(self, kl["ref_hidden"], *ref_head, head[0], targets)
-            reference = self.detached_logps(kl["ref_hidden"], *ref_head, targets, self.ref_head)
+            check_reference(self, ref_hidden, ref_weight, ref_bias, call.weight, targets)
+            reference = self.detached_logps(ref_hidden, ref_weight, ref_bias, targets, self.ref_head)
         elif per_token:
             reference = torch.where(targets == self.ignore_index, 0.0, reference)
         sums = policy.sum(), reference.detach().sum()

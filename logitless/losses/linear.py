@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import Options, prepare
+from logitless.engine.call import HeadCall
 from logitless.engine.function import Mode, run_calls
+from logitless.engine.head_view import is_head
 from logitless.engine.main_gradient import check_main_gradient, check_now
-from logitless.engine.operands import Operands, SplitHead, masked
+from logitless.engine.operands import SplitHead, checked_boundaries, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
@@ -20,6 +21,7 @@ from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, message
 from logitless.kernels.head.transform import Head
 from logitless.losses.agreement import check_agreement
+from logitless.losses.arguments import SHARED, CallArguments
 from logitless.losses.declarations import (
     NumericField,
     check_class,
@@ -28,7 +30,7 @@ from logitless.losses.declarations import (
     identity_of,
     numeric_fields,
 )
-from logitless.losses.heads import with_heads
+from logitless.losses.heads import HEADS, resolve_heads
 from logitless.losses.inputs import HeadWeight, Reduction
 from logitless.losses.keywords import CheckedCall
 from logitless.losses.output import LossOutput, aligned
@@ -39,7 +41,8 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, Whole
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
-OPERANDS = ("hidden", "weight", "targets", "bias")
+# The inputs of a call whose `__call__` names none.
+NO_INPUTS: Mapping[str, Any] = MappingProxyType({})
 REDUCTIONS = ("mean", "sum", "none")
 SCOPES = ("token", "group", "batch")
 
@@ -234,12 +237,6 @@ class LinearLoss(CheckedCall):
             self if all(groups[name] is group for name, group in given.items()) else replace(self, **groups)
         )
 
-    def refuse_shift(self) -> None:
-        """Raise: slices cannot be shifted, as the next token of a slice's last one is on another rank."""
-        raise ValueError(
-            message("shift", "False with cp_group", True, "shift whole sequences before they are sliced")
-        )
-
     def masked(self, targets: Tensor, mask: Tensor) -> Tensor:
         """`targets` with `ignore_index` where the mask is off."""
         weights = "token_weights" if "token_weights" in self.keywords else None
@@ -293,50 +290,126 @@ class LinearLoss(CheckedCall):
                 device).
             inputs: the tensors that the loss declares.
         """
-        if not inputs.keys() <= self.roles.keys():
-            self.check_call([name for name in inputs if name not in self.internal_inputs])
-        if mask is not None:
-            self.check_call((), targets=targets, mask=mask)
-            targets = self.masked(targets, mask)
-        if not isinstance(weight, Tensor | SplitHead):
-            now = {"accumulate_now": accumulate_now, "accumulate_into": accumulate_into, **inputs}
-            given = {"bias": bias, "num_items": num_items, "shift": shift, "cu_seqlens": cu_seqlens, **now}
-            given |= {"grad_scale": grad_scale, "hidden": hidden, "weight": weight}
-            return with_heads(LinearLoss.__call__, self, targets, **given)
-        if shift and self.cp_group is not None:
-            self.refuse_shift()
-        operands, options = Operands(hidden, weight, targets, bias), Options(num_items, shift, cu_seqlens)
-        loss = self
-        if self.tp_group is not None or self.cp_group is not None:
-            loss = self.resolved(weight)
-            if debugging():
-                given = inputs | {"num_items": num_items, "accumulate_into": accumulate_into}
-                tensors = dict(zip(OPERANDS, operands))
-                check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
-        given, mode = prepare(loss, operands, options, inputs), Mode.SOLVED
-        if accumulate_into is not None:
-            check_main_gradient(given, weight, accumulate_into, grad_scale)
-            if accumulate_now:
-                check_now(grad_scale)
-            mode = Mode.INTO_MAIN_NOW if accumulate_now else Mode.INTO_MAIN
-        elif accumulate_now:
-            raise ValueError(
-                message(
-                    "accumulate_now",
-                    "False without accumulate_into",
-                    True,
-                    "pass the main gradient, or leave it out",
-                )
-            )
-        elif grad_scale != 1.0:
-            raise ValueError(
-                message("grad_scale", "1.0 without accumulate_into", grad_scale, "scale the loss itself")
-            )
+        arguments = {
+            "bias": bias,
+            "num_items": num_items,
+            "shift": shift,
+            "cu_seqlens": cu_seqlens,
+            "mask": mask,
+            "accumulate_into": accumulate_into,
+            "accumulate_now": accumulate_now,
+            "grad_scale": grad_scale,
+        }
+        return self.solve(hidden, weight, targets, arguments | inputs)
+
+    def solve(
+        self,
+        hidden: Tensor,
+        weight: HeadWeight,
+        targets: Tensor | None,
+        arguments: Mapping[str, Any],
+        inputs: Mapping[str, Any] = NO_INPUTS,
+    ) -> LossOutput:
+        """The call of every loss: each `__call__` only names its own inputs.
+
+        The flow:
+
+        1. `bind`: refuse unknown names and other types, read head modules, resolve process groups, apply the
+           mask, check the boundaries.
+        2. `prepare`, which a loss overrides: from the arguments of the user to the declared inputs.
+        3. `CallArguments.head_call`: check shapes by the role of each input, shift, flatten to one row per
+           token.
+        4. The engine: `run_calls`, or `unreduced_loss` with reduction="none".
+        5. `finish`, which a loss overrides for metrics that the engine does not compute.
+
+        Args:
+            hidden: as in `__call__`.
+            weight: as in `__call__`.
+            targets: as in `__call__`; None where the loss sets them in `prepare`.
+            arguments: the other keyword arguments as the user passed them, which are checked by name.
+            inputs: the arguments that the signature of the loss's `__call__` names.
+        """
+        call = self.bind(hidden, weight, targets, arguments, inputs)
+        given = call.head_call()
+        mode = Mode.SOLVED
+        if call.accumulate_into is not None or call.accumulate_now or call.grad_scale != 1.0:
+            mode = main_gradient_mode(given, call)
+        loss = call.loss
         if loss.reduction == "none":
-            value, metrics, tokens, plan = unreduced_loss(given, targets.shape)
+            value, metrics, tokens, plan = unreduced_loss(given, call.targets.shape)
         else:
-            value, metrics, tokens, plan = run_calls([given], mode, accumulate_into, grad_scale)
+            value, metrics, tokens, plan = run_calls([given], mode, call.accumulate_into, call.grad_scale)
             metrics = metrics[0, 1:]
         if tokens:
-            tokens = aligned(tokens, given.targets, targets.shape, self.ignore_index)
-        return LossOutput(value, dict(zip(self.metric_names, metrics.unbind(), strict=True)), plan, tokens)
+            tokens = aligned(tokens, given.targets, call.targets.shape, loss.ignore_index)
+        named = dict(zip(loss.metric_names, metrics.unbind(), strict=True))
+        return loss.finish(LossOutput(value, named, plan, tokens), call)
+
+    def bind(
+        self,
+        hidden: Tensor,
+        weight: HeadWeight,
+        targets: Tensor | None,
+        arguments: Mapping[str, Any],
+        inputs: Mapping[str, Any] = NO_INPUTS,
+    ) -> CallArguments:
+        """The arguments of a call, checked and prepared: steps 1 and 2 of `solve`."""
+        boundaries = {self.boundaries_argument: arguments.get("cu_seqlens")}
+        mask = arguments.get("mask")
+        shared, others = {}, {}
+        for name, x in arguments.items():
+            (shared if name in SHARED else others)[name] = x
+        self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
+        inputs = {**inputs, **others}
+        shared["sampling_mask"] = inputs.pop("sampling_mask", None)
+        loss, heads = self, {}
+        if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
+            bias = shared.pop("bias", None)
+            given = {"hidden": hidden, "weight": weight, "bias": bias, **inputs}
+            heads = {name: given[name] for name in HEADS if name in given}
+            loss, inputs = resolve_heads(self, given)
+            hidden, weight, shared["bias"] = (inputs.pop(name) for name in ("hidden", "weight", "bias"))
+        for name, x in inputs.items():
+            if x is None or (isinstance(x, Tensor) and not x.is_meta):
+                continue
+            if name not in self.structured_inputs and self.roles.get(name) is not Role.WHOLE:
+                self.check_call((), **{name: x})
+        if shared.get("shift") and loss.cp_group is not None:
+            remedy = "shift whole sequences before they are sliced"
+            raise ValueError(message("shift", "False with cp_group", True, remedy))
+        if mask is not None and targets is not None:
+            targets = loss.masked(targets, mask)
+        if loss.tp_group is not None or loss.cp_group is not None:
+            loss = loss.resolved(weight)
+            if debugging():
+                tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": shared.get("bias")}
+                others = inputs | {name: arguments.get(name) for name in ("num_items", "accumulate_into")}
+                check_agreement(loss, tensors, [name for name, x in others.items() if x is not None])
+        call = CallArguments(loss, hidden, weight, targets, inputs, heads, **shared)
+        if call.cu_seqlens is not None:
+            call.cu_seqlens = checked_boundaries(call.cu_seqlens, hidden, loss.boundaries_argument)
+        loss.prepare(call)
+        return call
+
+    def prepare(self, call: CallArguments) -> None:
+        """Turn the arguments of the user into the declared inputs, `call.inputs`; checks what is the loss's
+        own. A loss overrides it where these differ."""
+
+    def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
+        """The result of a call, from that of the engine."""
+        return out
+
+
+def main_gradient_mode(given: HeadCall, call: CallArguments) -> Mode:
+    """The mode of a call with arguments of a main gradient, which are checked."""
+    if call.accumulate_into is None:
+        if call.accumulate_now:
+            remedy = "pass the main gradient, or leave it out"
+            raise ValueError(message("accumulate_now", "False without accumulate_into", True, remedy))
+        expected = "1.0 without accumulate_into"
+        raise ValueError(message("grad_scale", expected, call.grad_scale, "scale the loss itself"))
+    check_main_gradient(given, call.weight, call.accumulate_into, call.grad_scale)
+    if not call.accumulate_now:
+        return Mode.INTO_MAIN
+    check_now(call.grad_scale)
+    return Mode.INTO_MAIN_NOW

@@ -6,17 +6,15 @@ from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar, Unpack, over
 from torch import Tensor, nn
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import HeadView
-from logitless.engine.operands import Operands, SplitHead
+from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
 from logitless.engine.sampling_mask import SamplingMask, checked_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import made
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
@@ -81,13 +79,9 @@ class TokenNumbers(TokenLoss):
         sampling_mask: SamplingMask | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
-        if not isinstance(weight, Tensor | SplitHead):
-            own = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens, "sampling_mask": sampling_mask}
-            return with_heads(TokenNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
-        loss = self if self.tp_group is None else self.resolved(weight)
-        options = Options(None, shift, cu_seqlens, sampling_mask)
-        given = prepare(loss, Operands(hidden, weight, targets, bias), options, {})
-        outcome = run_calls([given], Mode.PER_TOKEN)
+        arguments = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
+        call = self.bind(hidden, weight, targets, arguments, {"sampling_mask": sampling_mask})
+        outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
 

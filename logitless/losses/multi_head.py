@@ -1,8 +1,8 @@
 """A weighted sum of cross-entropies of several heads over the same tokens.
 
-Every head is a `Call` of the engine with its own targets. All calls add to the same d_hidden; a d_weight that
-one head alone uses is cast from fp32 when that head is done. The chunk loop runs the layers in front of a
-head forward and backward per chunk. So only the gradients of the heads' parameters grow with the number of
+Every head is a `HeadCall` of the engine with its own targets. All calls add to the same d_hidden; a d_weight
+that one head alone uses is cast from fp32 when that head is done. The chunk loop runs the layers in front of
+a head forward and backward per chunk. So only the gradients of the heads' parameters grow with the number of
 heads.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.call import Layers, Options, prepare
+from logitless.engine.call import Layers, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import Operands, SplitHead, checked_boundaries, sequence_numbers
+from logitless.engine.operands import SplitHead, checked_boundaries, sequence_numbers
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import message
 from logitless.losses.agreement import check_agreement
@@ -161,8 +161,9 @@ class MultiHeadLoss(CrossEntropyLoss):
                 )
             if part.constant_head:
                 weight, bias = weight.detach(), None if bias is None else bias.detach()
-            operands = Operands(part.hidden, weight, labels, bias)
-            given = prepare(loss, operands, Options(num_items, cu_seqlens=cu_seqlens), {})
+            given = prepare(
+                loss, part.hidden, weight, labels, bias, {}, num_items=num_items, cu_seqlens=cu_seqlens
+            )
             # Parts with the same hidden states share one flattened tensor, which gets one gradient.
             known = [rows for hidden, rows in flat if hidden is part.hidden]
             hidden = known[0] if known else given.hidden

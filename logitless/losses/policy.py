@@ -7,114 +7,12 @@ Sequences are padded `(B, T)`, or packed with `cu_seqlens`. A token is supervise
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from logitless.engine.operands import checked_boundaries, sequence_numbers, shifted
-from logitless.engine.segments import cached_property
+from logitless.engine.layout import SequenceLayout
 from logitless.errors import message
-from logitless.losses.agreement import check_agreement
-from logitless.losses.base import LossOutput, TokenLoss
-from logitless.parallel.agreement import debugging
-from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
-
-
-class Layout:
-    """The tokens and sequences of a call; expands inputs per sequence to their tokens."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        ignore_index: int,
-        cu_seqlens: Tensor | None,
-        *,
-        shift: bool,
-        slices: WholeSequences,
-    ):
-        self._shift, self.packed = shift, cu_seqlens is not None
-        self._slices = slices
-        if self.packed:
-            if targets.dim() != 1:
-                raise ValueError(
-                    message(
-                        "targets",
-                        "shape (N,) with cu_seqlens",
-                        tuple(targets.shape),
-                        "flatten the tokens or leave it out",
-                    )
-                )
-            cu_seqlens = checked_boundaries(cu_seqlens, targets)
-        else:
-            if targets.dim() != 2:
-                raise ValueError(
-                    message(
-                        "targets", "shape (B, T)", tuple(targets.shape), "or pass flat tokens with cu_seqlens"
-                    )
-                )
-        self.cu_seqlens = cu_seqlens
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.targets = self.aligned(targets.long(), ignore_index)
-        self.counted = self.targets != ignore_index
-        self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
-        if self.packed:
-            positions = torch.arange(targets.shape[0], device=targets.device)
-            self.number = sequence_numbers(cu_seqlens, positions)
-
-    def aligned(self, x: Tensor, last: float) -> Tensor:
-        """x aligned with hidden: shifted, if the call has `shift`; `last` fills the last positions."""
-        return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
-
-    def is_per_sequence(self, x: Tensor) -> bool:
-        """Whether x has one entry per sequence; with `cp_group`, whether that holds on every rank."""
-        flat, column = x.shape == (self.sequences,), x.shape == (self.sequences, 1)
-        if not self._slices.sliced:
-            return flat or (column and self.targets.shape != x.shape)
-        # One rank's slice may have as many tokens as there are sequences, or one token of each.
-        if not self.packed:
-            return flat
-        return self._slices.everywhere(flat, x.device) if x.dim() == 1 else column
-
-    def spread(self, x: Tensor) -> Tensor:
-        """(B,) -> targets' shape."""
-        if self.packed:
-            return x.reshape(-1)[self.number]
-        return x.reshape(-1, 1).expand(self.targets.shape)
-
-    def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
-        """x in targets' shape, detached, with `fill` for unsupervised tokens."""
-        if per_sequence and self.is_per_sequence(x):
-            x = self.spread(x)
-        else:
-            # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
-            if x.shape != self.targets.shape:
-                shape = tuple(self.targets.shape)
-                either = f"{shape} or ({self.sequences},)" if per_sequence else f"{shape}"
-                raise ValueError(
-                    message(name, f"targets' shape {either}", tuple(x.shape), "align it with the targets")
-                )
-            x = self.aligned(x, fill)
-        return torch.where(self.counted, x.detach().to(self.dtype), fill)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """(B,) supervised tokens of each sequence."""
-        if self.packed:
-            counted = self.counted.to(self.dtype)
-            lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
-        else:
-            lengths = self.counted.sum(1, dtype=self.dtype)
-        return self._slices.sum(lengths)
-
-    @cached_property
-    def shares(self) -> Tensor:
-        """(B,) 1 / supervised tokens of each sequence; 1 for a sequence without any."""
-        return self.lengths.clamp(min=1).reciprocal()
-
-    @cached_property
-    def share(self) -> Tensor:
-        """() 1 / supervised tokens of the call; 1 without any."""
-        return self.lengths.sum().clamp(min=1).reciprocal()
+from logitless.losses.arguments import CallArguments
+from logitless.losses.base import TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,55 +24,21 @@ class PolicyLoss(TokenLoss):
     context_parallel: ClassVar = True
 
     def laid_out(
-        self, layout: Layout, advantages: Tensor, **given: Tensor | None
+        self, layout: SequenceLayout, advantages: Tensor, **given: Tensor | None
     ) -> dict[str, Tensor | None]:
         """The declared inputs, from the advantages and the other keyword arguments of the loss."""
         raise NotImplementedError
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        advantages: Tensor,
-        mask: Tensor | None = None,
-        num_items: float | Tensor | None = None,
-        bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        shift: bool = False,
-        accumulate_into: Tensor | None = None,
-        accumulate_now: bool = False,
-        grad_scale: float = 1.0,
-        **given: Tensor | None,
-    ) -> LossOutput:
-        tensors = {"hidden": hidden, "targets": targets, "mask": mask, "cu_seqlens": cu_seqlens}
-        self.check_call(given, **tensors, advantages=advantages, **given)
-        if shift and self.cp_group is not None:
-            self.refuse_shift()
-        slices = WHOLE_SEQUENCES
-        if self.cp_group is not None:
-            loss = self.resolved(weight)
-            slices = loss.sequences
-            if debugging():  # `Layout` may run collectives before `LinearLoss.__call__` compares the ranks
-                tensors = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias}
-                check_agreement(loss, tensors, [name for name, x in given.items() if x is not None])
-        if mask is not None:
-            targets = self.masked(targets, mask)
-        layout = Layout(hidden, targets, self.ignore_index, cu_seqlens, shift=shift, slices=slices)
-        inputs = self.laid_out(layout, advantages, **given)
-        return super().__call__(
-            hidden,
-            weight,
-            layout.targets,
-            num_items=num_items,
-            bias=bias,
-            cu_seqlens=layout.cu_seqlens,
-            accumulate_into=accumulate_into,
-            accumulate_now=accumulate_now,
-            grad_scale=grad_scale,
-            **inputs,
-        )
+    def prepare(self, call: CallArguments) -> None:
+        super().prepare(call)
+        given = {name: x for name, x in call.inputs.items() if x is not None}
+        if "advantages" not in given:
+            raise TypeError(message("advantages", "a tensor", None, "pass one per sequence or per token"))
+        layout = call.layout()
+        call.inputs = self.laid_out(layout, **given)
+        # The layout has shifted the targets and the inputs per token.
+        call.targets = layout.targets
+        call.shift = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.head_view import is_head
-from logitless.engine.operands import checked_boundaries, shifted
+from logitless.engine.levels import is_per_sequence, per_token_shape
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import CallInputs, HeadWeight
-from logitless.losses.reference_model import ComparedLoss, check_reference
+from logitless.losses.reference_model import ComparedLoss
 
 PAIR_METRICS = (
     "rewards/chosen",
@@ -109,69 +108,31 @@ class ReferencedLoss(ComparedLoss):
     sequence_inputs: ClassVar = ("ref_sequence_logps",)
     internal_inputs: ClassVar = ("ref_sequence_logps",)
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        ref_logps: Tensor | None = None,
-        ref_hidden: Tensor | None = None,
-        ref_weight: Tensor | None = None,
-        ref_bias: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        shift: bool = False,
-        **arguments,
-    ) -> LossOutput:
-        model = {"ref_hidden": ref_hidden, "ref_weight": ref_weight, "ref_bias": ref_bias}
-        reference = {"ref_logps": ref_logps, **model}
-        if is_head(weight, ref_weight):
-            own = {"cu_seqlens": cu_seqlens, "shift": shift, **reference, **arguments}
-            return with_heads(ReferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
-        self.check_call(arguments, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens, **reference)
-        self.check_one_reference(**reference)
-        if cu_seqlens is not None:
-            cu_seqlens = checked_boundaries(cu_seqlens, targets)
-        inputs = {}
-        if ref_hidden is not None:
-            check_reference(self, ref_hidden, ref_weight, ref_bias, weight, targets)
-            if self.reduction == "none":
-                # An unreduced loss has the policy's statistics alone: compute the reference's log-probs here.
-                scored = targets.long()
-                scored = shifted(scored, self.ignore_index, cu_seqlens=cu_seqlens) if shift else scored
-                ref_logps = self.detached_logps(ref_hidden, ref_weight, ref_bias, scored, self.ref_head)
-                # Back to the positions of the unshifted labels: the call shifts both.
-                ref_logps = ref_logps.roll(1, -1) if shift else ref_logps
-            else:
-                inputs = dict(model)
-        if ref_logps is not None:
-            loss = self if self.cp_group is None else self.resolved(weight)
-            if not (per_token := loss.is_per_token(ref_logps, targets)):
-                self._check_sums(ref_logps, targets, cu_seqlens)
-            inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
-        inputs |= {"cu_seqlens": cu_seqlens, "shift": shift}
-        return super().__call__(hidden, weight, targets, **inputs, **arguments)
+    def prepare(self, call: CallArguments) -> None:
+        given = call.inputs.get("ref_logps")
+        super().prepare(call)
+        if given is None:
+            return
+        sequences = (call.targets if call.cu_seqlens is None else call.cu_seqlens[1:]).shape[0]
+        # Flat tokens without sequences are refused later.
+        known = call.cu_seqlens is not None or call.targets.dim() > 1
+        per_token, ref_logps = self.read_ref_logps(given, call.targets, sequences if known else 1)
+        del call.inputs["ref_logps"]
+        call.inputs["ref_logps" if per_token else "ref_sequence_logps"] = ref_logps
 
-    def _check_sums(self, ref_logps: Tensor, targets: Tensor, starts: Tensor | None) -> None:
-        """The shape of log-probabilities per sequence. Flat tokens without sequences are refused later."""
-        sequences, got = (targets if starts is None else starts[1:]).shape[0], tuple(ref_logps.shape)
-        if got != (sequences,) and (starts is not None or targets.dim() >= 2):
-            raise ValueError(
-                message(
-                    "ref_logps",
-                    f"shape ({sequences},) or targets' {tuple(targets.shape)}",
-                    got,
-                    "give each sequence or token its own",
-                )
-            )
-
-    def is_per_token(self, ref_logps: Tensor, targets: Tensor) -> bool:
-        """Whether log-probabilities have targets' shape; with `cp_group`, whether that holds on all ranks."""
-        per_token = ref_logps.shape == targets.shape
-        if self.cp_group is not None and targets.dim() == 1:
-            # A rank's packed slice may have as many tokens as the call has sequences.
-            per_token = self.sequences.everywhere(per_token, targets.device)
-        return per_token
+    def read_ref_logps(
+        self, ref_logps: Tensor, targets: Tensor, sequences: int, where: str = ""
+    ) -> tuple[bool, Tensor]:
+        """(whether there is one per token, the log-probabilities like targets or (sequences,))."""
+        name = "ref_logps"
+        if is_per_sequence(name, ref_logps, targets, sequences, sums=True, slices=self.sequences):
+            return False, ref_logps.reshape(-1)
+        found = per_token_shape(ref_logps, targets)
+        if found.shape != targets.shape:
+            expected = f"shape ({sequences},) or targets' {tuple(targets.shape)}{where}"
+            remedy = "give each sequence or token its own"
+            raise ValueError(message(name, expected, tuple(ref_logps.shape), remedy))
+        return True, found
 
     def sequence_ref_logps(self, batch: Batch, weights: Tensor | None = None) -> Tensor:
         """(sequences,) log-probabilities under the reference; `weights` (n,) do not apply to given sums."""
@@ -220,16 +181,12 @@ class UnreferencedLoss(PairedLoss):
         targets: Tensor,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        bias, cu_seqlens = arguments.pop("bias", None), arguments.pop("cu_seqlens", None)
-        if is_head(weight):
-            own = {"bias": bias, "cu_seqlens": cu_seqlens, **arguments}
-            return with_heads(UnreferencedLoss.__call__, self, targets, hidden=hidden, weight=weight, **own)
-        given = [name for name in arguments if name not in self.internal_inputs]
-        self.check_call(given, hidden=hidden, targets=targets, cu_seqlens=cu_seqlens)
-        out = super().__call__(hidden, weight, targets, bias=bias, cu_seqlens=cu_seqlens, **arguments)
+        return self.solve(hidden, weight, targets, arguments)
+
+    def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
         if self.logits_over == "position":
             chosen, rejected = mean_logits_over_positions(
-                self.resolved(weight), hidden, weight, bias, cu_seqlens
+                self, call.hidden, call.weight, call.bias, call.cu_seqlens
             )
             out.metrics.update({"logits/chosen": chosen, "logits/rejected": rejected})
         return out

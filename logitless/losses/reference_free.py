@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import checked_boundaries
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
@@ -89,35 +89,29 @@ class ORPOLoss(UnreferencedLoss):
         nll_targets: Tensor | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        cu_seqlens = arguments.pop("cu_seqlens", None)
-        tensors = {"hidden": hidden, "targets": targets, "nll_targets": nll_targets, "cu_seqlens": cu_seqlens}
-        self.check_call(arguments, **tensors)
-        if cu_seqlens is not None:
-            cu_seqlens = checked_boundaries(cu_seqlens, targets)
-        inputs = {"cu_seqlens": cu_seqlens}
-        if nll_targets is not None:
-            targets, nll_targets = targets.long(), nll_targets.long()
-            expected, got = f"targets' shape {tuple(targets.shape)}", tuple(nll_targets.shape)
-            if arguments.get("mask") is not None:
-                raise ValueError(
-                    message(
-                        "mask",
-                        "None beside nll_targets",
-                        "a tensor",
-                        "set what does not count to ignore_index in targets and nll_targets",
-                    )
-                )
-            if nll_targets.shape != targets.shape:
-                raise ValueError(
-                    message("nll_targets", expected, got, "give a label or ignore_index per token")
-                )
-            chosen = _of_chosen(targets, cu_seqlens)
-            inputs["completion"] = targets != self.ignore_index
-            inputs["contradicting"] = _contradicting(targets, nll_targets, chosen, self.ignore_index)
-            # Rejected sequences have no NLL, so that their prompts need no logits.
-            more = torch.where(chosen, nll_targets, self.ignore_index)
-            targets = torch.where(inputs["completion"], targets, more)
-        return super().__call__(hidden, weight, targets, **inputs, **arguments)
+        return self.solve(hidden, weight, targets, arguments, {"nll_targets": nll_targets})
+
+    def prepare(self, call: CallArguments) -> None:
+        super().prepare(call)
+        nll_targets = call.inputs.pop("nll_targets", None)
+        if nll_targets is None:
+            return
+        if call.mask is not None:
+            remedy = "set what does not count to ignore_index in targets and nll_targets"
+            raise ValueError(message("mask", "None beside nll_targets", "a tensor", remedy))
+        targets = call.targets.long()
+        nll_targets = nll_targets.long()
+        if nll_targets.shape != targets.shape:
+            expected = f"targets' shape {tuple(targets.shape)}"
+            remedy = "give a label or ignore_index per token"
+            raise ValueError(message("nll_targets", expected, tuple(nll_targets.shape), remedy))
+        chosen = _of_chosen(targets, call.cu_seqlens)
+        completion = targets != self.ignore_index
+        call.inputs["completion"] = completion
+        call.inputs["contradicting"] = _contradicting(targets, nll_targets, chosen, self.ignore_index)
+        # Rejected sequences have no NLL, so that their prompts need no logits.
+        more = torch.where(chosen, nll_targets, self.ignore_index)
+        call.targets = torch.where(completion, targets, more)
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
         """The fault of NLL labels that differ from the completion's targets."""

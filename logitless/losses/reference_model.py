@@ -1,17 +1,23 @@
 """Base of the losses with a reference model: the reference's head and log-probabilities."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from logitless.engine.operands import shifted
 from logitless.errors import message
 from logitless.kernels.head.transform import Head
+from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import made
 from logitless.losses.logprobs import TokenNumbers
 from logitless.parallel.groups import check_alike
+
+# Arguments of a reference that is given as hidden states and head.
+MODEL = ("ref_hidden", "ref_weight", "ref_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +52,27 @@ class ComparedLoss(TokenLoss):
         scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
         return Head(softcap, scale, self.temperature)
 
-    def check_one_reference(self, ref_logps: Tensor | None, **model: Tensor | None) -> None:
-        """Raise unless there is one reference, or none if the loss needs none.
+    def prepare(self, call: CallArguments) -> None:
+        """Check the reference. An unreduced loss has the policy's statistics alone: it gets the reference's
+        log-probabilities in the place of its head."""
+        self._check_one_reference(call.inputs)
+        hidden, weight, bias = (call.inputs.get(name) for name in MODEL)
+        if hidden is not None:
+            check_reference(self, hidden, weight, bias, call.weight, call.targets)
+        super().prepare(call)
+        if hidden is not None and self.reduction == "none":
+            targets = call.targets.long()
+            if call.shift:
+                targets = shifted(targets, self.ignore_index, cu_seqlens=call.cu_seqlens)
+            logps = self.detached_logps(hidden, weight, bias, targets, self.ref_head)
+            # At the positions of the unshifted labels, as the call shifts both.
+            call.inputs["ref_logps"] = logps.roll(1, -1) if call.shift else logps
+            for name in MODEL:
+                call.inputs.pop(name, None)
 
-        `model` is ref_hidden, ref_weight and ref_bias.
-        """
-        given = {"ref_logps": ref_logps, **model}
-        names = [name for name, x in given.items() if x is not None]
+    def _check_one_reference(self, inputs: Mapping[str, Tensor | None]) -> None:
+        """Raise unless there is one reference, or none if the loss needs none."""
+        names = [name for name in ("ref_logps", *MODEL) if inputs.get(name) is not None]
         got, name = " and ".join(names) or "neither", type(self).__name__
         if not self.needs_reference:
             if names:

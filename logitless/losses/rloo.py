@@ -6,13 +6,15 @@ from typing import ClassVar, Unpack
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
+from logitless.engine.layout import SequenceLayout
+from logitless.engine.levels import per_token_shape
 from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.inputs import CallInputs, HeadWeight
 from logitless.losses.numerics import bounded_exp
-from logitless.losses.policy import ClippedLoss, Layout, PolicyLoss
+from logitless.losses.policy import ClippedLoss, PolicyLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +65,13 @@ class RLOOLoss(ClippedLoss):
         old_logps: Tensor | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return super().__call__(
-            hidden, weight, targets, advantages=advantages, old_logps=old_logps, **arguments
-        )
+        inputs = {"advantages": advantages, "old_logps": old_logps}
+        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
-        self, layout: Layout, advantages: Tensor, *, old_logps: Tensor | None = None
+        self, layout: SequenceLayout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
-        if not layout.is_per_sequence(advantages):
+        if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
             raise ValueError(
                 message(
                     "advantages",
@@ -82,8 +83,9 @@ class RLOOLoss(ClippedLoss):
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:
             return inputs
-        if layout.is_per_sequence(old_logps):
+        if layout.is_per_sequence("old_logps", old_logps, sums=True):
             return inputs | {"old_sums": old_logps.detach().reshape(-1).to(layout.dtype)}
+        old_logps = per_token_shape(old_logps, layout.targets)
         return inputs | {"old_logps": layout.per_token("old_logps", old_logps)}
 
 
@@ -110,7 +112,7 @@ class REINFORCELoss(PolicyLoss):
         advantages: Tensor,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return super().__call__(hidden, weight, targets, advantages=advantages, **arguments)
+        return self.solve(hidden, weight, targets, arguments, {"advantages": advantages})
 
-    def laid_out(self, layout: Layout, advantages: Tensor) -> dict[str, Tensor | None]:
+    def laid_out(self, layout: SequenceLayout, advantages: Tensor) -> dict[str, Tensor | None]:
         return {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}

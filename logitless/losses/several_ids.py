@@ -7,17 +7,14 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.call import Options, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.head_view import is_head
 from logitless.engine.objectives.ids import IdsObjective, TopkObjective
-from logitless.engine.operands import INTEGERS, Operands, SplitHead, checked_boundaries, masked, shifted
+from logitless.engine.operands import INTEGERS, SplitHead, checked_boundaries, shifted, supervised_where
 from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.kernels.head.targets import one_per_position
 from logitless.losses.declarations import made
-from logitless.losses.heads import with_heads
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
@@ -76,14 +73,9 @@ class IdsNumbers(LinearLoss):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (..., k) or (...)}, plan); `targets` (...) says which positions count."""
-        if is_head(weight):
-            own = {"bias": bias, "ids": ids, "cu_seqlens": cu_seqlens}
-            return with_heads(IdsNumbers.numbers, self, targets, hidden=hidden, weight=weight, **own)
-        loss = self if self.tp_group is None else self.resolved(weight)
-        given = prepare(
-            loss, Operands(hidden, weight, targets, bias), Options(cu_seqlens=cu_seqlens), {"ids": ids}
-        )
-        outcome = run_calls([given], Mode.PER_TOKEN)
+        arguments = {"bias": bias, "cu_seqlens": cu_seqlens}
+        call = self.bind(hidden, weight, targets, arguments, {"ids": ids})
+        outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
         found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.numbers.items()}
         return found, outcome.plan
 
@@ -103,11 +95,9 @@ class TopkNumbers(IdsNumbers):
 
 
 def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: torch.device) -> Tensor:
-    """Targets (...) that only tell supervised positions (any id) from masked ones (`ignore_index`)."""
-    any_id = 0 if ignore_index != 0 else 1
-    every = torch.full(shape, any_id, dtype=torch.int64, device=device)
+    """`supervised_where`, with an error of `linear_topk`."""
     if mask is None:
-        return every
+        return supervised_where(None, shape, ignore_index, device)
     if mask.shape != shape:
         raise ValueError(
             message(
@@ -117,7 +107,7 @@ def counted(mask: Tensor | None, shape: torch.Size, ignore_index: int, device: t
                 "align it with hidden",
             )
         )
-    return masked(every, mask, ignore_index)
+    return supervised_where(mask, shape, ignore_index, device)
 
 
 def check_ids(ids: Tensor, hidden: Tensor) -> None:

@@ -17,7 +17,7 @@ from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.declarations import made
-from logitless.losses.heads import taken_apart
+from logitless.losses.heads import resolve_heads
 from logitless.losses.inputs import HeadWeight
 from logitless.losses.teachers import check_teacher
 
@@ -226,7 +226,7 @@ class SpeculatorLoss(LogitsLoss):
         heads |= {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
         heads |= {"teacher_bias": teacher_bias}
         if is_head(weight, teacher_weight):
-            loss, heads = taken_apart(loss, heads)
+            loss, heads = resolve_heads(loss, heads)
         hidden, weight, teacher_hidden = heads["hidden"], heads["weight"], heads["teacher_hidden"]
         rows = hidden.shape[1:-1]
         check_verifier(teacher_hidden, heads["teacher_weight"], heads["teacher_bias"], rows, starts)
@@ -248,17 +248,15 @@ class SpeculatorLoss(LogitsLoss):
             "problems": torch.cat((pairs.problems, ids.problems)),
         }
         any_id = 0 if loss.ignore_index != 0 else 1
-        out = super(SpeculatorLoss, loss).__call__(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            torch.where(pairs.counted, any_id, loss.ignore_index).reshape(-1),
-            bias=heads["bias"],
-            num_items=num_items,
-            accumulate_into=accumulate_into,
-            accumulate_now=accumulate_now,
-            grad_scale=grad_scale,
-            **inputs,
-        )
+        arguments = {
+            "bias": heads["bias"],
+            "num_items": num_items,
+            "accumulate_into": accumulate_into,
+            "accumulate_now": accumulate_now,
+            "grad_scale": grad_scale,
+        }
+        counted = torch.where(pairs.counted, any_id, loss.ignore_index).reshape(-1)
+        out = loss.solve(hidden.reshape(-1, hidden.shape[-1]), weight, counted, arguments, inputs)
         if loss.reduction != "none":
             return out
         values = dict(zip(chosen, out.loss.view(len(chosen), *rows).unbind(), strict=True))

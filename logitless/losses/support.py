@@ -16,7 +16,7 @@ from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import NOTHING
 from logitless.kernels.head.transform import Head
 from logitless.losses.declarations import made
-from logitless.losses.divergences import DIVERGENCES
+from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
 
@@ -174,9 +174,7 @@ class SupportDistillation(LinearLoss):
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""
         if not self.given:
             return torch.cat((teacher, stats.teacher_rest.clamp(min=NOTHING)[:, None]), -1)
-        # Bound the probability of other ids, 1 - sum, below by the rounding error of the sum.
-        known = teacher.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(teacher.dtype).eps)
-        rest = torch.log(-torch.expm1(known))
+        rest = log_of_others(teacher, batch.teacher_logps.dtype)
         # Where the student has nothing but these ids, neither has the teacher.
         rest = torch.where(stats.rest[:, None] == -torch.inf, NOTHING, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.errors import expect
+from logitless.errors import expect, message
 from logitless.parallel.groups import split_over_vocabulary
 
 # The attribute with the wrapped module, by class of the wrapper. Those of packages that the library does not
@@ -26,11 +26,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """
     while isinstance(model, nn.Module):
         name = type(model).__name__
-        expect(name != "DataParallel", "model", "one process per GPU", "nn.DataParallel", ONE_PROCESS)
-        is_fsdp1, remedy = name == "FullyShardedDataParallel", "shard it with fully_shard"
-        expect(
-            not is_fsdp1, "model", "a model that is sharded by FSDP2, if at all", f"FSDP1's {name}", remedy
-        )
+        if name == "DataParallel":
+            raise ValueError(message("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS))
+        if name == "FullyShardedDataParallel":
+            expected = "a model that is sharded by FSDP2, if at all"
+            raise ValueError(message("model", expected, f"FSDP1's {name}", "shard it with fully_shard"))
         if name not in WRAPPERS:
             break
         model = getattr(model, WRAPPERS[name])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
-from logitless.errors import expect
+from logitless.errors import expect, message
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenNumbers
@@ -75,8 +75,9 @@ def deferred(
         unverified: whether a compiled graph may hold a head that was never compared with its parameters.
         summed: False makes their cross-entropy 0, for a caller that computes the loss from deferred logits.
     """
-    replica, got = getattr(model, "_is_replica", False), "nn.DataParallel around the chunked loss"
-    expect(not replica, "model", "one process per GPU", got, ONE_PROCESS)
+    if getattr(model, "_is_replica", False):
+        got = "nn.DataParallel around the chunked loss"
+        raise ValueError(message("model", "one process per GPU", got, ONE_PROCESS))
     deferral = deferral_of(model)
     known = deferral.checked or unverified or not torch.compiler.is_compiling()
     remedy = "run one step uncompiled, or pass unverified=True"

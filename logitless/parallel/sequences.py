@@ -35,9 +35,9 @@ class WholeSequences:
         """All-gather (n,) values of tokens; the order of the result is not that of the sequences."""
         return x
 
-    def everywhere(self, condition: bool, device: torch.device) -> bool:
-        """Whether a condition of this rank's host holds on all ranks; a host sync with slices."""
-        return condition
+    def everywhere(self, conditions: tuple[bool, ...], device: torch.device) -> tuple[bool, ...]:
+        """Which conditions of this rank's host hold on all ranks; a host sync with slices."""
+        return conditions
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
         """Sum counts of this rank's tokens over the ranks."""
@@ -73,8 +73,9 @@ class SlicedSequences(WholeSequences):
         parts = gather(torch.nn.functional.pad(x, (0, max(sizes) - x.shape[0])), self.group)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    def everywhere(self, condition: bool, device: torch.device) -> bool:
-        return not self.sum(torch.tensor(not condition, dtype=torch.int64, device=device)).item()
+    def everywhere(self, conditions: tuple[bool, ...], device: torch.device) -> tuple[bool, ...]:
+        failures = torch.tensor([not x for x in conditions], dtype=torch.int64, device=device)
+        return tuple(count == 0 for count in self.sum(failures).tolist())
 
     def counts(self, device: torch.device, *tokens: int | Tensor) -> tuple[int | Tensor, ...]:
         return self.sum(

@@ -127,7 +127,7 @@ class Shards(NamedTuple):
     """The shards of a head on all ranks, which the ranks exchange in a call's one host sync."""
 
     sizes: tuple[int, ...]  # rows of each shard
-    unrounded: bool  # whether every rank has a kernel for unrounded logits (`Call.unrounded`)
+    unrounded: bool  # whether every rank has a kernel for unrounded logits (`HeadCall.unrounded`)
 
     @property
     def V(self) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, is_dataclass, replace
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call, Given
-from logitless.engine.function import Mode, Outcome, replaced, run_calls
+from logitless.engine.call import HeadCall
+from logitless.engine.function import CallResult, Mode, replaced, run_calls
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
@@ -149,7 +149,7 @@ class Passes:
     cutting_budget: int = AMPLE_BUDGET  # with which every call has several chunks
     dtype: torch.dtype = torch.float32  # of the products
 
-    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
+    def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         size, remedy = logits_bytes(heads), "check fewer tokens"
         got = f"{size / 2**30:.1f} GiB"
         expect(size <= MOST_LOGITS, "hidden", "at most 1 GiB of logits in fp64", got, remedy)
@@ -161,7 +161,7 @@ class Passes:
         return outcome
 
 
-def _cutting_budget(call: Call) -> int:
+def _cutting_budget(call: HeadCall) -> int:
     """A budget with which the logits are cut into CHUNKS chunks or more."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
     purpose = Pass.NUMBERS if call.loss.reduction == "none" else Pass.SOLVE

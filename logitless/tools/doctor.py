@@ -13,10 +13,9 @@ from logitless.kernels.head import divergence
 from logitless.losses import CrossEntropyLoss, DPOLoss, GRPOLoss, JSDLoss, KTOLoss
 from logitless.losses.base import LinearLoss
 from logitless.tools.check import check
+from logitless.tools.samples import Samples
 
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft")
-# Sequences, tokens of each, hidden size, vocabulary: large enough for several chunks.
-B, T, H, V = 4, 13, 32, 997
 
 
 def examine() -> int:
@@ -74,24 +73,11 @@ def accelerated(device: torch.device) -> list[str]:
 
 def main_losses(device: torch.device, dtype: torch.dtype) -> list[tuple[LinearLoss, dict]]:
     """The losses that are checked, and what they are called with."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-
-    targets = torch.randint(V, (B, T), generator=generator, device=device)
-    targets[:, -3:] = -100
-    operands = {
-        "hidden": random(B, T, H).to(dtype).requires_grad_(),
-        "weight": (random(V, H) / 4).to(dtype).requires_grad_(),
-        "targets": targets,
-    }
-    reference, labels = {"ref_logps": random(B, T) - 6}, {"labels": torch.arange(B, device=device) % 2 == 0}
-    teacher = {"teacher_hidden": random(B, T, H).to(dtype), "teacher_weight": random(V, H).to(dtype) / 4}
-    return [
-        (CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3), operands),
-        (DPOLoss(), operands | reference),
-        (KTOLoss(), operands | reference | labels | {"kl": 0.1}),
-        (GRPOLoss(beta=0.1), operands | reference | {"advantages": random(B), "old_logps": random(B, T) - 6}),
-        (JSDLoss(), operands | teacher),
-    ]
+    losses = (
+        CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-3),
+        DPOLoss(),
+        KTOLoss(),
+        GRPOLoss(beta=0.1),
+        JSDLoss(),
+    )
+    return [(loss, Samples(device, dtype).call(loss)) for loss in losses]

@@ -4,25 +4,30 @@ The loss is really called, with stand-ins that have a shape, a dtype and a devic
 chunk loop, where the engine's own planner returns its plan. So no planning rule is written twice.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from logitless.engine.budget import default_budget
-from logitless.engine.call import Call, Given, d_hidden_dtype
+from logitless.engine.budget import budget_of_memory, default_budget
+from logitless.engine.call import HeadCall, d_hidden_dtype
 from logitless.engine.choose import choose_rows
-from logitless.engine.function import Mode, Outcome, replaced
-from logitless.engine.gradients import Gradients
+from logitless.engine.function import CallResult, Mode, replaced
+from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_vectors, plan_for
 from logitless.engine.plan import MIB, Pass, Plan
-from logitless.errors import expect
+from logitless.errors import expect, message
+from logitless.kernels import planned_for
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss, SpeculatorLoss
+from logitless.losses.base import LinearLoss
 from logitless.losses.policy import PolicyLoss
 from logitless.losses.reference_model import ComparedLoss
+from logitless.tools.cards import Card, card_of
 
 # Options of a call that an estimate does not cover.
 REFUSED = ("accumulate_into", "accumulate_now", "grad_scale")
@@ -49,6 +54,8 @@ class Estimate:
         peak_bytes: about what a step takes at its peak beyond hidden states and heads: d_hidden, d_weight or
             its wider sum, and the chunk; or the gradient that the sum is cast to when the chunk is gone,
             where that is larger.
+        input_bytes: of hidden states and heads, those of a teacher or reference included.
+        card: the GPU that is planned for, where it was named by `card` or `memory`.
     """
 
     plan: Plan
@@ -60,8 +67,14 @@ class Estimate:
     sum_bytes: int
     logits_bytes: int
     peak_bytes: int
+    input_bytes: int
+    card: Card | None = None
 
     def __str__(self) -> str:
+        whole = self.input_bytes + self.peak_bytes
+        on_card = ""
+        if self.card is not None:
+            on_card = f"\nplanned for {self.card}: about {_mib(whole)} with hidden states and heads"
         others = f", and {self.other_products:g} of the reference or teacher" if self.other_products else ""
         summed = f" and {_mib(self.sum_bytes)} for d_weight's sum" if self.sum_bytes else ""
         return (
@@ -71,7 +84,7 @@ class Estimate:
             f"{_mib(self.gradient_bytes)} for gradients{summed}\n"
             f"peak beyond the inputs: about {_mib(self.peak_bytes)}\n"
             f"full logits: {_mib(self.logits_bytes)} for one copy in the operands' dtype; "
-            "PyTorch with an fp32 upcast holds several"
+            f"PyTorch with an fp32 upcast holds several{on_card}"
         )
 
 
@@ -87,6 +100,8 @@ def estimate(
     vocab_size: int,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
+    card: str | None = None,
+    memory: int | None = None,
     sequences: int | None = None,
     frozen_head: bool = False,
     heads: int | None = None,
@@ -100,7 +115,8 @@ def estimate(
     """The plan of a call, its memory and its products, without allocating hidden states, heads or logits.
 
     Gradients are expected where autograd is on: under torch.no_grad() the estimate is of an evaluation. A
-    `LogitsLoss` without a kernel is measured on 64 rows, as in the call itself.
+    `LogitsLoss` without a kernel is measured on 64 rows, as in the call itself; for a GPU that is not here,
+    uncompiled, which is an upper bound. Call no loss in another thread while a `card` is planned for.
 
     Args:
         loss: a loss, or `linear_logprobs` (options by functools.partial); without tp_group and cp_group.
@@ -109,6 +125,10 @@ def estimate(
         vocab_size: V.
         dtype: of hidden states and heads.
         device: one of this machine, where the call would run; default the GPU, if there is one.
+        card: a GPU that need not be here, by a name of `logitless.tools.cards.CARDS` such as "h100-80": plan
+            for its memory and for the kernels that it runs.
+        memory: bytes of a GPU that need not be here; without `card`, a GPU that runs the portable Triton
+            kernels alone. A few per cent of the memory that a card is sold with are not available.
         sequences: of equal length; default one, or a group. For others pass `cu_seqlens`.
         frozen_head: whether the head gets no gradient, and hidden alone does.
         heads: how many there are beside the model's own, for `MedusaLoss` and `MultiTokenLoss`.
@@ -148,7 +168,15 @@ def estimate(
     packed = inputs.get("cu_seqlens")
     alone = packed is None or sequences is None
     expect(alone, "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are")
-    device = _device(device)
+    gpu = card_of(card, memory)
+    if gpu is None:
+        device = _device(device)
+    elif device is not None:
+        remedy = "name the device or the card"
+        raise ValueError(message("device", "None beside card or memory", device, remedy))
+    else:
+        loss = _with_budget_of(gpu, loss)
+        device = torch.device("cpu")
     count = len(packed) - 1 if packed is not None else sequences or getattr(loss, "sequences_per_group", 1)
     expected = f"a multiple of {count} sequences"
     whole = packed is not None or tokens % count == 0
@@ -189,10 +217,12 @@ def estimate(
         given["draft_ids"] = torch.arange(vocab_size, device=device)
     targets = inputs.pop("targets", torch.zeros(shape, dtype=torch.int64, device=device))
     given = _required(loss, targets, count, given) | given | inputs
-    planner = _Planner(fakes)
+    planner = _Planner(gpu)
     with replaced(planner):
         loss(hidden, second, targets, **given)
-    return planner.estimate(tokens * vocab_size * dtype.itemsize)
+    inputs = {id(x): x.nbytes for x in tree_leaves((hidden, second, given)) if isinstance(x, Tensor)}
+    inputs |= {id(x): x.nbytes for x in second.parameters()} if isinstance(second, MedusaHeads) else {}
+    return planner.estimate(tokens * vocab_size * dtype.itemsize, sum(inputs.values()))
 
 
 def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
@@ -209,6 +239,15 @@ def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
     for name in REFUSED:
         absent, remedy = name not in inputs, "leave it out"
         expect(absent, name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
+
+
+def _with_budget_of(card: Card, loss: Callable) -> Callable:
+    """The loss with the default budget of a card, unless it has a budget of its own."""
+    options = {"logits_budget": budget_of_memory(card.memory)}
+    if isinstance(loss, LinearLoss):
+        return loss if loss.logits_budget else replace(loss, **options)
+    given = getattr(loss, "keywords", {})
+    return loss if given.get("logits_budget") else functools.partial(loss, **options)
 
 
 def _device(given: torch.device | str | None) -> torch.device:
@@ -242,57 +281,80 @@ def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[st
 class _Planner:
     """Replaces the engine's passes: makes the plans, and returns zeros."""
 
-    fakes: TorchDispatchMode  # in which nothing takes memory
-    walks: list[tuple[Call, Plan, Pass]] = field(default_factory=list)
+    card: Card | None = None  # a GPU that is not here
+    walks: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
     # Rows of a teacher with rows of its own per projected row; None for another teacher, or none.
     teacher_share: float | None = None
     plan: Plan | None = None  # of the last call
     gradient_bytes: int = 0  # of all
 
-    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
+    def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         signature, tensors, sequences = pack(heads)
+        calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
-        for call, rows in map(choose_rows, unpack(signature, tensors, sequences)):
+        for call, rows in map(choose_rows, calls):
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
-            self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
+            with self._on_card():
+                self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
         if numbers_alone and call.trainable and not keeps_vectors(call):
-            plan = plan_for(call, rows, Pass.GRADIENTS)
+            with self._on_card():
+                plan = plan_for(call, rows, Pass.GRADIENTS)
             self.walks.append((call, plan, Pass.GRADIENTS))
         loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
-            return Outcome(zeros.sum(), zeros, {}, self.plan)
+            return CallResult(zeros.sum(), zeros, {}, self.plan)
         shapes = loss.objective.number_shapes(loss, N, call.inputs).items()
         numbers = {
             name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
         }
-        return Outcome(None, None, numbers, self.plan)
+        return CallResult(None, None, numbers, self.plan)
 
-    def estimate(self, logits_bytes: int) -> Estimate:
+    def _on_card(self) -> AbstractContextManager:
+        return nullcontext() if self.card is None else planned_for(self.card.generation)
+
+    def estimate(self, logits_bytes: int, input_bytes: int) -> Estimate:
         plans = tuple(plan for _, plan, _ in self.walks)
         products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.walks]
-        chunks, sums, peaks = map(max, zip(*(self._memory(*walk) for walk in self.walks)))
+        with self._on_card():
+            chunks, sums, peaks = map(max, zip(*(self._memory(*walk) for walk in self.walks)))
         own, others = map(sum, zip(*products))
-        return Estimate(self.plan, plans, own, others, chunks, self.gradient_bytes, sums, logits_bytes, peaks)
+        return Estimate(
+            plan=self.plan,
+            walks=plans,
+            products=own,
+            other_products=others,
+            chunk_bytes=chunks,
+            gradient_bytes=self.gradient_bytes,
+            sum_bytes=sums,
+            logits_bytes=logits_bytes,
+            peak_bytes=peaks,
+            input_bytes=input_bytes,
+            card=self.card,
+        )
 
-    def _memory(self, call: Call, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
+    def _memory(self, call: HeadCall, plan: Plan, purpose: Pass) -> tuple[int, int, int]:
         """Bytes: (of a chunk; of wider sums of d_weight and d_bias; of everything at the peak)."""
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
         solved = [x for x, _, why in self.walks if why is Pass.SOLVE]
         several = len(solved) > 1
-        gradients = Gradients([call], static=several)
-        with self.fakes:
-            gradients.open(call, 1.0, several_chunks=plan.chunks > 1)
-        wide = [x for x in gradients.sums.values() if x.dtype != call.weight.dtype]  # one head's are alive
-        held, copies = sum(x.nbytes for x in wide), sum(x.numel() * call.weight.itemsize for x in wide)
+        dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
+        sums = []
+        if call.needs.weight:
+            sums.append((call.weight.numel(), dtypes.weight))
+        if call.needs.bias:
+            sums.append((call.bias.numel(), dtypes.bias))
+        wide = [(size, dtype) for size, dtype in sums if dtype != call.weight.dtype]  # one head's are alive
+        held = sum(size * dtype.itemsize for size, dtype in wide)
+        copies = sum(size * call.weight.itemsize for size, _ in wide)
         # Of several heads, and in fp16, d_hidden is summed in fp32.
-        width = call.stat_dtype if several else d_hidden_dtype(call.dtype)
+        width = dtypes.hidden
         hidden = {x.slots.hidden: x.hidden for x in solved}
         wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
@@ -301,7 +363,7 @@ class _Planner:
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 
-def _products(call: Call, plan: Plan, teacher_share: float | None) -> tuple[float, float]:
+def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per projected row."""
     read = sum(step.stop - step.start for step in plan.steps if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
@@ -310,6 +372,6 @@ def _products(call: Call, plan: Plan, teacher_share: float | None) -> tuple[floa
     return own, read / max(1, plan.rows) * share
 
 
-def _fixed_bytes(call: Call, purpose: Pass) -> int:
+def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:
     budget = call.loss.logits_budget or default_budget(call.weight.device)
     return call.loss.objective.costs(call, budget, purpose).fixed_bytes

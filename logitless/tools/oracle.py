@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import Call, Given
-from logitless.engine.function import Mode, Outcome
+from logitless.engine.call import HeadCall
+from logitless.engine.function import CallResult, Mode
 from logitless.engine.objectives.base import batch_of
 from logitless.engine.objectives.ids import IdsObjective
 from logitless.engine.objectives.logits import LogitsObjective
@@ -36,14 +36,14 @@ class Oracle:
     # Tensors that the losses of the calls are functions of: per-token statistics, or logits.
     starts: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, heads: Sequence[Given], mode: Mode) -> Outcome:
+    def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         calls = unpack(*pack(heads))
         if mode is Mode.PER_TOKEN:
-            return Outcome(None, None, self._numbers(calls[0]), None)
+            return CallResult(None, None, self._numbers(calls[0]), None)
         losses, metrics = zip(*map(self._solve, calls), strict=True)
-        return Outcome(sum(losses), torch.stack(metrics), {}, None)
+        return CallResult(sum(losses), torch.stack(metrics), {}, None)
 
-    def _solve(self, call: Call) -> tuple[Tensor, Tensor]:
+    def _solve(self, call: HeadCall) -> tuple[Tensor, Tensor]:
         """The loss of a head, and (1 + metrics,): the loss without its coefficient, then the metrics."""
         rows = rows_in_order(call)
         factors, _ = unit_factors(call, rows, 1.0)
@@ -52,7 +52,7 @@ class Oracle:
         settled = _settled(call, metrics, factors.metrics)
         return loss, torch.stack([loss.detach() / call.coefficient, *settled])
 
-    def _numbers(self, call: Call) -> dict[str, Tensor]:
+    def _numbers(self, call: HeadCall) -> dict[str, Tensor]:
         """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows, N = rows_in_order(call), call.targets.shape[0]
         if not issubclass(call.loss.objective, LogitsObjective):
@@ -64,7 +64,7 @@ class Oracle:
         named = dict(zip(call.loss.metric_names, settled, strict=True))
         return {"values": rows.scattered(unreduced(terms), N), **named}
 
-    def _terms(self, call: Call, rows: Rows) -> Terms:
+    def _terms(self, call: HeadCall, rows: Rows) -> Terms:
         """The loss's own terms on the whole call."""
         if not issubclass(call.loss.objective, LogitsObjective):
             numbers, batch = self._statistics(call, rows)
@@ -74,7 +74,7 @@ class Oracle:
             batch.teacher_logits = other_logits(call, rows, "teacher").detach()
         return evaluate_terms(call.loss, z, batch)
 
-    def _statistics(self, call: Call, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
+    def _statistics(self, call: HeadCall, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
         """(the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
         loss, batch, z = call.loss, _whole_batch(call, rows), logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
@@ -99,7 +99,7 @@ class Oracle:
         return x
 
 
-def logits_bytes(heads: Sequence[Given]) -> int:
+def logits_bytes(heads: Sequence[HeadCall]) -> int:
     """Bytes of all logits of a public call in fp64, those of a teacher or a reference included."""
     widths = [given.weight.shape[0] for given in heads]
     others = [given.inputs.get(f"{name}_weight") for given in heads for name in ("teacher", "ref")]
@@ -107,7 +107,7 @@ def logits_bytes(heads: Sequence[Given]) -> int:
     return heads[0].targets.shape[0] * columns * torch.float64.itemsize
 
 
-def rows_in_order(call: Call) -> Rows:
+def rows_in_order(call: HeadCall) -> Rows:
     """The rows of a call in its own order: the supervised ones, or all with `compact=False`."""
     loss, N, S = call.loss, call.targets.shape[0], call.sequence_count
     supervised = call.targets != loss.ignore_index
@@ -125,17 +125,17 @@ def rows_in_order(call: Call) -> Rows:
     return Rows(count, tokens, chosen, index, None, sizes, S)
 
 
-def _whole_batch(call: Call, rows: Rows) -> Batch:
+def _whole_batch(call: HeadCall, rows: Rows) -> Batch:
     """The batch of all rows, as one group, which keeps the sequences in the order of the call."""
     return batch_of(call, rows, Span(0, rows.count, 0, 1))
 
 
-def _settled(call: Call, metrics: Mapping, factors: Factors) -> list[Tensor]:
+def _settled(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]:
     found = means([metric_sums(metrics)], factors)
     return [found[name].to(call.stat_dtype) for name in call.loss.metric_names]
 
 
-def logits(call: Call, rows: Rows) -> Tensor:
+def logits(call: HeadCall, rows: Rows) -> Tensor:
     """(rows, V) logits after the head transform, from a product in the dtype of the call."""
     x, weight, layers = call.hidden[rows.index].to(call.dtype), call.weight.to(call.dtype), call.layers
     if call.frozen is not None:
@@ -150,7 +150,7 @@ def logits(call: Call, rows: Rows) -> Tensor:
     return call.loss.head.logits(x @ weight.t(), call.bias)[0]
 
 
-def other_logits(call: Call, rows: Rows, name: str) -> Tensor:
+def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     """(rows, V') logits of the teacher or the reference model."""
     hidden, weight, bias = (call.inputs[f"{name}_{part}"] for part in ("hidden", "weight", "bias"))
     weight = weight if name == "teacher" else weight.to(call.dtype)

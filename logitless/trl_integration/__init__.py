@@ -4,10 +4,10 @@
 
     SFTTrainer(model, args=SFTConfig(use_chunked_loss=True), train_dataset=dataset).train()
 
-Each pair here is TRL's own Config and Trainer plus `use_chunked_loss` and `logits_budget`; with the flag off
-it *is* TRL's pair. `PAIRS` names them, including those of `trl.experimental`. For existing trainers and
-models there are `apply_to`, with `remove_from`, and `patch_model`. Only this folder of the library imports
-trl.
+Each pair here is TRL's own Config and Trainer plus `use_chunked_loss`, `use_fused_layers`, `logits_budget`
+and `activation_budget`; with all of them off it *is* TRL's pair. `PAIRS` names them, including those of
+`trl.experimental`. For existing trainers and models there are `apply_to`, with `remove_from`, and
+`patch_model`. Only this folder of the library imports trl.
 
 Names are imported on first use: SFT imports no experimental trainer, and `patch_model` no TRL.
 """

@@ -1,4 +1,4 @@
-"""`apply_to`: chunked loss and fused layers in a trainer that exists already, TRL's or transformers' own."""
+"""`apply_to`: chunked loss, fused layers and activation budget in a trainer, TRL's or transformers' own."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,8 +21,9 @@ def apply_to(
     use_chunked_loss: bool = True,
     use_fused_layers: bool = False,
     logits_budget: int | None = None,
+    activation_budget: int | str | None = None,
 ) -> Callable[[], None]:
-    """Switch the chunked loss, fused layers or both on in a trainer that exists already.
+    """Switch the chunked loss, fused layers or an activation budget on in a trainer that exists already.
 
     A trainer of TRL gets what our trainer of that name does with `use_chunked_loss=True`; any other
     `transformers.Trainer` gets `patch_model`. Its class, and yours on top of it, stay as they are. Layers are
@@ -33,29 +34,35 @@ def apply_to(
         use_chunked_loss: compute its loss without the full logits.
         use_fused_layers: fuse the layers of its model, and of a reference or teacher that it holds.
         logits_budget: bytes that the logits alive at one time may take; default the library's.
+        activation_budget: bytes that the decoder layers of its model may keep between forward and backward,
+            as `fit_activations` takes them; None for no budget. `trainer.fitted_activations.fitted` is what
+            that returns.
 
     Returns:
         A function that switches off again what this call has switched on; `remove_from(trainer)` switches off
         everything.
 
     Raises:
-        ValueError: neither is asked for; it is no trainer, has what is asked for already, is one of TRL's
+        ValueError: nothing is asked for; it is no trainer, has what is asked for already, is one of TRL's
             whose loss is not covered, or has options that the flags would refuse; `fuse_layers` knows nothing
-            in a model.
+            in a model, or `fit_activations` refuses one.
     """
     expected, found = "a transformers.Trainer, TRL's among them", type(trainer).__name__
     remedy = "for a model there is patch_model(model)"
     expect(isinstance(trainer, transformers.Trainer), "trainer", expected, found, remedy)
     remedy = "ask for one of them, or leave apply_to out"
-    some = use_chunked_loss or use_fused_layers
-    expect(some, "use_chunked_loss", "True, or use_fused_layers=True", use_chunked_loss, remedy)
-    asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers}
+    fits = activation_budget is not None
+    some = use_chunked_loss or use_fused_layers or fits
+    expected = "True, or use_fused_layers=True or an activation_budget"
+    expect(some, "use_chunked_loss", expected, use_chunked_loss, remedy)
+    asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers, "fitted_activations": fits}
     for name, wanted in asked.items():
         expected, has = f"one without the {name.replace('_', ' ')}", f"a {found} that has it"
         expect(not (wanted and name in trainer.__dict__), "trainer", expected, has, "leave apply_to out")
     check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
-    return switch_on(trainer, adapter, logits_budget, layers=use_fused_layers)
+    asked = {"layers": use_fused_layers, "activations": activation_budget}
+    return switch_on(trainer, adapter, logits_budget, **asked)
 
 
 def remove_from(trainer: transformers.Trainer) -> None:
@@ -65,10 +72,11 @@ def remove_from(trainer: transformers.Trainer) -> None:
     as TRL has made them.
 
     Raises:
-        ValueError: neither the chunked loss nor fused layers are on in the trainer.
+        ValueError: neither the chunked loss nor fused layers nor an activation budget are on in the trainer.
     """
-    parts = [getattr(trainer, name, None) for name in ("chunked_loss", "fused_layers")]
-    expected, found = "one with the chunked loss or fused layers", f"a {type(trainer).__name__} without"
+    parts = [getattr(trainer, name, None) for name in ("chunked_loss", "fused_layers", "fitted_activations")]
+    expected = "one with the chunked loss, fused layers or an activation budget"
+    found = f"a {type(trainer).__name__} without"
     expect(any(parts), "trainer", expected, found, "leave remove_from out")
     for part in parts:
         if part is not None:

@@ -15,6 +15,7 @@ from logitless.layers.fuse import Report
 from logitless.layers.fused_forwards import KEY
 from logitless.models import fuse_layers
 
+from .activations import fit
 from .adapter import Adapter, enable
 
 logger = logging.getLogger("logitless.trl_integration")
@@ -49,20 +50,27 @@ class FirstStep(TrainerCallback):
 
 
 def switch_on(
-    trainer: Any, adapter: Adapter | None, budget: int | None, *, layers: bool
+    trainer: Any,
+    adapter: Adapter | None,
+    budget: int | None,
+    *,
+    layers: bool,
+    activations: int | str | None = None,
 ) -> Callable[[], None]:
     """Switch on what the flags of a config ask for; without an adapter, not the loss.
 
     Returns a function that switches everything off again.
 
     Raises:
-        ValueError, ImportError: as `enable` and `fuse_layers` do; then nothing stays on.
+        ValueError, ImportError: as `enable`, `fuse_layers` and `fit_activations` do; then nothing stays on.
     """
     with ExitStack() as undo:
         if adapter is not None:
             undo.callback(enable(trainer, adapter, budget))
         if layers:
             undo.callback(_fuse(trainer))
+        if activations is not None:
+            undo.callback(fit(trainer, activations))
         return undo.pop_all().close
 
 

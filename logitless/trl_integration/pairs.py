@@ -1,6 +1,6 @@
 """Our Config/Trainer pairs: subclasses of TRL's classes with the flags, made on first use.
 
-With both flags off a pair *is* TRL's pair; with one on, the trainer's constructor ends in `switch_on`.
+With all flags off a pair *is* TRL's pair; with one on, the trainer's constructor ends in `switch_on`.
 """
 
 import functools
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from logitless import CrossEntropyLoss
 from logitless.errors import expect
+from logitless.models.activation_plan import to_bytes
 
 from . import deferred, distillation, per_token
 from .adapter import LIGER_LOSS, Adapter, swapped
@@ -26,11 +27,11 @@ ADAPTERS: dict[str, Adapter] = {
 
 @dataclass
 class ChunkedLossConfigMixin:
-    """Adds `use_chunked_loss`, `use_fused_layers` and `logits_budget` to a TRL config.
+    """Adds `use_chunked_loss`, `use_fused_layers`, `logits_budget` and `activation_budget` to a TRL config.
 
     Raises:
         TypeError, ValueError: `logits_budget` is not a positive whole number of bytes, or given with
-            `use_chunked_loss=False`.
+            `use_chunked_loss=False`; `activation_budget` is no positive number of bytes.
         ValueError: the config, with a flag on, is given to a trainer that would ignore it.
     """
 
@@ -42,18 +43,32 @@ class ChunkedLossConfigMixin:
         default=None, metadata={"help": "Bytes that the logits alive at one time may take."}
     )
 
+    # A whole number is taken too; transformers' parser takes one type beside None.
+    activation_budget: str | None = field(
+        default=None,
+        metadata={"help": "Bytes that decoder layers may keep between forward and backward, such as 12GiB."},
+    )
+
     # Whether one of our trainers is being constructed with this config
     _claimed = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_budget(self.logits_budget, self.use_chunked_loss)
+        if self.activation_budget is not None:
+            to_bytes(self.activation_budget)
+
+    @property
+    def _flags(self) -> list[str]:
+        """Names of what is asked for."""
+        flags = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
+        return flags + ["activation_budget"] * (self.activation_budget is not None)
 
     @property
     def place_model_on_device(self) -> bool | None:
         # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
         # moment at which a config can see that it came to a trainer that does not know the flags.
-        flags = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
+        flags = self._flags
         expected, found = "a trainer that honours it", "one that would ignore it"
         remedy = "import the trainer from logitless.trl_integration too"
         expect(self._claimed or not flags, ", ".join(flags), expected, found, remedy)
@@ -79,7 +94,7 @@ class ChunkedLossTrainerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         configs = (value for value in (*args, *kwargs.values()) if isinstance(value, ChunkedLossConfigMixin))
         config = next(configs, None)
-        if config is None or not (config.use_chunked_loss or config.use_fused_layers):
+        if config is None or not config._flags:
             super().__init__(*args, **kwargs)
             return
         if config.use_chunked_loss and config.use_liger_kernel:
@@ -88,7 +103,8 @@ class ChunkedLossTrainerMixin:
         with swapped(config, _claimed=True):
             super().__init__(*args, **kwargs)
         adapter = self.adapter if config.use_chunked_loss else None
-        switch_on(self, adapter, config.logits_budget, layers=config.use_fused_layers)
+        asked = {"layers": config.use_fused_layers, "activations": config.activation_budget}
+        switch_on(self, adapter, config.logits_budget, **asked)
 
 
 @functools.cache
@@ -97,7 +113,8 @@ def pair(name: str) -> tuple[type, type]:
     require_supported()
     adapter = ADAPTERS[name]
     stock_config, stock_trainer = (found_in_trl(adapter.stock + part) for part in ("Config", "Trainer"))
-    about = f"TRL's `{name}Config` with `use_chunked_loss`, `use_fused_layers` and `logits_budget`."
+    flags = "`use_chunked_loss`, `use_fused_layers`, `logits_budget` and `activation_budget`"
+    about = f"TRL's `{name}Config` with {flags}."
     given = {"__module__": __package__, "__doc__": about}
     config = type(f"{name}Config", (ChunkedLossConfigMixin, stock_config), given)
     same = "with `use_chunked_loss=True` the same loss without the full logits"

@@ -2,16 +2,24 @@
 
 from torch import Tensor
 
-from logitless.engine.call import Call, Given, Options, prepare
-from logitless.engine.operands import Operands
+from logitless.engine.call import HeadCall, prepare
 from logitless.engine.packing import pack, unpack
 
-
-def given(loss, hidden: Tensor, weight, targets: Tensor, bias: Tensor | None = None, **inputs) -> Given:
-    options = {name: inputs.pop(name) for name in Options._fields if name in inputs}
-    return prepare(loss, Operands(hidden, weight, targets, bias), Options(**options), inputs)
+OPTIONS = ("num_items", "shift", "cu_seqlens")
 
 
-def call(*args, **options) -> Call:
+def given(loss, hidden: Tensor, weight, targets: Tensor, bias: Tensor | None = None, **inputs) -> HeadCall:
+    return prepare(
+        loss,
+        hidden,
+        weight,
+        targets,
+        bias,
+        {name: x for name, x in inputs.items() if name not in OPTIONS},
+        **{name: x for name, x in inputs.items() if name in OPTIONS},
+    )
+
+
+def call(*args, **options) -> HeadCall:
     (found,) = unpack(*pack([given(*args, **options)]))
     return found

@@ -27,6 +27,7 @@ CONSTRAINTS = ROOT / "frameworks.txt"
 # Module -> the distributions of which its tests import something.
 WHEELS = {
     "megatron": ["megatron-core"],
+    "ms_swift": ["ms-swift"],
     "verl": ["verl", "megatron-core"],
 }
 

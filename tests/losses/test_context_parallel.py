@@ -31,6 +31,7 @@ from logitless import (
     TokenLoss,
     global_num_items,
 )
+from logitless.losses.base import LinearLoss
 from tests.ranks import device_type, here, on_devices
 from tests.support import uncompiled
 
@@ -415,7 +416,7 @@ def test_bad_positions(ranks):
         assert len(ranks) > 2 or found["column"].startswith("advantages: expected targets' shape")
 
 
-def test_bad_input():
+def test_bad_input(monkeypatch):
     inputs = [torch.zeros(2, 3, H), torch.zeros(V, H), torch.zeros(2, 3, dtype=torch.long)]
     with pytest.raises(
         ValueError, match="shift: expected False with cp_group, got True; shift whole sequences"
@@ -423,11 +424,13 @@ def test_bad_input():
         ORPOLoss(cp_group="cp")(*inputs, shift=True)
     with pytest.raises(ValueError, match="shift: expected False with cp_group, got True"):
         GRPOLoss(cp_group="cp")(*inputs, advantages=torch.zeros(2), shift=True)
-    with pytest.raises(ValueError, match="position_ids: expected each token's position .*, got None; slice"):
-        DPOLoss(cp_group="cp", ld_alpha=0.5)(*inputs)
-    with pytest.raises(ValueError, match="position_ids: expected None here, got a tensor; positions follow"):
-        DPOLoss(cp_group="cp")(*inputs, position_ids=inputs[2])
     with pytest.raises(ValueError, match="cp_group: expected a dimension of weight's device mesh"):
         ORPOLoss(cp_group="cp")(*inputs)
     with pytest.raises(TypeError, match="cp_group: expected a ProcessGroup"):
         ORPOLoss(cp_group=7)(*inputs)
+    # Without ranks: the group's name is taken as it is.
+    monkeypatch.setattr(LinearLoss, "resolved", lambda loss, weight: loss)
+    with pytest.raises(ValueError, match="position_ids: expected each token's position .*, got None; slice"):
+        DPOLoss(cp_group="cp", ld_alpha=0.5)(*inputs)
+    with pytest.raises(ValueError, match="position_ids: expected None here, got a tensor; positions follow"):
+        DPOLoss(cp_group="cp")(*inputs, position_ids=inputs[2])

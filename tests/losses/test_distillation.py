@@ -209,3 +209,28 @@ def test_bad_input(what):
     attempt, message = BAD[what]
     with pytest.raises(ValueError, match=message):
         attempt()
+
+
+@pytest.mark.parametrize("support", [None, "teacher"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_rest_of_a_rounded_teacher(dtype, support):
+    """The other ids of a teacher whose k log-probabilities sum to more than 1 get fp32's eps, those of one
+    that is nearly certain what is left to them, in any dtype."""
+    above = torch.tensor([0.41, 0.41, 0.20]).log()
+    certain = torch.tensor([-3e-4, -10.0, -12.0])
+    values = torch.stack((above, certain)).to(DEVICE, dtype)
+    ids = torch.tensor([[4, 0, 2], [1, 3, 6]], device=DEVICE)
+    # Operands in fp64: what differs is the teacher alone.
+    hidden, weight = random(2, H), random(9, H, seed=4)
+    sums = values.double().exp().sum(-1)
+    assert sums[0] > 1 and 1e-4 < 1 - sums[1] < 4e-4
+    rest = (1 - sums).clamp(min=torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps)
+    teacher = torch.cat((values.double().exp(), rest[:, None]), 1)
+    teacher = teacher / teacher.sum(-1, keepdim=True)
+    student = (hidden @ weight.T).softmax(-1)
+    kept = student.gather(1, ids)
+    student = torch.cat((kept, 1 - kept.sum(-1, keepdim=True)), 1)
+    truth = (student * (student.log() - teacher.log())).sum(-1).mean()
+    loss = DistillationLoss(divergence="reverse_kl", support=support)
+    found = loss(hidden, weight, teacher_logprobs_topk=(values, ids)).loss
+    assert found.item() == pytest.approx(truth.item(), rel=1e-7)

@@ -142,7 +142,7 @@ BAD = {
     "reference of two sequences": (
         {"ref_logps": torch.zeros(2, device=DEVICE)},
         ValueError,
-        r"ref_logps: expected shape \(3,\) or \(12,\) in kl, got \(2,\)",
+        r"ref_logps: expected shape \(3,\) or targets' \(12,\) in kl, got \(2,\)",
     ),
     "another entry": (
         {"kl_mask": torch.ones(12, device=DEVICE)},

@@ -459,7 +459,7 @@ def counted_rows(monkeypatch) -> dict[str, int]:
 
 
 PRODUCTS = {
-    # name: options, whether the head is trained, products of the draft's head per pair, passes of the verifier
+    # Options, whether the head is trained, products of the draft's head per pair, passes of the verifier.
     "trained": ({}, True, 3, 1),
     "frozen": ({}, False, 2, 1),
     "draft ids of the verifier": ({"teacher_softmax": "draft"}, True, 3, 1),

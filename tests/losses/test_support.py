@@ -499,3 +499,26 @@ def test_two_processes_equal_one():
             for y in ours:
                 torch.testing.assert_close(y, x, msg=f"{number}: {name}")
     assert all(re.search(rf"ids in \[0, {V}\)", error) for _, error in ranks)
+
+
+@pytest.mark.parametrize("support", ["student", "teacher", "union"])
+def test_best_ids_where_a_softcap_saturates(support):
+    """Products far above the cap are one number in fp32 once capped; the best of them are known."""
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    hidden, weight = (torch.randn(n, H, generator=generator) * 3 for n in (N, 23))
+    taught = torch.randn(N, H, generator=generator) * 3
+    options = {"support": support, "k": 3, "softcap": 2.5, "teacher_softcap": 2.5}
+    loss = DistillationLoss(**options)(hidden, weight, teacher_hidden=taught, teacher_weight=weight).loss
+    capped, exact = (
+        (x @ w.T / 2.5).tanh() for x, w in ((hidden, weight), (hidden.double(), weight.double()))
+    )
+    assert (capped.sort(descending=True).values.diff()[:, 2] == 0).sum() == 2
+    assert not (exact.sort(descending=True).values.diff()[:, 2] == 0).any()
+    truth, _ = reference.distillation(
+        hidden.double(),
+        weight.double(),
+        teacher_hidden=taught.double(),
+        teacher_weight=weight.double(),
+        **options,
+    )
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-4)

@@ -13,7 +13,7 @@ def test_whole_sequences_change_nothing():
     x = torch.randn(4, requires_grad=True)
     assert WHOLE_SEQUENCES.sum(x) is x and WHOLE_SEQUENCES.shared(x) is x
     assert not WHOLE_SEQUENCES.sliced and WHOLE_SEQUENCES.everyones(x) is x
-    assert [WHOLE_SEQUENCES.everywhere(known, x.device) for known in (True, False)] == [True, False]
+    assert WHOLE_SEQUENCES.everywhere((True, False), x.device) == (True, False)
     for unit in ("tokens", "sequences", "pairs", "chosen_tokens", None, torch.ones(4)):
         assert WHOLE_SEQUENCES.sum_unless_whole(x, unit) is x
 

@@ -24,6 +24,9 @@ WITH_TARGETS = (
     "token_weights",
 )
 WITH_TARGETS += ("nll_targets",)
+# Inputs that are per sequence or per token, by loss, and of every other policy loss.
+EITHER = {"DPO": ("ref_logps",), "KTO": ("ref_logps",), "RLOO": ("old_logps",)}
+EITHER_OF_POLICIES = ("advantages", "importance_weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,8 @@ class World:
 
     def __init__(self, case: Call):
         self.case, self.options, self.S = case, case.options, len(case.lengths)
-        self.T = max(case.lengths, default=0) + (case.padding if case.layout != "packed" else 0)
+        # Never (S, 1) where the call is packed: that shape is per sequence.
+        self.T = max(case.lengths, default=0) + (2 if case.layout == "packed" else case.padding)
         self.valid = torch.arange(self.T) < torch.tensor(case.lengths, dtype=torch.int64)[:, None]
         self.ignore_index = case.options.get("ignore_index", -100)
         self.eye = torch.eye(case.V, dtype=torch.float64)
@@ -181,16 +185,26 @@ class World:
             return x
         case, per_token = self.case, x.dim() > 1 and x.shape[:2] == (self.S, self.T) and "weight" != name[-6:]
         if x.is_floating_point():
-            x = x.to(case.dtype if name.endswith(("hidden", "weight", "bias")) else case.wide)
+            narrow = name.endswith(("hidden", "weight", "bias"))
+            given = x.dtype if name == "teacher_logprobs_topk" else case.wide
+            x = x.to(case.dtype if narrow else given)
         if per_token and case.poison and x.is_floating_point():
             x = torch.where(self.counted.view(self.S, self.T, *[1] * (x.dim() - 2)), x, torch.nan)
         if per_token and case.shift and name in WITH_TARGETS:
             first = x if x.is_floating_point() else self.labels
             x = torch.cat((first[:, :1], x[:, :-1]), dim=1)
         x = self.lay(x) if per_token else x
+        if name in EITHER.get(case.loss, EITHER_OF_POLICIES) and self.shapes_say_the_level:
+            x = x[None] if per_token else x[:, None]
         if case.strides == "expanded" and name == "hidden" and self.S:
             return x[0].to(DEVICE).expand(x.shape)
         return strided(x.to(DEVICE), case.strides, zlib.crc32(name.encode()))
+
+    @property
+    def shapes_say_the_level(self) -> bool:
+        """Whether inputs per sequence have shape (S, 1), and those per token (1, N): needed where S is N."""
+        same = 1 < len(self.case.lengths) == sum(self.case.lengths)
+        return self.case.layout == "packed" and (same or self.case.seed % 3 == 0)
 
     def lay(self, x: Tensor) -> Tensor:
         """(S, T, ...) in the layout of the call."""

@@ -204,12 +204,6 @@ def rollout(w: World) -> dict[str, Tensor]:
     return found | near(w)
 
 
-def distinct(case: Call) -> bool:
-    """Whether the shape of a reference says what it is: of as many tokens as sequences it is per token."""
-    same = case.layout == "packed" and sum(case.lengths) == len(case.lengths)
-    return not same or case.inputs.get("reference") != "sequences"
-
-
 def fits_dpo(case: Call) -> bool:
     o = case.options
     names = {o["loss_type"]} if isinstance(o["loss_type"], str) else set(o["loss_type"])
@@ -217,7 +211,6 @@ def fits_dpo(case: Call) -> bool:
         ("exo_pair" not in names or "label_smoothing" in o)
         and not (names & {"aot", "aot_unpaired"} and "use_weighting" in o)
         and not ("sft" in names and o.get("reduction") == "none")
-        and distinct(case)
     )
 
 
@@ -240,7 +233,7 @@ def teacher(w: World) -> dict:
         return {"teacher_hidden": hidden, "teacher_weight": weight, "teacher_bias": bias}
     logits = reference.head_logits(hidden, weight, bias) / w.options.get("temperature", 1.0)
     values, ids = logits.log_softmax(-1).topk(min(w.case.inputs["best"], V))
-    values = values.float().clamp(max=0).double()
+    values = values.clamp(max=0).to(getattr(torch, w.case.inputs.get("given", "float32")))
     if "empty" in w.case.inputs and values.shape[-1] > 1:
         values[..., -1] = -torch.inf
     return {"teacher_logprobs_topk": (values, ids)}
@@ -477,7 +470,7 @@ DIVERGENCES = some(
 )
 TEACHER = merged(
     one(teacher=("same", "topk", "larger", "smaller"), best=(1, 3, 100)),
-    some(unlabelled=[True], empty=[True], peak=(8.0, 0.25)),
+    some(unlabelled=[True], empty=[True], peak=(8.0, 0.25), given=("bfloat16", "float16", "float64")),
 )
 USED = one(used=[("logps",), ("lse",), ("logps", "lse"), ("logps", "entropy"), ("entropy",)])
 STATS = st.lists(st.sampled_from(STATISTICS), unique=True).map(tuple)
@@ -539,7 +532,6 @@ FAMILIES: dict[str, Family] = {
         merged(REFERENCE, one(kl=(0.0, 1.5, -1.0))),
         judged,
         1,
-        fits=distinct,
     ),
     "GRPO": Family(
         ll.GRPOLoss,

@@ -217,6 +217,12 @@ def check(case: Step) -> None:
             if "time" not in name and not tied:
                 expected = value if value is None else pytest.approx(value, rel=RTOL, abs=1e-4, nan_ok=True)
                 assert logged[name] == expected, f"logged {name}: {logged[name]}, stock {value}"
+    of_finite = [
+        [{name: x.isfinite() for name, x in step.items()} for step in run.gradients] for run in (theirs, mine)
+    ]
+    if not all(x.all() for step in of_finite[0] for x in step.values()):  # an overflow in stock TRL
+        torch.testing.assert_close(of_finite[1], of_finite[0])
+        return
     assert_same_gradients(theirs, mine, rtol=RTOL)
 
 

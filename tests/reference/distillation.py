@@ -62,7 +62,7 @@ def distillation(
     A teacher known by its k best ids, `teacher_logprobs_topk` at `temperature` and in any order, makes `s`
     and `t` distributions over these ids and one bucket for all others ("tail"), or over these ids alone,
     renormalized ("renormalize"). A value of -inf marks an empty slot. The teacher's tail `1 - Σ exp(values)`
-    is at least the eps of the values' dtype, below which it is rounding and may be negative.
+    is at least eps, fp32's for values in a narrower dtype: below it is rounding and may be negative.
 
     The metrics are means over the tokens that count: "soft_loss", "hard_loss" (nll), "entropy" of the student
     at `temperature`, "token_accuracy" (its best id is the target) and "agreement" (its best id is the
@@ -153,7 +153,7 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     `student (..., V)` log-probabilities; `values (..., k)`, `ids (..., k)`.
     """
     given = values > -math.inf
-    rounding = torch.finfo(values.dtype).eps
+    rounding = torch.finfo(torch.promote_types(values.dtype, torch.float32)).eps
     teacher = values.to(student.dtype).masked_fill(~given, NOTHING)
     picked = student.gather(-1, ids).masked_fill(~given, NOTHING)
     if mode == "renormalize":

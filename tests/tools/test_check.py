@@ -1,6 +1,7 @@
 """`logitless.check`: passes every loss of the library, and finds what is wrong with a loss of one's own."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import logitless
 from logitless import CrossEntropyLoss, LogitsLoss, MedusaHeads, MultiTokenLoss, Term, TokenLoss
+from logitless.__main__ import LOSSES as COMMANDS
+from logitless.__main__ import main
 from logitless.tools.check import MANY_CHUNKS, MOST_LOGITS, ONE_CHUNK
 from tests.losses import every_loss
 from tests.losses.every_loss import LOSSES, LossCase
@@ -325,3 +328,86 @@ def test_other_bad_calls():
         logitless.check(CrossEntropyLoss(), [1.0], given.weight, given.targets)
     with pytest.raises(ValueError, match="targets: expected at least 2 supervised tokens"):
         logitless.check(CrossEntropyLoss(), given.hidden[0, :1], given.weight, given.targets[0, :1])
+
+
+# -- on the command line
+
+YOURS = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from logitless import Term, TokenLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(TokenLoss):
+    gamma: float = 2.0
+    token_inputs: ClassVar = ("weights",)
+    scope: ClassVar = "group"
+    sequence_inputs: ClassVar = ("factors",)
+    vocabulary_inputs: ClassVar = ("of_ids",)
+    shared_inputs: ClassVar = ("scale",)
+
+    def terms(self, stats, batch):
+        per_sequence = batch.sum_by_sequence(-stats.logps * batch.weights) * batch.factors
+        return {"weighted": Term(per_sequence * batch.scale**self.gamma, over="sequences")}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LooksAround(TokenLoss):
+    def terms(self, stats, batch):
+        return {"variance": Term((stats.logps - stats.logps.mean()) ** 2)}, {}
+"""
+
+
+@pytest.fixture
+def yours(tmp_path):
+    path = tmp_path / "yours.py"
+    path.write_text(YOURS)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_loss_of_the_library_on_the_command_line(name, capsys):
+    assert main(["check", name]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("check passed") and f"{MANY_CHUNKS}: loss" in told
+
+
+def test_a_loss_of_your_own_on_the_command_line(yours, capsys, monkeypatch):
+    assert main(["check", f"{yours}:Weighted", "--set", "gamma=1", "--dtype", "bfloat16"]) == 0
+    assert main(["check", f"{yours}:LooksAround"]) == 1
+    assert "check FAILED" in capsys.readouterr().out
+    Path(yours).rename(Path(yours).with_name("module_of_yours.py"))
+    monkeypatch.syspath_prepend(Path(yours).parent)
+    assert main(["check", "module_of_yours:Weighted"]) == 0
+
+
+def test_tensors_of_a_file_on_the_command_line(yours, tmp_path, capsys):
+    given = every_loss.given(11)
+    names = ("hidden", "weight", "bias", "targets")
+    call = {name: getattr(given, name).detach() for name in names}
+    call |= {"teacher_logprobs_topk": (given.topk_logprobs, given.topk_ids)}
+    torch.save(call, tmp_path / "call.pt")
+    file = ["--tensors", str(tmp_path / "call.pt"), "--device", str(DEVICE)]
+    assert main(["check", "JSDLoss", *file]) == 0
+    told = capsys.readouterr().out
+    assert all(f"{ONE_CHUNK}: {name}" in told for name in ("d_hidden", "d_weight", "d_bias"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["Focal"], "LOSS: expected a loss of the library or file.py:Class, got Focal; write file.py"),
+        (["nowhere.py:Focal"], "LOSS: expected a file with the loss, got nowhere.py; check its path."),
+        (["nowhere.at_all:Focal"], "No module named 'nowhere'"),
+        (["logitless:Focal"], "LOSS: expected a class in logitless, got Focal; check its name."),
+        (["logitless:linear_logprobs"], "missing"),
+        (["DPOLoss", "--set", "bta=1"], "bta"),
+        (["DPOLoss", "--tensors", "nowhere.pt"], "No such file"),
+    ],
+)
+def test_what_the_command_line_refuses(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        main(["check", *arguments])
+    assert told in capsys.readouterr().err

@@ -17,6 +17,7 @@ from logitless import (
     GRPOLoss,
     JSDLoss,
     KTOLoss,
+    MedusaHeads,
     MedusaLoss,
     MultiTokenLoss,
     Term,
@@ -228,6 +229,58 @@ def test_what_is_alive_at_the_peak():
     assert found.peak_bytes == found.chunk_bytes
 
 
+# Of Qwen3-0.6B's head, as TRL's SFT trainer logged it on an H200 (docs/trl.md).
+QWEN = {"tokens": 4094, "hidden_size": 1024, "vocab_size": 151_936}
+ON_H200 = "fused: 4094 projected tokens in 1 chunk of 4094, 1232.8 of 2560.0 MiB, 3 products"
+
+
+def test_a_card_that_is_not_here_has_the_plan_that_it_ran():
+    pytest.importorskip("triton")
+    assert ON_H200 in " ".join((Path(__file__).parents[2] / "docs" / "trl.md").read_text().split())
+    found = logitless.estimate(CrossEntropyLoss(), **QWEN, card="h200-141")
+    assert found.plan.describe() == ON_H200
+    operands = (4094 + 151_936) * 1024 * 2
+    assert found.input_bytes == operands and found.card.memory == 141 * 2**30
+    told = f"planned for h200-141 (141 GiB): about {(operands + found.peak_bytes) / MIB:,.1f} MiB with hidden"
+    assert told in str(found)
+    # Nothing is left behind.
+    here = logitless.estimate(CrossEntropyLoss(), **QWEN, device="cpu")
+    assert here.plan.budget < 256 * MIB and here.card is None and "planned for" not in str(here)
+
+
+@pytest.mark.parametrize(
+    ("asked", "budget"),
+    [
+        ({"card": "a100-80"}, 2560),
+        ({"card": "a100-40"}, 1024),
+        ({"card": "l4-24"}, 768),
+        ({"memory": 16 * 2**30}, 512),
+        ({"card": "a100-80", "memory": 40 * 2**30}, 1024),
+    ],
+    ids=str,
+)
+def test_the_budget_is_that_of_a_card(asked, budget):
+    """The portable kernels take no memory beside the chunk, so that all of the budget is for its rows."""
+    found = logitless.estimate(CrossEntropyLoss(), **QWEN, **asked)
+    assert found.plan.budget == budget * MIB and found.plan.row_bytes == QWEN["vocab_size"] * 2
+    own = logitless.estimate(CrossEntropyLoss(logits_budget=300 * MIB), **QWEN, **asked)
+    assert own.plan.budget == 300 * MIB
+    logps = functools.partial(linear_logprobs, entropy=True)
+    assert logitless.estimate(logps, **QWEN, **asked).plan.budget == budget * MIB
+    logps = functools.partial(linear_logprobs, logits_budget=300 * MIB)
+    assert logitless.estimate(logps, **QWEN, **asked).plan.budget == 300 * MIB
+
+
+def test_inputs_that_a_card_holds():
+    sizes = {"tokens": 64, "hidden_size": 32, "vocab_size": 500, "card": "a100-40"}
+    assert logitless.estimate(CrossEntropyLoss(), **sizes).input_bytes == 2 * 32 * (64 + 500)
+    taught = logitless.estimate(JSDLoss(), **sizes, teacher_hidden_size=16, teacher_vocab_size=500)
+    assert taught.input_bytes == 2 * (32 + 16) * (64 + 500)
+    heads = logitless.estimate(MedusaLoss(), **sizes, heads=2)
+    own = sum(x.numel() for x in MedusaHeads(32, 500, 2, device="meta").parameters())
+    assert heads.input_bytes == 2 * (32 * (64 + 500) + own)
+
+
 def test_heads_and_groups():
     found = logitless.estimate(MedusaLoss(), **SIZES, heads=2)
     assert found.products == 9 and len(found.walks) == 3
@@ -247,6 +300,10 @@ REFUSED = {
     "dtype": (CrossEntropyLoss(), {"dtype": torch.int64}, "dtype: expected a floating-point dtype"),
     "absent device": (CrossEntropyLoss(), {"device": "cuda:99"}, "device: expected a device of this machine"),
     "meta device": (CrossEntropyLoss(), {"device": "meta"}, "device: expected a device of this machine"),
+    "unknown card": (CrossEntropyLoss(), {"card": "h100", "device": None}, "card: expected one of 'a10-24'"),
+    "card and device": (CrossEntropyLoss(), {"card": "h100-80"}, "device: expected None beside card or mem"),
+    "memory and device": (CrossEntropyLoss(), {"memory": 2**35}, "device: expected None beside card or mem"),
+    "gigabytes": (CrossEntropyLoss(), {"memory": 80, "device": None}, "memory: expected at least 1 GiB"),
     "unknown device": (CrossEntropyLoss(), {"device": "gpu"}, "device: expected a device of this machine"),
     "sequences": (DPOLoss(), {"sequences": 3}, "tokens: expected a multiple of 3 sequences"),
     "pairs": (DPOLoss(), {"sequences": 11}, "hidden: expected a multiple of 2 sequences"),
@@ -288,20 +345,28 @@ def test_estimate_on_the_command_line(capsys):
     expected = logitless.estimate(loss, **SIZES | {"device": "cpu"}, sequences=4, frozen_head=True)
     assert capsys.readouterr().out == f"{expected}\n"
     assert main(["estimate", "linear_logprobs", *SIZED, "--set", "entropy=True"]) == 0
+    capsys.readouterr()
+    on_card = ["--card", "a100-80", "--memory", "40GiB"]
+    assert main(["estimate", "DPOLoss", *SIZED[:-2], *on_card]) == 0
+    given = SIZES | {"device": None, "card": "a100-80", "memory": 40 * 2**30}
+    assert capsys.readouterr().out == f"{logitless.estimate(DPOLoss(), **given)}\n"
     for wrong, told in (
         (["--sequences", "3"], "multiple of 3"),
         (["--set", "bta=1"], "bta"),
         (["--set", "x"], "NAME"),
+        (["--memory", "80GB"], "None beside card or memory"),
+        (["--memory", "80Gigs"], "expected a size in bytes, got '80Gigs'; write 80GiB"),
     ):
         with pytest.raises(SystemExit):
             main(["estimate", "DPOLoss", *SIZED, *wrong])
         assert told in capsys.readouterr().err
 
 
-def test_every_option_of_the_command_line_is_explained():
+@pytest.mark.parametrize(("command", "least"), [("estimate", 14), ("check", 5)])
+def test_every_option_of_the_command_line_is_explained(command, least):
     (commands,) = (x for x in parser()._actions if isinstance(x.choices, dict))
-    actions = commands.choices["estimate"]._actions
-    assert len(actions) > 12 and [x.dest for x in actions if not x.help] == []
+    actions = commands.choices[command]._actions
+    assert len(actions) > least and [x.dest for x in actions if not x.help] == []
 
 
 def test_the_doctor_is_content(capsys):

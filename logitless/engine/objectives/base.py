@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.plan import Pass, Plan, Span
 from logitless.engine.projection import Projection
@@ -76,16 +76,16 @@ class Objective(Protocol):
         """(rows,) factor that turns those vectors into d loss / d hidden; None: `scaled` must do it."""
 
     @classmethod
-    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         """The objective of `Pass.SOLVE`: loss and gradients."""
 
     @classmethod
-    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         """The objective of `Pass.NUMBERS`: statistics."""
 
     @classmethod
     def writing(
-        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         """The objective of `Pass.GRADIENTS`: gradients from statistics (rows,) and their gradients."""
 
@@ -101,24 +101,24 @@ class Objective(Protocol):
     def number_shapes(
         cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-        """Shape (rows, ...) or () and dtype of each statistic; dtype None is that of `Call.stat_dtype`."""
+        """Shape (rows, ...) or () and dtype of each statistic; None for `HeadCall.stat_dtype`."""
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
         """Whether the loss depends on the logits through log p(target) and lse alone."""
 
     @staticmethod
-    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+    def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         """The memory of the objective in a pass with a budget of bytes, and its properties."""
 
 
-def logits_bytes(call: Call) -> tuple[int, int]:
+def logits_bytes(call: HeadCall) -> tuple[int, int]:
     """(bytes per row, bytes that do not grow with the rows) of a chunk's logits and product."""
     shape = call.logits_dtype, call.width, call.hidden.shape[1]
     return call.width * call.logits_dtype.itemsize, piece_bytes(call.weight.device, call.dtype, *shape)
 
 
-def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
+def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
     """The targets and inputs of a loss, cut to a span of rows."""
     at, loss = rows.at(span.start, span.stop), call.loss
     inputs, sequences = {}, None
@@ -140,7 +140,7 @@ def batch_of(call: Call, rows: Rows, span: Span) -> Batch:
     return Batch(call.targets[at], call.V, inputs, segments, ignore_index=ignore_index, **shared)
 
 
-def settled(call: Call, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
+def settled(call: HeadCall, reports: Sequence[Report], factors: Factors) -> tuple[Tensor, list[Tensor]]:
     """(loss up to the deferred factor, metrics in the order of `metric_names`), over all slices."""
     first, *others = [report.total for report in reports]
     total = sum(others, first)  # starting from 0 would cost one more kernel

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Report, batch_of
 from logitless.engine.objectives.ids import IdsObjective
@@ -65,7 +65,7 @@ class GatheredObjective(IdsObjective):
     """
 
     @classmethod
-    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         shape, device = (rows.count, plan.columns), call.targets.device
         names = ("logps", "teacher_logps")
         stats = {name: torch.empty(shape, dtype=call.stat_dtype, device=device) for name in names}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, Report, batch_of, logits_bytes
 from logitless.engine.plan import Pass, Plan, Span
@@ -44,7 +44,7 @@ class IdsObjective:
     differentiable: ClassVar = ("logps", "lse", "rest", "entropy")
     new_numbers: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
 
-    call: Call
+    call: HeadCall
     rows: Rows
     stats: dict[str, Tensor]  # (rows, ...) each, by `number_names`: filled by `fill`, or given
     grads: dict[str, Tensor]  # (rows, ...) d loss / d statistic
@@ -55,7 +55,7 @@ class IdsObjective:
     _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else NOWHERE
 
     @classmethod
-    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
             raise ValueError(
@@ -69,12 +69,12 @@ class IdsObjective:
         return cls(call, rows, stats, {}, factors, plan.strategy == "row_scaled")
 
     @classmethod
-    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         return cls.solving(call, rows, plan, None)
 
     @classmethod
     def writing(
-        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, dict(numbers), dict(upstream))
 
@@ -102,7 +102,7 @@ class IdsObjective:
         return set(loss.differentiates) <= {"logps", "lse", "rest"}
 
     @classmethod
-    def costs(cls, call: Call, budget: int, purpose: Pass) -> Costs:
+    def costs(cls, call: HeadCall, budget: int, purpose: Pass) -> Costs:
         loss, device, dtype = call.loss, call.weight.device, call.logits_dtype
         row = loss.slots(call.inputs) * SLOT_BYTES
         fixed = kernels.twin_bytes(device, dtype, call.width, budget)

@@ -13,7 +13,7 @@ from torch import Tensor
 from logitless.engine import compiled
 from logitless.engine.batch import Batch
 from logitless.engine.budget import measured_row_bytes
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.compiled import ChunkInputs, Evaluation
 from logitless.engine.local_autograd import no_hooks
@@ -35,7 +35,7 @@ class LogitsObjective:
     statistics: ClassVar = ()  # the loss gets the logits themselves
     differentiable: ClassVar = ()
 
-    call: Call
+    call: HeadCall
     rows: Rows
     factors: UnitFactors
     values: Tensor | None = None  # (rows,) per-token losses, with reduction="none"
@@ -45,17 +45,17 @@ class LogitsObjective:
     _gradient: Tensor | None = None  # gradient of the last chunk that was evaluated
 
     @classmethod
-    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         return cls(call, rows, factors)
 
     @classmethod
-    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
         return cls(call, rows, _unreduced_factors(call, rows), values)
 
     @classmethod
     def writing(
-        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
@@ -80,7 +80,7 @@ class LogitsObjective:
         return False
 
     @staticmethod
-    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+    def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         row, fixed = logits_bytes(call)
         return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
 
@@ -153,7 +153,7 @@ class LogitsObjective:
         return ()
 
 
-def _unreduced_factors(call: Call, rows: Rows) -> UnitFactors:
+def _unreduced_factors(call: HeadCall, rows: Rows) -> UnitFactors:
     """Factors for reduction="none": only the metrics are reduced."""
     counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     return UnitFactors(None, metric_factors(counts, call.stat_dtype))

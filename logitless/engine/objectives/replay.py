@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.plan import Kind, Plan, Span
@@ -30,7 +30,7 @@ from logitless.kernels.matmul import project
 class ReplayProjection(Projection):
     """A projection whose gathered rows have a number per slot as gradient (S,), in the place of (C, V)."""
 
-    def __init__(self, call: Call, rows: Rows, *, gradients: bool):
+    def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
         super().__init__(call, rows.walk, gradients=gradients)
         self.replay: Replay = rows.replay
         self.local = {which: _local(call, slots) for which, slots in self.replay.slots.items()}
@@ -70,7 +70,7 @@ class ReplayProjection(Projection):
             Projection.accumulate(total, gradient, features, first=first)
 
 
-def _local(call: Call, slots: Slots) -> Slots:
+def _local(call: HeadCall, slots: Slots) -> Slots:
     """The slots with the rows of this rank's head as ids; negative for ids of other ranks."""
     if not call.vocabulary.sharded:
         return slots
@@ -86,7 +86,7 @@ class ReplayObjective(TokenObjective):
     """
 
     @classmethod
-    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         self = super().solving(call, rows, plan, factors)
         certain = slice(rows.count - rows.replay.certain, rows.count)
         for name, x in self.stats.items():
@@ -97,7 +97,7 @@ class ReplayObjective(TokenObjective):
 
     @classmethod
     def writing(
-        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         known, given = (
             {name: rows.replay.in_walk_order(x) for name, x in found.items()} for found in (numbers, upstream)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, Report, logits_bytes
 from logitless.engine.objectives.logits import LogitsObjective
@@ -48,7 +48,7 @@ class SpeculatorObjective(LogitsObjective):
     _selected_buffer: Tensor | None = None
 
     @staticmethod
-    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+    def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         row, fixed = logits_bytes(call)
         dtype, device, D = call.logits_dtype, call.weight.device, call.width
         teacher = call.inputs["teacher_weight"]
@@ -244,18 +244,18 @@ def chain_metrics(
     return torch.stack([*metrics, *lengths])
 
 
-def _verifier_width(call: Call) -> int:
+def _verifier_width(call: HeadCall) -> int:
     """Columns of the verifier's logits that are multiplied."""
     drawn = call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "draft"
     return call.width if drawn else call.vocabulary.widest(call.inputs["teacher_weight"].shape[0])
 
 
-def _reads_all_ids(call: Call) -> bool:
+def _reads_all_ids(call: HeadCall) -> bool:
     """Whether the verifier's softmax is over more ids than the draft has."""
     return call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "full"
 
 
-def _labels_itself(call: Call) -> bool:
+def _labels_itself(call: HeadCall) -> bool:
     """Whether the labels are the verifier's best ids."""
     return call.loss.hard_loss_weight > 0 and call.inputs["labels"] is None
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, logits_bytes
 from logitless.engine.objectives.gathered import GatheredObjective
@@ -33,13 +33,13 @@ LABEL = ("hard", "hard_lse", "hard_lse_residual", "token_accuracy")
 GATHERED = 180
 
 
-def gathered_columns(call: Call) -> int:
+def gathered_columns(call: HeadCall) -> int:
     """The number of logits that are computed per row by gathering; 0: all, by a product."""
     k = call.loss.slots(call.inputs)
     return k if call.loss.cancels and k * GATHERED < call.V else 0
 
 
-def teacher_dtype(call: Call) -> torch.dtype:
+def teacher_dtype(call: HeadCall) -> torch.dtype:
     """The dtype of the teacher's logits: the wider of the teacher's head's and the student's logits'."""
     return torch.promote_types(call.logits_dtype, call.inputs["teacher_weight"].dtype)
 
@@ -56,14 +56,14 @@ class SupportObjective(IdsObjective):
 
     @classmethod
     def solving(
-        cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None
+        cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None
     ) -> "SupportObjective | GatheredObjective":
         kind = GatheredObjective.solving if plan.columns else super().solving
         return kind(call, rows, plan, factors)
 
     @classmethod
     def writing(
-        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> "SupportObjective | GatheredObjective":
         kind = GatheredObjective.writing if gathered_columns(call) else super().writing
         return kind(call, rows, numbers, upstream)
@@ -87,7 +87,7 @@ class SupportObjective(IdsObjective):
         return loss.differentiates
 
     @classmethod
-    def costs(cls, call: Call, budget: int, purpose: Pass) -> Costs:
+    def costs(cls, call: HeadCall, budget: int, purpose: Pass) -> Costs:
         costs, loss = super().costs(call, budget, purpose), call.loss
         if columns := gathered_columns(call):
             row = costs.row_bytes - logits_bytes(call)[0]

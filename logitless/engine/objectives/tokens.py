@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from logitless.engine.call import Call
+from logitless.engine.call import HeadCall
 from logitless.engine.chunk import Chunk
 from logitless.engine.objectives.base import Costs, Report, batch_of
 from logitless.engine.objectives.ids import best
@@ -37,7 +37,7 @@ class TokenObjective:
     statistics: ClassVar = tuple(field.name for field in fields(TokenBuffers))
     differentiable: ClassVar = kernels.DIFFERENTIABLE
 
-    call: Call
+    call: HeadCall
     rows: Rows
     stats: TokenBuffers  # (rows,) each, filled by `fill`, or given
     grads: TokenBuffers  # (rows,) each, d loss / d statistic; filled by `evaluate`, or given
@@ -55,7 +55,7 @@ class TokenObjective:
     reports: list[Report] = field(default_factory=list)
 
     @classmethod
-    def solving(cls, call: Call, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         loss, device, dtype = call.loss, call.weight.device, call.stat_dtype
         stats = kernels.allocate_stats((*loss.differentiates, *loss.observes), rows.count, dtype, device)
         vectors = plan.strategy == "row_scaled"
@@ -74,12 +74,12 @@ class TokenObjective:
         return self
 
     @classmethod
-    def reading(cls, call: Call, rows: Rows, plan: Plan) -> Self:
+    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         return cls.solving(call, rows, plan, None)
 
     @classmethod
     def writing(
-        cls, call: Call, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         in_product = call.unrounded and reads_in_product(call, Pass.GRADIENTS)
         known = {name: x for name, x in numbers.items() if name != "predictions"}
@@ -113,7 +113,7 @@ class TokenObjective:
         return set(loss.differentiates) <= {"logps", "lse"}
 
     @staticmethod
-    def costs(call: Call, budget: int, purpose: Pass) -> Costs:
+    def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         linear = set(call.loss.differentiates) <= {"logps", "lse"}
         if call.unrounded and reads_in_product(call, purpose):
             keeps_vectors = linear and not (call.needs.weight or call.needs.bias)
@@ -264,7 +264,7 @@ class TokenObjective:
         return (vectors * (g_logp - g_lse)[:, None]).addcmul_(own[:, None], head_rows)
 
 
-def reads_in_product(call: Call, purpose: Pass) -> bool:
+def reads_in_product(call: HeadCall, purpose: Pass) -> bool:
     """Whether a pass over unrounded logits projects and reads them in one kernel.
 
     The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum

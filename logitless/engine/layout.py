@@ -1,0 +1,99 @@
+"""`SequenceLayout`: the sequences of a public call, and its inputs per sequence or per token."""
+
+import torch
+from torch import Tensor
+
+from logitless.engine.levels import is_per_sequence, per_token_shape
+from logitless.engine.operands import sequence_numbers, shifted
+from logitless.engine.segments import cached_property
+from logitless.errors import message
+from logitless.parallel.sequences import WholeSequences
+
+
+class SequenceLayout:
+    """The tokens and sequences of a call; expands inputs per sequence to their tokens."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        cu_seqlens: Tensor | None,
+        *,
+        shift: bool,
+        slices: WholeSequences,
+    ):
+        self._shift = shift
+        self._slices = slices
+        self.packed = cu_seqlens is not None
+        if self.packed:
+            if targets.dim() != 1:
+                raise ValueError(
+                    message(
+                        "targets",
+                        "shape (N,) with cu_seqlens",
+                        tuple(targets.shape),
+                        "flatten the tokens or leave it out",
+                    )
+                )
+        elif targets.dim() != 2:
+            remedy = "or pass flat tokens with cu_seqlens"
+            raise ValueError(message("targets", "shape (B, T)", tuple(targets.shape), remedy))
+        self.cu_seqlens = cu_seqlens
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.targets = self.aligned(targets.long(), ignore_index)
+        self.counted = self.targets != ignore_index
+        self.sequences = cu_seqlens.shape[0] - 1 if self.packed else targets.shape[0]
+        if self.packed:
+            positions = torch.arange(targets.shape[0], device=targets.device)
+            self.number = sequence_numbers(cu_seqlens, positions)
+
+    def aligned(self, x: Tensor, last: float) -> Tensor:
+        """x aligned with hidden: shifted, if the call has `shift`; `last` fills the last positions."""
+        return shifted(x, last, cu_seqlens=self.cu_seqlens) if self._shift else x
+
+    def is_per_sequence(self, name: str, x: Tensor, *, sums: bool = False) -> bool:
+        """See `levels.is_per_sequence`."""
+        return is_per_sequence(name, x, self.targets, self.sequences, sums=sums, slices=self._slices)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(B,) -> targets' shape."""
+        if self.packed:
+            return x.reshape(-1)[self.number]
+        return x.reshape(-1, 1).expand(self.targets.shape)
+
+    def per_token(self, name: str, x: Tensor, *, per_sequence: bool = False, fill: float = 0.0) -> Tensor:
+        """x in targets' shape, detached, with `fill` for unsupervised tokens."""
+        if per_sequence and self.is_per_sequence(name, x):
+            x = self.spread(x)
+        else:
+            x = per_token_shape(x, self.targets) if per_sequence else x
+            # One f-string: Dynamo concatenates no strings that depend on a dynamic shape.
+            if x.shape != self.targets.shape:
+                shape = tuple(self.targets.shape)
+                either = f"{shape} or ({self.sequences},)" if per_sequence else f"{shape}"
+                raise ValueError(
+                    message(name, f"targets' shape {either}", tuple(x.shape), "align it with the targets")
+                )
+            x = self.aligned(x, fill)
+        return torch.where(self.counted, x.detach().to(self.dtype), fill)
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """(B,) supervised tokens of each sequence."""
+        if self.packed:
+            counted = self.counted.to(self.dtype)
+            lengths = counted.new_zeros(self.sequences).index_add_(0, self.number, counted)
+        else:
+            lengths = self.counted.sum(1, dtype=self.dtype)
+        return self._slices.sum(lengths)
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """(B,) 1 / supervised tokens of each sequence; 1 for a sequence without any."""
+        return self.lengths.clamp(min=1).reciprocal()
+
+    @cached_property
+    def share(self) -> Tensor:
+        """() 1 / supervised tokens of the call; 1 without any."""
+        return self.lengths.sum().clamp(min=1).reciprocal()

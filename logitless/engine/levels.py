@@ -1,0 +1,53 @@
+"""Inputs that have one entry per sequence or one per token: their shape says which."""
+
+from torch import Tensor
+
+from logitless.errors import message
+from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
+
+
+def is_per_sequence(
+    name: str,
+    x: Tensor,
+    targets: Tensor,
+    sequences: int,
+    *,
+    sums: bool = False,
+    slices: WholeSequences = WHOLE_SEQUENCES,
+) -> bool:
+    """Whether x has one entry per sequence: shape (sequences,) or (sequences, 1).
+
+    Otherwise x should have one entry per token: the shape of the targets or, in a packed call, (1, N).
+
+    Args:
+        name: the argument, for the error.
+        x: the input.
+        targets: (B, T), or packed (N,).
+        sequences: the number of sequences of the call.
+        sums: whether an entry per sequence is the sum of the entries per token. One token is then its
+            sequence, and x is read per token, so that the entry of an unsupervised token is dropped.
+        slices: with `cp_group`, whose ranks must agree: the slice of one rank may have as many tokens as
+            there are sequences.
+
+    Raises:
+        ValueError: a packed call has as many tokens as sequences, and x has shape (N,), which is both.
+    """
+    packed = targets.dim() == 1
+    flat, aligned = x.shape == (sequences,), x.shape == targets.shape
+    if x.shape == (sequences, 1):
+        return (packed or not slices.sliced) and not (aligned and sums)
+    if not packed or x.dim() != 1:
+        return flat
+    if slices.sliced:
+        flat, aligned = slices.everywhere((flat, aligned), x.device)
+    if flat and aligned and (sequences > 1 or slices.sliced):
+        expected = f"shape ({sequences}, 1), one per sequence, or (1, {sequences}), one per token"
+        got = f"({sequences},) in a call of {sequences} sequences and {sequences} tokens"
+        remedy = "reshape it: this shape does not say which of the two it is"
+        raise ValueError(message(name, expected, got, remedy))
+    return flat and not (aligned and sums)
+
+
+def per_token_shape(x: Tensor, targets: Tensor) -> Tensor:
+    """x (1, N) of a packed call as (N,); anything else unchanged."""
+    return x[0] if targets.dim() == 1 and x.shape == (1, *targets.shape) else x

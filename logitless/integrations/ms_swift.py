@@ -1,0 +1,97 @@
+"""ms-swift 4.6.0: `swift sft` and `swift pt`, by a callback.
+
+    swift sft --external_plugins plugin.py --callbacks logitless ...
+
+where plugin.py has the lines `from logitless.integrations import ms_swift` and `ms_swift.register()`. The
+callback patches the model (`patch_model`) when training begins, and restores it at the end.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from transformers import TrainerCallback
+
+from logitless.errors import expect
+from logitless.integrations.versions import announce, find
+from logitless.models import patch_model
+
+# Arguments with which the trainer computes its loss from logits, and the value without.
+NEUTRAL = {
+    "enable_dft_loss": False,
+    "enable_channel_loss": False,
+    "label_smoothing_factor": 0,
+    "loss_type": None,
+    "use_liger_kernel": False,
+}
+
+
+def register(name: str = "logitless", *, logits_budget: int | None = None) -> Callable[[], None]:
+    """Make `--callbacks logitless` known to ms-swift.
+
+    Args:
+        name: the name of the callback.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
+
+    Returns:
+        A function that removes the name.
+
+    Raises:
+        ImportError: ms-swift is not installed, or has moved `swift.callbacks.callbacks_map`.
+        ValueError: ms-swift has a callback of that name.
+    """
+    owner, table = find("ms_swift", "swift.callbacks:callbacks_map")
+    callbacks = getattr(owner, table)
+    remedy = "pick another one"
+    expect(name not in callbacks, "name", "one that no callback has", repr(name), remedy)
+    callbacks[name] = partial(LogitlessCallback, logits_budget=logits_budget)
+
+    def undo() -> None:
+        callbacks.pop(name, None)
+
+    return undo
+
+
+class LogitlessCallback(TrainerCallback):
+    """Patches the model of a `Seq2SeqTrainer` of ms-swift while it trains.
+
+    Args:
+        args: the trainer's arguments.
+        trainer: of ms-swift.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
+
+    Raises:
+        ValueError: when training begins, an argument with which the trainer computes its loss from logits,
+            or a trainer that reads logits, such as those of `swift rlhf`.
+    """
+
+    def __init__(self, args: Any, trainer: Any, *, logits_budget: int | None = None):
+        self.trainer, self.logits_budget = trainer, logits_budget
+        self.undo: Callable[[], None] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        check(args, self.trainer)
+        self.undo = patch_model(model, logits_budget=self.logits_budget)
+        announce("ms-swift", f"loss of {type(self.trainer).__name__}", self.logits_budget)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.undo is not None:
+            self.undo()
+            self.undo = None
+
+
+def check(args: Any, trainer: Any) -> None:
+    """Raise ValueError if this trainer computes its loss from logits."""
+    kind, template = type(trainer).__name__, trainer.template
+    remedy = "take logitless out of --callbacks"
+    expect(kind == "Seq2SeqTrainer", "callbacks", "swift sft or swift pt for logitless", kind, remedy)
+    for name, neutral in NEUTRAL.items():
+        found = getattr(args, name, neutral)
+        expect(found == neutral, name, f"{neutral} with --callbacks logitless", found, f"set it to {neutral}")
+    size = template.sequence_parallel_size
+    expect(size == 1, "sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")
+    binary = template.is_binary_loss_scale
+    if binary is None:
+        binary = template.loss_scale.is_binary_loss_scale
+    expected = "one that keeps or drops tokens, such as 'default' or 'last_round'"
+    expect(binary, "loss_scale", expected, "one with other weights than 0 and 1", remedy)

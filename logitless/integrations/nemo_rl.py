@@ -1,0 +1,103 @@
+"""NeMo-RL, main of 2026-08-22 (0.6.0): the log-probabilities of its Megatron policy.
+
+`patch()`, called in the policy's workers, replaces the function behind
+`policy.megatron_cfg.use_fused_linear_logprobs: true`. `fused_linear_logprobs_chunk_size` has no effect then:
+`logits_budget` bounds the memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from logitless.errors import expect
+from logitless.integrations.sequences import GatherSequence
+from logitless.integrations.versions import announce, find, replace_function
+from logitless.losses import linear_logprobs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SEAM = "nemo_rl.distributed.model_utils:from_parallel_hidden_states_to_logprobs"
+
+
+def patch(*, logits_budget: int | None = None) -> Callable[[], None]:
+    """Replace `from_parallel_hidden_states_to_logprobs` of NeMo-RL in this process.
+
+    Args:
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
+
+    Returns:
+        A function that restores it.
+
+    Raises:
+        ImportError: NeMo-RL is not installed, or has moved the function.
+    """
+    owner, name = find("nemo_rl", SEAM)
+    ours = partial(from_parallel_hidden_states_to_logprobs, logits_budget=logits_budget)
+    undo = replace_function("nemo_rl", owner, name, ours)
+    announce("NeMo-RL", name, logits_budget)
+    return undo
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: Tensor,
+    output_weight_layer: Tensor,
+    runtime_gather_output: bool,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group: "ProcessGroup",
+    inference_only: bool = False,
+    cp_group: "ProcessGroup | None" = None,
+    chunk_size: int | None = None,
+    *,
+    logits_budget: int | None = None,
+) -> Tensor:
+    """The log-probability of each next token.
+
+    Args:
+        tensor_parallel_hidden_states: (s / ranks, b, H), sharded by sequence parallelism.
+        output_weight_layer: (V / ranks, H), this rank's rows of the head.
+        runtime_gather_output: has no effect, as in NeMo-RL.
+        target: (b, s) token ids.
+        vocab_start_index: the first id of this rank's rows.
+        vocab_end_index: the id behind the last one.
+        tp_group: the tensor-parallel group.
+        inference_only: whether no gradient is needed.
+        cp_group: None, or a group of one rank.
+        chunk_size: has no effect.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
+
+    Returns:
+        (b, s - 1) fp32.
+
+    Raises:
+        ValueError: context parallelism, uneven shards of the vocabulary, or no sequence parallelism.
+    """
+    hidden, weight = tensor_parallel_hidden_states, output_weight_layer
+    contexts = 1 if cp_group is None else cp_group.size()
+    expect(contexts == 1, "cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false")
+    rows, start = len(weight), tp_group.rank() * len(weight)
+    got, expected = (vocab_start_index, vocab_end_index), (start, start + rows)
+    remedy = "shard the vocabulary evenly"
+    expect(got == expected, "vocab_start_index, vocab_end_index", str(expected), got, remedy)
+    b, s = target.shape
+    shape, remedy = (s // tp_group.size(), b), "set policy.megatron_cfg.sequence_parallel to true"
+    expected, got = f"shape {shape} and the hidden size", tuple(hidden.shape)
+    expect(hidden.shape[:-1] == shape, "tensor_parallel_hidden_states", expected, got, remedy)
+    several = tp_group.size() > 1
+    if several:
+        # d_hidden is whole on every rank, so the backward pass slices it.
+        hidden = GatherSequence.apply(hidden, tp_group)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        found = linear_logprobs(
+            hidden.transpose(0, 1)[:, :-1],
+            weight,
+            target[:, 1:],
+            tp_group=tp_group if several else None,
+            logits_budget=logits_budget,
+        )
+    return found.logps

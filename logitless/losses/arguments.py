@@ -1,0 +1,88 @@
+"""`CallArguments`: the arguments of one public call, on their way from the user to the engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from logitless.engine.call import HeadCall, prepare
+from logitless.engine.layout import SequenceLayout
+from logitless.engine.operands import SplitHead
+from logitless.engine.sampling_mask import SamplingMask
+from logitless.engine.spec import LossSpec
+
+
+@dataclass
+class CallArguments:
+    """The arguments of a call, in the form in which `LinearLoss.prepare` sees and changes them.
+
+    Attributes:
+        loss: the loss that computes the call: with the softcap and scale of a head module, and with
+            `tp_group` and `cp_group` as process groups.
+        hidden: (..., H).
+        weight: (V, H), also of a head module.
+        targets: (...), with `ignore_index` where `mask` is off; None where the call has none.
+        inputs: the tensors of this kind of loss by name. After `prepare`, the declared inputs.
+        heads: weights and biases as the caller passed them, by name; empty if no head is a module.
+        cu_seqlens: (sequences + 1,) int64 boundaries on hidden's device.
+        sampling_mask: the kept ids of each token; only of losses whose `__call__` names it.
+
+    The others are the keyword arguments of every loss (`LinearLoss.__call__`).
+    """
+
+    loss: LossSpec
+    hidden: Tensor
+    weight: Tensor | SplitHead
+    targets: Any
+    inputs: dict[str, Any]
+    heads: Mapping[str, Any] = field(default_factory=dict)
+    bias: Tensor | None = None
+    num_items: float | Tensor | None = None
+    shift: bool = False
+    cu_seqlens: Tensor | None = None
+    mask: Tensor | None = None
+    accumulate_into: Tensor | None = None
+    accumulate_now: bool = False
+    grad_scale: float = 1.0
+    sampling_mask: SamplingMask | None = None
+
+    def layout(self) -> SequenceLayout:
+        """The sequences of the call; targets and inputs per token are shifted if the call has `shift`."""
+        return SequenceLayout(
+            self.hidden,
+            self.targets,
+            self.loss.ignore_index,
+            self.cu_seqlens,
+            shift=self.shift,
+            slices=self.loss.sequences,
+        )
+
+    def head_call(self) -> HeadCall:
+        """The call for the engine: checked by the roles of the inputs, flattened to one row per token."""
+        return prepare(
+            self.loss,
+            self.hidden,
+            self.weight,
+            self.targets,
+            self.bias,
+            self.inputs,
+            num_items=self.num_items,
+            shift=self.shift,
+            cu_seqlens=self.cu_seqlens,
+            sampling_mask=self.sampling_mask,
+        )
+
+
+# Keyword arguments of every loss: the fields of `CallArguments` with a default, except `heads` and
+# `sampling_mask`.
+SHARED = (
+    "bias",
+    "num_items",
+    "shift",
+    "cu_seqlens",
+    "mask",
+    "accumulate_into",
+    "accumulate_now",
+    "grad_scale",
+)

@@ -1,0 +1,120 @@
+"""Inputs per sequence or per token, in packed calls that have as many tokens as sequences."""
+
+import pytest
+import torch
+
+from logitless import DPOLoss, GRPOLoss, KTOLoss, PPOLoss, REINFORCELoss, RLOOLoss
+from tests.support import DEVICE
+
+generator = torch.Generator().manual_seed(0)
+HIDDEN, WEIGHT = (torch.randn(n, 3, generator=generator).to(DEVICE) for n in (2, 5))
+# Sequences of 2 tokens and of none, which have targets 1 and 3.
+CALL = HIDDEN, WEIGHT, torch.tensor([1, 3], device=DEVICE)
+CU_SEQLENS = torch.tensor([0, 2, 2], device=DEVICE)
+X = torch.tensor([0.5, -2.0], device=DEVICE)
+LOGPS = (HIDDEN @ WEIGHT.T).log_softmax(-1)[[0, 1], [1, 3]]
+OLD = LOGPS - 0.1
+PER_SEQUENCE = {"advantages": torch.ones(2, 1, device=DEVICE)}
+UNSUPERVISED = torch.tensor([1, -100], device=DEVICE)
+KL = {"kl_hidden": HIDDEN, "kl_targets": UNSUPERVISED, "kl_cu_seqlens": CU_SEQLENS}
+
+
+def kto(kl=0.0, **reference):
+    return KTOLoss()(*CALL, cu_seqlens=CU_SEQLENS, labels=X > 0, kl=kl, **reference)
+
+
+def dpo(x):
+    # Of two pairs: the sequences have 2, 0, 1 and 1 tokens.
+    starts = torch.tensor([0, 2, 2, 3, 4], device=DEVICE)
+    hidden, targets = HIDDEN.repeat(2, 1), CALL[2].repeat(2)
+    return DPOLoss()(hidden, WEIGHT, targets, cu_seqlens=starts, ref_logps=x)
+
+
+CALLS = {
+    "GRPO's advantages": lambda x: GRPOLoss()(*CALL, cu_seqlens=CU_SEQLENS, advantages=x),
+    "GRPO's importance_weights": lambda x: GRPOLoss()(
+        *CALL, cu_seqlens=CU_SEQLENS, importance_weights=x.abs(), **PER_SEQUENCE
+    ),
+    "VESPO's importance_weights": lambda x: GRPOLoss(loss_type="vespo")(
+        *CALL, cu_seqlens=CU_SEQLENS, importance_weights=x.abs(), **PER_SEQUENCE
+    ),
+    "PPO's advantages": lambda x: PPOLoss()(*CALL, cu_seqlens=CU_SEQLENS, advantages=x),
+    "REINFORCE's advantages": lambda x: REINFORCELoss()(*CALL, cu_seqlens=CU_SEQLENS, advantages=x),
+    "RLOO's old_logps": lambda x: RLOOLoss()(*CALL, cu_seqlens=CU_SEQLENS, old_logps=x, **PER_SEQUENCE),
+    "KTO's ref_logps": lambda x: kto(ref_logps=x),
+    "KTO's ref_logps in kl": lambda x: kto(kl=KL | {"ref_logps": x - 9}, ref_logps=X[:, None]),
+    "DPO's ref_logps": lambda x: dpo(
+        x if x.shape == (2,) else x.repeat(*(2 if n == 2 else 1 for n in x.shape))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_many_tokens_as_sequences(name):
+    """Shape (N,) is refused, (sequences, 1) is per sequence, and (1, N) per token."""
+    message = rf"{name.split()[1]}: expected shape \((\d), 1\), one per sequence, or \(1, \1\), one per token"
+    with pytest.raises(ValueError, match=message):
+        CALLS[name](X if name != "DPO's ref_logps" else X.repeat(2))
+    per_sequence, per_token = CALLS[name](X[:, None]), CALLS[name](X[None])
+    assert per_sequence.loss.isfinite() and per_token.loss.isfinite()
+    assert abs(per_sequence.loss - per_token.loss) > 1e-3
+
+
+def test_levels_of_policies():
+    for loss in (REINFORCELoss(), GRPOLoss()):
+        ratio = LOGPS if isinstance(loss, REINFORCELoss) else torch.ones(2, device=DEVICE)
+        found = {x: loss(*CALL, cu_seqlens=CU_SEQLENS, advantages=x).loss for x in (X[:, None], X[None])}
+        first, second = found.values()
+        assert first.item() == pytest.approx(-(0.5 * ratio).mean().item(), rel=1e-5)
+        assert second.item() == pytest.approx(-(X * ratio).mean().item(), rel=1e-5)
+
+
+def test_levels_of_references():
+    sums = torch.stack((LOGPS.sum(), LOGPS.new_zeros(())))
+    for x, of_reference in ((X[:, None], X), (X[None], torch.stack((X.sum(), X.new_zeros(()))))):
+        reward = 0.1 * (sums - of_reference)
+        expected = torch.stack((1 - reward[0].sigmoid(), 1 - (-reward[1]).sigmoid())).mean()
+        assert kto(ref_logps=x).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_one_token_that_is_its_sequence():
+    """Both readings are the same, so (1,) is not refused; a token that is not supervised has no reference."""
+    one = torch.tensor([0, 1], device=DEVICE)
+    given = {"cu_seqlens": one, "labels": torch.ones(1, dtype=torch.bool, device=DEVICE), "kl": 0.0}
+    for target, x in ((1, X[1:]), (-100, X[1:] * torch.nan)):
+        targets = torch.tensor([target], device=DEVICE)
+        out = KTOLoss()(HIDDEN[:1], WEIGHT, targets, ref_logps=x, **given)
+        assert out.loss.isfinite()
+    out = GRPOLoss()(HIDDEN[:1], WEIGHT, CALL[2][:1], cu_seqlens=one, advantages=X[1:])
+    assert out.loss.item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_phi_of_a_sequence_without_tokens(packed):
+    """VESPO's weight of an empty product of ratios is 1, and counts in the mean over sequences, as in TRL."""
+    given = {"advantages": torch.tensor([1.0, -1.0], device=DEVICE), "old_logps": OLD}
+    call = CALL
+    if packed:
+        given |= {"cu_seqlens": CU_SEQLENS, "advantages": given["advantages"][:, None]}
+    else:
+        call = HIDDEN.expand(2, 2, 3), WEIGHT, torch.stack((CALL[2], torch.full_like(CALL[2], -100)))
+        given["old_logps"] = OLD.expand(2, 2)
+    found = GRPOLoss(loss_type="vespo")(*call, **given).metrics["vespo/phi_seq_mean"]
+    w = torch.tensor(0.2).exp()
+    phi = w**2 * (3 * (1 - w)).exp()
+    assert found.item() == pytest.approx((phi.item() + 1) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradient_of_a_corrected_kl(level):
+    """kl * ratio has the derivative -d * ratio, d = ref_logp - logp, however large exp(d) is."""
+    weight, gap = WEIGHT.clone().requires_grad_(), torch.tensor([[12.5], [25.0]], device=DEVICE)
+    hidden, targets = HIDDEN[:, None], CALL[2][:, None]
+    given = {"old_logps": OLD[:, None], "ref_logps": LOGPS[:, None] + gap}
+    loss = GRPOLoss(beta=1.0, use_bias_correction_kl=True, importance_sampling_level=level, reduction="sum")
+    loss(hidden, weight, targets, advantages=torch.zeros(2, device=DEVICE), **given).loss.backward()
+    exact = weight.detach().double().requires_grad_()
+    logps = (HIDDEN.double() @ exact.T).log_softmax(-1)[[0, 1], CALL[2]]
+    slope = -gap[:, 0].double() * torch.tensor(0.1).double().exp()
+    (slope * logps).sum().backward()
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,187 @@
+"""`activation_budget`, alone and beside the other flags: gradients of a few trainers, and what is refused."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+import trl
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+import logitless.trl_integration as ours
+from logitless.exchange import state_of
+from logitless.models import activations, fit_activations
+from logitless.models.activations import KEY
+from logitless.trl_integration import apply_to, remove_from
+
+from .test_bad_trainers import made
+from .test_every_trainer import adapted, folder, step  # noqa: F401
+from .test_sft import options
+from .tiny import Run, assert_same_gradients, tiny_dataset, tiny_model, tiny_tokenizer
+
+# The second model of some: it runs without gradients.
+KINDS = ("SFT", "DPO", "GRPO", "ORPO", "Distillation")
+STEPS = {"max_steps": 3, "learning_rate": 1e-3}
+PLENTY = 10**9
+BOTH = {"use_chunked_loss": True, "logits_budget": 2**14, "use_fused_layers": True}
+
+
+def flagged(kind: str, folder, budget: int | str, **more) -> Run:  # noqa: F811
+    pair = {"config": getattr(ours, f"{kind}Config"), "trainer": getattr(ours, f"{kind}Trainer")}
+    return step(kind, folder, activation_budget=budget, **pair, **STEPS | more)
+
+
+def assert_equal_gradients(found: Run, wanted: Run) -> None:
+    assert len(found.gradients) == len(wanted.gradients) == STEPS["max_steps"]
+    for mine, theirs in zip(found.gradients, wanted.gradients):
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], x) for name, x in theirs.items())
+
+
+@pytest.fixture
+def plans(monkeypatch) -> list:
+    """The plans of all passes, in their order."""
+    made, stock = [], activations.ActivationPlan
+
+    def plan(*args):
+        made.append(stock(*args))
+        return made[-1]
+
+    monkeypatch.setattr(activations, "ActivationPlan", plan)
+    return made
+
+
+def part(plans: list) -> int:
+    """A budget with which some of the layers that were all kept are run again."""
+    most = max(plan.bytes for plan in plans)
+    assert any(set(plan.levels) == {"keep"} for plan in plans)
+    plans.clear()
+    return most * 3 // 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_stock_trainer(folder, plans, kind):  # noqa: F811
+    """Bit for bit, whatever gradient_checkpointing says; beside both flags to rounding."""
+    theirs = step(kind, folder, **STEPS)
+    all_kept = flagged(kind, folder, PLENTY, gradient_checkpointing=True)
+    assert_equal_gradients(all_kept, theirs)
+    budget = part(plans)
+    fitted = flagged(kind, folder, budget)
+    assert_equal_gradients(fitted, theirs)
+    handle = fitted.trainer.fitted_activations.fitted
+    assert any(set(plan.levels) == {"full", "keep"} for plan in plans)
+    assert max(plan.bytes for plan in plans) <= budget and handle.held_bytes == 0
+    both = flagged(kind, folder, budget, **BOTH)
+    assert any("cheap" in plan.levels for plan in plans)
+    assert_same_gradients(theirs, both, rtol=1e-3)
+    assert_equal_gradients(flagged(kind, folder, PLENTY, **BOTH), both)
+
+
+@pytest.mark.parametrize("dtype", [{"bf16": True}, {}], ids=["bf16", "fp32"])
+def test_lora_with_dropout(folder, plans, dtype):  # noqa: F811
+    def wrap(model):
+        return adapted(model, lora_dropout=0.1)
+
+    given = {"wrap": wrap, "gradient_accumulation_steps": 2, "use_fused_layers": True} | dtype
+    pair = {"config": ours.SFTConfig, "trainer": ours.SFTTrainer}
+    theirs = step("SFT", folder, **given, **pair, **STEPS)
+    mine = flagged("SFT", folder, PLENTY, **given)
+    assert_equal_gradients(mine, theirs)
+    assert_equal_gradients(flagged("SFT", folder, part(plans), **given), theirs)
+
+
+def test_the_log_line(folder, caplog):  # noqa: F811
+    with caplog.at_level(logging.INFO, "logitless"):
+        run = flagged("SFT", folder, "1GB")
+    lines = [x.message for x in caplog.records if "activation budget" in x.message]
+    assert len(lines) == 1 and lines[0].startswith("activation budget: 2 layers, ")
+    assert "of 953.67 MiB" in lines[0] and run.trainer.args.activation_budget == "1GB"
+
+
+def test_apply_to_and_undo(tmp_path):
+    trainer = made(trl.SFTTrainer, tmp_path)
+    before = dict(vars(trainer))
+    only = {"use_chunked_loss": False, "activation_budget": "2MiB"}
+    undo = apply_to(trainer, **only)
+    assert vars(trainer).keys() - before.keys() == {"fitted_activations", "training_step"}
+    assert state_of(trainer.model.model, KEY) is trainer.fitted_activations.fitted
+    with pytest.raises(ValueError, match="trainer: expected one without the fitted activations, got a SFTT"):
+        apply_to(trainer, **only)
+    undo_rest = apply_to(trainer, use_fused_layers=True)
+    undo()
+    assert state_of(trainer.model.model, KEY) is None and "fitted_activations" not in vars(trainer)
+    undo_rest()
+    apply_to(trainer, use_fused_layers=True, activation_budget=2**20)
+    assert trainer.fitted_activations.fitted.budget == 2**20
+    remove_from(trainer)
+    assert state_of(trainer.model.model, KEY) is None
+    assert not any("_logitless_states" in vars(module) for module in trainer.model.modules())
+
+
+def test_any_trainer_takes_a_budget(tmp_path):
+    args = transformers.TrainingArguments(**options(tmp_path, label_smoothing_factor=0.1))
+    model = tiny_model()
+    fit_activations(model, 5)  # it has been in another trainer
+    trainer = transformers.Trainer(model, args=args)
+    undo = apply_to(trainer, use_chunked_loss=False, activation_budget="77MB")
+    assert state_of(model.model, KEY).budget == 77 * 10**6
+    undo()
+    assert state_of(model.model, KEY) is None
+
+
+def test_out_of_memory_in_a_step(tmp_path):
+    trainer = made(trl.SFTTrainer, tmp_path)
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    trainer.training_step = fail
+    undo = apply_to(trainer, use_chunked_loss=False, activation_budget="2MiB")
+    for notes in (1, 0):
+        with pytest.raises(torch.OutOfMemoryError, match="no memory") as caught:
+            trainer.training_step(trainer.model, {})
+        found = getattr(caught.value, "__notes__", [])
+        assert len(found) == notes and all("activation_budget: no plan yet" in note for note in found)
+        undo()
+
+
+def test_what_is_refused(tmp_path, monkeypatch):
+    args = ours.SFTConfig(**options(tmp_path, activation_budget="1GiB"))
+    given = {"train_dataset": tiny_dataset(), "processing_class": tiny_tokenizer()}
+    with pytest.raises(ValueError, match="activation_budget: expected a trainer that honours it, got one"):
+        trl.SFTTrainer(tiny_model(), args=args, **given)
+    for budget, kind in ((0, ValueError), ("ten", ValueError), (1.5, TypeError)):
+        with pytest.raises(kind, match="activation_budget: expected a positive number of bytes, got"):
+            ours.SFTConfig(**options(tmp_path, activation_budget=budget))
+    trainer = made(trl.SFTTrainer, tmp_path)
+    before = dict(vars(trainer))
+
+    def refused(text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            apply_to(trainer, use_fused_layers=True, activation_budget="1GiB")
+        assert vars(trainer) == before and "_logitless_states" not in vars(trainer.model.model)
+
+    for name, value, text in (
+        ("activation_offloading", True, "activation_offloading: expected False with an activation_budget"),
+        (
+            "torch_compile",
+            True,
+            "torch_compile: expected False with an activation_budget, got True; Ind",
+        ),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": True}, "kwargs: expected none of use_reentrant"),
+        ("gradient_checkpointing_kwargs", {"every_n_layers": 2}, "expected none of every_n_layers"),
+        ("gradient_checkpointing_kwargs", {"offload": True}, "expected none of offload"),
+        (
+            "fsdp_config",
+            {"activation_checkpointing": True},
+            "fsdp_config: expected activation_checkpoin",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.args, name, value)
+            refused(text)
+    trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
+    first = FullyShardedDataParallelPlugin(fsdp_version=1)
+    with monkeypatch.context() as patch:
+        patch.setitem(trainer.accelerator.state.__dict__, "fsdp_plugin", first)
+        refused("fsdp_version: expected 2 with an activation_budget, got 1")
+    apply_to(trainer, use_fused_layers=True, activation_budget="1GiB")()
