@@ -298,7 +298,7 @@ class SpeculatorLoss(LogitsLoss):
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
         V = inputs["teacher_weight"].shape[0]
         texts = (
-            ("targets", f"ids in [0, {V}) or ignore_index", "{count} outside", "fix the labels"),
+            ("targets", f"ids in [0, {V}) or ignore_index", "others in {count} pairs", "fix the labels"),
             ("mask", "0 and 1", "{count} others", "pass which tokens count, such as mask != 0"),
             ("cu_seqlens", "non-decreasing boundaries from 0 to the number of tokens", "others", COVER),
             ("starts", "positions in their sequence, or -1", "{count} outside", "pad with -1"),

@@ -532,7 +532,7 @@ FAULTS = {
     ),
     "targets outside": (
         {"targets": lambda x: x.clone().index_fill_(1, torch.tensor([3]), 64)},
-        r"targets: expected ids in \[0, 64\) or ignore_index, got 3 outside",
+        r"targets: expected ids in \[0, 64\) or ignore_index, got others in 6 pairs",
     ),
     "mask of twos": ({"mask": lambda x: x.long() * 2}, "mask: expected 0 and 1"),
     "starts outside": (
