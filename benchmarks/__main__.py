@@ -6,8 +6,9 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import ce as cross_entropy
 from benchmarks import (
+    activation_arithmetic,
+    activation_budgets,
     compare_trees,
     fsdp,
     layers,
@@ -20,6 +21,7 @@ from benchmarks import (
     trainers,
     usecase,
 )
+from benchmarks import ce as cross_entropy
 from benchmarks import distillation as teaching
 from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
@@ -458,8 +460,8 @@ def plot(
         Path, typer.Option(help="The folder of README.md and docs/, which hold the markers.")
     ] = RESULTS.parents[1],
 ) -> None:
-    """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png
-    and docs/layers.png."""
+    """Rewrite the tables of measurements in README.md and docs from the newest results, and draw docs/ce.png,
+    docs/layers.png and docs/activations.png."""
     # Here alone, so that a machine that only measures needs no matplotlib.
     from benchmarks import layer_picture, picture
 
@@ -486,6 +488,10 @@ def plot(
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
+    whole_steps = [document for _, document in every("step", results)]
+    if operators and activation_arithmetic.steps_of(whole_steps):
+        body = activation_arithmetic.table(whole_steps, documents["layers"])
+        tables[root / "docs" / "activations.md", "activations"] = body
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)
@@ -496,6 +502,10 @@ def plot(
         drawn = root / "docs" / "ce.png"
         picture.draw(documents["sweep"], drawn, documents.get("ce"))
         typer.echo(f"{drawn}: drawn from {found['sweep'][0]}")
+    if fitted := newest("activations", results):
+        drawn = root / "docs" / "activations.png"
+        activation_budgets.draw(fitted[1], drawn)
+        typer.echo(f"{drawn}: drawn from {fitted[0]}")
     if "layers" in documents:
         drawn = root / "docs" / "layers.png"
         layer_picture.draw(documents["layers"], drawn)

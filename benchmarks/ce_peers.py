@@ -46,19 +46,19 @@ def compiled():
     return torch.compile(eager_loss, dynamic=False)
 
 
-@PEERS.add("torch F.linear_cross_entropy")
-def torch_linear_cross_entropy():
+def torch_chunks(policy: str):
     if hasattr(F, "linear_cross_entropy"):
-        options = torch.nn.LinearCrossEntropyOptions()
+        options = torch.nn.LinearCrossEntropyOptions(acc_policy=policy)
         return lambda hidden, weight, targets: F.linear_cross_entropy(
             hidden, weight, targets, options=options
         )
     # An older torch can run torch 2.13's Python: two files of torch/nn/modules on PYTHONPATH.
     try:
         chunked = importlib.import_module("linear_cross_entropy")
-        options = importlib.import_module("linear_cross_entropy_options").LinearCrossEntropyOptions()
+        options = importlib.import_module("linear_cross_entropy_options")
     except ImportError:
         raise Absent(f"not in torch {torch.__version__}, it came with 2.13") from None
+    options = options.LinearCrossEntropyOptions(acc_policy=policy)
 
     # The arguments of F.linear_cross_entropy's chunked path, reduction "mean".
     def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -72,6 +72,16 @@ def torch_linear_cross_entropy():
         )[0]
 
     return loss
+
+
+@PEERS.add("torch F.linear_cross_entropy")
+def torch_linear_cross_entropy():
+    return torch_chunks("auto")
+
+
+@PEERS.add("torch F.linear_cross_entropy, accurate")
+def torch_linear_cross_entropy_accurate():
+    return torch_chunks("accurate")
 
 
 def of_cute() -> bool:

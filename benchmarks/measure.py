@@ -70,11 +70,11 @@ def measure(
     right = {name: calls[name] for name, row in rows.items() if row["verdict"] == "ok"}
 
     cases = {name: backward_case(call, leaves, rows[name]) for name, call in right.items()}
-    # Rested, each with the card at its full clock; and hot, one after the other at its power limit.
+    # Rested, each with the card at its full clock; and hot, calls in a row at its power limit.
     times = interleave(yardstick.cases | cases, device_of(leaves), seconds=0.6 * seconds)
     bare = yardstick.summary(times)
     ran = {name: case for name, case in (yardstick.cases | cases).items() if times[name]}
-    hot = times | interleave(ran, device_of(leaves), seconds=0.4 * seconds, least=3, rest=0.0)
+    hot = times | interleave(ran, device_of(leaves), seconds=0.4 * seconds, least=3, in_a_row=True)
     bare["hot_ms"] = yardstick.summary(hot)["ms"]
 
     for name, call in right.items():

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import torch
 import typer
 
-from benchmarks import fsdp, layer_tiles, layers, recipes, steps, trainers, usecase
+from benchmarks import activation_budgets, fsdp, layer_tiles, layers, recipes, steps, trainers, usecase
 from benchmarks.layer_operators import Maker
 from benchmarks.layer_operators import operators as all_operators
 from benchmarks.layer_peers import LAYERS
@@ -84,6 +84,12 @@ def whole_steps(
     timed: Timed = 12,
     limit: Limit = 240.0,
     minutes: Minutes = 60.0,
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budget", help="Also both our flags with this activation budget: 12GiB, or 50%; repeatable."
+        ),
+    ] = None,
     out: Out = None,
     quick: Quick = False,
     device: Device = "",
@@ -99,10 +105,11 @@ def whole_steps(
             f"--checkpointing: expected one of {valid}, got {checkpointing}; pick one of these."
         )
     available = steps.QUICK if quick else steps.MODELS
+    made = configurations(steps.CONFIGURATIONS, only, skip) | steps.budgeted(budgets or [])
     document = measure(
         "step",
         [(name, available[name]) for name in named(available, models)],
-        configurations(steps.CONFIGURATIONS, only, skip),
+        made,
         Where(out, quick, device),
         checkpointing=switches[checkpointing],
         timed=timed,
@@ -112,6 +119,23 @@ def whole_steps(
     for section in document["sections"]:
         typer.echo(f"\n{steps.table(section)}")
     check(steps.failed(document))
+
+
+@app.command("activations")
+def activation_budgets_of_a_small_model(
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each budget, in turns.")] = 9,
+) -> None:
+    """A small model's steps, on any device, under activation budgets from full checkpointing to none."""
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    document = new_document("activations", target, quick=quick)
+    path = out_path(out, document)
+    rounds = 1 if quick else rounds
+    activation_budgets.run(document, target, rounds=rounds, out=path, say=speaker())
+    finish(path)
+    check(activation_budgets.failed(document))
 
 
 @app.command("usecase")

@@ -15,6 +15,7 @@ from benchmarks.measure import synchronize
 from benchmarks.peers import one_line
 from benchmarks.steps import Configuration, Model, Settings
 from benchmarks.trainer_steps import EOS, PAD, dtype_on, tokenizer
+from logitless.models.activation_table import activation_table
 
 
 def attempt(model: Model, configuration: Configuration, settings: Settings) -> dict:
@@ -38,7 +39,9 @@ def train(model: Model, configuration: Configuration, settings: Settings) -> dic
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    return {
+    fitted = vars(trainer).get("fitted_activations")
+    plan = {} if fitted is None else {"activations": fitted.fitted.last_plan.describe()}
+    return plan | {
         "verdict": "ok",
         "ms": watch.ms,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
@@ -94,6 +97,8 @@ def construct(
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+    if configuration.budget is not None:
+        options["activation_budget"] = activation_budget(model, configuration.budget, device)
     flags = {"use_chunked_loss": configuration.loss, "use_fused_layers": configuration.layers == "ours"}
     given = flags | {"use_liger_kernel": configuration.liger}
     options |= {name: True for name, on in given.items() if on} | configuration.options
@@ -129,6 +134,19 @@ def construct(
         for layer in made.model.layers:
             layer.compile()
     return trainer
+
+
+def activation_budget(model: Model, budget: str, device: torch.device) -> str | int:
+    """A budget; "50%" lies half way between all layers full and all kept, which one layer's run counts."""
+    if not budget.endswith("%"):
+        return budget
+    getattr(transformers, model.config)(**model.sizes).save_pretrained("config")
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        table = activation_table(
+            "config", batch=model.sequences, length=model.tokens, dtype=dtype_on(device), device=device.type
+        )
+    least, most = table.total("full"), table.total("keep")
+    return least + int((most - least) * float(budget[:-1]) / 100)
 
 
 def causal_lm(model: Model, settings: Settings, device: torch.device) -> nn.Module:

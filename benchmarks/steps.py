@@ -76,6 +76,7 @@ class Configuration:
     adapter: str | None = None  # "LoRA" or "LoRA+", which has an optimizer of its own
     fp8: bool = False  # products by torchao
     uneven: bool = False  # sequences from an eighth to all of the tokens
+    budget: str | None = None  # activation_budget; "50%": of what lies between all layers full and all kept
 
     @property
     def packages(self) -> list[str]:
@@ -97,6 +98,11 @@ CONFIGURATIONS = {
     "our loss + Liger's layers": Configuration(loss=True, layers="liger"),
     "our loss + compiled layers": Configuration(loss=True, layers="compiled"),
 }
+
+
+def budgeted(budgets: list[str]) -> dict[str, Configuration]:
+    """Both flags, with each of these activation budgets."""
+    return {f"our loss + our layers, {x}": Configuration(True, "ours", budget=x) for x in budgets}
 
 
 @dataclass(frozen=True)
@@ -239,7 +245,9 @@ def describe(row: dict) -> str:
             apart = (
                 f", loss {row['loss_difference']:.0e} and norms {row['grad_norm_difference']:.0e} from stock"
             )
-        return f"{row['verdict']}: {row['runs'][-1]['ms']:.1f} ms{memory}{apart}"
+        plan = row["runs"][-1].get("activations")
+        kept = f"; {plan}" if plan else ""
+        return f"{row['verdict']}: {row['runs'][-1]['ms']:.1f} ms{memory}{apart}{kept}"
     return f"{row['verdict']} {row['reason'] or ''}".strip()
 
 
@@ -272,8 +280,8 @@ def measured_how(document: dict) -> str:
     median = "" if rounds == 1 else f", the median of {rounds} processes (the least to the most)"
     return (
         f"One {document['device']}, {document['date'][:10]}, bf16, random weights, fused AdamW, SDPA: mean "
-        f"of {document['settings']['timed']} whole steps without a synchronisation in between, each "
-        f"configuration in a process of its own{median}. Differences are relative, the largest of the logged "
+        f"of {document['settings']['timed']} whole steps without synchronization in between, each "
+        f"configuration in its own process{median}. Differences are relative, the largest of the logged "
         "steps."
     )
 

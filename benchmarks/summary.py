@@ -29,10 +29,10 @@ IMPLEMENTATIONS = {
     "torch `F.linear_cross_entropy`, chunked": ("torch F.linear_cross_entropy",),
     "Liger (Triton; JSD: its chunked loss)": ("Liger", "Liger chunked_loss"),
     "Liger with sums in fp32": ("Liger, accum_dtype fp32",),
+    "Liger, CuTe kernels": ("Liger, CuTe",),
     "Cut Cross-Entropy, filtered (its default)": ("CCE (filtered)",),
     "Cut Cross-Entropy, exact": ("CCE (exact)",),
     "QuACK": ("QuACK",),
-    "Unsloth": ("Unsloth",),
     "TRL's chunked kernels": ("TRL ChunkedLogProb", "TRL ChunkedDivergence"),
 }
 

@@ -1,6 +1,7 @@
 """Milliseconds and peak bytes of one call, and the round robin that makes several calls comparable."""
 
 import gc
+import math
 import time
 from collections.abc import Callable, Hashable
 from statistics import median
@@ -8,6 +9,8 @@ from statistics import median
 import torch
 
 REST = 0.05
+# Milliseconds of calls in a row.
+IN_A_ROW = 60.0
 
 # A case prepares one call (clears gradients, allocates outputs) and returns it; only the returned call is
 # timed.
@@ -15,7 +18,10 @@ Case = Callable[[], Callable[[], object]]
 
 
 def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = REST) -> float:
-    """Milliseconds of `run()` on the device: CUDA events, or the wall clock on a CPU."""
+    """Milliseconds of `run()` on the device, after `rest` seconds: CUDA events, or the wall clock on a CPU.
+
+    The device waits for the host's part of a lone call, as it does after each sync of a training loop.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         run()
@@ -32,6 +38,20 @@ def time_ms(run: Callable[[], object], device: torch.device, *, rest: float = RE
     return begin.elapsed_time(end)
 
 
+def back_to_back_ms(case: Case, device: torch.device, *, least: float = IN_A_ROW) -> float:
+    """Milliseconds of one call among calls in a row that take `least` ms or more.
+
+    The host prepares a call while the device works on those before it, and the card is at its power limit.
+    """
+    count = math.ceil(least / max(time_ms(case(), device, rest=0.0), 1e-3))
+
+    def run() -> None:
+        for _ in range(count):
+            case()()
+
+    return time_ms(run, device, rest=0.0) / count
+
+
 def interleave(
     cases: dict[Hashable, Case],
     device: torch.device,
@@ -39,11 +59,11 @@ def interleave(
     seconds: float,
     least: int = 5,
     most: int = 25,
-    rest: float = REST,
+    in_a_row: bool = False,
 ) -> dict[Hashable, list[float]]:
     """Times every case once a round, in an order that rotates, for about `seconds` after one warm-up round.
 
-    Each starts after `rest` seconds; without any the card stays hot.
+    Each is one call after a rest, or calls in a row (`back_to_back_ms`).
 
     Returns the times in ms of each case; the list stays empty where the device ran out of memory.
     """
@@ -54,7 +74,7 @@ def interleave(
         first = turn % max(len(alive), 1)
         for name in alive[first:] + alive[:first]:
             try:
-                ms = time_ms(cases[name](), device, rest=rest)
+                ms = back_to_back_ms(cases[name], device) if in_a_row else time_ms(cases[name](), device)
             except torch.OutOfMemoryError:
                 alive.remove(name)
                 times[name].clear()

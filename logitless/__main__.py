@@ -3,6 +3,7 @@
 python -m logitless doctor
 python -m logitless check yours.py:YourLoss
 python -m logitless estimate DPOLoss --tokens 65536 --hidden-size 4096 --vocab-size 128256 --sequences 8
+python -m logitless activations path/to/config.json --batch 4 --length 4096 --budget 12GiB
 """
 
 import argparse
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="versions, what is accelerated, and a parity check of the main losses")
     _add_check(commands)
     _add_estimate(commands)
+    _add_activations(commands)
     return made
 
 
@@ -91,6 +93,24 @@ def _add_estimate(commands: argparse._SubParsersAction) -> None:
     frozen = "the head gets no gradient, and the hidden states alone do"
     made.add_argument("--frozen-head", action="store_true", help=frozen)
     _add_options(made)
+
+
+def _add_activations(commands: argparse._SubParsersAction) -> None:
+    about = "bytes that decoder layers keep for the backward pass, at each level of an activation budget"
+    made = commands.add_parser("activations", help=about, description=about, allow_abbrev=False)
+    made.add_argument("config", metavar="CONFIG", help="folder of a transformers model, or its config.json")
+    made.add_argument("--batch", type=int, metavar="N", required=True, help="sequences of a batch")
+    made.add_argument("--length", type=int, metavar="N", required=True, help="tokens of a sequence")
+    budget = "also print the plan of this activation budget, such as 12GiB"
+    made.add_argument("--budget", metavar="SIZE", help=budget)
+    weights = "of the weights; default: bfloat16"
+    made.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=weights)
+    where = "where one layer of each kind runs, as kernels decide what is saved; default: the GPU, if any"
+    made.add_argument("--device", help=where)
+    frozen = "the layers' weights get no gradient, as the base of an adapter"
+    made.add_argument("--frozen", action="store_true", help=frozen)
+    stock = "leave out the fused layers; the cheap level is closed then"
+    made.add_argument("--stock-layers", action="store_true", help=stock)
 
 
 def _add_options(made: argparse.ArgumentParser) -> None:
@@ -169,6 +189,23 @@ def _estimate(given: dict[str, object]) -> int:
     return 0
 
 
+def _activations(given: dict[str, object]) -> int:
+    from logitless.models.activation_plan import to_bytes
+    from logitless.models.activation_table import activation_table
+
+    budget = given.pop("budget")
+    number = None if budget is None else to_bytes(budget)
+    dtype = getattr(torch, given.pop("dtype"))
+    table = activation_table(dtype=dtype, **given)
+    print(table)
+    if number is not None:
+        print(f"\n{budget}: {table.plan(number).describe()}")
+    return 0
+
+
+RUNS = {"check": _check, "estimate": _estimate, "activations": _activations}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; 0 if all is well."""
     made = parser()
@@ -177,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command == "doctor":
         return examine()
     try:
-        return _check(given) if command == "check" else _estimate(given)
+        return RUNS[command](given)
     except (TypeError, ValueError, RuntimeError, OSError, ImportError) as error:
         made.error(str(error))
 

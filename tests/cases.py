@@ -72,7 +72,8 @@ def covering_array(factors: dict[str, list], has_effect: Callable[[dict], bool])
     for seed, values in enumerate(pairs):
         case = dict(zip(names, values))
         named = [
-            name if value is True else f"{name}={value}"
+            # Every process of a run must have the same ids: of a function its name, not its address.
+            name if value is True else f"{name}={getattr(value, '__name__', value)}"
             for name, value in case.items()
             if value is True or value not in off
         ]

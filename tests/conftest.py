@@ -16,7 +16,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from logitless.engine import guess  # noqa: E402
+from logitless.engine import early_projection  # noqa: E402
 from tests import support  # noqa: E402
 
 # Folders whose tests make their tensors on `support.DEVICE` without saying so. What a module makes while it
@@ -63,7 +63,7 @@ def spared() -> None:
 @pytest.fixture(autouse=True)
 def nothing_learned() -> None:
     """Forget earlier tests: on a GPU the calls of a loss decide whether its next one waits for the counts."""
-    guess._STREAKS.clear()
+    early_projection._STREAKS.clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -89,13 +89,14 @@ COMMANDS = {
     "layers": ("--operator", "fp32 residual", "--operator", "qk_norm_rope 2x3x(16", "--operator", "packed"),
     "tensor-parallel": (),
     "trl": ("--only", "ORPO"),
-    "step": ("--only", "stock", "--only", "our loss + our layers", "--checkpointing", "off"),
+    "step": ("--only", "stock", "--budget", "50%", "--checkpointing", "off"),
+    "activations": (),
     "usecase": ("--only", "stock", "--only", "both", "--batch", "1"),
     "recipes": ("--only", "LoRA+"),
 }
-NEED_TRL = ("trl", "step", "usecase", "recipes")
+NEED_TRL = ("trl", "step", "usecase", "recipes", "activations")
 # Rows without a verdict: of products alone, and of one profiled call.
-WITHOUT_VERDICT = ("gemm", "profile")
+WITHOUT_VERDICT = ("gemm", "profile", "activations")
 
 
 def forked_uncompiled(function, args: tuple, nprocs: int) -> None:

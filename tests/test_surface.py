@@ -59,7 +59,12 @@ def test_workflow_tests_what_the_metadata_promise():
         assert job["timeout-minutes"] > 0 and all(("run" in x) != ("uses" in x) for x in job["steps"])
 
 
-PAGES = ("CONTRIBUTING.md", ".github/workflows/ci.yml", ".github/PULL_REQUEST_TEMPLATE.md")
+PAGES = (
+    "CONTRIBUTING.md",
+    ".github/workflows/ci.yml",
+    ".github/workflows/frameworks.yml",
+    ".github/PULL_REQUEST_TEMPLATE.md",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
-from logitless.engine.sampling_mask import SamplingMask, Sets, checked_mask
+from logitless.engine.sampling_mask import AlignedMask, Sets
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
 from logitless.kernels import fused_projection
@@ -160,7 +160,7 @@ def prepare(
     num_items: float | Tensor | None = None,
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
-    sampling_mask: SamplingMask | None = None,
+    kept: AlignedMask | None = None,
 ) -> HeadCall:
     """Check a public call and flatten it to one row per token."""
     frozen = None
@@ -196,14 +196,6 @@ def prepare(
             raise ValueError(
                 message("shift", "False for hidden (H,)", True, "a single token has no next one")
             )
-    sets = None
-    if sampling_mask is not None:
-        sets = checked_mask(sampling_mask).sets(targets, shift=shift, cu_seqlens=cu_seqlens)
-        if loss.return_predictions:
-            raise ValueError(
-                "return_predictions: expected False with sampling_mask, got True; a set has no prediction of "
-                "the whole vocabulary, so make it by a call without the mask."
-            )
     flat = {name: None for name in loss.roles}
     for name, x in inputs.items():
         if x is not None:
@@ -231,8 +223,8 @@ def prepare(
         cu_seqlens=cu_seqlens,
         sequence_count=sequence_count,
         frozen=frozen,
-        sets=sets,
-        add_targets=sampling_mask is not None and sampling_mask.missing == "add",
+        sets=None if kept is None else kept.sets,
+        add_targets=kept is not None and kept.add_targets,
     )
 
 

@@ -14,7 +14,7 @@ from logitless.engine.operands import MASKS, WRONG_MASK
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Pass
 from logitless.engine.remembered import Remembered
 from logitless.engine.replay import kinds_of, replay_of
-from logitless.engine.rows import Grouping, OtherSize, Rows, Shard, all_rows, select_rows
+from logitless.engine.rows import Grouping, Rows, Shard, VocabSizeChanged, all_rows, compact_rows
 from logitless.engine.spec import Fault
 from logitless.engine.teacher_rows import Ordered
 from logitless.errors import message
@@ -26,7 +26,7 @@ from logitless.parallel.vocabulary import Shards
 _SIZES = Remembered()
 
 
-def choose_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, Rows]:
+def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, Rows]:
     """Choose the rows to project and their order, and raise the call's faults (see `spec.Fault`).
 
     Args:
@@ -73,7 +73,7 @@ def choose_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, R
         ordered = _by_teacher_rows(call, marks[0])
         options["others"] = ordered.numbers
     grouping = _grouping(call)
-    rows = select_rows(marks, faults, grouping, call.cu_seqlens, **options)
+    rows = compact_rows(marks, faults, grouping, call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
     call = call if shard is None else call.with_shards(rows.shards)
     rows = rows._replace(tokens=tokens, chosen_tokens=chosen)
@@ -117,25 +117,25 @@ def _grouping(call: HeadCall) -> Grouping:
 
 
 def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
-    """`choose_rows` for a sharded head.
+    """`resolve_rows` for a sharded head.
 
     The check of the targets needs the vocabulary size before the ranks exchange it. It assumes the size of
-    the last call, and runs again on all ranks if a rank assumed a wrong size (`OtherSize`).
+    the last call, and runs again on all ranks if a rank assumed a wrong size (`VocabSizeChanged`).
     """
     group = call.loss.tp_group
     code = Shards.code(call.weight, unrounded=call.unrounded)
     if not call.loss.compact:
         shards = Shards.gathered(code, group, call.targets.device)
-        call, rows = choose_rows(call, Shard(group, code, shards.V, sure=True))
+        call, rows = resolve_rows(call, Shard(group, code, shards.V, sure=True))
         return call.with_shards(shards), rows._replace(shards=shards)
     known = group.group_name, code
     shard = Shard(group, code, _SIZES.get(known, 0), sure=False)
     try:
-        return choose_rows(call, shard)
-    except OtherSize as other:
+        return resolve_rows(call, shard)
+    except VocabSizeChanged as other:
         V = other.V
     _SIZES[known] = V
-    return choose_rows(call, shard._replace(V=V, sure=True))
+    return resolve_rows(call, shard._replace(V=V, sure=True))
 
 
 def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from logitless.engine.levels import is_per_sequence, per_token_shape
 from logitless.engine.operands import sequence_numbers, shifted
+from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.segments import cached_property
 from logitless.errors import message
 from logitless.parallel.sequences import WholeSequences
@@ -22,9 +23,11 @@ class SequenceLayout:
         *,
         shift: bool,
         slices: WholeSequences,
+        kept: AlignedMask | None = None,
     ):
         self._shift = shift
         self._slices = slices
+        self.kept = kept  # the sampling mask of the call
         self.packed = cu_seqlens is not None
         if self.packed:
             if targets.dim() != 1:
@@ -76,7 +79,8 @@ class SequenceLayout:
                     message(name, f"targets' shape {either}", tuple(x.shape), "align it with the targets")
                 )
             x = self.aligned(x, fill)
-        return torch.where(self.counted, x.detach().to(self.dtype), fill)
+        x = x.detach() if x.requires_grad else x
+        return torch.where(self.counted, x.to(self.dtype), fill)
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -24,8 +24,8 @@ def is_per_sequence(
         x: the input.
         targets: (B, T), or packed (N,).
         sequences: the number of sequences of the call.
-        sums: whether an entry per sequence is the sum of the entries per token. One token is then its
-            sequence, and x is read per token, so that the entry of an unsupervised token is dropped.
+        sums: whether an entry per sequence is a sum over its tokens. One token that is its sequence is then
+            read per token: its entry is dropped if it is not supervised, as the sum over no tokens is 0.
         slices: with `cp_group`, whose ranks must agree: the slice of one rank may have as many tokens as
             there are sequences.
 
@@ -35,7 +35,8 @@ def is_per_sequence(
     packed = targets.dim() == 1
     flat, aligned = x.shape == (sequences,), x.shape == targets.shape
     if x.shape == (sequences, 1):
-        return (packed or not slices.sliced) and not (aligned and sums)
+        one = sequences == 1 and targets.shape == (1,)
+        return (packed or not slices.sliced) and not (sums and (aligned or one))
     if not packed or x.dim() != 1:
         return flat
     if slices.sliced:

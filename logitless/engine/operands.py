@@ -218,7 +218,7 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
 
     Every call that takes boundaries begins with this function. It checks type, dtype and shape. The values
     are checked on the device, and the result is read with the number of supervised tokens
-    (`rows.select_rows`). Until then the values may be wrong, and code that uses them must not index beyond
+    (`rows.compact_rows`). Until then the values may be wrong, and code that uses them must not index beyond
     the tokens (see `sequence_numbers`).
 
     Args:
@@ -272,4 +272,6 @@ def shifted(x: Tensor, last: float, dim: int = -1, cu_seqlens: Tensor | None = N
         is_last = after == x.shape[dim]
     else:
         is_last = torch.isin(after, cu_seqlens[1:])
-    return x.roll(-1, dim).masked_fill(is_last.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), last)
+    after_dim = x.dim() - 1 - dim % x.dim()
+    is_last = is_last.view(-1, *[1] * after_dim) if after_dim else is_last
+    return x.roll(-1, dim).masked_fill(is_last, last)

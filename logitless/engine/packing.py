@@ -97,9 +97,9 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
                 frozen=frozen,
                 layers=None if part.head is None else _layers(signature, part, tensors),
                 coefficient=part.coefficient,
-                needs=Needs(needs[hidden], needs[weight], bias is not None and needs[bias], trained),
                 sets=None if sets.ids is None else sets,
                 add_targets=signature.add_targets,
+                needs=Needs(needs[hidden], needs[weight], bias is not None and needs[bias], trained),
                 slots=part.slots,
             )
         )

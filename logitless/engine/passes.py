@@ -12,9 +12,9 @@ from torch import Tensor
 
 from logitless.engine.budget import default_budget, warn_once
 from logitless.engine.call import HeadCall
-from logitless.engine.choose import choose_rows
+from logitless.engine.choose import resolve_rows
+from logitless.engine.early_projection import over_rows
 from logitless.engine.gradients import Gradients
-from logitless.engine.guess import over_rows
 from logitless.engine.loop import run
 from logitless.engine.objectives.base import Objective, settled
 from logitless.engine.objectives.gathered import GatheredProjection
@@ -74,7 +74,7 @@ def solve(calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None
     """
     if len(calls) == 1 and main is None:
         return over_rows(calls[0], lambda call, rows: _solve([(call, rows)], static=static, main=None))
-    return _solve(list(map(choose_rows, calls)), static=static or len(calls) > 1, main=main)
+    return _solve(list(map(resolve_rows, calls)), static=static or len(calls) > 1, main=main)
 
 
 def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tensor | None) -> Solved:
@@ -160,7 +160,7 @@ def token_gradients(
         (deferred factor, gradients up to that factor).
     """
     if rows is None:
-        call, rows = choose_rows(call)
+        call, rows = resolve_rows(call)
     else:
         call = call.with_shards(rows.shards)
     everything = rows.at(0, rows.count)
@@ -280,6 +280,7 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         1 + backward if twice else 0,
         fixed,
         heads,
+        str(call.logits_dtype).removeprefix("torch."),
     )
     if replay is not None:
         kinds = replay.plain, replay.picked, replay.gathered, replay.certain

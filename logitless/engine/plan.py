@@ -72,15 +72,21 @@ class Replayed(NamedTuple):
     kept_ids: int | None  # ids of all sets
     single: int | None  # sets of one id
 
+    @property
+    def rows(self) -> int:
+        """All rows of the call."""
+        return self.plain + self.picked + self.gathered + self.certain
+
     def describe(self) -> str:
         """The beginning of `Plan.describe`."""
         if self.tokens is None:
             return "replayed: the sets are on the device (compact=False); "
-        rows = self.plain + self.picked + self.gathered + self.certain
         how = f", {self.picked:,} projected" if self.picked else ""
+        spared = self.gathered + self.certain
+        share = f", {spared / self.rows:.0%} of the tokens not projected" if spared else ""
         return (
-            f"replayed: {self.tokens:,} of {rows:,} tokens over {self.kept_ids:,} ids, "
-            f"{self.single:,} certain{how}; "
+            f"replayed: {self.tokens:,} of {self.rows:,} tokens over {self.kept_ids:,} ids, "
+            f"{self.single:,} certain{how}{share}; "
         )
 
 
@@ -102,6 +108,8 @@ class Plan:
         later: products per token in the backward pass, if that recomputes the logits.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
         heads: number of heads of the call; the plan is that of the last head.
+        logits: the dtype to which the logits are rounded, such as "bfloat16"; "float32" says that they are
+            not rounded.
         replay: the tokens by kind in a call with a sampling mask. `rows` are then the tokens that are
             projected.
     """
@@ -119,6 +127,7 @@ class Plan:
     later: int = 0
     fixed_bytes: int = 0
     heads: int = 1
+    logits: str = ""
     replay: Replayed | None = None
 
     @property
@@ -156,8 +165,7 @@ class Plan:
         projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
         walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
         if self.replay is not None:
-            tokens = self.replay.plain + self.replay.picked + self.replay.gathered + self.replay.certain
-            return (walked + self.later * self.rows) / tokens
+            return (walked + self.later * self.rows) / max(1, self.replay.rows)
         return walked / self.rows + self.later
 
     def __str__(self) -> str:
@@ -175,10 +183,12 @@ class Plan:
         fixed = f" (the budget less {size:.1f} for fixed temporaries)" if self.fixed_bytes else ""
         products = f", {_counted(f'{self.products:.3g}', 'product')}" if self.products else ""
         replayed = "" if self.replay is None else self.replay.describe()
+        # Statistics over kept ids are compared with those of a server, so they need the rule of both.
+        logits = f", logits in {self.logits}" if self.replay is not None else ""
         return (
             f"{head}{replayed}{gathered}{self.strategy}{parts}: "
             f"{_counted(self.rows, 'projected token')} in {chunks}, "
-            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB{fixed}{products}"
+            f"{self.chunk_bytes / MIB:.1f} of {self.budget / MIB:.1f} MiB{fixed}{products}{logits}"
         )
 
 
@@ -225,6 +235,7 @@ class Facts(NamedTuple):
     later: int = 0
     fixed_bytes: int = 0
     heads: int = 1
+    logits: str = ""
 
 
 @functools.lru_cache(maxsize=64)
@@ -301,7 +312,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     else:
         strategy, steps = "resident", _evaluating(steps_of(read=True, write=True), everything)
     sizes = [x.stop - x.start for x in steps if x.stop > x.start and x.kind is not Kind.GATHERED]
-    told = facts.backward, facts.later, facts.fixed_bytes, facts.heads
+    told = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
     return Plan(
         strategy,
         tuple(steps),

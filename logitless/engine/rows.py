@@ -25,17 +25,17 @@ class Grouping(NamedTuple):
     """How the tokens of a call form sequences and groups of sequences."""
 
     sequences: int = 0  # number of sequences; 0: the loss does not look at sequences
-    roles: int = 1  # sequences per group: 2 for pairs
+    sequences_per_group: int = 1  # 2 for pairs
     grouped: bool = False  # whether the tokens of a group must be evaluated together
 
     @property
     def groups(self) -> int:
-        return self.sequences // self.roles
+        return self.sequences // self.sequences_per_group
 
     @property
     def interleaves(self) -> bool:
         """Whether the sequences of a group are not adjacent in the call."""
-        return 1 < self.roles < self.sequences
+        return 1 < self.sequences_per_group < self.sequences
 
 
 class Rows(NamedTuple):
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     sequence_sizes: Tensor | None  # (sequences,) rows of each sequence, in row order
     roles: int = 1  # sequences per group
     shards: Shards | None = None  # shards of the head, with `tp_group`
-    counted: Sequence[int] = ()  # numbers that the caller of `select_rows` had read in the sync
+    counted: Sequence[int] = ()  # numbers that the caller of `compact_rows` had read in the sync
     replay: Any = None  # `replay.Replay` of a call with a sampling mask
     teacher: TeacherRows | None = None  # where the loss names `teacher_rows`
 
@@ -90,7 +90,7 @@ class Shard(NamedTuple):
     sure: bool  # whether V is known from an exchange of this call
 
 
-class OtherSize(Exception):
+class VocabSizeChanged(Exception):
     """A rank assumed a wrong size of the vocabulary. Raised on all ranks, with the right size."""
 
     def __init__(self, V: int):
@@ -107,7 +107,7 @@ class _Layout(NamedTuple):
     chosen: Tensor | None  # () supervised tokens of the first half; None: the host sums the counts
 
 
-def select_rows(
+def compact_rows(
     marks: Tensor,  # (1 + m, N) bool: the supervised tokens, and the tokens that each of m faults marks
     faults: Sequence[Fault],  # the m faults that mark tokens come first
     grouping: Grouping,
@@ -146,14 +146,14 @@ def select_rows(
         for fault, fits in zip(faults, (found == 0).unbind(), strict=True):
             fault.assert_async(fits)
         return _every_row(N, numbers[0], grouping, layout)
-    meeting = _Meeting(peers, shard) if peers.groups else None
-    return _supervised_rows(supervised, counts, faults, grouping, layout, meeting, others)
+    exchange = RankExchange(peers, shard) if peers.groups else None
+    return _supervised_rows(supervised, counts, faults, grouping, layout, exchange, others)
 
 
 def all_rows(N: int, grouping: Grouping, device: torch.device) -> Rows:
     """The rows of padded sequences whose tokens are all supervised, without a host sync."""
     if not (grouping.sequences or grouping.grouped):
-        return Rows(N, N, 0, None, None, None, grouping.roles)
+        return Rows(N, N, 0, None, None, None, grouping.sequences_per_group)
     length = N // max(1, grouping.sequences)
     counts = torch.full((grouping.sequences,), length, dtype=torch.int64, device=device)
     layout = _Layout(_order(N, grouping, device), counts, _in_row_order(counts, grouping), None)
@@ -229,7 +229,7 @@ def _order(N: int, grouping: Grouping, device: torch.device) -> Tensor | None:
     """Call positions of sequences of one length, group by group; None: the call's own order."""
     if not grouping.interleaves:
         return None
-    positions = torch.arange(N, device=device).view(grouping.roles, grouping.groups, -1)
+    positions = torch.arange(N, device=device).view(grouping.sequences_per_group, grouping.groups, -1)
     return positions.transpose(0, 1).reshape(-1)
 
 
@@ -249,7 +249,7 @@ def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact:
 
 
 def _in_row_order(counts: Tensor, grouping: Grouping) -> Tensor:
-    return counts.view(grouping.roles, grouping.groups).t().reshape(-1)
+    return counts.view(grouping.sequences_per_group, grouping.groups).t().reshape(-1)
 
 
 def _every_row(N: int, tokens: Tensor, grouping: Grouping, layout: _Layout | None) -> Rows:
@@ -257,35 +257,37 @@ def _every_row(N: int, tokens: Tensor, grouping: Grouping, layout: _Layout | Non
         return Rows(N, tokens, 0, None, None, None)
     groups = grouping.groups
     group_sizes = [N // max(1, groups)] * groups if grouping.grouped else None
-    return Rows(N, tokens, layout.chosen, layout.order, group_sizes, layout.sizes, grouping.roles)
+    return Rows(
+        N, tokens, layout.chosen, layout.order, group_sizes, layout.sizes, grouping.sequences_per_group
+    )
 
 
-class _Meeting(NamedTuple):
+class RankExchange(NamedTuple):
     """The exchange of counts and shard sizes between the ranks that share a call, in one collective."""
 
     peers: Peers
     shard: Shard | None
 
-    def told(self, numbers: Tensor) -> Tensor:
+    def gather(self, numbers: Tensor) -> Tensor:
         """(n,) counts of this rank -> flat table of all ranks: global rank and code, assumed V, counts."""
         code, V = (0, 0) if self.shard is None else (self.shard.code, self.shard.V)
         own = _constants((dist.get_rank() << 32) + code, V, numbers.device)
         return self.peers.table(torch.cat((own, numbers))).view(-1)
 
-    def settle(
+    def check(
         self, faults: Sequence[Fault], numbers: Sequence[int]
     ) -> tuple[Shards | None, int, Sequence[int]]:
         """Raise the faults of all ranks, with the ranks where they are.
 
         Args:
             faults: the faults, in the order of the counts.
-            numbers: the table of `told`, read by the host, and more numbers of this rank after it.
+            numbers: the table of `gather`, read by the host, and more numbers of this rank after it.
 
         Returns:
             (the shards, if the head is sharded; this rank's number of rows; the numbers after the table).
 
         Raises:
-            OtherSize: a rank assumed a wrong size of the vocabulary.
+            VocabSizeChanged: a rank assumed a wrong size of the vocabulary.
             ValueError: a fault on any rank.
         """
         width, place = 3 + len(faults), self.peers.place
@@ -296,7 +298,7 @@ class _Meeting(NamedTuple):
             codes = [code % 2**32 for code, *_ in rows[first : first + self.shard.group.size()]]
             shards = Shards.read(codes)
             if not self.shard.sure and any(V != shards.V for _, V, *_ in rows):
-                raise OtherSize(shards.V)
+                raise VocabSizeChanged(shards.V)
         for i, fault in enumerate(faults, 3):
             wrong = {row[0] >> 32: row[i] for row in rows if row[i]}
             if wrong:
@@ -316,12 +318,12 @@ def _supervised_rows(
     faults: Sequence[Fault],
     grouping: Grouping,
     layout: _Layout | None,
-    meeting: _Meeting | None,
+    exchange: RankExchange | None,
     others: Tensor | None,
 ) -> Rows:
     N, shards, numbers = supervised.shape[0], None, counts.numbers
-    if meeting is not None:
-        numbers = meeting.told(numbers)
+    if exchange is not None:
+        numbers = exchange.gather(numbers)
     if others is not None:
         numbers = torch.cat((numbers, others.to(numbers.dtype)))
     if layout is not None and counts.of_sequences is None:
@@ -329,8 +331,8 @@ def _supervised_rows(
     numbers = numbers.tolist()  # the sync
     if counts.marks:
         numbers = counts.added_up(numbers)
-    if meeting is not None:
-        shards, count, lengths = meeting.settle(faults, numbers)
+    if exchange is not None:
+        shards, count, lengths = exchange.check(faults, numbers)
     else:
         count, *numbers = numbers
         for fault, wrong in zip(faults, numbers):
@@ -344,7 +346,9 @@ def _supervised_rows(
         index = torch.nonzero_static(supervised if order is None else supervised[order], size=count)[:, 0]
         index = index if order is None else order[index]
     if layout is None:
-        return Rows(count, count, 0, index, None, None, grouping.roles, shards, counted)
+        return Rows(count, count, 0, index, None, None, grouping.sequences_per_group, shards, counted)
     chosen, groups = sum(lengths[: grouping.sequences // 2]), grouping.groups
     group_sizes = [sum(lengths[group::groups]) for group in range(groups)] if grouping.grouped else None
-    return Rows(count, count, chosen, index, group_sizes, layout.sizes, grouping.roles, shards, counted)
+    return Rows(
+        count, count, chosen, index, group_sizes, layout.sizes, grouping.sequences_per_group, shards, counted
+    )

@@ -25,6 +25,13 @@ class Sets(NamedTuple):
     offsets: Tensor  # (N + 1,) as the user passed them, for their check
 
 
+class AlignedMask(NamedTuple):
+    """A sampling mask whose sets are aligned with the hidden states of a call."""
+
+    sets: Sets
+    add_targets: bool  # whether a target that its set has not is added to it
+
+
 class SamplingMask:
     """The ids that a sampler's truncation left of each token's vocabulary, as inference servers return them.
 
@@ -152,7 +159,9 @@ class SamplingMask:
         token_ids, offsets = self.token_ids.to(device), self.offsets.to(device)
         return type(self)(token_ids, offsets, missing=self.missing)
 
-    def sets(self, targets: Tensor, *, shift: bool = False, cu_seqlens: Tensor | None = None) -> Sets:
+    def aligned(
+        self, targets: Tensor, *, shift: bool = False, cu_seqlens: Tensor | None = None
+    ) -> AlignedMask:
         """The sets of the rows of a call; with `shift` row i gets set i + 1, and the last of a sequence none.
 
         Args:
@@ -174,11 +183,11 @@ class SamplingMask:
         starts, lengths = offsets[:-1], offsets.diff()
         if shift:
             starts, lengths = offsets[1:], shifted(lengths.view(targets.shape), 0, -1, cu_seqlens).reshape(-1)
-        return Sets(self.token_ids, starts, lengths, self.offsets)
+        return AlignedMask(Sets(self.token_ids, starts, lengths, self.offsets), self.missing == "add")
 
 
-def checked_mask(mask: object) -> SamplingMask:
-    """`mask`, or TypeError if it is something else."""
+def check_mask(mask: object) -> None:
+    """Raise TypeError unless `mask` is a sampling mask."""
     if not isinstance(mask, SamplingMask):
         raise TypeError(
             f"{NAME}: expected a SamplingMask, got {type(mask).__name__}; make it by SamplingMask(token_ids, "

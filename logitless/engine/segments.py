@@ -71,7 +71,7 @@ def sum_runs(x: Tensor, lengths: Tensor) -> Tensor:
     for thousands of tokens, so it adds in fp64 there. MPS does not have the operator: the CPU computes it.
     """
     if x.device.type in ("cpu", "mps"):
-        wide = x.detach().cpu().double().contiguous()
+        wide = (x.detach() if x.requires_grad else x).cpu().double().contiguous()
         return torch.segment_reduce(wide, "sum", lengths=lengths.cpu(), unsafe=True).to(x.dtype).to(x.device)
     return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, unsafe=True)
 

@@ -122,17 +122,25 @@ class _Table:
     def __init__(self, values: Sequence[Tensor]):
         alike: dict[tuple, list[Tensor]] = {}
         for x in values:
-            alike.setdefault((x.dtype, x.shape), []).append(x.detach())
-        self._rest = {kind: sums(xs) if kind[1] else torch.stack(xs) for kind, xs in alike.items()}
+            alike.setdefault((x.dtype, x.shape), []).append(x.detach() if x.requires_grad else x)
+        self._sums = {kind: sums(xs) if kind[1] else torch.stack(xs) for kind, xs in alike.items()}
+        self._taken = dict.fromkeys(self._sums, 0)
 
     def take(self, values: Sequence[Tensor]) -> Tensor:
         """(m,) the sums of the next m values."""
-        kinds = [(x.dtype, x.shape) for x in values]
-        if len(set(kinds)) > 1:
-            return torch.stack([self.take([x])[0] for x in values])
-        found = self._rest[kinds[0]]
-        self._rest[kinds[0]] = found[len(values) :]
-        return found[: len(values)]
+        kinds = {(x.dtype, x.shape) for x in values}
+        if len(kinds) > 1:
+            return torch.stack([self.take_one(x) for x in values])
+        (kind,) = kinds
+        found, start = self._sums[kind], self._taken[kind]
+        self._taken[kind] += len(values)
+        return found if found.shape[0] == len(values) else found[start : start + len(values)]
+
+    def take_one(self, value: Tensor) -> Tensor:
+        """() the sum of the next value."""
+        kind = value.dtype, value.shape
+        self._taken[kind] += 1
+        return self._sums[kind][self._taken[kind] - 1]
 
 
 def _by_unit(metrics: Mapping[str, Term]) -> dict[tuple[str | None, ...], list[Tensor]]:
@@ -177,7 +185,7 @@ def reported(
         for key, values in units.items()
     }
     first, *others = [
-        sequences.sum_unless_whole(table.take([term.values])[0] * factors.loss[term.over], term.over)
+        sequences.sum_unless_whole(table.take_one(term.values) * factors.loss[term.over], term.over)
         for term in terms.values()
     ]
     return sum(others, first), found

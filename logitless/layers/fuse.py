@@ -80,23 +80,24 @@ class Fused:
 
 
 def fuse_layers(model: nn.Module) -> Fused:
-    """Fuse the elementwise work between a model's matrix products: norms, rotary embeddings, gates.
+    """Fuse the elementwise operations between a model's matrix products: norms, rotary embeddings, gates.
 
-    A residual addition goes into the norm before or after it, the norms of queries and keys into their
-    rotation, activation and product of a gated MLP into one another. Loss and gradients stay what they
-    were, up to rounding; weights, names, hooks, checkpointing and `state_dict` stay altogether. Each module
-    of this model is changed by itself; other models of its class are not.
+    A residual addition is fused with the norm before or after it, the norms of queries and keys with their
+    rotation, and the activation of a gated MLP with its product. Loss and gradients change by rounding only;
+    weights, names, hooks, checkpointing and `state_dict` do not change. Only the modules of this model are
+    changed; other models of its class are not.
 
     Args:
-        model: a Hugging Face model, or any module with layers like theirs. With adapters (PEFT) or without,
+        model: a model of transformers, or a module with layers like theirs; with PEFT adapters or without,
             before or after FSDP2.
 
     Returns:
-        A `Fused`; call it to undo all. Its `report` says what was fused, and what was left alone and why.
+        A `Fused`. Calling it undoes the fusion. Its `report` lists the fused modules, and the others with the
+        reason.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: nothing in it is known, or it is fused already.
+        TypeError: `model` is not a module.
+        ValueError: nothing in the model is recognized, or it is fused already.
 
     Example:
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from logitless.engine.call import HeadCall, prepare
 from logitless.engine.layout import SequenceLayout
 from logitless.engine.operands import SplitHead
-from logitless.engine.sampling_mask import SamplingMask
+from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.spec import LossSpec
 
 
@@ -26,7 +26,7 @@ class CallArguments:
         inputs: the tensors of this kind of loss by name. After `prepare`, the declared inputs.
         heads: weights and biases as the caller passed them, by name; empty if no head is a module.
         cu_seqlens: (sequences + 1,) int64 boundaries on hidden's device.
-        sampling_mask: the kept ids of each token; only of losses whose `__call__` names it.
+        kept: the sampling mask, aligned with hidden; None where the call has none.
 
     The others are the keyword arguments of every loss (`LinearLoss.__call__`).
     """
@@ -37,6 +37,7 @@ class CallArguments:
     targets: Any
     inputs: dict[str, Any]
     heads: Mapping[str, Any] = field(default_factory=dict)
+    kept: AlignedMask | None = None
     bias: Tensor | None = None
     num_items: float | Tensor | None = None
     shift: bool = False
@@ -45,7 +46,6 @@ class CallArguments:
     accumulate_into: Tensor | None = None
     accumulate_now: bool = False
     grad_scale: float = 1.0
-    sampling_mask: SamplingMask | None = None
 
     def layout(self) -> SequenceLayout:
         """The sequences of the call; targets and inputs per token are shifted if the call has `shift`."""
@@ -56,6 +56,7 @@ class CallArguments:
             self.cu_seqlens,
             shift=self.shift,
             slices=self.loss.sequences,
+            kept=self.kept,
         )
 
     def head_call(self) -> HeadCall:
@@ -70,12 +71,12 @@ class CallArguments:
             num_items=self.num_items,
             shift=self.shift,
             cu_seqlens=self.cu_seqlens,
-            sampling_mask=self.sampling_mask,
+            kept=self.kept,
         )
 
 
-# Keyword arguments of every loss: the fields of `CallArguments` with a default, except `heads` and
-# `sampling_mask`.
+# Keyword arguments of every loss: the fields of `CallArguments` with a default, except `heads`
+# and `kept`.
 SHARED = (
     "bias",
     "num_items",

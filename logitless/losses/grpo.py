@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
@@ -63,6 +64,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
     Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
     Log-ratios are clamped to +-80 before exp.
+
+    `sampling_mask`, a `SamplingMask`, replays the truncation of the sampler: log-probabilities, entropy, and
+    the reference's log-probabilities from `ref_hidden` are over the ids that it kept. `old_logps`,
+    `ref_logps` and `sampling_logps` are taken as they are, and must be over the same ids.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
     cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back.
@@ -210,10 +215,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if batch.log_importance is not None:
             log_w = log_w + batch.sum_by_sequence(batch.log_importance)
         log_w = batch.spread(log_w.clamp(SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT))
-        positive = batch.advantages >= 0
-        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg, log_w)
-        decay = by_sign(positive, self.vespo_lambda_pos, self.vespo_lambda_neg, log_w).clamp(min=1e-4)
-        return (decay + k * log_w - decay * log_w.exp()).exp()
+        positive = (batch.advantages >= 0).to(log_w.dtype)
+        k = by_sign(positive, self.vespo_k_pos, self.vespo_k_neg)
+        decay = by_sign(positive, max(self.vespo_lambda_pos, 1e-4), max(self.vespo_lambda_neg, 1e-4))
+        return (k * log_w - decay * log_w.expm1()).exp()
 
     def corrected_kl(self, kl: Tensor, d: Tensor, ratio: Tensor, log_ratio: Tensor, batch: Batch) -> Tensor:
         """kl * ratio. Where the ratio is the token's own, the derivative by logp is -d * ratio.
@@ -232,10 +237,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         """The mean of a flag over tokens, or over sequences where the tokens of each share one."""
         if batch.flag_weights is None:
             return Term(x)
-        means = batch.sum_by_sequence(x * batch.flag_weights)
-        if self.loss_type == "vespo":  # phi is 1 where there are no ratios to multiply
-            means = means + (batch.lengths == 0)
-        return Term(means, over="sequences")
+        x = x * batch.flag_weights
+        if self.loss_type != "vespo":
+            return Term(x, over=None)
+        # phi is 1 where there are no ratios to multiply; the other flags are 0 there.
+        return Term(batch.sum_by_sequence(x) + (batch.lengths == 0), over="sequences")
 
     def kept(self, entropy: Tensor, batch: Batch) -> Tensor | None:
         """1 for the tokens of highest entropy, 0 for the others; None to keep all."""
@@ -276,9 +282,11 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         ref_hidden: Tensor | None = None,
         ref_weight: HeadWeight | None = None,
         ref_bias: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[RolloutInputs],
     ) -> LossOutput:
         inputs = {
+            "sampling_mask": sampling_mask,
             "ref_logps": ref_logps,
             "ref_hidden": ref_hidden,
             "ref_weight": ref_weight,
@@ -316,7 +324,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         # A flag that all tokens of a sequence share counts once per sequence; None: once per token.
         whole = self.by_sequence or self.loss_type == "vespo"
         once = whole and layout.is_per_sequence("advantages", advantages)
-        inputs["flag_weights"] = layout.spread(layout.shares) if once else None
+        if once:
+            share = layout.shares if self.loss_type == "vespo" else layout.shares / layout.sequences
+            inputs["flag_weights"] = layout.spread(share)
         if importance_weights is None:
             return inputs
         name = "importance_weights"

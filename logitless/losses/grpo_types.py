@@ -19,9 +19,9 @@ class Options(Protocol):
     sapo_temperature_neg: float
 
 
-def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
-    """`torch.where(condition, positive, negative)` in the dtype of `like`."""
-    return negative + (positive - negative) * condition.to(like.dtype)
+def by_sign(is_positive: Tensor, positive: float, negative: float) -> Tensor:
+    """`positive` where `is_positive` is 1, `negative` where it is 0, in its dtype."""
+    return negative + (positive - negative) * is_positive
 
 
 # Each takes (loss, ratio, advantages, logps, phi) and returns the surrogate and the flags of its metrics.
@@ -43,7 +43,8 @@ def cispo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: 
 
 
 def sapo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
-    tau = by_sign(advantages > 0, loss.sapo_temperature_pos, loss.sapo_temperature_neg, logps)
+    is_positive = (advantages > 0).to(logps.dtype)
+    tau = by_sign(is_positive, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
     return -4 / tau * (tau * (ratio - 1)).sigmoid() * advantages, {}
 
 

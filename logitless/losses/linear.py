@@ -15,6 +15,7 @@ from logitless.engine.head_view import is_head
 from logitless.engine.main_gradient import check_main_gradient, check_now
 from logitless.engine.operands import SplitHead, checked_boundaries, masked
 from logitless.engine.operators import constant_in_graphs, register_loss
+from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
@@ -361,7 +362,7 @@ class LinearLoss(CheckedCall):
             (shared if name in SHARED else others)[name] = x
         self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
         inputs = {**inputs, **others}
-        shared["sampling_mask"] = inputs.pop("sampling_mask", None)
+        kept = inputs.pop("sampling_mask", None)
         loss, heads = self, {}
         if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
             bias = shared.pop("bias", None)
@@ -388,8 +389,20 @@ class LinearLoss(CheckedCall):
         call = CallArguments(loss, hidden, weight, targets, inputs, heads, **shared)
         if call.cu_seqlens is not None:
             call.cu_seqlens = checked_boundaries(call.cu_seqlens, hidden, loss.boundaries_argument)
+        if kept is not None:
+            call.kept = self.aligned_mask(kept, call)
         loss.prepare(call)
         return call
+
+    def aligned_mask(self, mask: SamplingMask | AlignedMask, call: CallArguments) -> AlignedMask:
+        """The sampling mask of a call, aligned with hidden."""
+        if self.return_predictions:
+            remedy = "a set has no prediction of the whole vocabulary: make it by a call without the mask"
+            raise ValueError(message("return_predictions", "False with sampling_mask", True, remedy))
+        if isinstance(mask, AlignedMask):
+            return mask
+        check_mask(mask)
+        return mask.aligned(call.targets, shift=call.shift, cu_seqlens=call.cu_seqlens)
 
     def prepare(self, call: CallArguments) -> None:
         """Turn the arguments of the user into the declared inputs, `call.inputs`; checks what is the loss's

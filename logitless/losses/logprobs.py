@@ -10,7 +10,7 @@ from logitless.engine.function import Mode, run_calls
 from logitless.engine.head_view import HeadView
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
-from logitless.engine.sampling_mask import SamplingMask, checked_mask
+from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
@@ -76,11 +76,11 @@ class TokenNumbers(TokenLoss):
         bias: Tensor | None = None,
         shift: bool = False,
         cu_seqlens: Tensor | None = None,
-        sampling_mask: SamplingMask | None = None,
+        sampling_mask: SamplingMask | AlignedMask | None = None,
     ) -> tuple[dict[str, Tensor], Plan | None]:
         """({name: (...)}, plan): differentiable statistics in the targets' shape, 0 where ignored."""
-        arguments = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
-        call = self.bind(hidden, weight, targets, arguments, {"sampling_mask": sampling_mask})
+        given = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
+        call = self.bind(hidden, weight, targets, given, {"sampling_mask": sampling_mask})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
         return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
 
@@ -180,7 +180,7 @@ def linear_logprobs(
             )
         )
     if sampling_mask is not None:
-        checked_mask(sampling_mask)
+        check_mask(sampling_mask)
     several = isinstance(targets, Tensor) and isinstance(hidden, Tensor) and targets.dim() == hidden.dim()
     order = {"shift": shift, "cu_seqlens": cu_seqlens}
     if several and hidden.dim() > 0:

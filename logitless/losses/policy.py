@@ -22,6 +22,7 @@ class PolicyLoss(TokenLoss):
     token_inputs: ClassVar = ("advantages",)
     observes: ClassVar = ("entropy",)
     context_parallel: ClassVar = True
+    sampled_logps: ClassVar = ("old_logps", "sampling_logps")
 
     def laid_out(
         self, layout: SequenceLayout, advantages: Tensor, **given: Tensor | None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.operands import shifted
+from logitless.engine.sampling_mask import AlignedMask
 from logitless.errors import message
 from logitless.kernels.head.transform import Head
 from logitless.losses.arguments import CallArguments
@@ -64,7 +65,7 @@ class ComparedLoss(TokenLoss):
             targets = call.targets.long()
             if call.shift:
                 targets = shifted(targets, self.ignore_index, cu_seqlens=call.cu_seqlens)
-            logps = self.detached_logps(hidden, weight, bias, targets, self.ref_head)
+            logps = self.detached_logps(hidden, weight, bias, targets, self.ref_head, kept=call.kept)
             # At the positions of the unshifted labels, as the call shifts both.
             call.inputs["ref_logps"] = logps.roll(1, -1) if call.shift else logps
             for name in MODEL:
@@ -99,16 +100,19 @@ class ComparedLoss(TokenLoss):
         targets: Tensor,
         head: Head,
         kl_cu_seqlens: Tensor | None = None,
+        kept: AlignedMask | None = None,
     ) -> Tensor:
         """Log-probabilities of the targets, in their shape, from a pass without gradients.
 
-        The boundaries are only checked, as the targets are shifted already.
+        The boundaries are only checked, as the targets are shifted already; so are the sets of `kept`.
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
         loss = made(DetachedNumbers, **options)
         with torch.no_grad():
-            found, _ = loss.numbers(hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens)
+            found, _ = loss.numbers(
+                hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=kept
+            )
         return found["logps"]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch, TokenStats
 from logitless.engine.layout import SequenceLayout
 from logitless.engine.levels import per_token_shape
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.losses.base import LossOutput
@@ -24,7 +25,8 @@ class RLOOLoss(ClippedLoss):
         mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) over the sequences
 
     The call takes what `GRPOLoss` takes, of which it uses `advantages` (B,), `mask`, `old_logps` (like
-    targets, or (B,) sums) and `num_items`, in sequences. A KL to a reference belongs into the reward.
+    targets, or (B,) sums), `sampling_mask` and `num_items`, in sequences. A KL to a reference belongs into
+    the reward.
     Metrics: entropy, importance_ratio, clip_ratio/*.
 
     Reference: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740.
@@ -63,9 +65,10 @@ class RLOOLoss(ClippedLoss):
         *,
         advantages: Tensor,
         old_logps: Tensor | None = None,
+        sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        inputs = {"advantages": advantages, "old_logps": old_logps}
+        inputs = {"advantages": advantages, "old_logps": old_logps, "sampling_mask": sampling_mask}
         return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(
@@ -93,7 +96,8 @@ class RLOOLoss(ClippedLoss):
 class REINFORCELoss(PolicyLoss):
     """The policy gradient's own loss: mean of -A logp over the tokens, A the advantages less their baseline.
 
-    The call takes `advantages` (B,) or like targets, `mask` and `num_items`, in tokens. Metric: entropy.
+    The call takes `advantages` (B,) or like targets, `mask`, `sampling_mask` (see `GRPOLoss`) and
+    `num_items`, in tokens. Metric: entropy.
 
     Reference: Williams, 1992, https://doi.org/10.1007/BF00992696.
     """
@@ -110,9 +114,11 @@ class REINFORCELoss(PolicyLoss):
         targets: Tensor,
         *,
         advantages: Tensor,
+        sampling_mask: SamplingMask | None = None,
         **arguments: Unpack[CallInputs],
     ) -> LossOutput:
-        return self.solve(hidden, weight, targets, arguments, {"advantages": advantages})
+        inputs = {"advantages": advantages, "sampling_mask": sampling_mask}
+        return self.solve(hidden, weight, targets, arguments, inputs)
 
     def laid_out(self, layout: SequenceLayout, advantages: Tensor) -> dict[str, Tensor | None]:
         return {"advantages": layout.per_token("advantages", advantages, per_sequence=True)}

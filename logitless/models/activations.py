@@ -34,10 +34,13 @@ class Fitted:
     Attributes:
         budget: bytes that the decoder layers may hold.
         last_plan: the `ActivationPlan` of the last training forward pass; None before the first.
+        costs: for the size of the last batch, the bytes of each layer by level, and those that all layers
+            share; None before the first training forward pass has counted them.
     """
 
     def __init__(self, backbone: nn.Module, layers: dict[str, nn.Module], budget: int) -> None:
         self.budget, self.last_plan = budget, None
+        self.costs: tuple[list[dict[str, int]], int] | None = None
         self._names, self._layers = list(layers), list(layers.values())
         self._held, self._counts = Held(), Counts(_widths(backbone))
         self._kinds: list[Hashable] = []
@@ -89,11 +92,6 @@ class Fitted:
             f"activation_budget: {plan}. The layers of all graphs hold {in_gib(self.held_bytes)} now. A "
             f"smaller budget leaves more memory to the rest of the step: try {smaller}."
         )
-
-    def _kind_of(self, layer: nn.Module) -> Hashable:
-        """Layers of one kind hold the same bytes."""
-        shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters())
-        return type(layer).__qualname__, shapes
 
     def __deepcopy__(self, memo: dict) -> "Fitted":
         # The copy of a model is not fitted.
@@ -158,7 +156,7 @@ class Pass:
         names = tuple(name for name, value in function.keywords.items() if tensors(value))
         self.mode = self.autocast.state, hidden.dtype, names
         if not fitted._kinds:
-            fitted._kinds = [fitted._kind_of(layer) for layer in fitted._layers]
+            fitted._kinds = [kind_of(layer) for layer in fitted._layers]
         given = sum(s.nbytes() for x in tensors(args) for s in storages(x))
         shared = {s._cdata: s.nbytes() for x in shared_by(function) for s in storages(x)}
         self.make_plan(given, sum(shared.values()))
@@ -185,6 +183,8 @@ class Pass:
         least = sum(cost["full"] for cost in costs) if known else layers * given
         if least + shared > budget and least + shared <= left:
             budget = left
+        if known:
+            fitted.costs = costs, shared
         least += shared
         if least > budget:
             budget = left
@@ -290,9 +290,8 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
     expect(not encoder, "model", "a decoder", "an encoder-decoder", remedy)
     classifies = type(base).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
     expect(not classifies, "model", "a language model", type(base).__name__, remedy)
-    backbone = base.get_decoder() if hasattr(base, "get_decoder") else base
-    backbone = base if backbone is None else backbone
-    layers = _decoder_layers(backbone)
+    backbone = decoder_of(base)
+    layers = decoder_layers(backbone)
     expected = "decoder layers that can be checkpointed (GradientCheckpointingLayer of transformers)"
     expect(bool(layers), "model", expected, f"{type(base).__name__} with none", "leave it as it is")
     fitted = Fitted(backbone, layers, budget)
@@ -300,7 +299,20 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
     return fitted
 
 
-def _decoder_layers(backbone: nn.Module) -> dict[str, nn.Module]:
+def decoder_of(base: nn.Module) -> nn.Module:
+    """The module whose forward pass runs the decoder layers, without head."""
+    found = base.get_decoder() if hasattr(base, "get_decoder") else None
+    return base if found is None else found
+
+
+def kind_of(layer: nn.Module) -> Hashable:
+    """Layers of one kind hold the same bytes."""
+    shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in layer.named_parameters())
+    return type(layer).__qualname__, shapes
+
+
+def decoder_layers(backbone: nn.Module) -> dict[str, nn.Module]:
+    """The layers that can be checkpointed, by their names, in their order."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: dict[str, nn.Module] = {}

@@ -58,26 +58,28 @@ class Patch:
 
 
 def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverified: bool = False) -> Patch:
-    """Make `model(..., labels=labels)` compute its loss without logits.
+    """Make `model(..., labels=labels)` compute its loss without the full logits.
 
-    The model's own forward pass runs, with an LM head that hands on hidden states in the place of logits:
-    scale and soft cap, shift of the labels, `num_items_in_batch`, router loss and the fields of the output
-    are the model's own, and so is a `loss_function` that somebody has set. Its output has no `logits`. Calls
-    without labels, generation among them, run as before.
+    The model's own forward pass runs; its LM head returns a stand-in that holds the hidden states. So logit
+    scale and softcap, the shift of the labels, `num_items_in_batch`, the router loss, the fields of the
+    output and a `loss_function` that was set on the model are the model's own. The output has no `logits`.
+    Calls without labels, such as generation, run as before.
 
     Args:
         model: a causal language model of transformers, under PEFT or not; LoRA may be on the head too. The
             wrappers of DDP, torch.compile, Lightning Fabric, DeepSpeed and accelerate may be around it.
-        logits_budget: bytes that the logits alive at one time may take; default the library's.
-        unverified: take a model whose head cannot be compared with its parameters before it is compiled.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; the default depends on
+            the device.
+        unverified: accept a model whose head cannot be compared with its parameters before it is compiled.
 
     Returns:
-        A `Patch`; call it to undo all. It has `checked` and `last_plan`.
+        A `Patch`. Calling it removes the patch. It has the attributes `checked` and `last_plan`.
 
     Raises:
-        ValueError: the model has no LM head, its own loss comes out different, or it is patched already.
-        TypeError: its head cannot be read (quantized ones, by name), or its loss is no cross-entropy of its
-            logits.
+        ValueError: the model has no LM head, the patched loss differs from the model's own, or the model is
+            patched already.
+        TypeError: the head is not supported (quantized heads, by name), or the model's loss is not a
+            cross-entropy of its logits.
     """
     patch = checked_patch(model, logits_budget, unverified=unverified)
     exchange(patch.model, KEY, _forward, patch)
@@ -149,10 +151,11 @@ def _is_here(x: Tensor) -> bool:
 
 
 def check_trainer_arguments(args: Any) -> None:
-    """Raise ValueError for arguments with which `transformers.Trainer` does not take a patched model's loss.
+    """Raise ValueError for arguments with which `transformers.Trainer` does not use a patched model's loss.
 
     Args:
-        args: the trainer's `TrainingArguments`. Labels that are smoothed need logits.
+        args: the trainer's `TrainingArguments`. With label smoothing the trainer computes the loss itself,
+            from full logits.
     """
     smoothing = getattr(args, "label_smoothing_factor", 0)
     expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY)

@@ -24,13 +24,13 @@ _KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def head_of(model: nn.Module) -> HeadView:
-    """The head of a model, or of a module that is one, in the place of `weight` in a loss.
+    """The LM head of a model, to be passed as `weight` to a loss.
 
         loss_fn(model.base_model(ids).last_hidden_state, head_of(model), targets)
 
-    Softcap and scale are read off the model's own forward pass, which runs from made-up hidden states on and
-    without logits: once, and again where a number in the model's configuration or in its attributes has
-    changed. Ask again in every step: FSDP and PEFT replace parameters.
+    Softcap and logit scale are measured by running the model's own forward pass on made-up hidden states:
+    once, and again after a number in the model's configuration or attributes has changed. Call `head_of` in
+    every step, because FSDP and PEFT replace parameters.
 
     Args:
         model: a causal language model of transformers, or its LM head. PEFT's adapters and the wrappers of
@@ -40,8 +40,8 @@ def head_of(model: nn.Module) -> HeadView:
         HeadView(weight, bias, columns, softcap, logit_scale).
 
     Raises:
-        ValueError: no head, or layers between backbone and head: `patch_model` takes those.
-        TypeError: a head that cannot be read (quantized ones, by name).
+        ValueError: the model has no head, or layers between backbone and head; `patch_model` supports those.
+        TypeError: the head is not supported (quantized heads, by name).
     """
     model = unwrapped(model)
     if not hasattr(model, "get_output_embeddings"):

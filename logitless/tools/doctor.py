@@ -26,7 +26,7 @@ def examine() -> int:
     print(
         f"device: {_described(device)}; a chunk takes up to {default_budget(device) // MIB:,} MiB by default"
     )
-    for line in accelerated(device):
+    for line in (*accelerated(device), *generators()):
         print(line)
     dtype, passed = torch.bfloat16 if device.type == "cuda" else torch.float32, True
     print(f"parity with full logits in fp64, {str(dtype).removeprefix('torch.')}, without torch.compile:")
@@ -68,6 +68,16 @@ def accelerated(device: torch.device) -> list[str]:
         f"divergences of a teacher as one kernel: {', '.join(kernels) or 'none'}; "
         "other losses of logits: torch.compile, chunk by chunk",
         f"projected and read in one kernel (bf16): {'yes' if product else elsewhere}",
+    ]
+
+
+def generators() -> list[str]:
+    """How logits are rounded where log-probabilities come from a server."""
+    return [
+        "logits of a server: rounded to bf16 by vLLM and SGLang by default, logits_dtype=torch.bfloat16 "
+        "here; "
+        "not rounded with vLLM's head_dtype float32 or SGLang's --enable-fp32-lm-head, "
+        "logits_dtype=torch.float32 here (better where both sides have it)"
     ]
 
 

@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.engine.budget import budget_of_memory, default_budget
 from logitless.engine.call import HeadCall, d_hidden_dtype
-from logitless.engine.choose import choose_rows
+from logitless.engine.choose import resolve_rows
 from logitless.engine.function import CallResult, Mode, replaced
 from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_vectors, plan_for
-from logitless.engine.plan import MIB, Pass, Plan
+from logitless.engine.plan import MIB, Kind, Pass, Plan
+from logitless.engine.sampling_mask import SamplingMask
 from logitless.errors import expect, message
 from logitless.kernels import planned_for
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss, SpeculatorLoss
@@ -139,7 +140,8 @@ def estimate(
         teacher_topk: k, of a teacher that is known by its k best ids instead.
         reference_hidden_size: H' of a reference that comes as hidden states and head; default: log-probs.
         **inputs: other tensors of the call, whose shapes and dtypes alone matter (and targets' ignored
-            positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares.
+            positions): `targets`, `cu_seqlens`, `bias`, or what a loss of your own declares; a
+            `sampling_mask`, whose sets say which tokens are projected.
 
     Returns:
         An `Estimate`; print it, or read its numbers.
@@ -215,7 +217,9 @@ def estimate(
         given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
     if speculates and (teacher_vocab_size or vocab_size) != vocab_size:
         given["draft_ids"] = torch.arange(vocab_size, device=device)
-    targets = inputs.pop("targets", torch.zeros(shape, dtype=torch.int64, device=device))
+    targets = inputs.pop("targets", None)
+    if targets is None:
+        targets = _any_targets(shape, inputs.get("sampling_mask"), device)
     given = _required(loss, targets, count, given) | given | inputs
     planner = _Planner(gpu)
     with replaced(planner):
@@ -261,6 +265,15 @@ def _device(given: torch.device | str | None) -> torch.device:
     return device
 
 
+def _any_targets(shape: tuple[int, ...], mask: SamplingMask | None, device: torch.device) -> Tensor:
+    """Targets of the shape that are in the sets of the sampling mask, if there is one."""
+    targets = torch.zeros(shape, dtype=torch.int64, device=device)
+    if not isinstance(mask, SamplingMask) or len(mask) != targets.numel() or not mask.token_ids.numel():
+        return targets  # the call refuses what is wrong
+    starts, ids = mask.offsets[:-1].long().clamp(0, mask.token_ids.shape[0] - 1), mask.token_ids.long()
+    return torch.where(mask.offsets.diff() > 0, ids[starts], 0).view(shape)
+
+
 def _required(loss: Callable, targets: Tensor, sequences: int, given: Mapping[str, object]) -> dict:
     """The small inputs that a loss of the library does not go without."""
     tokens = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
@@ -290,11 +303,12 @@ class _Planner:
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         signature, tensors, sequences = pack(heads)
-        calls = unpack(signature, tensors, sequences)
+        with self._on_card():  # a HeadCall asks which kernels its device has
+            calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
         numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
-        for call, rows in map(choose_rows, calls):
+        for call, rows in map(resolve_rows, calls):
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
@@ -365,11 +379,14 @@ class _Planner:
 
 def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[float, float]:
     """(with the head and its gradients, with another model's head) per projected row."""
-    read = sum(step.stop - step.start for step in plan.steps if step.read)
+    projected = [step for step in plan.steps if step.kind is not Kind.GATHERED]
+    read = sum(step.stop - step.start for step in projected if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
-    own = plan.products - plan.later if plan.products else 0.0  # the later walk has a plan of its own
+    tokens = plan.rows if plan.replay is None else plan.replay.rows
+    # The later walk has a plan of its own.
+    own = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
     share = has_other if teacher_share is None else teacher_share
-    return own, read / max(1, plan.rows) * share
+    return own, read / max(1, tokens) * share
 
 
 def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:

@@ -147,7 +147,21 @@ def logits(call: HeadCall, rows: Rows) -> Tensor:
         with autocast:
             blocks = layers.module.blocks(layers.head)
             x = torch.func.functional_call(blocks, dict(layers.tensors), (x,)).to(call.dtype)
-    return call.loss.head.logits(x @ weight.t(), call.bias)[0]
+    return _over_sets(call, rows, call.loss.head.logits(x @ weight.t(), call.bias)[0])
+
+
+def _over_sets(call: HeadCall, rows: Rows, z: Tensor) -> Tensor:
+    """The logits (rows, V), with -inf for ids that the call's sampling mask leaves out."""
+    if call.sets is None:
+        return z
+    ids, starts, lengths, _ = call.sets
+    out = torch.ones_like(z, dtype=torch.bool)
+    for row, n in enumerate(rows.index.tolist()):
+        if lengths[n]:
+            out[row] = False
+            out[row, ids[starts[n] : starts[n] + lengths[n]].long()] = True
+            out[row, call.targets[n]] |= call.add_targets
+    return z.masked_fill(~out, -torch.inf)
 
 
 def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
@@ -157,7 +171,9 @@ def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     index, looked_up = rows.index, call.loss.teacher_rows
     if name == "teacher" and looked_up is not None:
         index = call.inputs[looked_up][index]
-    return getattr(call.loss, f"{name}_head").logits(hidden[index].to(weight.dtype) @ weight.t(), bias)[0]
+    head = getattr(call.loss, f"{name}_head")
+    z = head.logits(hidden[index].to(weight.dtype) @ weight.t(), bias)[0]
+    return _over_sets(call, rows, z) if name == "ref" else z
 
 
 def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[str, Tensor]:

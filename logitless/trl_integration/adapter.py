@@ -70,6 +70,8 @@ class Adapter:
             `around` is entered. Models are attached during the whole step too.
         evaluates: whether an evaluation step computes the loss.
         predicts: whether an evaluation step that is asked for predictions, which are logits, is stock.
+        notes: lines about a trainer's options, or None, that are logged after its first step.
+        warnings: the same, logged as warnings.
     """
 
     stock: str
@@ -80,6 +82,8 @@ class Adapter:
     around: Callable[["ChunkedLoss"], AbstractContextManager] = lambda chunked: nullcontext()
     evaluates: bool = True
     predicts: bool = False
+    notes: tuple[Callable[[Any], str | None], ...] = ()
+    warnings: tuple[Callable[[Any], str | None], ...] = ()
 
     @property
     def name(self) -> str:
@@ -268,6 +272,11 @@ class ChunkedLoss:
         self.verified.add(step)
         if first and step == "train" and self.trainer.is_world_process_zero():
             logger.info(self.describe())
+            name = type(self.trainer).__name__
+            for log, notes in ((logger.info, self.adapter.notes), (logger.warning, self.adapter.warnings)):
+                for line in [note(self.trainer) for note in notes]:
+                    if line is not None:
+                        log(f"{name}: {line}")
 
     def describe(self) -> str:
         """One line: trainer, plan, products, whether the model was checked, and what was fused in it."""

@@ -23,23 +23,25 @@ def apply_to(
     logits_budget: int | None = None,
     activation_budget: int | str | None = None,
 ) -> Callable[[], None]:
-    """Switch the chunked loss, fused layers or an activation budget on in a trainer that exists already.
+    """Switch on the chunked loss, fused layers or an activation budget in an existing trainer.
 
-    A trainer of TRL gets what our trainer of that name does with `use_chunked_loss=True`; any other
-    `transformers.Trainer` gets `patch_model`. Its class, and yours on top of it, stay as they are. Layers are
-    fused in the models of any trainer, by `fuse_layers`; `trainer.fused_layers.reports` says which.
+    A trainer of TRL then computes its loss as the trainer of that name in `logitless.trl_integration` with
+    `use_chunked_loss=True`. For any other `transformers.Trainer`, `patch_model` is called on its model. The
+    trainer's class does not change. Layers are fused by `fuse_layers` in the models of any trainer;
+    `trainer.fused_layers.reports` lists them.
 
     Args:
         trainer: TRL's (or a subclass of it), or transformers'.
         use_chunked_loss: compute its loss without the full logits.
         use_fused_layers: fuse the layers of its model, and of a reference or teacher that it holds.
-        logits_budget: bytes that the logits alive at one time may take; default the library's.
+        logits_budget: bytes that a chunk of logits and its temporaries may take; the default depends on the
+            device.
         activation_budget: bytes that the decoder layers of its model may keep between forward and backward,
             as `fit_activations` takes them; None for no budget. `trainer.fitted_activations.fitted` is what
             that returns.
 
     Returns:
-        A function that switches off again what this call has switched on; `remove_from(trainer)` switches off
+        A function that switches off what this call has switched on. `remove_from(trainer)` switches off
         everything.
 
     Raises:

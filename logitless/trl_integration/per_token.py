@@ -37,14 +37,22 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     """Log-probabilities and the requested fields, under TRL's names, differentiable as TRL's are."""
     args = chunked.trainer.args
     fp32 = getattr(args, "cast_lm_head_to_fp32", False)
+    rounds = follows_server(chunked.trainer)
     numbers = functools.partial(
         TokenNumbers,
         also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
         temperature=getattr(args, "temperature", 1.0),
         logits_budget=chunked.budget,
-        logits_dtype=torch.float32 if fp32 else None,
     )
-    plain = {entropy: numbers(entropy=entropy) for entropy in (False, True, "metric")}
+
+    def made(entropy: bool | str, dtype: torch.dtype) -> TokenNumbers:
+        if fp32:
+            return numbers(entropy=entropy, logits_dtype=torch.float32)
+        # bf16 products alone are rounded to bf16: a server of another dtype has no such grid.
+        rounded = rounds and dtype == torch.bfloat16
+        return numbers(entropy=entropy, logits_dtype=torch.bfloat16 if rounded else None)
+
+    made = functools.cache(made)
 
     def score(hidden: Tensor, head: HeadView, labels: Tensor, shift: bool) -> dict[str, Tensor]:
         if fp32:
@@ -52,13 +60,14 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
             hidden = hidden.to(head.dtype)
         autocast = torch.is_autocast_enabled(hidden.device.type) and not fp32
         entropy = "entropy" in asked and entropy_mode(chunked.trainer, hidden, head)
+        dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else head.dtype
         compute = functools.partial(
             _with_autocast, autocast, hidden.device.type, head=head, labels=labels, shift=shift
         )
         with chunked.saving():
-            found, plan = compute(plain["metric" if entropy == "recomputed" else entropy], hidden)
+            found, plan = compute(made("metric" if entropy == "recomputed" else entropy, dtype), hidden)
             if entropy == "recomputed":
-                again = functools.partial(compute, plain[True])
+                again = functools.partial(compute, made(True, dtype))
                 found["entropy"] = RecomputedEntropy.apply(found["entropy"], hidden, again)
         chunked.note(plan)
         mask = labels != -100
@@ -72,6 +81,50 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
         return {"log_probs": found["logps"], "label_mask": mask} | {name: found[name] for name in asked}
 
     return score
+
+
+def follows_server(trainer: Any) -> bool:
+    """Whether logits are rounded as vLLM rounds those that the loss is compared with."""
+    return uses_server(trainer.args) and not getattr(trainer.args, "cast_lm_head_to_fp32", False)
+
+
+def uses_server(args: Any) -> bool:
+    """Whether the rollouts are those of vLLM; AsyncGRPO, which has no `use_vllm`, always takes them there."""
+    return bool(getattr(args, "use_vllm", hasattr(args, "vllm_server_base_url")))
+
+
+def server_rounding(trainer: Any) -> str | None:
+    """What is logged once about logits and a vLLM server; None where there is no server."""
+    if follows_server(trainer):
+        return (
+            "logits of bf16 heads are rounded to bf16, as vLLM rounds them by default; fp32 on both sides is "
+            "more accurate: cast_lm_head_to_fp32=True here, and a server with --hf-overrides "
+            '\'{"head_dtype": "float32"}\''
+        )
+    if uses_server(trainer.args):
+        return (
+            "logits are not rounded (cast_lm_head_to_fp32): the vLLM server needs --hf-overrides "
+            '\'{"head_dtype": "float32"}\', or it rounds them to bf16'
+        )
+    return None
+
+
+def truncated_sampling(trainer: Any) -> str | None:
+    """What is logged once about a sampler that truncates; None where it does not."""
+    args = trainer.args
+    cuts = {
+        "top_p": (getattr(args, "top_p", None) or 1.0) < 1,
+        "top_k": (getattr(args, "top_k", None) or 0) > 0,
+        "min_p": (getattr(args, "min_p", None) or 0.0) > 0,
+    }
+    names = [f"{name}={getattr(args, name)}" for name, cut in cuts.items() if cut]
+    if not uses_server(args) or not names:
+        return None
+    return (
+        f"{', '.join(names)}: vLLM's log-probabilities are over the ids that it kept, TRL's over the whole "
+        "vocabulary, so ratios are biased (TRL #6789); sample without truncation, or replay it in an own "
+        "loop (sampling_mask)"
+    )
 
 
 def _with_autocast(
@@ -165,7 +218,7 @@ def same_head(trainer: Any) -> None:
 
 
 PER_TOKEN = {"checks": (same_head,), "during": ("compute_loss", "compute_ref_log_probs")}
-ONLINE = {"checks": (same_head,)}
+ONLINE = {"checks": (same_head,), "notes": (server_rounding,), "warnings": (truncated_sampling,)}
 DPO = Adapter("trl:DPO", heads=fused_heads("entropy", "mean_logits", "is_top1"), **PER_TOKEN)
 KTO = Adapter("trl:KTO", heads=fused_heads("entropy", "mean_logits"), **PER_TOKEN)
 GRPO = Adapter("trl:GRPO", heads=fused_heads("entropy"), **ONLINE)

@@ -8,8 +8,10 @@ from torch import nn
 
 from logitless import CrossEntropyLoss, DistillationLoss, DPOLoss, GRPOLoss
 from logitless.engine.call import HeadCall, Layers
+from logitless.engine.gradients import finished_sums
 from logitless.engine.operands import SplitHead
 from logitless.engine.packing import pack, unpack
+from logitless.engine.passes import solve
 from logitless.kernels import fused_projection
 from logitless.parallel.vocabulary import Shards
 from tests.engine.calls import call, given
@@ -175,6 +177,29 @@ def test_a_tensor_in_two_places_is_packed_once():
     assert signature.needs == (True,)
     (made,) = unpack(signature, tensors, sequences)
     assert made.hidden is x and made.weight is x
+
+
+def tied(dtype: torch.dtype) -> list[HeadCall]:
+    x = torch.randn(V, H, dtype=dtype, requires_grad=True)
+    return [given(CrossEntropyLoss(), x, x, torch.randint(0, V, (V,)))]
+
+
+SUMMED = {
+    **{name: lambda make=make: [make()] for name, make in CALLS.items()},
+    "heads with layers": lambda: heads(Blocks()),
+    "tied": lambda: tied(torch.float32),
+    "tied, bf16": lambda: tied(torch.bfloat16),
+    "tied, fp16": lambda: tied(torch.float16),
+}
+
+
+@pytest.mark.parametrize("make", SUMMED.values(), ids=SUMMED)
+def test_the_sums_of_gradients_are_what_graphs_are_told(make):
+    """Shapes and dtypes by `finished_sums`, which the fakes of the operators return."""
+    calls = unpack(*pack(make()))
+    with torch.no_grad():  # as in the Function
+        sums = solve(calls, static=True).gradients.sums
+    assert {slot: (x.shape, x.dtype) for slot, x in sums.items()} == finished_sums(calls)
 
 
 def test_gradient_of_a_tensor_in_two_places():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss
-from logitless.engine.choose import choose_rows
+from logitless.engine.choose import resolve_rows
 from logitless.engine.passes import plan_for
 from logitless.engine.plan import GOOD_CHUNKS, TILE, Facts, Pass, Plan, Step, chunk_rows, make_plan
 from tests.engine.calls import call
@@ -278,7 +278,7 @@ def test_what_sums_d_weight(frozen):
         (torch.bfloat16, torch.float32), (None, torch.float32), (False, True)
     ):
         h, w = hidden.to(dtype), weight.detach().to(dtype).requires_grad_(not frozen)
-        made, rows = choose_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
+        made, rows = resolve_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
         own_sum = dtype == torch.bfloat16 and accum_dtype is None and not wide
         assert plan_for(made, rows, Pass.SOLVE, wide=wide).chunks == (1 if own_sum and not frozen else 2)
         first, then = (plan_for(made, rows, purpose, wide=wide) for purpose in (Pass.NUMBERS, Pass.GRADIENTS))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitless import CrossEntropyLoss, DPOLoss
-from logitless.engine.choose import choose_rows
+from logitless.engine.choose import resolve_rows
 from logitless.engine.reduction import metric_factors, power_of_two, unit_counts, unit_factors
 from tests.engine.calls import call
 
@@ -64,7 +64,7 @@ def of_cross_entropy(dtype=torch.float32, compact=True, ignored=2, reduction="me
     made = call(
         loss, torch.randn(5, 4).to(dtype).requires_grad_(), torch.randn(11, 4).to(dtype), targets, **options
     )
-    return choose_rows(made)
+    return resolve_rows(made)
 
 
 def of_pairs(**options):
@@ -73,7 +73,7 @@ def of_pairs(**options):
     targets[0, 0] = targets[3, 1] = -100
     inputs = {"ref_logps": torch.zeros(4, 3)} | options
     made = call(DPOLoss(), torch.randn(4, 3, 4).requires_grad_(), torch.randn(11, 4), targets, **inputs)
-    return choose_rows(made)
+    return resolve_rows(made)
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "every row"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from logitless import CrossEntropyLoss, GRPOLoss, JSDLoss, LogitsLoss, SimPOLoss, Term, linear_cross_entropy
-from logitless.engine import budget, choose, compiled, guess, operators, remembered, terms
+from logitless.engine import budget, choose, compiled, early_projection, operators, remembered, terms
 from logitless.engine.packing import Signature
 from logitless.losses import declarations
 from logitless.losses.base import LinearLoss
@@ -74,7 +74,7 @@ def kept() -> int:
 def test_a_thousand_losses(kind, monkeypatch):
     monkeypatch.setattr(remembered, "MOST", 100)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    registries = (terms._CHECKED, budget._WARNED, budget._MEASURED, guess._STREAKS, choose._SIZES)
+    registries = (terms._CHECKED, budget._WARNED, budget._MEASURED, early_projection._STREAKS, choose._SIZES)
     for registry in registries:
         registry.clear()
     compiled._compiled.cache_clear()

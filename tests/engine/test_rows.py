@@ -1,4 +1,4 @@
-"""`select_rows` against plain Python lists: which tokens are walked, and in which order."""
+"""`compact_rows` against plain Python lists: which tokens are walked, and in which order."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from logitless.engine.rows import Grouping, select_rows
+from logitless.engine.rows import Grouping, compact_rows
 from logitless.engine.spec import Fault
 
 
@@ -71,7 +71,7 @@ def select(case: Case, grouping: Grouping, form: str, compact: bool, faults: tup
     supervised = torch.tensor(case.supervised, dtype=torch.bool)
     cu_seqlens = torch.tensor(case.boundaries) if form == "packed" else None
     marks = torch.stack((supervised, *(fault.count for fault in faults if fault.count.dim())))
-    return select_rows(marks, faults, grouping, cu_seqlens, compact=compact)
+    return compact_rows(marks, faults, grouping, cu_seqlens, compact=compact)
 
 
 def positions(rows, case: Case, start: int = 0, stop: int | None = None) -> list[int]:
@@ -232,7 +232,7 @@ def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
     with pytest.raises(
         ValueError, match=r"^cu_seqlens: expected non-decreasing boundaries from 0 to 7, got .*; .*\.$"
     ):
-        select_rows(supervised[None], (), Grouping(3, roles, True), torch.tensor(bounds), compact=True)
+        compact_rows(supervised[None], (), Grouping(3, roles, True), torch.tensor(bounds), compact=True)
 
 
 @pytest.mark.skipif(
@@ -241,7 +241,7 @@ def test_boundaries_that_do_not_cover_the_tokens(bounds, roles):
 def test_boundaries_are_asserted_on_the_device_where_nothing_is_read():
     with pytest.raises(RuntimeError, match="cu_seqlens: expected non-decreasing boundaries"):
         supervised, bounds = torch.ones(7, dtype=torch.bool), torch.tensor([0, 3, 6])
-        select_rows(supervised[None], (), Grouping(2, 2, True), bounds, compact=False)
+        compact_rows(supervised[None], (), Grouping(2, 2, True), bounds, compact=False)
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
@@ -254,7 +254,7 @@ def test_nothing_is_read_back_where_every_row_is_walked(form):
         )
         cu_seqlens = torch.arange(5) * 3 if form == "packed" else None
         roles = 4 if form == "packed" else 2
-        rows = select_rows(
+        rows = compact_rows(
             supervised[None],
             faults,
             Grouping(4, roles, True),
@@ -263,4 +263,4 @@ def test_nothing_is_read_back_where_every_row_is_walked(form):
         )
         assert rows.count == 12 and rows.sequence_sizes.shape == (4,)
         with pytest.raises(Exception, match="(?i)data.dependent|cannot be called|aten._local_scalar_dense"):
-            select_rows(supervised[None], (), Grouping(4, roles, True), cu_seqlens, compact=True)
+            compact_rows(supervised[None], (), Grouping(4, roles, True), cu_seqlens, compact=True)

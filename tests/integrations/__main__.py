@@ -26,8 +26,23 @@ ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "frameworks.txt"
 # Module -> the distributions of which its tests import something.
 WHEELS = {
+    "axolotl": ["axolotl", "addict", "art", "termcolor", "colorama"],
+    "llamafactory": ["llamafactory"],
     "megatron": ["megatron-core"],
     "ms_swift": ["ms-swift"],
+    "nemo_automodel": ["nemo-automodel"],
+    "torchtitan": [
+        "torchtitan",
+        "docstring_parser",
+        "einops",
+        "shtab",
+        "spmd_types",
+        "tensorboard",
+        "torch_checkpointing",
+        "torchdata",
+        "typeguard",
+        "tyro",
+    ],
     "verl": ["verl", "megatron-core"],
 }
 

@@ -81,12 +81,13 @@ def test_one_token_that_is_its_sequence():
     """Both readings are the same, so (1,) is not refused; a token that is not supervised has no reference."""
     one = torch.tensor([0, 1], device=DEVICE)
     given = {"cu_seqlens": one, "labels": torch.ones(1, dtype=torch.bool, device=DEVICE), "kl": 0.0}
-    for target, x in ((1, X[1:]), (-100, X[1:] * torch.nan)):
-        targets = torch.tensor([target], device=DEVICE)
-        out = KTOLoss()(HIDDEN[:1], WEIGHT, targets, ref_logps=x, **given)
-        assert out.loss.isfinite()
-    out = GRPOLoss()(HIDDEN[:1], WEIGHT, CALL[2][:1], cu_seqlens=one, advantages=X[1:])
-    assert out.loss.item() == pytest.approx(2.0)
+    call, nothing = (HIDDEN[:1], WEIGHT), torch.tensor([-100], device=DEVICE)
+    for x in (X[1:], X[1:, None]):
+        assert KTOLoss()(*call, nothing, ref_logps=x, **given).loss.item() == 0.5
+        expected = torch.sigmoid(-0.1 * (LOGPS[0] + 2)).item()
+        assert KTOLoss()(*call, CALL[2][:1], ref_logps=x, **given).loss.item() == pytest.approx(expected)
+        out = GRPOLoss()(*call, CALL[2][:1], cu_seqlens=one, advantages=x)
+        assert out.loss.item() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -522,3 +522,18 @@ def test_best_ids_where_a_softcap_saturates(support):
         **options,
     )
     assert loss.item() == pytest.approx(truth.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("support", ["student", "union"])
+def test_a_tail_far_below_fp32s_eps(support):
+    """The probability of other ids is their sum, not 1 less that of the best: a forward KL takes its log."""
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    hidden, weight = (torch.randn(n, H, generator=generator) * 3 for n in (N, 23))
+    taught = torch.randn(N, H, generator=generator) / 3
+    options = {"support": support, "k": 3, "divergence": "forward_kl"}
+    loss = DistillationLoss(**options)(hidden, weight, teacher_hidden=taught, teacher_weight=weight).loss
+    p = (hidden.double() @ weight.double().T).softmax(-1).sort(descending=True).values
+    assert (p[:, 3:].sum(-1) < 1e-8).sum() > 2
+    teacher = {"teacher_hidden": taught.double(), "teacher_weight": weight.double()}
+    truth, _ = reference.distillation(hidden.double(), weight.double(), **teacher, **options)
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-5)

@@ -196,7 +196,7 @@ def test_a_head_that_peft_trains_whole():
 
 @pytest.mark.parametrize(
     "family, softcap, scale",
-    [("llama", None, 1.0), ("gemma2", 0.5, 1.0), ("granite", None, 4.0), ("cohere", None, 3.0)],
+    [("llama", None, 1.0), ("gemma2", 3.0, 1.0), ("granite", None, 2.0), ("cohere", None, 1.5)],
 )
 def test_head_of_a_model_brings_its_options(family, softcap, scale):
     model = tiny_model(family).eval()

@@ -386,7 +386,7 @@ def test_a_loss_that_differs_is_refused_with_both_numbers(monkeypatch):
     own = logits.DeferredLogits.cross_entropy
     wrong = lambda self, target, **options: own(self, target.roll(1), **options)
     monkeypatch.setattr(logits.DeferredLogits, "cross_entropy", wrong)
-    model = tiny_model(initializer_range=0.5)
+    model = tiny_model()
     with pytest.raises(
         ValueError, match=r"model: expected the model's own loss \d+\.\d+, got \d+\.\d+; compute"
     ):

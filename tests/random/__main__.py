@@ -9,6 +9,7 @@ import os
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools  # noqa: E402
 import itertools  # noqa: E402
 import re  # noqa: E402
 import time  # noqa: E402
@@ -52,15 +53,21 @@ def main(
 
         searches += [("trainers", *item) for item in SEARCHES.items()]
     searches = [item for item in searches if name in item[1]]
-    end, finds, runs = time.monotonic() + 60 * minutes, set(), 0
+    end, finds, runs, examples = time.monotonic() + 60 * minutes, set(), 0, itertools.count()
     for turn in itertools.count():
         for part, title, (cases, check) in searches:
             if time.monotonic() > end:
-                print(f"seed {seed}: {runs} searches, {len(finds)} finds")
+                print(f"seed {seed}: {runs} searches, {next(examples)} examples, {len(finds)} finds")
                 raise typer.Exit(1 if finds else 0)
             runs += 1
+
+            @functools.wraps(check)
+            def counted(case, check=check):
+                next(examples)
+                check(case)
+
             try:
-                search(cases, check, SEARCHED, max_examples=EXAMPLES[part], seed=seed * 1_000_000 + turn)
+                search(cases, counted, SEARCHED, max_examples=EXAMPLES[part], seed=seed * 1_000_000 + turn)
             except Exception as error:  # whatever a call may end in
                 for one in getattr(error, "exceptions", [error]):
                     report(title, one, finds)

@@ -204,6 +204,12 @@ def rollout(w: World) -> dict[str, Tensor]:
     return found | near(w)
 
 
+def one_token(case: Call) -> bool:
+    """Whether the one token of a packed call is its sequence, so that a shape says neither: advantages are
+    read per sequence, and sums per token, as that over no tokens is 0."""
+    return case.layout == "packed" and case.lengths == (1,)
+
+
 def fits_dpo(case: Call) -> bool:
     o = case.options
     names = {o["loss_type"]} if isinstance(o["loss_type"], str) else set(o["loss_type"])
@@ -218,6 +224,7 @@ def fits_grpo(case: Call) -> bool:
     o, i = case.options, case.inputs
     known = "off_policy_mask_threshold" not in o or "old_logps" in i or "sampling_logps" in i
     # Of two ids, many tokens have the same entropy, and rounding tells which is larger.
+    known &= not (one_token(case) and o["loss_type"] == "vespo" and i["advantages"] == "tokens")
     return known and ("top_entropy_quantile" not in o or case.V > 2)
 
 
@@ -532,6 +539,7 @@ FAMILIES: dict[str, Family] = {
         merged(REFERENCE, one(kl=(0.0, 1.5, -1.0))),
         judged,
         1,
+        fits=lambda case: not (one_token(case) and case.inputs["reference"] == "sequences"),
     ),
     "GRPO": Family(
         ll.GRPOLoss,

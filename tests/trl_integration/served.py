@@ -14,7 +14,7 @@ class Client:
     missing = False
 
     def __init__(self, *args, **kwargs):
-        self.teacher = tiny_model(hidden_size=48, initializer_range=0.3)
+        self.teacher = tiny_model(hidden_size=48)
 
     @torch.no_grad()
     def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature) -> dict[str, list]:

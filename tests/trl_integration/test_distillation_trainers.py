@@ -18,7 +18,7 @@ FUSED = frozenset({"fused", "loss_only"})
 def teacher(tmp_path, **options) -> transformers.PreTrainedModel:
     path = tmp_path / "teacher"
     if not path.exists():
-        tiny_model(hidden_size=48, initializer_range=0.3, **options).save_pretrained(path)
+        tiny_model(hidden_size=48, **options).save_pretrained(path)
         words().save_pretrained(path)
     return transformers.AutoModelForCausalLM.from_pretrained(path)
 

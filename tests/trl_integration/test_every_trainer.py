@@ -22,7 +22,7 @@ from .tiny import Run, assert_same_gradients, tiny_model, train
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("every")
-    tiny_model(initializer_range=0.3).save_pretrained(path / "model")
+    tiny_model().save_pretrained(path / "model")
     words().save_pretrained(path / "model")
     return path
 

@@ -68,6 +68,10 @@ def stock(name: str) -> type:
     return getattr(trl if hasattr(trl, name) else import_module(f"trl.experimental.{package}"), name)
 
 
+# Adam divides gradients by themselves: of those that are rounding errors it makes steps of any sign.
+SGD = {"optim": "sgd", "learning_rate": 0.03}
+
+
 def side_by_side(
     tmp_path,
     kind: str,
@@ -95,7 +99,7 @@ def side_by_side(
         ),
     ):
         model = wrap(transformers.AutoModelForCausalLM.from_pretrained(path))
-        settings = options(tmp_path / "out", **changes) | more
+        settings = options(tmp_path / "out", **SGD | changes) | more
         torch.manual_seed(0)
         runs.append(train(cls, config(**settings), model, dataset, tokenizer=words(), **(trainer or {})))
     return runs
@@ -108,7 +112,9 @@ def assert_same(
     for step, (theirs, own) in enumerate(zip(stock.logs, mine.logs, strict=True)):
         assert theirs.keys() == own.keys()
         for key in theirs:
-            if "time" not in key:
+            # Where the reference is the policy itself, margins and their signs are rounding errors.
+            tied = "accuracies" in key and abs(theirs.get("rewards/margins", 1.0)) < 1e-4
+            if "time" not in key and not tied:
                 assert own[key] == pytest.approx(theirs[key], rel=rtol, abs=1e-5), f"{key} at log {step}"
     assert_same_gradients(stock, mine, rtol=rtol)
     assert set(mine.strategies) <= strategies and None not in mine.strategies, mine.strategies

@@ -66,7 +66,7 @@ def tiny_llava() -> transformers.PreTrainedModel:
         image_size=8,
         patch_size=4,
     )
-    text = transformers.LlamaConfig(**SIZES | {"initializer_range": 0.3})
+    text = transformers.LlamaConfig(**SIZES)
     config = transformers.LlavaConfig(
         vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1
     )

@@ -11,8 +11,9 @@ import trl
 from datasets import Dataset
 
 import logitless.trl_integration as ours
+from logitless.tools.check import relative_error
 from logitless.trl_integration import apply_to
-from tests.support import AllocationWatcher
+from tests.support import AllocationWatcher, assert_close
 
 from .test_log_prob_trainers import (
     ROLLOUTS,
@@ -248,12 +249,16 @@ def test_the_reference_is_scored_in_the_policys_precision(tmp_path):
     trainer = ours.OnlineDPOTrainer(tiny_model(), args=args, **given)
     ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
     call = (ids[:, :3], torch.ones(2, 3, dtype=torch.long), ids[:, 3:], torch.ones(2, 6, dtype=torch.long))
+    picked_by = lambda m: m(ids).logits[:, 2:-1].log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]  # noqa: E731
     with torch.no_grad():
         reference = trainer._forward(trainer.ref_model, *call)
         policy = trainer._forward(trainer.accelerator.prepare_model(trainer.model), *call)
-        exact = tiny_model()(ids).logits[:, 2:-1].log_softmax(-1).gather(-1, ids[:, 3:, None])[..., 0]
+        exact = picked_by(tiny_model().double())
+        with torch.autocast("cpu", torch.bfloat16):
+            naive = picked_by(tiny_model())
     assert torch.equal(reference, policy)
-    assert 1e-5 < (reference - exact).abs().max() < 1e-2
+    assert (reference - exact).abs().max() > 1e-5
+    assert_close(reference, exact, relative_error(naive, exact), name="reference")
 
 
 def test_apply_to_keeps_the_references_precision(tmp_path):

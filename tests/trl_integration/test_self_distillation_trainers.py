@@ -43,7 +43,7 @@ def solved(completion_ids, **kwargs) -> list[float]:
 
 def decided(path, **options) -> None:
     """A model whose distributions differ from one prompt to another, for `side_by_side` to load."""
-    tiny_model(initializer_range=0.3, **options).save_pretrained(path / "model")
+    tiny_model(**options).save_pretrained(path / "model")
     words().save_pretrained(path / "model")
 
 

@@ -19,7 +19,7 @@ from logitless.trl_integration.per_token import per_token_score
 
 from .test_every_trainer import adapted, folder, step  # noqa: F401
 from .test_head import CHUNKED, IDS, LABELS
-from .test_several_trainers import PEAKED, assert_same_run
+from .test_several_trainers import assert_same_run
 from .test_sft import options
 from .tiny import tiny_dataset, tiny_model, tiny_tokenizer, train
 
@@ -35,7 +35,7 @@ def fields(outputs) -> dict:
 @pytest.mark.parametrize("head_trains", [True, False], ids=["trained_head", "frozen_head"])
 def test_every_field_is_trls_in_shape_dtype_and_gradient(autocast, head_trains):
     """For whoever calls the model while a trainer of ours computes its loss."""
-    model = tiny_model(initializer_range=PEAKED)
+    model = tiny_model()
     model.lm_head.requires_grad_(head_trains)
     add_fused_lm_head(model, outputs=FIELDS)
     scores = scored(lambda chunked: per_token_score(chunked, *FIELDS[1:]))(CHUNKED)
@@ -151,7 +151,7 @@ def test_grpo_entropy_bonus(folder, changes, lora):  # noqa: F811
 )
 def test_what_an_entropy_costs(head_trains, used, products):
     """Where nobody differentiates it as much as log-probabilities alone."""
-    model = tiny_model(initializer_range=PEAKED)
+    model = tiny_model()
     model.lm_head.requires_grad_(head_trains)
     for name in ("entropy",) if used else ("entropy", None):
         score = per_token_score(CHUNKED, *([] if name is None else [name]))
@@ -203,7 +203,7 @@ def changed(tmp_path, change, flag, **settings):
         return trainer
 
     args = trl.SFTConfig(**options(tmp_path, max_steps=3, **settings))
-    return train(build, args, tiny_model(initializer_range=PEAKED), tiny_dataset(masked=True))
+    return train(build, args, tiny_model(), tiny_dataset(masked=True))
 
 
 def dft(trainer):
@@ -351,7 +351,7 @@ def test_patch_model_under_peft_with_a_task_type(return_dict):
     """PEFT's model passes on return_dict=None."""
     numbers = []
     for patched in (False, True):
-        model = with_task(tiny_model(initializer_range=PEAKED))
+        model = with_task(tiny_model())
         if patched:
             patch_model(model)
         out = model(input_ids=IDS, labels=LABELS, return_dict=return_dict)
@@ -373,7 +373,7 @@ def test_transformers_trainer_of_a_peft_model_with_a_task_type(tmp_path, bf16):
         rows = tiny_dataset().map(lambda row: {"input_ids": (row["input_ids"] * 5)[:16]})
         data = rows.map(lambda row: {"labels": row["input_ids"]})
         args = transformers.TrainingArguments(**options(tmp_path, bf16=bf16))
-        return train(build, args, with_task(tiny_model(initializer_range=PEAKED)), data)
+        return train(build, args, with_task(tiny_model()), data)
 
     theirs, mine = run(False), run(True)
     assert mine.trainer.last_plan is not None

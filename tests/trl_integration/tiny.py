@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 VOCAB = 96
+# transformers' 0.02 gives nearly uniform distributions, whose entropy hides what goes wrong with it.
+PEAKED = 0.35
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -20,6 +22,7 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "initializer_range": PEAKED,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
 # What makes each family's head its own, with values strong enough to be noticed when they are left out
@@ -29,11 +32,12 @@ FAMILIES = {
     "gemma2": {
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
-        "final_logit_softcapping": 0.5,
-        "initializer_range": 0.5,
+        # Not so low that fp32 logits become equal.
+        "final_logit_softcapping": 3.0,
     },
-    "granite": {"logits_scaling": 0.25},
-    "cohere": {"logit_scale": 3.0},
+    # Not so large that nothing is left beside a few tokens: TRL takes it from 1 as an fp32 difference.
+    "granite": {"logits_scaling": 0.5},
+    "cohere": {"logit_scale": 1.5},
     "mixtral": EXPERTS,
 }
 CLASSES = {"tied": "Llama"}

@@ -56,7 +56,7 @@ def of_parts(name: str, **text: object) -> PreTrainedModel:
 
 
 def with_hook() -> PreTrainedModel:
-    model = tiny_model(initializer_range=0.35).eval()
+    model = tiny_model().eval()
     model.lm_head.register_forward_pre_hook(lambda head, args: (args[0] * 0.5,))
     return model
 
@@ -72,7 +72,7 @@ class Scaled(transformers.LlamaForCausalLM):
 
 def scaled() -> PreTrainedModel:
     torch.manual_seed(0)
-    return Scaled(tiny_model(initializer_range=0.35).config).eval()
+    return Scaled(tiny_model().config).eval()
 
 
 def spread(name: str) -> PreTrainedModel:

@@ -1,11 +1,11 @@
-"""Speculative pass: queue a pass over all rows before the host knows that every row is supervised.
+"""Early projection: queue a pass over all rows before the host knows that every row is supervised.
 
 Otherwise the GPU is idle between the count of supervised rows and the first product, while the host reads the
 count, plans, allocates and launches. If every row was supervised in the last few calls of an equal loss, the
 pass is queued for all rows, with targets clamped to ids of the vocabulary. The number of rows for which this
 was wrong is counted in the same launch, and the host reads it after the whole pass is queued. If it is not 0,
-the result is discarded and the call runs from its counts, which also raises its faults. A guess, right or
-wrong, never changes a result.
+the result is discarded and the call runs from its counts, which also raises its faults. Either way the result
+is the same.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from logitless.engine.call import HeadCall
-from logitless.engine.choose import choose_rows, every_row
+from logitless.engine.choose import every_row, resolve_rows
 from logitless.engine.remembered import Remembered
 from logitless.engine.rows import Rows
 from logitless.kernels.head.targets import clamped, runs_kernels
 
 Result = TypeVar("Result")
 
-# LIKELY: consecutive calls with every row supervised before the first guess. A wrong guess costs a pass, so
-# each one multiplies this number by PATIENCE.
+# LIKELY: consecutive calls with every row supervised before the first early projection. One that is discarded
+# costs a pass, so each one multiplies this number by PATIENCE.
 LIKELY, PATIENCE = 3, 4
 
 
@@ -34,7 +34,7 @@ class Streak:
 
     Attributes:
         length: number of consecutive last calls in which every row was supervised.
-        needed: the length from which on a guess is made.
+        needed: the length from which on the next call is projected early.
     """
 
     length: int = 0
@@ -62,26 +62,26 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
     if streak is not None and streak.length >= streak.needed and _has_faults(call):
         streak.length = 0
     elif streak is not None and streak.length >= streak.needed:
-        guess = Guess(call)
+        early = EarlyProjection(call)
         try:
-            found = run(guess.call, guess.rows)
+            found = run(early.call, early.rows)
         except Exception:
-            if guess.holds():
+            if early.is_valid():
                 raise
         else:
-            if guess.holds():
+            if early.is_valid():
                 return found
             del found  # free the result before the second pass allocates
         streak.length = 0
         streak.needed *= PATIENCE
-    call, rows = choose_rows(call)
+    call, rows = resolve_rows(call)
     if streak is not None:
         streak.length = streak.length + 1 if rows.count == call.targets.shape[0] else 0
     return run(call, rows)
 
 
-class Guess:
-    """The guess that every row of a call is supervised.
+class EarlyProjection:
+    """A call of which every row is taken to be supervised.
 
     Attributes:
         call: the call with its targets clamped to ids of the vocabulary.
@@ -98,15 +98,18 @@ class Guess:
         if targets.is_cuda:
             self._copied = torch.cuda.current_stream(targets.device).record_event()
 
-    def holds(self) -> bool:
-        """Whether the guess is right. Waits for the copy of the counts, not for the pass queued after it."""
+    def is_valid(self) -> bool:
+        """Whether every row is supervised.
+
+        Waits for the copy of the counts, not for the pass that was queued after it.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return not any(self._wrong.tolist())
 
 
 def _streak(call: HeadCall) -> Streak | None:
-    """The streak of the call's loss and head; None for calls that never guess.
+    """The streak of the call's loss and head; None for calls that are never projected early.
 
     These are calls without a GPU or without a host sync, calls with `tp_group` or `cp_group` (ranks exchange
     their counts in the sync), calls with layers, boundaries or a sampling mask, and calls with integer inputs

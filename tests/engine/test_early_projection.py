@@ -19,8 +19,8 @@ from logitless import (
     linear_logprobs,
     linear_topk,
 )
-from logitless.engine import guess, passes, remembered
-from logitless.engine.guess import LIKELY, PATIENCE
+from logitless.engine import early_projection, passes, remembered
+from logitless.engine.early_projection import LIKELY, PATIENCE
 from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
 from logitless.losses.logprobs import TokenNumbers
@@ -36,20 +36,20 @@ N, H, V, K = 40, 8, 30, 3
 @pytest.fixture(autouse=True)
 def guessing(monkeypatch):
     """As on a GPU, and with nothing learned from other tests."""
-    monkeypatch.setattr(guess, "_waits", lambda x: x.shape[0] > 0)
-    monkeypatch.setattr(guess, "_STREAKS", remembered.Remembered())
+    monkeypatch.setattr(early_projection, "_waits", lambda x: x.shape[0] > 0)
+    monkeypatch.setattr(early_projection, "_STREAKS", remembered.Remembered())
 
 
 @pytest.fixture
 def begun(monkeypatch):
     """One entry for each pass that was begun early: its rows."""
-    rows, init = [], guess.Guess.__init__
+    rows, init = [], early_projection.EarlyProjection.__init__
 
     def spy(self, call):
         init(self, call)
         rows.append(self.rows)
 
-    monkeypatch.setattr(guess.Guess, "__init__", spy)
+    monkeypatch.setattr(early_projection.EarlyProjection, "__init__", spy)
     return rows
 
 
@@ -365,4 +365,4 @@ def test_what_is_learned_is_bounded(monkeypatch):
     for rows in range(V - 9, V):
         targets = x.targets.clamp(max=rows - 1)
         linear_cross_entropy(x.hidden, x.weight[:rows], targets)
-        assert len(guess._STREAKS) <= 4
+        assert len(early_projection._STREAKS) <= 4

@@ -1,0 +1,113 @@
+"""LLaMA-Factory 0.9.5: a command that trains its stages `sft` and `pt` without full logits.
+
+    python -m logitless.integrations.llamafactory train.yaml logitless_budget=2684354560
+
+in the place of `llamafactory-cli train train.yaml`, which takes no callbacks. `LogitlessCallback` patches the
+model with `logitless.models.patch_model` when training begins, and removes the patch when training ends.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from logitless.errors import message
+from logitless.integrations.versions import announce, check_version, find, unavailable
+from logitless.models import check_trainer_arguments, fuse_layers, patch_model
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise unavailable("llamafactory", error) from error
+
+RUN = "llamafactory.train.tuner:run_exp"
+READ = "llamafactory.hparams:read_args"
+STAGES = ("sft", "pt")
+# Keys of LLaMA-Factory with which the loss is computed elsewhere, or from logits.
+EXCLUDED = (
+    "use_dft_loss",
+    "use_asft_loss",
+    "use_eaft_loss",
+    "enable_liger_kernel",
+    "use_mca",
+    "use_hyper_parallel",
+    "use_kt",
+    "use_ray",
+    "compute_accuracy",
+)
+
+
+class LogitlessCallback(TrainerCallback):
+    """Patch the model of a `Trainer` while it trains.
+
+    Args:
+        logits_budget: bytes that a chunk of logits and its temporaries may take; default the library's.
+        fused_layers: whether norms, rotary embeddings and gates are fused too.
+    """
+
+    def __init__(self, logits_budget: int | None = None, fused_layers: bool = False):
+        self.logits_budget = logits_budget
+        self.fused_layers = fused_layers
+        self.patch: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **kwargs: Any) -> None:
+        check_trainer_arguments(args)
+        self.patch = patch_model(model, logits_budget=self.logits_budget)
+        if self.fused_layers:
+            fuse_layers(model)
+        announce("LLaMA-Factory", "loss of labelled calls", self.logits_budget)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.patch is not None:
+            self.patch()
+
+
+def is_on(value: Any) -> bool:
+    """Whether a value of a YAML file or of a command line is true."""
+    return value not in (None, False, "false", "False")
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of LLaMA-Factory with which the callback would not have its effect."""
+    stage = arguments.get("stage", "sft")
+    if stage not in STAGES:
+        remedy = "use llamafactory-cli train: the other stages read logits, or have no LM head"
+        raise ValueError(message("stage", " or ".join(map(repr, STAGES)), repr(stage), remedy))
+    for key in EXCLUDED:
+        if is_on(arguments.get(key)):
+            remedy = f"leave {key} out, or use llamafactory-cli train"
+            raise ValueError(message(key, "nothing with logitless", arguments[key], remedy))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as `llamafactory-cli train` does, with `LogitlessCallback`.
+
+    Args:
+        arguments: of the command line; default those of the process. Two are ours: `logitless_budget` in
+            bytes, and `logitless_fused_layers`.
+    """
+    reader, read_args = find("llamafactory", READ)
+    runner, run_exp = find("llamafactory", RUN)
+    check_version("llamafactory")
+    before = sys.argv
+    try:
+        if arguments is not None:
+            sys.argv = [before[0], *arguments]
+        # LLaMA-Factory's own: a YAML or JSON file with overrides, else the words of the command line.
+        found = getattr(reader, read_args)()
+    finally:
+        sys.argv = before
+    if not isinstance(found, dict):
+        remedy = "write the arguments into a YAML file"
+        raise ValueError(message("arguments", "train.yaml, then name=value", " ".join(found), remedy))
+    found = dict(found)
+    budget = found.pop("logitless_budget", None)
+    fused = is_on(found.pop("logitless_fused_layers", False))
+    check_arguments(found)
+    callback = LogitlessCallback(None if budget is None else int(budget), fused)
+    getattr(runner, run_exp)(found, callbacks=[callback])
+
+
+if __name__ == "__main__":
+    main()

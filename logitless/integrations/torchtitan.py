@@ -1,0 +1,100 @@
+"""torchtitan 0.3.0: the cross-entropy of its trainer, from hidden states and the LM head.
+
+In a function of a config registry:
+
+    loss=LogitlessLoss.Config()
+
+in the place of `ChunkedLossWrapper.Config(...)`. The trainer hands hidden states to a `ChunkedLossWrapper`
+alone, so the loss is a subclass of it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from logitless.errors import message
+from logitless.integrations.versions import announce, check_version, unavailable
+from logitless.losses import CrossEntropyLoss
+
+try:
+    from torchtitan.components import loss as stock
+    from torchtitan.distributed.spmd_types import spmd_mesh_size
+    from torchtitan.distributed.utils import get_spmd_backend
+except ImportError as error:
+    raise unavailable("torchtitan", error) from error
+
+# Inputs of the trainer that a cross-entropy does not read.
+UNREAD = ("positions",)
+
+
+class LogitlessLoss(stock.ChunkedLossWrapper):
+    """Cross-entropy that keeps one chunk of logits in memory, within `logits_budget` bytes.
+
+    Sequences may have any length. `num_chunks` has no effect: the budget sets the number of chunks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(stock.ChunkedLossWrapper.Config):
+        logits_budget: int | None = None
+        """Bytes that a chunk of logits and its temporaries may take; default the library's."""
+
+    def __init__(self, config: Config, *, compile_config: Any = None):
+        inner = type(config.loss_fn)
+        if inner is not stock.CrossEntropyLoss.Config:
+            remedy = "keep ChunkedLossWrapper for other losses"
+            raise ValueError(message("loss_fn", "CrossEntropyLoss.Config", inner.__qualname__, remedy))
+        # The loss per chunk, which compile_config would compile, is not used.
+        super().__init__(config)
+        check_version("torchtitan")
+        self.logits_budget = config.logits_budget
+        announce("torchtitan", "ChunkedLossWrapper", config.logits_budget)
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """Set the LM head, a linear layer."""
+        if not isinstance(lm_head, nn.Linear) or type(lm_head).forward is not nn.Linear.forward:
+            remedy = "leave lm_head out of its conversion, or keep ChunkedLossWrapper"
+            raise TypeError(message("lm_head", "a linear layer", type(lm_head).__qualname__, remedy))
+        super().set_lm_head(lm_head)
+
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor | None = None,
+        **loss_inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the tokens' losses divided by `global_valid_tokens`, and no metrics.
+
+        Args:
+            pred: (B, L, H), of a forward pass without the LM head.
+            labels: (B, L), shifted.
+            global_valid_tokens: the number of labels of all ranks.
+            **loss_inputs: what a cross-entropy does not read (`positions`).
+        """
+        unknown = [name for name in loss_inputs if name not in UNREAD]
+        if unknown:
+            expected = f"inputs that a cross-entropy does not read ({', '.join(UNREAD)})"
+            remedy = "keep ChunkedLossWrapper for losses with inputs of their own"
+            raise ValueError(message("loss_inputs", expected, ", ".join(unknown), remedy))
+        if isinstance(labels, DTensor):
+            remedy = "set parallelism.spmd_backend to spmd_types or partial_dtensor"
+            raise ValueError(message("labels", "a local tensor", "a DTensor of full_dtensor", remedy))
+        if get_spmd_backend() == "spmd_types" and spmd_mesh_size("tp") > 1:
+            remedy = "set parallelism.spmd_backend to partial_dtensor"
+            raise ValueError(message("lm_head", "a DTensor in shards", "a shard of spmd_types", remedy))
+        if isinstance(self.lm_head, FSDPModule):
+            self.lm_head.unshard()
+        weight, tp_group = self.lm_head.weight, None
+        if isinstance(weight, DTensor) and "tp" in weight.device_mesh.mesh_dim_names:
+            tp_group = weight.device_mesh["tp"]
+        if isinstance(pred, DTensor):
+            # d_hidden is whole on every rank of a tensor-parallel group.
+            pred = pred.to_local(grad_placements=[Replicate()] * pred.device_mesh.ndim)
+        loss_fn = CrossEntropyLoss(reduction="sum", logits_budget=self.logits_budget, tp_group=tp_group)
+        loss = loss_fn(pred, weight, labels, bias=self.lm_head.bias).loss
+        if global_valid_tokens is not None:
+            loss = loss / global_valid_tokens
+        return loss, {}

@@ -1,0 +1,151 @@
+"""axolotl: the plugin in axolotl's own PluginManager, from its YAML to the loss."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.integrations.support import check_seam, require
+from tests.support import assert_close
+
+FOLDER = require("axolotl")
+
+from axolotl.integrations.base import BasePlugin, PluginManager  # noqa: E402
+from axolotl.utils.dict import DictDefault  # noqa: E402
+from pydantic import BaseModel, ConfigDict, ValidationError  # noqa: E402
+
+from logitless.exchange import state_of  # noqa: E402
+from logitless.integrations.axolotl import EXCLUDED, LIGER_LAYERS, LogitlessArgs, LogitlessPlugin  # noqa: E402
+from logitless.models.patch import KEY  # noqa: E402
+from tests.trl_integration.tiny import VOCAB, tiny_model  # noqa: E402
+
+YAML = """
+plugins:
+  - logitless.integrations.axolotl.LogitlessPlugin
+logitless_budget: 100000
+"""
+IDS = torch.randint(3, VOCAB, (2, 11), generator=torch.Generator().manual_seed(0))
+INPUTS = {"input_ids": IDS, "labels": torch.where(IDS % 4 == 0, -100, IDS)}
+
+
+class Config(LogitlessArgs):
+    """As `merge_input_args` makes it: axolotl's own keys beside those of the plugin."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """axolotl's plugin manager, of its own for each test, without axolotl's own plugins."""
+    monkeypatch.setattr(PluginManager, "_instance", None)
+    monkeypatch.setattr("axolotl.integrations.base.get_builtin_plugins", lambda: ())
+    return PluginManager.get_instance()
+
+
+def configured(manager, text: str) -> DictDefault:
+    """The config of a YAML file, registered and validated as `axolotl train` does."""
+    given = yaml.safe_load(text)
+    for name in given["plugins"]:
+        manager.register(name, required=True)
+    (where,) = manager.get_input_args()
+    assert where == "logitless.integrations.axolotl.LogitlessArgs"
+    return DictDefault(Config(**given).model_dump(exclude_none=True))
+
+
+def test_from_yaml_to_the_loss(manager, caplog):
+    cfg = configured(manager, YAML)
+    model, twin = tiny_model(), tiny_model()
+    twin.load_state_dict(model.state_dict())
+    with caplog.at_level(logging.INFO, "logitless"):
+        manager.post_model_load(cfg, model)
+    assert "logitless: axolotl's loss of labelled calls replaced, logits_budget 9.31e-05 GiB" in caplog.text
+    out, expected = model(**INPUTS), twin.double()(**INPUTS)
+    assert out.logits is None and state_of(model, KEY).logits_budget == 100000
+    assert state_of(model, KEY).last_plan.rows == (INPUTS["labels"][:, 1:] != -100).sum()
+    assert_close(out.loss.detach(), expected.loss.detach().double(), 1e-6, name="loss")
+    out.loss.backward()
+    expected.loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, 1e-5, name=name)
+    state_of(model, KEY)()
+    assert model(**INPUTS).logits is not None
+
+
+def test_axolotls_own_validation(manager):
+    """The YAML of the documentation, as `axolotl train` reads it."""
+    from axolotl.utils.config import prepare_plugins, validate_config
+
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "frameworks.md").read_text()
+    (text,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "plugins:" in block]
+    needed = "base_model: tiny\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\nlearning_rate: 1.0e-4\n"
+    needed += "datasets: [{path: tiny, type: alpaca}]\n"
+    cfg = DictDefault(yaml.safe_load(needed + text))
+    prepare_plugins(cfg)
+    found = validate_config(cfg)
+    assert (found.logitless, found.logitless_budget, found.logitless_fused_layers) == (True, 2684354560, True)
+    model = tiny_model()
+    manager.post_model_load(found, model)
+    assert model(**INPUTS).logits is None
+    with pytest.raises(ValidationError, match="use_dft: expected nothing beside logitless"):
+        validate_config(DictDefault(yaml.safe_load(needed + text + "use_dft: true\n")))
+
+
+def test_switched_off(manager):
+    model = tiny_model()
+    manager.post_model_load(configured(manager, YAML + "logitless: false\n"), model)
+    assert model(**INPUTS).logits is not None
+
+
+def test_fused_layers(manager):
+    model = tiny_model()
+    manager.post_model_load(configured(manager, YAML + "logitless_fused_layers: true\n"), model)
+    fused = [type(m) for m in model.modules() if any("exchange_key" in vars(c) for c in type(m).__mro__)]
+    assert len(fused) > 3
+
+
+def test_trainers_of_rl_keep_their_loss(manager):
+    model = tiny_model()
+    with pytest.warns(UserWarning, match="^rl: expected nothing beside logitless, as the trainer"):
+        manager.post_model_load(configured(manager, YAML + "rl: dpo\n"), model)
+    assert model(**INPUTS).logits is not None
+
+
+@pytest.mark.parametrize("key", EXCLUDED)
+def test_what_excludes_it(manager, key):
+    with pytest.raises(
+        ValidationError, match=f"{key}: expected nothing beside logitless, got True; leave {key}"
+    ):
+        configured(manager, YAML + f"{key}: true\n")
+    configured(manager, YAML + f"{key}: true\nlogitless: false\n")
+
+
+def test_layers_of_liger(manager):
+    for key in LIGER_LAYERS:
+        configured(manager, YAML + f"{key}: true\n")
+        with pytest.raises(ValidationError, match=f"{key}: expected nothing beside logitless_fused_layers"):
+            configured(manager, YAML + f"{key}: true\nlogitless_fused_layers: true\n")
+
+
+def test_context_parallelism_is_refused(manager):
+    configured(manager, YAML + "context_parallel_size: 1\n")
+    with pytest.raises(ValidationError, match="context_parallel_size: expected 1 beside logitless, got 2"):
+        configured(manager, YAML + "context_parallel_size: 2\n")
+
+
+def test_a_model_without_an_lm_head(manager):
+    cfg = configured(manager, YAML)
+    with pytest.raises(ValueError, match="model: expected a causal language model with an LM head"):
+        manager.post_model_load(cfg, tiny_model().base_model)
+
+
+def test_seams():
+    assert issubclass(LogitlessPlugin, BasePlugin) and issubclass(LogitlessArgs, BaseModel)
+    check_seam("axolotl.integrations.base:BasePlugin.post_model_load", "self cfg model")
+    check_seam("axolotl.integrations.base:BasePlugin.get_input_args", "self")
+    schema = "".join(x.read_text() for x in (FOLDER / "utils" / "schemas").glob("*.py"))
+    args = "".join(x.read_text() for x in (FOLDER / "integrations").glob("*/args.py"))
+    for key in (*EXCLUDED, *LIGER_LAYERS, "context_parallel_size", "sequence_parallel_degree"):
+        assert key in schema + args, f"{key} moved: expected it among the keys of axolotl"

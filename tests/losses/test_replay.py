@@ -1,0 +1,465 @@
+"""Policy losses with a sampling mask, against the same losses of full logits with -inf outside the sets."""
+
+import pytest
+import torch
+
+from logitless import (
+    CrossEntropyLoss,
+    DistillationLoss,
+    GRPOLoss,
+    PPOLoss,
+    REINFORCELoss,
+    RLOOLoss,
+    SamplingMask,
+    check,
+    estimate,
+    linear_logprobs,
+    linear_topk,
+)
+from tests.losses.test_policy import VARIANTS
+from tests.losses.test_sampling_mask import sets_for, statistics
+from tests.ranks import in_processes
+from tests.reference import policy
+from tests.reference import sampling as reference
+from tests.support import DEVICE, AllocationWatcher, assert_close, assert_metrics_close
+
+B, T, H, V = 5, 8, 12, 200
+# Sets that are gathered or certain, and with "mixed" also the whole vocabulary and sets that are projected.
+KINDS = {"small": (1, 1, 2, 3, 8), "mixed": (0, 1, 2, 5, 70)}
+
+REFERENCES = {
+    GRPOLoss: policy.grpo,
+    PPOLoss: policy.ppo,
+    RLOOLoss: policy.rloo,
+    REINFORCELoss: policy.reinforce,
+}
+
+
+class Case:
+    """A padded batch in fp64, its sets, and its loss on full logits."""
+
+    def __init__(self, kind: str, settings: dict, sizes: str, *, seed: int = 0):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        random = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+        self.hidden, self.weight, self.bias = random(B, T, H), random(V, H) * 0.7, random(V)
+        self.targets = torch.randint(V, (B, T), generator=generator)
+        self.targets[:, ::4] = -100
+        self.sets = sets_for(self.targets, KINDS[sizes], V, seed)
+        self.mask = SamplingMask.from_lists(self.sets, device=DEVICE)
+        self.kept = reference.kept(self.sets, V).view(B, T, V)
+        self.kind, self.settings = kind, settings
+        self.certain = torch.tensor([len(set(ids)) == 1 for ids in self.sets]).view(B, T)
+        self.inputs = {"advantages": random(B, T) if kind is PPOLoss else random(B)}
+        if kind is not REINFORCELoss:
+            noise = 0.3 * random(B, T).masked_fill(self.certain, 0.0)
+            self.inputs["old_logps"] = self.statistics(self.hidden, self.weight)[0] + noise
+        self.other = {"ref_hidden": random(B, T, 6), "ref_weight": random(V, 6)}
+        if settings.get("off_policy_mask_threshold") is not None:
+            self.inputs["sampling_logps"] = self.inputs["old_logps"] + noise
+
+    def statistics(self, hidden, weight, bias=None):
+        return statistics(hidden, weight, self.targets, self.sets, bias)
+
+    def on_full_logits(self, hidden, weight, bias, monkeypatch, **options):
+        """(loss, metrics, log-probabilities) by `tests.reference.policy`, with its softmax over the sets."""
+
+        def over_sets(hidden, weight, targets, **head):
+            return statistics(hidden, weight, targets, self.sets, bias)
+
+        monkeypatch.setattr(policy, "token_logprobs", over_sets)
+        given = self.inputs | self.settings | options
+        if self.settings.get("beta"):
+            given["ref_logps"] = self.statistics(self.other["ref_hidden"], self.other["ref_weight"])[0]
+        return REFERENCES[self.kind](hidden, weight, self.targets, **given)
+
+    @property
+    def reference(self):
+        return self.other if self.settings.get("beta") else {}
+
+
+def leaves(case, requires=("hidden", "weight", "bias"), dtype=torch.float64):
+    tensors = (getattr(case, name).to(dtype) for name in ("hidden", "weight", "bias"))
+    names = ("hidden", "weight", "bias")
+    return [x.clone().requires_grad_(name in requires) for name, x in zip(names, tensors)]
+
+
+def compared(case, monkeypatch, requires=("hidden", "weight", "bias"), error=1e-12, **options):
+    dtype = torch.float64 if error < 1e-9 else torch.float32
+    ours, exact = leaves(case, requires, dtype), leaves(case, requires)
+    loss = case.kind(**case.settings, **options)
+    given = {name: x.to(dtype) for name, x in (case.inputs | case.reference).items()}
+    out = loss(*ours[:2], case.targets, bias=ours[2], sampling_mask=case.mask, **given)
+    value, metrics, _ = case.on_full_logits(*exact, monkeypatch)
+    (2 * out.loss).backward()
+    (2 * value).backward()
+    assert_close(out.loss.detach(), value.detach(), error, name="loss")
+    assert_metrics_close(out.metrics, metrics, max(error, 1e-11))
+    for name, a, b in zip(("hidden", "weight", "bias"), ours, exact):
+        if name in requires:
+            assert_close(a.grad, b.grad, error, name=f"d_{name}")
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("sizes", KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_policy_loss(name, sizes, monkeypatch):
+    case = Case(*VARIANTS[name], sizes, seed=len(name))
+    out = compared(case, monkeypatch)
+    assert out.plan.replayed and out.plan.certain and "replayed: " in out.plan.describe()
+    assert (out.plan.products == 0) == (sizes == "small")
+
+
+@pytest.mark.filterwarnings("ignore::logitless.BudgetWarning")
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize("name", ["dapo token", "grpo sequence", "kl", "entropy", "top entropy", "rloo"])
+@pytest.mark.parametrize("requires", [("hidden",), ("hidden", "weight", "bias")], ids=["frozen", "trained"])
+def test_small_budgets_and_frozen_heads(name, requires, compact, monkeypatch):
+    case = Case(*VARIANTS[name], "mixed")
+    compared(case, monkeypatch, requires, logits_budget=10 * V * 8, compact=compact)
+    compared(case, monkeypatch, requires, compact=compact, error=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("name", ["dapo token", "kl", "dapo sequence", "rloo"])
+def test_reductions(name, reduction, monkeypatch):
+    case = Case(*VARIANTS[name], "mixed")
+    ours, exact = leaves(case), leaves(case)
+    loss = case.kind(**case.settings, reduction=reduction)
+    given = case.inputs | case.reference
+    out = loss(*ours[:2], case.targets, bias=ours[2], sampling_mask=case.mask, **given)
+    value, _, _ = case.on_full_logits(*exact, monkeypatch, reduction=reduction)
+    upstream = torch.randn_like(value)
+    out.loss.backward(upstream)
+    value.backward(upstream)
+    assert_close(out.loss.detach(), value.detach(), 1e-12, name="loss")
+    for name, a, b in zip(("hidden", "weight", "bias"), ours, exact):
+        assert_close(a.grad, b.grad, 1e-12, name=f"d_{name}")
+
+
+@pytest.mark.parametrize("name", ["dapo token", "dapo sequence"])
+def test_log_probabilities_are_handed_out(name, monkeypatch):
+    case = Case(*VARIANTS[name], "mixed")
+    hidden, weight, bias = leaves(case)
+    loss = case.kind(**case.settings, return_logps=True)
+    out = loss(hidden, weight, case.targets, bias=bias, sampling_mask=case.mask, **case.inputs)
+    logps, entropy, lse = case.statistics(case.hidden, case.weight, case.bias)
+    for name, exact in (("logps", logps), ("entropy", entropy), ("lse", lse)):
+        assert_close(out.tokens[name], exact, 1e-12, name=name)
+    # Of a loss of log-probabilities alone, d_logps gives all gradients.
+    exact = leaves(case)
+    again = case.statistics(*exact)[0]
+    again.backward(out.tokens["d_logps"])
+    out.loss.backward()
+    assert_close(hidden.grad, exact[0].grad, 1e-12, name="d_hidden")
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_into_a_main_gradient(now, monkeypatch):
+    case = Case(*VARIANTS["kl"], "mixed")
+    hidden, weight, bias = leaves(case, dtype=torch.float32)
+    main, exact = torch.ones(V, H), leaves(case)
+    inputs = {name: x.float() for name, x in (case.inputs | case.reference).items()}
+    given = {"sampling_mask": case.mask, "accumulate_into": main, "accumulate_now": now, "bias": bias}
+    out = case.kind(**case.settings)(hidden, weight, case.targets, **given, **inputs)
+    out.loss.backward()
+    case.on_full_logits(*exact, monkeypatch)[0].backward()
+    assert weight.grad is None
+    assert_close(main - 1, exact[1].grad, 1e-4, name="d_weight")
+    assert_close(hidden.grad, exact[0].grad, 1e-5, name="d_hidden")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["dapo token", "grpo sequence", "kl"])
+def test_shift(name, packed):
+    """Unshifted labels, sets and inputs per token, against what they are shifted."""
+    case = Case(*VARIANTS[name], "mixed")
+    flat = lambda x: x.flatten(0, 1) if packed and x.dim() > 1 and x.shape[:2] == (B, T) else x  # noqa: E731
+    given = {"cu_seqlens": torch.arange(0, B * T + 1, T)} if packed else {}
+    back = lambda x: torch.cat((x[:, :1], x[:, :-1]), 1)  # noqa: E731
+    targets, sets = case.targets.clone(), [list(x) for x in case.sets]
+    targets[:, -1] = -100
+    unshifted = [[9, 9]] * (B * T)
+    for b in range(B):
+        for t in range(T - 1):
+            unshifted[b * T + t + 1] = sets[b * T + t]
+            if targets[b, t] == -100:
+                sets[b * T + t] = []
+        sets[b * T + T - 1] = []
+    inputs = case.inputs | case.reference
+    loss = case.kind(**case.settings)
+    results = []
+    for shift in (False, True):
+        hidden, weight, _ = leaves(case)
+        labels = torch.cat((torch.full((B, 1), -100), targets[:, :-1]), 1) if shift else targets
+        per_token = {
+            name: back(x) if shift and name in ("old_logps", "sampling_logps") else x
+            for name, x in inputs.items()
+        }
+        mask = SamplingMask.from_lists(unshifted if shift else sets)
+        out = loss(
+            flat(hidden),
+            weight,
+            flat(labels),
+            shift=shift,
+            sampling_mask=mask,
+            **given,
+            **{name: flat(x) for name, x in per_token.items()},
+        )
+        out.loss.backward()
+        results.append((out.loss.detach(), hidden.grad, weight.grad, *out.metrics.values()))
+    for a, b in zip(*results):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_replay_in_an_own_loop():
+    """Sampled with top-p, GRPO with replay has the loss and gradients of a masked GRPO on full logits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(4, 6, H, generator=generator), torch.randn(V, H, generator=generator)
+    probs = (hidden @ weight.t()).softmax(-1)
+    order = probs.argsort(-1, descending=True)
+    ranked = probs.gather(-1, order)
+    keep = ranked.cumsum(-1) - ranked < 0.8
+    ids = torch.where(keep, order, -1)[..., :100]
+    truncated = torch.zeros_like(probs).scatter(-1, order, torch.where(keep, ranked, 0.0))
+    targets = torch.multinomial(truncated.view(-1, V), 1, generator=generator).view(4, 6)
+    sampled = (truncated / truncated.sum(-1, keepdim=True)).log().gather(-1, targets[..., None])[..., 0]
+    advantages, mask = torch.randn(4, generator=generator), SamplingMask.from_padded(ids)
+    out = [leaf.clone().requires_grad_() for leaf in (hidden, weight)]
+    result = GRPOLoss(epsilon=0.2)(
+        *out, targets, advantages=advantages, old_logps=sampled, sampling_mask=mask
+    )
+    result.loss.backward()
+    # Replayed ratios are 1; over the whole vocabulary they are the mass of the kept ids.
+    assert abs(result.metrics["importance_ratio"] - 1) < 1e-4
+    whole = GRPOLoss(epsilon=0.2)(hidden, weight, targets, advantages=advantages, old_logps=sampled)
+    assert whole.metrics["importance_ratio"] < 0.95
+    exact = [leaf.double().requires_grad_() for leaf in (hidden, weight)]
+    z = (exact[0] @ exact[1].t()).masked_fill(truncated == 0, -torch.inf)
+    logps = z.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    ratio = (logps - sampled.double()).exp()
+    A = advantages.double()[:, None]
+    loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A).mean()
+    loss.backward()
+    assert_close(result.loss.detach(), loss.detach(), 1e-5, name="loss")
+    for name, a, b in zip(("d_hidden", "d_weight"), out, exact):
+        assert_close(a.grad, b.grad, 1e-5, name=name)
+
+
+def test_repeated_rows_are_summed_alike_whatever_the_budget():
+    """One id in a fifth of all sets, as text has them: the same bits in every run and with every budget."""
+    generator = torch.Generator().manual_seed(0)
+    N, width = 400, 500
+    hidden, weight = torch.randn(1, N, H, generator=generator), torch.randn(width, H, generator=generator)
+    targets = torch.randint(3, 20, (1, N), generator=generator)
+    sets = [[int(x), *([1] if n % 5 == 0 else []), 2 + n % 7 + 20] for n, x in enumerate(targets[0])]
+    found = []
+    for budget in (None, 2**30, 40 * width, None):
+        h, w = (x.clone().requires_grad_() for x in (hidden, weight))
+        loss = GRPOLoss(logits_budget=budget)
+        loss(
+            h, w, targets, advantages=torch.ones(1), sampling_mask=SamplingMask.from_lists(sets)
+        ).loss.backward()
+        found.append((h.grad, w.grad))
+    for h, w in found[1:]:
+        assert torch.equal(h, found[0][0]) and torch.equal(w, found[0][1])
+
+
+def test_memory():
+    N, width = 256, 4000
+    generator = torch.Generator().manual_seed(0)
+    h, w = torch.randn(2, N // 2, 16, generator=generator), torch.randn(width, 16, generator=generator)
+    targets = torch.randint(width, (2, N // 2), generator=generator)
+    few = sets_for(targets, (1, 1, 2, 8, 30), width)
+    half = [ids if n % 2 else [] for n, ids in enumerate(few)]
+    for sets, most, products in ((few, 0.05, 0), (half, 0.6, 1.5)):
+        given = [x.clone().requires_grad_() for x in (h, w)]
+        loss = GRPOLoss(logits_budget=2**30)
+        with AllocationWatcher() as watch:
+            out = loss(*given, targets, advantages=torch.ones(2), sampling_mask=SamplingMask.from_lists(sets))
+            out.loss.backward()
+        assert watch.largest <= max(most * N * width * 4, w.nbytes)
+        assert out.plan.products == pytest.approx(products)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("name", ["old_logps", "sampling_logps"])
+@pytest.mark.parametrize("compact", [True, False])
+def test_raw_log_probabilities_beside_sets(name, compact):
+    case = Case(GRPOLoss, {}, "small")
+    raw = case.inputs["old_logps"].clone()
+    row = (case.certain & (case.targets >= 0)).view(-1).nonzero()[1].item()
+    raw.view(-1)[row] = -0.02
+    given = case.inputs | {name: raw}
+    message = rf"{name}: expected log-probabilities over the sampling mask, so 0 for tokens with one kept id"
+    more = (
+        rf", got 1 below -0.001, the first, -0.02, at row {row}; ask the server for them .*processed_logprobs"
+    )
+    error, more = (ValueError, more) if compact else (RuntimeError, "")
+    with pytest.raises(error, match=message + more):
+        GRPOLoss(compact=compact)(case.hidden, case.weight, case.targets, sampling_mask=case.mask, **given)
+    raw.view(-1)[row] = -0.0005
+    GRPOLoss()(case.hidden, case.weight, case.targets, sampling_mask=case.mask, **given)
+
+
+def test_losses_without_a_sampler_refuse_it():
+    h, w, targets = torch.randn(2, 3, 4), torch.randn(9, 4), torch.zeros(2, 3, dtype=torch.int64)
+    mask = SamplingMask.from_lists([[0]] * 6)
+    teacher = {"teacher_hidden": h, "teacher_weight": w}
+    for call in (
+        lambda: CrossEntropyLoss()(h, w, targets, sampling_mask=mask),
+        lambda: DistillationLoss()(h, w, targets, sampling_mask=mask, **teacher),
+        lambda: linear_topk(h, w, 2, sampling_mask=mask),
+    ):
+        with pytest.raises(TypeError, match="sampling_mask"):
+            call()
+    with pytest.raises(TypeError, match="sampling_mask: expected a SamplingMask, got Tensor"):
+        REINFORCELoss()(h, w, targets, advantages=torch.ones(2), sampling_mask=torch.zeros(6, 2))
+    with pytest.raises(ValueError, match="return_predictions: expected False with sampling_mask"):
+        GRPOLoss(return_predictions=True)(h, w, targets, advantages=torch.ones(2), sampling_mask=mask)
+
+
+# Ranks: two shards of the vocabulary, of unequal size, and slices of sequences.
+
+SHARDS = (130, 70)
+
+
+def shares(rank: int, name: str, over: str) -> tuple:
+    """What a rank has of a loss, of its gradients, and of `linear_logprobs`."""
+    import torch.distributed as dist
+
+    case = Case(*VARIANTS[name], "mixed")
+    group = dist.group.WORLD if dist.is_initialized() else None
+    hidden, weight, bias = leaves(case)
+    other, inputs, mask = dict(case.reference), dict(case.inputs), case.mask
+    options, targets = {}, case.targets
+    if over == "vocabulary":
+        options = {"tp_group": group}
+        weight, bias = (x.detach().split(SHARDS)[rank].clone().requires_grad_() for x in (weight, bias))
+        if other:
+            other["ref_weight"] = other["ref_weight"].split(SHARDS)[rank]
+    elif over == "sequences":
+        options = {"cp_group": group}
+        tokens = slice(0, 3) if rank == 0 else slice(3, T)
+        hidden = hidden.detach()[:, tokens].clone().requires_grad_()
+        targets = targets[:, tokens]
+        other |= {"ref_hidden": other["ref_hidden"][:, tokens]} if other else {}
+        inputs = {k: x[:, tokens] if x.shape == (B, T) else x for k, x in inputs.items()}
+        table = [case.sets[b * T + t] for b in range(B) for t in range(T)[tokens]]
+        mask = SamplingMask.from_lists(table)
+    loss = case.kind(**case.settings, **options)
+    out = loss(hidden, weight, targets, bias=bias, sampling_mask=mask, **inputs, **other)
+    out.loss.backward()
+    found = [out.loss.detach(), *out.metrics.values(), hidden.grad, weight.grad, bias.grad]
+    if over != "sequences":
+        numbers = linear_logprobs(
+            hidden.detach(),
+            weight.detach(),
+            targets,
+            bias=bias.detach(),
+            entropy=True,
+            sampling_mask=mask,
+            **options,
+        )
+        found += list(numbers)
+    return found
+
+
+def on_a_rank(name: str, over: str) -> list:
+    import torch.distributed as dist
+
+    return shares(dist.get_rank(), name, over)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["dapo token", "kl", "grpo sequence"])
+def test_two_shards_of_the_vocabulary(name):
+    truth, ranks = shares(0, name, "one process"), in_processes(2, on_a_rank, name, "vocabulary")
+    *first, d_hidden, d_weight, d_bias, logps, entropy, lse = truth
+    for rank, found in enumerate(ranks):
+        *mine, h, w, b, p, e, z = found
+        for a, exact in zip((*mine, h, p, e, z), (*first, d_hidden, logps, entropy, lse)):
+            assert torch.allclose(a, exact, rtol=1e-11, atol=1e-13)
+        assert torch.allclose(w, d_weight.split(SHARDS)[rank], rtol=1e-11, atol=1e-13)
+        assert torch.allclose(b, d_bias.split(SHARDS)[rank], rtol=1e-11, atol=1e-13)
+    # The logits of gathered ids cross the group as one number and zeros: every rank has the same bits.
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][-3:], ranks[1][-3:]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["dapo token", "kl", "grpo sequence", "top entropy"])
+def test_two_slices_of_the_sequences(name):
+    truth, ranks = shares(0, name, "one process"), in_processes(2, on_a_rank, name, "sequences")
+    *first, d_hidden, d_weight, d_bias, _, _, _ = truth
+    for mine in ranks:
+        for a, exact in zip(mine[:-3], first):
+            assert torch.allclose(a, exact, rtol=1e-11, atol=1e-13)
+    assert torch.allclose(torch.cat([x[-3] for x in ranks], 1), d_hidden, rtol=1e-11, atol=1e-13)
+    assert torch.allclose(sum(x[-2] for x in ranks), d_weight, rtol=1e-11, atol=1e-13)
+    assert torch.allclose(sum(x[-1] for x in ranks), d_bias, rtol=1e-11, atol=1e-13)
+
+
+# The generator's rounding.
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_every_path_rounds_alike(rounded):
+    """Logits that bf16 cannot hold, of sums that fp32 holds exactly: projected, picked and gathered."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randint(-8, 9, (60, H), generator=generator).bfloat16()
+    weight = torch.randint(-8, 9, (V, H), generator=generator).bfloat16()
+    targets = torch.randint(V, (60,), generator=generator)
+    sets = sets_for(targets, (0, 1, 3, 80), V)
+    dtype = torch.bfloat16 if rounded else torch.float32
+    mask = SamplingMask.from_lists(sets)
+    found = linear_logprobs(
+        hidden, weight, targets, entropy=True, sampling_mask=mask, logits_dtype=dtype, temperature=8.0
+    )
+    z = hidden.double() @ weight.double().t()
+    assert (z != z.bfloat16()).any()
+    z = (z.to(dtype).double()) / 8
+    truth = reference.statistics(z, reference.kept(sets, V), targets)
+    for name, ours, exact in zip(found._fields, found, truth):
+        assert_close(ours, exact, 2e-7, name=name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32], ids=str)
+def test_a_plan_names_the_rule(dtype):
+    hidden, weight = torch.randn(1, 3, 4).bfloat16(), torch.randn(9, 4).bfloat16()
+    targets, given = torch.zeros(1, 3, dtype=torch.int64), {"advantages": torch.ones(1)}
+    mask = SamplingMask.from_lists([[0, 1], [0], []])
+    plan = GRPOLoss(logits_dtype=dtype)(hidden, weight, targets, sampling_mask=mask, **given).plan
+    name = str(dtype or torch.bfloat16).removeprefix("torch.")
+    assert plan.logits == name and plan.describe().endswith(f"logits in {name}")
+    assert plan.describe().startswith(
+        "replayed: 2 of 3 tokens over 3 ids, 1 certain, 67% of the tokens not projected; loss_only: "
+    )
+    assert (plan.replayed, plan.certain, plan.kept_ids) == (2, 1, 3)
+    plain = GRPOLoss(logits_dtype=dtype)(hidden, weight, targets, **given).plan
+    assert plain.logits == name and plain.replayed is plain.certain is plain.kept_ids is None
+
+
+# Tools.
+
+
+@pytest.mark.parametrize("name", ["dapo token", "kl", "grpo sequence", "reinforce"])
+@pytest.mark.parametrize("sizes", KINDS)
+def test_check(name, sizes):
+    case = Case(*VARIANTS[name], sizes)
+    tensors = {name: x.float() for name, x in (case.inputs | case.reference).items()}
+    hidden, weight, _ = leaves(case, dtype=torch.float32)
+    report = check(
+        case.kind(**case.settings), hidden, weight, case.targets, sampling_mask=case.mask, **tensors
+    )
+    assert report, str(report)
+
+
+def test_an_estimate_says_which_tokens_are_gathered():
+    mask = SamplingMask.from_lists([[1, 2], [3], [], [4, 5, 6]] * 8)
+    sizes = {"tokens": 32, "hidden_size": 16, "vocab_size": 200, "sequences": 4, "dtype": torch.float32}
+    found = estimate(GRPOLoss(), sampling_mask=mask, **sizes)
+    assert found.products == pytest.approx(0.75)
+    assert str(found).startswith("replayed: 24 of 32 tokens over 48 ids, 8 certain, 75% of the tokens not")
+    assert estimate(linear_logprobs, sampling_mask=mask, **sizes).products == pytest.approx(1.0)
