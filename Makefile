@@ -12,8 +12,6 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-FRAMEWORKS ?=
-
 .PHONY: demo test test-all test-frameworks test-oldest test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
@@ -40,6 +38,7 @@ test-gpus:
 
 # The modules of logitless.integrations with each framework's own wheel, in the versions of frameworks.txt; with
 # FRAMEWORKS="verl" some of them, with FRAMEWORKS=--newest the newest versions.
+FRAMEWORKS ?=
 test-frameworks: $(VENV)/.ready
 	$(PY) -m tests.integrations $(FRAMEWORKS)
 
