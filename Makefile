@@ -50,7 +50,7 @@ test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORME
 	PYTHONPATH=$(VENV)/trl-$(OLD_TRL) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/trl_integration/test_versions.py \
 	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_log_prob_trainers.py
 	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
-	    tests/models/test_head_modules.py tests/models/test_wrappers.py
+	    tests/models/test_head_modules.py tests/models/test_patch.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, beside the wheels of the other libraries.
 test-peers: $(VENV)/peers/.ready

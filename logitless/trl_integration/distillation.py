@@ -17,7 +17,7 @@ from logitless.errors import expect
 from logitless.models.heads import split_head
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
-from .versions import found_in_trl
+from .versions import found_in_trl, newest_minor
 
 SYNC = "trl.trainer.distillation_trainer:_chunked_divergence_loss"
 PACKAGE = "trl.experimental.async_distillation"
@@ -96,6 +96,6 @@ def no_plan(trainer: Any) -> None:
 Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})
 AsyncDistillation = Adapter(
     f"{PACKAGE}:AsyncDistillation",
-    (no_plan,),
+    (newest_minor, no_plan),
     patches={f"{MODULE}:_chunked_jsd_loss": Seam(chunked_jsd, True, True)},
 )

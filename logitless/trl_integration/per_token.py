@@ -29,6 +29,7 @@ from logitless.losses.logprobs import TokenNumbers
 from .adapter import Adapter, Attach, ChunkedLoss, Seam, base_of, is_of_trl, swapped
 from .forwards import forwards_of, fused_options
 from .head import Score, scored
+from .versions import newest_minor
 
 # --- numbers per token
 
@@ -224,7 +225,11 @@ KTO = Adapter("trl:KTO", heads=fused_heads("entropy", "mean_logits"), **PER_TOKE
 GRPO = Adapter("trl:GRPO", heads=fused_heads("entropy"), **ONLINE)
 RLOO = Adapter("trl:RLOO", heads=fused_heads("entropy"), **ONLINE)
 GMPO = Adapter("trl.experimental.gmpo:GMPO", heads=fused_heads("entropy"), **ONLINE)
-AsyncGRPO = Adapter("trl.experimental.async_grpo:AsyncGRPO", heads=fused_heads("entropy"), **ONLINE)
+AsyncGRPO = Adapter(
+    "trl.experimental.async_grpo:AsyncGRPO",
+    heads=fused_heads("entropy"),
+    **ONLINE | {"checks": (newest_minor, same_head)},
+)
 
 
 # --- SFT

@@ -7,6 +7,8 @@ from typing import Any
 from logitless.errors import expect
 
 SUPPORTED = {"transformers": ">=5.17,<6", "trl": ">=1.15,<1.17"}
+# For trainers that newest_minor checks.
+NEWEST = ">=1.16,<1.17"
 MISSING = "no installation"
 
 
@@ -17,13 +19,25 @@ def require_supported() -> None:
     another loss.
     """
     for package, wanted in SUPPORTED.items():
-        found, fits = installed(package), False
-        if found != MISSING:
-            # comes with transformers, so it is imported once that is known to be here
-            from packaging.specifiers import SpecifierSet
+        found = installed(package)
+        expect(_fits(found, wanted), package, wanted, found, f"pip install '{package}{wanted}'", ImportError)
 
-            fits = SpecifierSet(wanted).contains(found, prereleases=True)
-        expect(fits, package, wanted, found, f"pip install '{package}{wanted}'", ImportError)
+
+def newest_minor(trainer: Any) -> None:
+    """Raises `ImportError` for a trainer that was tested with the newer of the two minors of TRL alone."""
+    found = installed("trl")
+    expected, remedy = f"trl {NEWEST}", f"pip install 'trl{NEWEST}'"
+    expect(_fits(found, NEWEST), type(trainer).__name__, expected, f"trl {found}", remedy, ImportError)
+
+
+def _fits(found: str, wanted: str) -> bool:
+    """Whether an installed version is among those of a specifier."""
+    if found == MISSING:
+        return False
+    # comes with transformers, so it is imported once that is known to be here
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(wanted).contains(found, prereleases=True)
 
 
 def installed(package: str) -> str:

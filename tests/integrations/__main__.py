@@ -33,8 +33,10 @@ WHEELS = {
     "nemo_automodel": ["nemo-automodel"],
     "torchtitan": [
         "torchtitan",
+        "absl-py",
         "docstring_parser",
         "einops",
+        "protobuf",
         "shtab",
         "spmd_types",
         "tensorboard",
@@ -83,13 +85,20 @@ def run(name: str, folder: Path | None) -> tuple[bool, str]:
         sys.executable,
         "-m",
         "pytest",
-        "-q",
-        "-rf",
+        "--verbose",
+        "-rfEs",
         "--tb=short",
         f"tests/integrations/test_{name}.py",
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.returncode == 0, done.stdout + done.stderr
+
+
+def result_of(output: str) -> str:
+    """How many tests passed, failed and were skipped, with the reason of each that was skipped."""
+    counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped)\b", output.strip().splitlines()[-1])
+    skipped = re.findall(r"^SKIPPED \[\d+\] (.*)", output, re.MULTILINE)
+    return ", ".join(counts) + "".join(f"; not run: {reason}" for reason in skipped)
 
 
 def version_in(folder: Path | None, name: str) -> str:
@@ -125,8 +134,11 @@ def main(
             version = version_in(folder, name)
             passed, output = run(name, folder)
         failed |= not passed
-        print(f"{package} {version}: {output.strip().splitlines()[-1] if passed else output}", flush=True)
-        rows.append((package, version, "passed" if passed else f"failed: {reason_of(output)}"))
+        result = result_of(output) if passed else f"failed: {reason_of(output)}"
+        if not passed:
+            print(output)
+        print(f"{package} {version}: {result}", flush=True)
+        rows.append((package, version, result))
     if summary is not None:
         lines = ["| framework | version | result |", "|---|---|---|"]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]

@@ -1,6 +1,7 @@
 """NeMo-Automodel: `LogitlessCrossEntropy` against its own `ChunkedCrossEntropy`."""
 
 import logging
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -112,7 +113,7 @@ def test_refused():
 
 def test_how_the_recipes_use_it(caplog):
     """As `instantiate` of a YAML file makes it, and with the checks of the recipe."""
-    loader = pytest.importorskip("nemo_automodel.components.config.loader")
+    loader = import_module("nemo_automodel.components.config.loader")
     target = "logitless.integrations.nemo_automodel.LogitlessCrossEntropy"
     with caplog.at_level(logging.INFO, "logitless"):
         loss_fn = loader.ConfigNode({"_target_": target, "logits_budget": 2684354560}).instantiate()

@@ -1,6 +1,7 @@
 """torchtitan: `LogitlessLoss` against its own `ChunkedLossWrapper`, also under its own FSDP2."""
 
 import logging
+from importlib import import_module
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_validation():
 
 def test_in_a_config_registry(caplog):
     """As a function of the registry writes it: the config of a trainer with the loss exchanged."""
-    registry = pytest.importorskip("torchtitan.models.llama3.config_registry")
+    registry = import_module("torchtitan.models.llama3.config_registry")
     config = registry.llama3_debugmodel()
     config.loss = LogitlessLoss.Config(logits_budget=2684354560)
     with caplog.at_level(logging.INFO, "logitless"):

@@ -3,6 +3,7 @@ import re
 import pytest
 
 from logitless.trl_integration import versions
+from logitless.trl_integration.pairs import ADAPTERS
 
 
 def installed(monkeypatch, **found):
@@ -41,3 +42,15 @@ def test_unsupported(monkeypatch, found, message):
     installed(monkeypatch, **found)
     with pytest.raises(ImportError, match=re.escape(message)):
         versions.require_supported()
+
+
+@pytest.mark.parametrize("name", ["AsyncGRPO", "AsyncDistillation"])
+def test_trainers_of_the_newest_minor(monkeypatch, name):
+    trainer = type(f"{name}Trainer", (), {})()
+    first, *_ = ADAPTERS[name].checks
+    installed(monkeypatch, trl="1.16.0")
+    first(trainer)
+    installed(monkeypatch, trl="1.15.0")
+    expected = "expected trl >=1.16,<1.17, got trl 1.15.0; pip install 'trl>=1.16,<1.17'."
+    with pytest.raises(ImportError, match=re.escape(f"{name}Trainer: {expected}")):
+        first(trainer)
