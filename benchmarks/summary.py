@@ -5,8 +5,8 @@ from tabulate import tabulate
 from benchmarks import pages
 from benchmarks.report import GIB, sizes
 
-# (benchmark, which of its shapes, what it measures, the matrix products that it needs at least, those that its
-# yardstick has). The products are the logits and two gradients, and the logits of a reference or teacher.
+# (benchmark, which of its shapes, what it measures, the matrix products that it needs at least, those that
+# its yardstick has). The products are the logits and two gradients, and the logits of a reference or teacher.
 LOSSES = (
     ("ce", 1, "cross-entropy", 3, 3),
     ("preference", 0, "", 3, 1),
