@@ -48,7 +48,8 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     marking = [fault for fault in found if fault.count.dim()]
     others = torch.stack([fault.count for fault in marking]) if marking else None
     marks = marked(targets, V, loss.ignore_index, others)
-    expected, remedy = f"ids in [0, {V}) or ignore_index", "fix the labels or set ignore_index"
+    expected = f"ids in [0, {V}) or ignore_index"
+    remedy = "fix the labels or set ignore_index"
     if not loss.compact:
         expected += " (and a mask of 0 and 1, where it is one of integers)"
     seen = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)

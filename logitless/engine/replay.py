@@ -197,7 +197,8 @@ def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
 
 
 def _outside(found: Distinct, ids: Tensor, V: int, sound: Tensor) -> Fault:
-    expected, remedy = f"ids in [0, {V})", "pass the server's ids of this vocabulary"
+    expected = f"ids in [0, {V})"
+    remedy = "pass the server's ids of this vocabulary"
     seen = partial(_seen_outside, ids, found.outside, remedy)
     return Fault((found.outside & sound).sum(), NAME, expected, "{count} outside", remedy, seen)
 

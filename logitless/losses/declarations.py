@@ -177,7 +177,8 @@ def check_fields(loss) -> None:
             )
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
-    budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
+    budget = loss.logits_budget
+    remedy = "leave it None for the default; 1 GiB is 2**30"
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool)):
         raise TypeError(message("logits_budget", "a whole number of bytes or None", repr(budget), remedy))
     check_numbers(loss)

@@ -168,6 +168,13 @@ def linear_logprobs(
     Raises:
         ValueError: shapes or options that do not fit together, or an id outside the vocabulary.
         TypeError: an unknown option, or an argument of another type.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
+        >>> logps = linear_logprobs(hidden, weight, targets).logps
+        >>> expected = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        >>> torch.allclose(logps, expected, atol=1e-4)
+        True
     """
     check_options(head, OPTIONS, ARGUMENTS)
     if not shift and cu_seqlens is not None:

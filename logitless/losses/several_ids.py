@@ -201,6 +201,12 @@ def linear_topk(
     Raises:
         ValueError: shapes or options that do not fit together; k above V, or below 1.
         TypeError: an unknown option, or an argument of another type.
+
+    Examples:
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(32, 8)
+        >>> logps, ids, entropy, lse = linear_topk(hidden, weight, k=4)
+        >>> torch.allclose(logps, (hidden @ weight.T).log_softmax(-1).topk(4).values, atol=1e-4)
+        True
     """
     check_options(head, OPTIONS, ("bias", "mask"))
     if not isinstance(k, int) or isinstance(k, bool):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
-from logitless.errors import expect, message
+from logitless.errors import message
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
 from logitless.losses.logprobs import TokenNumbers
@@ -80,17 +80,21 @@ def deferred(
         raise ValueError(message("model", "one process per GPU", got, ONE_PROCESS))
     deferral = deferral_of(model)
     known = deferral.checked or unverified or not torch.compiler.is_compiling()
-    remedy = "run one step uncompiled, or pass unverified=True"
-    expect(known, "model", "a head that was checked before it is compiled", "an unchecked one", remedy)
+    if not known:
+        remedy = "run one step uncompiled, or pass unverified=True"
+        raise ValueError(
+            message("model", "a head that was checked before it is compiled", "an unchecked one", remedy)
+        )
     deferral.asked, deferral.seen, deferral.summed = True, False, summed
     deferral.logits_budget = logits_budget
     try:
         yield deferral
     finally:
         deferral.asked = False
-    expected = "a forward pass that calls the module of get_output_embeddings()"
-    remedy = "its logits were computed elsewhere; compute its loss without logitless"
-    expect(deferral.seen, "model", expected, type(model).__name__, remedy)
+    if not deferral.seen:
+        expected = "a forward pass that calls the module of get_output_embeddings()"
+        remedy = "its logits were computed elsewhere; compute its loss without logitless"
+        raise ValueError(message("model", expected, type(model).__name__, remedy))
 
 
 def _answer(

@@ -22,7 +22,7 @@ from logitless.engine.packing import pack, unpack
 from logitless.engine.passes import keeps_vectors, plan_for
 from logitless.engine.plan import MIB, Kind, Pass, Plan
 from logitless.engine.sampling_mask import SamplingMask
-from logitless.errors import expect, message
+from logitless.errors import message
 from logitless.kernels import planned_for
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
 from logitless.losses.base import LinearLoss
@@ -152,17 +152,28 @@ def estimate(
     sizes |= {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab_size": teacher_vocab_size}
     sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
     for name, size in sizes.items():
-        expect(size is None or size > 0, name, "a positive number", size, "give the size of the call")
-    remedy = "pass that of hidden states and head"
-    expect(dtype.is_floating_point, "dtype", "a floating-point dtype", dtype, remedy)
+        if size is not None and size <= 0:
+            raise ValueError(message(name, "a positive number", size, "give the size of the call"))
+    if not dtype.is_floating_point:
+        remedy = "pass that of hidden states and head"
+        raise ValueError(message("dtype", "a floating-point dtype", dtype, remedy))
     several, got = isinstance(loss, MedusaLoss | MultiTokenLoss), repr(heads)
-    expected = "how many heads there are beside the model's own" if several else "None for one head"
-    expect((heads is not None) == several, "heads", expected, got, "they are of Medusa and MultiToken losses")
+    if (heads is not None) != several:
+        expected = "how many heads there are beside the model's own" if several else "None for one head"
+        raise ValueError(message("heads", expected, got, "they are of Medusa and MultiToken losses"))
     known = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
-    expect(known, "teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
+    if not known:
+        raise ValueError(
+            message("teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
+        )
     packed = inputs.get("cu_seqlens")
     alone = packed is None or sequences is None
-    expect(alone, "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are")
+    if not alone:
+        raise ValueError(
+            message(
+                "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are"
+            )
+        )
     gpu = card_of(card, memory)
     if gpu is None:
         device = _device(device)
@@ -175,7 +186,8 @@ def estimate(
     count = len(packed) - 1 if packed is not None else sequences or getattr(loss, "sequences_per_group", 1)
     expected = f"a multiple of {count} sequences"
     whole = packed is not None or tokens % count == 0
-    expect(whole, "tokens", expected, tokens, "count the padding, or pass cu_seqlens")
+    if not whole:
+        raise ValueError(message("tokens", expected, tokens, "count the padding, or pass cu_seqlens"))
     shape = (tokens,) if packed is not None else (count, tokens // count)
 
     # Loads more of torch than importing the library may.
@@ -222,16 +234,20 @@ def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
     """What no estimate covers."""
     remedy = "pass an object such as CrossEntropyLoss(), or linear_logprobs"
     ours = callable(loss) and not isinstance(loss, type)
-    expect(ours, "loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy, TypeError)
+    if not ours:
+        raise TypeError(message("loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy))
     options = getattr(loss, "keywords", None)  # a dict where the loss is a functools.partial
     options = options if isinstance(options, dict) else {}
     for name in ("tp_group", "cp_group"):
         group = getattr(loss, name, options.get(name))
         remedy = "estimate a rank's share: its rows of the head, or its tokens"
-        expect(group is None, name, "None in an estimate", group, remedy)
+        if group is not None:
+            raise ValueError(message(name, "None in an estimate", group, remedy))
     for name in REFUSED:
-        absent, remedy = name not in inputs, "leave it out"
-        expect(absent, name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
+        absent = name not in inputs
+        remedy = "leave it out"
+        if not absent:
+            raise ValueError(message(name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy))
 
 
 def _with_budget_of(card: Card, loss: Callable) -> Callable:
@@ -250,7 +266,10 @@ def _device(given: torch.device | str | None) -> torch.device:
         there = torch.empty(0, dtype=torch.float32, device=device).device.type != "meta"
     except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
         there = False
-    expect(there, "device", "a device of this machine", given, "estimate where the call will run")
+    if not there:
+        raise ValueError(
+            message("device", "a device of this machine", given, "estimate where the call will run")
+        )
     return device
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless import DistillationLoss
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 
 from .adapter import Adapter, ChunkedLoss, Seam
@@ -93,8 +93,10 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 
 
 def one_vocabulary(trainer: Any) -> None:
-    expected, remedy = "False with use_chunked_loss=True", "it sorts whole distributions: leave the flag out"
-    expect(not trainer.args.use_uld_loss, "use_uld_loss", expected, True, remedy)
+    if trainer.args.use_uld_loss:
+        expected = "False with use_chunked_loss=True"
+        remedy = "it sorts whole distributions: leave the flag out"
+        raise ValueError(message("use_uld_loss", expected, True, remedy))
 
 
 ALWAYS = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
@@ -117,8 +119,9 @@ def known_mode(trainer: Any) -> None:
     """Refuse before training a mode that TRL refuses in its first step."""
     mode, top_k = trainer.args.distillation_mode, trainer.args.distillation_topk
     check_choice("distillation_mode", mode, MODES)
-    expected = "a number of tokens with distillation_mode='topk_logits'"
-    expect(mode != "topk_logits" or top_k is not None, "distillation_topk", expected, top_k, "set it")
+    if mode == "topk_logits" and top_k is None:
+        expected = "a number of tokens with distillation_mode='topk_logits'"
+        raise ValueError(message("distillation_topk", expected, top_k, "set it"))
 
 
 def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.models.heads import split_head
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -89,8 +89,10 @@ def no_plan(trainer: Any) -> None:
     """Refuse a tensor-parallel plan: its ranks must have the same tokens, and these trainers' ranks do
     not."""
     whole = split_head(base_of(trainer, trainer.model)) is None
-    expected, remedy = f"no tensor-parallel plan in {type(trainer).__name__}", "shard it by FSDP2 or ZeRO-3"
-    expect(whole, "model", expected, "one", remedy)
+    if not whole:
+        expected = f"no tensor-parallel plan in {type(trainer).__name__}"
+        remedy = "shard it by FSDP2 or ZeRO-3"
+        raise ValueError(message("model", expected, "one", remedy))
 
 
 Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})

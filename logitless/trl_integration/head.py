@@ -24,7 +24,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, unviewed
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenNumbers
 from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
@@ -110,10 +110,11 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, ids.tolist(), group=group)
-    expected = "the same tokens on all ranks of its tensor-parallel plan"
-    got = f"others on each in {type(chunked.trainer).__name__}"
-    remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
-    expect(all(x == found[0] for x in found), "model", expected, got, remedy)
+    if not all(x == found[0] for x in found):
+        expected = "the same tokens on all ranks of its tensor-parallel plan"
+        got = f"others on each in {type(chunked.trainer).__name__}"
+        remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
+        raise ValueError(message("model", expected, got, remedy))
 
 
 def picked(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
