@@ -14,7 +14,7 @@ TRITONS := 3.6.0 3.9.0
 
 FRAMEWORKS ?=
 
-.PHONY: demo test test-all test-frameworks test-gpu test-gpus test-peers mutants random lint docs
+.PHONY: demo test test-all test-frameworks test-oldest test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
 	$(PY) examples/demo.py
@@ -42,6 +42,16 @@ test-gpus:
 # FRAMEWORKS="verl" some of them, with FRAMEWORKS=--newest the newest versions.
 test-frameworks: $(VENV)/.ready
 	$(PY) -m tests.integrations $(FRAMEWORKS)
+
+# The oldest TRL and transformers that are supported, the latter for logitless.models alone. TRL 1.15 takes the kernels of the
+# venv's TRL: its own run on a GPU alone. What transformers 4.57 needs older is installed beside it.
+OLD_TRL := 1.15.0
+OLD_TRANSFORMERS := 4.57.6
+test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORMERS)/.ready
+	PYTHONPATH=$(VENV)/trl-$(OLD_TRL) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/trl_integration/test_versions.py \
+	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_log_prob_trainers.py
+	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/models/test_patch.py \
+	    tests/models/test_head_modules.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, beside the wheels of the other libraries.
 test-peers: $(VENV)/peers/.ready
@@ -79,6 +89,16 @@ $(VENV)/docs/.ready: pyproject.toml constraints.txt
 
 $(VENV)/peers/.ready: $(VENV)/.ready
 	$(PY) -m pip install --quiet --no-deps --target $(@D) liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+	touch $@
+
+$(VENV)/trl-%/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) trl==$*
+	cp $$($(PY) -c "import trl.kernels; print(trl.kernels.__path__[0])")/*.py $(@D)/trl/kernels/
+	touch $@
+
+$(VENV)/transformers-%/.ready: $(VENV)/.ready
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(@D) transformers==$* "huggingface_hub<1" "tokenizers<0.23" \
+	    datasets==4.4.2 requests urllib3 charset-normalizer certifi httpx httpcore
 	touch $@
 
 $(VENV)/triton-%/.ready: $(VENV)/.ready

@@ -7,6 +7,7 @@ import torch
 import typer
 
 from benchmarks import (
+    activation_arithmetic,
     activation_budgets,
     compare_trees,
     fsdp,
@@ -26,6 +27,8 @@ from benchmarks import gemm as chunk_gemms
 from benchmarks import medusa as multi_head
 from benchmarks import preference as pairs
 from benchmarks import profile as kernels
+from benchmarks import rounding as emulation
+from benchmarks import sampler as kept_ids
 from benchmarks import tensor_parallel as shards
 from benchmarks import topk as several_ids
 from benchmarks.ce import CE
@@ -68,6 +71,7 @@ ELSEWHERE = {
     "usecase": ("layers.md", usecase.for_page),
     "recipes": ("recipes.md", recipes.for_page),
     "topk": ("several_ids.md", several_ids.for_page),
+    "rounding": ("sampling.md", emulation.for_page),
 }
 
 Shapes = Annotated[
@@ -293,6 +297,30 @@ def topk(out: Out = None, quick: Quick = False, device: Device = "", seconds: Se
         raise typer.Exit(1)
 
 
+@app.command()
+def sampler(out: Out = None, quick: Quick = False, device: Device = "", seconds: Seconds = 4.0) -> None:
+    """GRPO over a sampler's kept ids: time in three bare products, memory, beside the call without sets and
+    beside full logits."""
+    target = chosen_device(device, quick)
+    document = new_document("sampler", target, quick=quick)
+    path = out_path(out, document)
+    kept_ids.run(document, target, quick=quick, seconds=0.0 if quick else seconds, out=path, say=speaker())
+    finish(path)
+    typer.echo(kept_ids.table(document))
+    if wrong := kept_ids.failed(document):
+        typer.echo("not right: " + "; ".join(wrong), err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def rounding(out: Out = None, quick: Quick = False, device: Device = "cpu") -> None:
+    """Emulation of a generator and a trainer that round their logits or do not; always on the CPU."""
+    document = new_document("rounding", torch.device("cpu"), quick=quick)
+    path = out_path(out, document)
+    emulation.run(document, quick=quick, out=path, say=speaker())
+    finish(path)
+
+
 @app.command("compare")
 def compare_two_trees(
     before: Annotated[Path, typer.Option(help="A checkout with the library as it was.")],
@@ -487,6 +515,10 @@ def plot(
         runs = [table(run[1], origin(run[1], run)) for run in found_steps]
         if runs:
             tables[root / "docs" / page, name] = "\n\n".join(runs)
+    whole_steps = [document for _, document in every("step", results)]
+    if operators and activation_arithmetic.steps_of(whole_steps):
+        body = activation_arithmetic.table(whole_steps, documents["layers"])
+        tables[root / "docs" / "activations.md", "activations"] = body
     for (page, name), body in tables.items():
         try:
             pages.rewrite(page, name, body)

@@ -82,6 +82,8 @@ COMMANDS = {
     "distillation-length": (),
     "medusa": (),
     "topk": (),
+    "sampler": (),
+    "rounding": (),
     "sweep": ("--only", "logitless"),
     "gemm": (),
     "cpu": (),

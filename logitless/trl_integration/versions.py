@@ -6,7 +6,7 @@ from typing import Any
 
 from logitless.errors import message
 
-SUPPORTED = {"transformers": ">=5.17,<6", "trl": "~=1.16.0"}
+SUPPORTED = {"transformers": ">=5.17,<6", "trl": ">=1.15,<1.17"}
 MISSING = "no installation"
 
 

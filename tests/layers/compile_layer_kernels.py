@@ -77,7 +77,15 @@ def differentiate(results: Tensor | tuple[Tensor, ...]) -> None:
     torch.autograd.backward(results, [torch.empty_like(y) for y in results])
 
 
+class MadeAgain:
+    """Makes every output with a recipe again, at once."""
+
+    def add(self, node, outputs, make, inputs) -> None:
+        make(*inputs)
+
+
 def run_norms(rows: int) -> None:
+    from logitless.layers import recipes
     from logitless.layers.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rms_norm_add
 
     dtypes = [
@@ -103,13 +111,15 @@ def run_norms(rows: int) -> None:
             vectors, alone, before, options = (w,), rms_norm, add_rms_norm, {"rounding": kind}
         match position:
             case "alone":
-                differentiate(alone(x, *vectors, **options))
+                with recipes.collecting(MadeAgain()):
+                    differentiate(alone(x, *vectors, **options))
             case "after":
                 differentiate(rms_norm_add(x, residual, w, rounding=options.get("rounding", "llama")))
             case "scaled":
                 differentiate(before(x, residual, *vectors, **options, multiplier=0.5))
             case "before":
-                differentiate(before(x, residual, *vectors, **options))
+                with recipes.collecting(MadeAgain()):
+                    differentiate(before(x, residual, *vectors, **options))
             case "y alone":
                 differentiate(before(x, residual, *vectors, **options, out_dtype=BF16)[0])
 

@@ -49,12 +49,13 @@ class Case:
     factor: float | None = None
     sums: bool = False
     tied: bool = False
+    reshard: bool = True  # the last group after its forward pass; torchtitan does not by default
 
     def of(self) -> FSDPModule:
         with torch.device("cpu"):
             model = Model(self.tied).to(device_type())
         mesh = self.device_mesh()
-        if self.mesh == "tensor parallel":
+        if self.mesh in ("tensor parallel", "grid"):
             whole = ColwiseParallel(output_layouts=Replicate(), use_local_output=True)
             parallelize_module(model.output, mesh["tp"], whole)
             mesh = mesh["dp"]
@@ -66,7 +67,8 @@ class Case:
             if not self.tied:
                 fully_shard(model.embed, mesh=mesh)
             last = [model.norm, model.output]
-            fully_shard([model.embed, *last] if self.tied else last, mesh=mesh)
+            last = [model.embed, *last] if self.tied else last
+            fully_shard(last, mesh=mesh, reshard_after_forward=self.reshard)
         fully_shard(model, mesh=mesh)
         for each in model.modules():
             if isinstance(each, FSDPModule):
@@ -80,6 +82,8 @@ class Case:
         ranks = dist.get_world_size()
         if self.mesh == "tensor parallel":
             return init_device_mesh(device_type(), (ranks, 1), mesh_dim_names=("dp", "tp"))
+        if self.mesh == "grid":
+            return init_device_mesh(device_type(), (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         sizes = {"shards": (ranks,), "2 x 1": (ranks, 1), "1 x 2": (1, ranks)}[self.mesh]
         names = ("replicas", "shards")[-len(sizes) :]
         return init_device_mesh(device_type(), sizes, mesh_dim_names=names)
@@ -89,6 +93,7 @@ CASES = {
     "default": Case(),
     "torchtitan": Case(layout="torchtitan", factor=1.0),
     "torchtitan, tied": Case(layout="torchtitan", factor=1.0, tied=True),
+    "torchtitan, gathered": Case(layout="torchtitan", factor=1.0, reshard=False),
     "accelerate": Case(layout="blocks", factor=1.0),
     "own group": Case(factor=1.0),
     "root alone": Case(layout="root", factor=1.0),
@@ -107,8 +112,10 @@ CASES = {
 }
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    make = torch.Generator().manual_seed(dist.get_rank())
+def batch(case: Case) -> tuple[Tensor, Tensor]:
+    """A rank's own tokens; those of a tensor-parallel group are the same."""
+    rank = dist.get_rank()
+    make = torch.Generator().manual_seed(rank // 2 if case.mesh == "grid" else rank)
     ids, targets = torch.randint(0, V, (2, B, T), generator=make)
     targets[1, 2:] = -100
     return here(ids), here(targets)
@@ -119,16 +126,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain(case: Case) -> dict[str, Tensor]:
-    model, (ids, targets) = case.of(), batch()
+    model, (ids, targets) = case.of(), batch(case)
     F.cross_entropy(model(ids, logits=True).flatten(0, 1), targets.flatten(), reduction="sum").backward()
     return gradients(model)
 
 
 def gathered(case: Case, scored) -> dict[str, Tensor]:
-    model, (ids, targets) = case.of(), batch()
+    model, (ids, targets) = case.of(), batch(case)
     hidden = model(ids, logits=False)
-    if case.layout == "own":  # whose hooks have not run
-        assert isinstance(model.output.weight, DTensor)
+    # FSDP2 shards a group again after its first module, the norm, unless it is told to keep it gathered. A
+    # head that tensor parallelism has sharded is a DTensor in both cases.
+    in_shards = case.mesh == "grid" or case.reshard and case.layout in ("own", "torchtitan")
+    assert isinstance(model.output.weight, DTensor) is in_shards
     scored(model, hidden, targets).backward()
     return gradients(model)
 
@@ -154,7 +163,7 @@ WAYS = {
 
 
 def refused(case: Case, change=None) -> str:
-    model, (ids, targets) = case.of(), batch()
+    model, (ids, targets) = case.of(), batch(case)
     if change is not None:
         change(model)
     with pytest.raises(ValueError) as caught:
@@ -214,6 +223,19 @@ def test_factors_differ(ranks):
     """The cases can tell factors apart."""
     weights = [ranks[0][name]["output.weight"] for name in ("default", "own group", "another factor")]
     assert not torch.allclose(weights[0], weights[1]) and not torch.allclose(weights[0], weights[2])
+
+
+GRID = Case(layout="torchtitan", mesh="grid", factor=1.0)
+
+
+def on_a_grid() -> dict:
+    return {"grid": plain(GRID), ("grid", "rows"): gathered(GRID, WAYS["rows of the head"])}
+
+
+def test_torchtitan_with_tensor_parallelism():
+    """Two data-parallel ranks by two tensor-parallel ones: the head is a DTensor at the call."""
+    ranks = on_devices(4, on_a_grid)
+    check(ranks, "grid", "rows")
 
 
 @pytest.mark.parametrize(

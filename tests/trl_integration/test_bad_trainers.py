@@ -85,7 +85,7 @@ def test_a_method_of_ones_own(tmp_path, calls):
 
 
 def test_names_that_trl_has_moved(tmp_path):
-    moved = r"expected in trl ~=1.16.0, got trl 1\.16\.\d without it; pip install 'trl~=1.16.0'"
+    moved = r"expected in trl >=1.15,<1.17, got trl 1\.1[56]\.\d without it; pip install 'trl>=1.15,<1.17'"
     with pytest.raises(ImportError, match="trl:NoTrainer: " + moved):
         found_in_trl("trl:NoTrainer")
     trainer = made(trl.SFTTrainer, tmp_path)

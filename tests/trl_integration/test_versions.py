@@ -14,7 +14,7 @@ def installed(monkeypatch, **found):
     monkeypatch.setattr(versions, "version", version)
 
 
-@pytest.mark.parametrize("trl", ["1.16.0", "1.16.3"])
+@pytest.mark.parametrize("trl", ["1.15.0", "1.16.0", "1.16.3"])
 @pytest.mark.parametrize("transformers", ["5.17.0", "5.23.0"])
 def test_supported(monkeypatch, trl, transformers):
     installed(monkeypatch, trl=trl, transformers=transformers)
@@ -25,14 +25,14 @@ def test_supported(monkeypatch, trl, transformers):
     ("found", "message"),
     [
         (
-            {"trl": "1.15.2", "transformers": "5.23.0"},
-            "trl: expected ~=1.16.0, got 1.15.2; pip install 'trl~=1.16.0'.",
+            {"trl": "1.14.1", "transformers": "5.23.0"},
+            "trl: expected >=1.15,<1.17, got 1.14.1; pip install 'trl>=1.15,<1.17'.",
         ),
-        ({"trl": "1.17.0", "transformers": "5.23.0"}, "trl: expected ~=1.16.0, got 1.17.0"),
+        ({"trl": "1.17.0", "transformers": "5.23.0"}, "trl: expected >=1.15,<1.17, got 1.17.0"),
         ({"trl": "1.16.0", "transformers": "4.57.1"}, "transformers: expected >=5.17,<6, got 4.57.1"),
         (
             {"transformers": "5.23.0"},
-            "trl: expected ~=1.16.0, got no installation; pip install 'trl~=1.16.0'.",
+            "trl: expected >=1.15,<1.17, got no installation; pip install 'trl>=1.15,<1.17'.",
         ),
     ],
     ids=["old_trl", "new_trl", "old_transformers", "no_trl"],
