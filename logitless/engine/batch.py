@@ -128,9 +128,9 @@ class Batch:
         """Sum a 0-d value of this rank's tokens over the ranks of `cp_group`."""
         return self._sequences.sum(x)
 
-    def everyones(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         """Gather (n,) values of this rank's tokens from all ranks of `cp_group`, unordered, no gradient."""
-        return self._sequences.everyones(x)
+        return self._sequences.all_gather_tokens(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
@@ -178,7 +178,7 @@ class Batch:
             raise ValueError(message(name, expected, None, "declare it in prediction_inputs and pass it"))
         first = ids * LARGEST_POSITION
         own = torch.where(self.supervised, first + given.long(), torch.iinfo(torch.int64).max)
-        known = self._sequences.everyones(own).sort().values
+        known = self._sequences.all_gather_tokens(own).sort().values
         if ((known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)).any().item():
             raise ValueError(
                 message(
@@ -211,7 +211,7 @@ class Batch:
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
-        return self.vocabulary.find(ids, self.V)
+        return self.vocabulary.locate(ids, self.V)
 
     @property
     def unit_lengths(self) -> dict[str, int]:

@@ -112,7 +112,7 @@ class HeadCall:
         if shards is None:
             projected = self.weight if self.frozen is None else self.frozen, self.inputs.get("ref_weight")
             served = fused_projection.serves(self.dtype, self.hidden.shape[1], *projected)
-            unrounded = served and loss.objective.takes_unrounded(loss, stat)
+            unrounded = served and loss.objective.takes_fp32_logits(loss, stat)
         else:
             unrounded = shards.unrounded
         self.__dict__.update(

@@ -8,9 +8,11 @@ It runs in one of four modes:
 * `PER_TOKEN`: the forward pass returns per-token statistics, and the caller's loss of these statistics is
   ordinary autograd. The backward pass receives the gradients of the statistics and recomputes the chunks of
   logits. With a frozen head it recomputes nothing: it scales d logp / d hidden, which the forward pass saved.
-* `INTO_MAIN`: the forward pass computes the loss without gradients. The backward pass solves the call and
-  adds d_weight to the caller's main gradient. Between the two, no tensor of the size of d_weight is kept.
-* `INTO_MAIN_NOW`: the forward pass solves the call and adds d_weight to the main gradient (`accumulate_now`).
+* `ACCUMULATE_IN_BACKWARD`: the forward pass computes the loss without gradients. The backward pass solves
+  the call and adds d_weight to the caller's main gradient. Between the two, no tensor of the size of d_weight
+  is kept.
+* `ACCUMULATE_IN_FORWARD`: the forward pass solves the call and adds d_weight to the main gradient
+  (`accumulate_now`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +38,8 @@ class Mode(Enum):
 
     SOLVED = "the loss, solved in the forward pass"
     PER_TOKEN = "per-token numbers"
-    INTO_MAIN = "the loss, solved in the backward pass onto a main gradient"
-    INTO_MAIN_NOW = "the loss, solved in the forward pass onto a main gradient"
+    ACCUMULATE_IN_BACKWARD = "the loss, solved in the backward pass onto a main gradient"
+    ACCUMULATE_IN_FORWARD = "the loss, solved in the forward pass onto a main gradient"
 
 
 @dataclass
@@ -84,7 +86,7 @@ def run_calls(
     Args:
         heads: one `HeadCall` per head.
         mode: see the module's docstring.
-        main: (V, H) main gradient of the modes `INTO_MAIN` and `INTO_MAIN_NOW`.
+        main: (V, H) main gradient of the modes `ACCUMULATE_IN_BACKWARD` and `ACCUMULATE_IN_FORWARD`.
         grad_scale: factor of the gradients in these two modes.
     """
     # `is_compiling` comes first, so that Dynamo does not trace the ContextVar.
@@ -118,13 +120,13 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
     if torch.compiler.is_compiling():
         key = operators.graph_key(signature)
         if per_token:
-            vectors, *numbers = operators.numbers_op(list(tensors), sequences, key)
-            return tuple(numbers), [vectors], None
+            dlogp_dhidden, *numbers = operators.numbers_op(list(tensors), sequences, key)
+            return tuple(numbers), [dlogp_dhidden], None
         outputs = operators.solve_op(list(tensors), sequences, key)
         kept = 1 + len(signature.needs)
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
     calls = unpack(signature, tensors, sequences)
-    if run.mode is Mode.INTO_MAIN_NOW:
+    if run.mode is Mode.ACCUMULATE_IN_FORWARD:
         solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, static=False)
         run.plans.append(solved.plan)
         return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
@@ -132,7 +134,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         numbers = passes.token_numbers(calls[0])
         run.plans.append(numbers.plan)
         names = signature.loss.objective.number_names(signature.loss)
-        return tuple(numbers.named[name] for name in names), [numbers.vectors], numbers.rows
+        return tuple(numbers.named[name] for name in names), [numbers.dlogp_dhidden], numbers.rows
     solved = passes.solve(calls, static=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
@@ -179,7 +181,7 @@ class FusedLinearBase(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run: CallSpec, *tensors: Tensor | None):
-        signature, into_main = run.signature, run.mode is Mode.INTO_MAIN
+        signature, into_main = run.signature, run.mode is Mode.ACCUMULATE_IN_BACKWARD
         outputs, kept, ctx.rows = _forward(
             run, signature.without_gradients() if into_main else signature, tensors
         )
@@ -189,7 +191,7 @@ class FusedLinearBase(torch.autograd.Function):
         trained = tensors[: len(signature.needs)]
         ctx.run, ctx.count = run, len(tensors)
         ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
-        if run.mode in (Mode.SOLVED, Mode.INTO_MAIN_NOW):
+        if run.mode in (Mode.SOLVED, Mode.ACCUMULATE_IN_FORWARD):
             ctx.save_for_backward(*kept)
             ctx.mark_non_differentiable(*outputs[1:])
         elif into_main:
@@ -228,14 +230,16 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     saved, run = ctx.saved_tensors, ctx.run
-    tensors, vectors, numbers = saved[: ctx.count], saved[ctx.count], saved[ctx.count + 1 :]
+    tensors, dlogp_dhidden, numbers = saved[: ctx.count], saved[ctx.count], saved[ctx.count + 1 :]
     if compiling:
         key = operators.graph_key(run.signature)
-        arguments = (list(tensors), vectors, list(numbers), list(upstream), run.sequences, key)
+        arguments = (list(tensors), dlogp_dhidden, list(numbers), list(upstream), run.sequences, key)
         deferred, *sums = operators.gradients_op(*arguments)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
-        deferred, found = operators.token_gradients(call, numbers, upstream, vectors, ctx.rows, static=False)
+        deferred, found = operators.token_gradients(
+            call, numbers, upstream, dlogp_dhidden, ctx.rows, static=False
+        )
         sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
 
@@ -273,8 +277,8 @@ def _by_slot(run: CallSpec, d_hidden: Tensor | None, d_bias: Tensor | None) -> l
 BACKWARD = {
     Mode.SOLVED: _backward_solved,
     Mode.PER_TOKEN: _backward_per_token,
-    Mode.INTO_MAIN: _backward_into_main,
-    Mode.INTO_MAIN_NOW: _backward_added,
+    Mode.ACCUMULATE_IN_BACKWARD: _backward_into_main,
+    Mode.ACCUMULATE_IN_FORWARD: _backward_added,
 }
 
 

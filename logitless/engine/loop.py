@@ -51,7 +51,7 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
 
     torch.compile: the loop runs eagerly in the body of an operator (`operators`); Dynamo does not trace it.
     """
-    buffer, place = head.new_buffer(plan, in_product=objective.in_product)
+    buffer, place = head.new_buffer(plan, fused_epilogue=objective.fused_epilogue)
     for step in plan.steps:
         size, chunk, beside = step.stop - step.start, None, nullcontext()
         if size:

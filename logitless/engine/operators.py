@@ -212,23 +212,26 @@ def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> li
         (call,) = _calls(tensors, sequences, key)
         numbers = passes.token_numbers(call)
         names = call.loss.objective.number_names(call.loss)
-        return [_present(numbers.vectors, call.hidden), *(numbers.named[name] for name in names)]
+        return [_present(numbers.dlogp_dhidden, call.hidden), *(numbers.named[name] for name in names)]
 
 
 @numbers_op.register_fake
 def _(tensors, sequences, key):
     (call,) = _calls(tensors, sequences, key)
-    loss, hidden, kept = call.loss, call.hidden, passes.keeps_vectors(call)
+    loss, hidden, kept = call.loss, call.hidden, passes.keeps_dlogp_dhidden(call)
     shapes = loss.objective.number_shapes(loss, call.targets.shape[0], call.inputs).values()
     kind = d_hidden_dtype(call.dtype) if kept else hidden.dtype
-    vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
-    return [vectors, *(hidden.new_empty(shape, dtype=dtype or call.stat_dtype) for shape, dtype in shapes)]
+    dlogp_dhidden = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
+    return [
+        dlogp_dhidden,
+        *(hidden.new_empty(shape, dtype=dtype or call.stat_dtype) for shape, dtype in shapes),
+    ]
 
 
 @torch.library.custom_op("logitless::gradients", mutates_args=())
 def gradients_op(
     tensors: Sequence[Tensor | None],
-    vectors: Tensor,
+    dlogp_dhidden: Tensor,
     numbers: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
     sequences: int,
@@ -237,20 +240,20 @@ def gradients_op(
     """[deferred, *sums of gradients]"""
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
-        kept = vectors if passes.keeps_vectors(calls[0]) else None
+        kept = dlogp_dhidden if passes.keeps_dlogp_dhidden(calls[0]) else None
         deferred, gradients = token_gradients(calls[0], numbers, upstream, kept, None, static=True)
         return [deferred, *_sums(gradients, calls, key, deferred)]
 
 
 @gradients_op.register_fake
-def _(tensors, vectors, numbers, upstream, sequences, key):
+def _(tensors, dlogp_dhidden, numbers, upstream, sequences, key):
     calls = _calls(tensors, sequences, key)
     deferred = tensors[0].new_empty((), dtype=calls[0].stat_dtype)
     return [deferred, *_fake_sums(calls, len(signature_of(key).needs))]
 
 
 def token_gradients(
-    call: HeadCall, numbers, upstream, vectors, rows, *, static: bool
+    call: HeadCall, numbers, upstream, dlogp_dhidden, rows, *, static: bool
 ) -> tuple[Tensor, Gradients]:
     """`passes.token_gradients`, from statistics and upstream gradients in the order of `number_names`."""
     objective, loss = call.loss.objective, call.loss
@@ -258,7 +261,7 @@ def token_gradients(
     known = {name: x for name, x, _ in named if x.dim()}
     differentiable = objective.differentiable_names(loss)
     given = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
-    return passes.token_gradients(call, known, given, vectors, rows, static=static)
+    return passes.token_gradients(call, known, given, dlogp_dhidden, rows, static=static)
 
 
 @torch.library.custom_op("logitless::accumulate", mutates_args=("main",))

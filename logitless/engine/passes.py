@@ -25,7 +25,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head.scale import scale
 
-# Rows that `scale_vectors` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
+# Rows that `scale_cached_grad` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
 SCALED_ROWS = 2048
 
 
@@ -58,7 +58,7 @@ class Numbers:
     """Per-token statistics of a call."""
 
     named: dict[str, Tensor]  # by name: (N,) per token, 0 where ignored; or 0-d
-    vectors: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
+    dlogp_dhidden: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
     rows: Rows
     plan: Plan
 
@@ -83,12 +83,12 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tenso
     for call, rows in chosen:
         plan = plan_for(call, rows, Pass.SOLVE, len(chosen), wide=wide)
         factors, deferred = unit_factors(call, rows, deferred)
-        objective = objective_of(call).solving(call, rows, plan, factors)
+        objective = objective_of(call).for_loss(call, rows, plan, factors)
         head = projection_of(plan)(call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.sums > 1)
         run(plan, rows.walk, head, objective, gradients)
-        if plan.strategy == "row_scaled":
-            scale_vectors(head.d_hidden, head.d_hidden, objective, head)
+        if plan.strategy == "cached_grad":
+            scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
         total, found = settled(call, objective.reports, factors.metrics)
         # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read.
@@ -127,10 +127,11 @@ def token_numbers(call: HeadCall) -> Numbers:
 
 
 def _token_numbers(call: HeadCall, rows: Rows) -> Numbers:
-    N, vectors = call.targets.shape[0], keeps_vectors(call)
+    N = call.targets.shape[0]
+    kept = keeps_dlogp_dhidden(call)
     plan = plan_for(call, rows, Pass.NUMBERS)
-    objective = objective_of(call).reading(call, rows, plan)
-    head = projection_of(plan)(call, rows, gradients=vectors)
+    objective = objective_of(call).for_stats(call, rows, plan)
+    head = projection_of(plan)(call, rows, gradients=kept)
     run(plan, rows.walk, head, objective, Gradients([call], static=False))
     numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
     return Numbers(numbers, head.d_hidden, rows, plan)
@@ -140,7 +141,7 @@ def token_gradients(
     call: HeadCall,
     numbers: Mapping[str, Tensor],
     upstream: Mapping[str, Tensor],
-    vectors: Tensor | None,
+    dlogp_dhidden: Tensor | None,
     rows: Rows | None,
     *,
     static: bool,
@@ -151,7 +152,7 @@ def token_gradients(
         call: the call.
         numbers: (N,) statistics by name, as the forward pass returned them.
         upstream: (N,) gradients of the differentiable statistics, by name.
-        vectors: (N, H) d logp / d hidden, if the forward pass kept it.
+        dlogp_dhidden: (N, H) d logp / d hidden, if the forward pass kept it.
         rows: the rows of the forward pass; None: choose them again.
         static: see `solve`.
 
@@ -167,11 +168,13 @@ def token_gradients(
     known = {name: x[everything] for name, x in numbers.items()}
     gradients = Gradients([call], static=static)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
-    if vectors is not None:
-        objective = call.loss.objective.writing(call, rows, known, given)
+    if dlogp_dhidden is not None:
+        objective = call.loss.objective.for_backward(call, rows, known, given)
         head = Projection(call, rows, gradients=False)
-        head.d_hidden = torch.empty_like(vectors) if rows.index is None else torch.zeros_like(vectors)
-        scale_vectors(vectors, head.d_hidden, objective, head)
+        head.d_hidden = (
+            torch.empty_like(dlogp_dhidden) if rows.index is None else torch.zeros_like(dlogp_dhidden)
+        )
+        scale_cached_grad(dlogp_dhidden, head.d_hidden, objective, head)
         gradients.close(call, head, one)
         return one, gradients
     deferred = one
@@ -181,7 +184,7 @@ def token_gradients(
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS, wide=static)
-    objective = objective_of(call).writing(call, rows, known, given)
+    objective = objective_of(call).for_backward(call, rows, known, given)
     head = projection_of(plan)(call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.sums > 1)
     run(plan, rows.walk, head, objective, gradients)
@@ -201,25 +204,25 @@ def projection_of(plan: Plan) -> type[Projection]:
     return GatheredProjection if plan.columns else Projection
 
 
-def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
-    """Strategy row_scaled: write d_hidden to `out` (N, H), from `vectors` (N, H) = d logp / d hidden and the
-    gradients of the objective. `out` may be `vectors`."""
-    rows, factor = objective.rows, objective.vector_factor()
+def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
+    """Strategy cached_grad: write d_hidden to `out` (N, H), from `dlogp_dhidden` (N, H) and the gradients of
+    the objective. `out` may be `dlogp_dhidden`."""
+    rows, factor = objective.rows, objective.cached_grad_factor()
     if factor is not None:
         # Rows that were not projected get a factor of 0.
-        scale(vectors, rows.scattered(factor, vectors.shape[0]), out)
+        scale(dlogp_dhidden, rows.scattered(factor, dlogp_dhidden.shape[0]), out)
         return
     for start in range(0, rows.count, SCALED_ROWS):
         stop = min(start + SCALED_ROWS, rows.count)
         at = rows.at(start, stop)
-        scaled = objective.scaled(vectors[at], at, slice(start, stop), head).to(out.dtype)
+        scaled = objective.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), head).to(out.dtype)
         if isinstance(at, slice):
             out[at] = scaled
         else:
             out.index_copy_(0, at, scaled)
 
 
-def keeps_vectors(call: HeadCall) -> bool:
+def keeps_dlogp_dhidden(call: HeadCall) -> bool:
     """Whether a call that returns per-token statistics keeps d logp / d hidden with them."""
     hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
     hidden_alone = hidden_alone and call.sets is None
@@ -256,7 +259,7 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
-    twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
+    twice = purpose is Pass.NUMBERS and call.trainable and not keeps_dlogp_dhidden(call)
     spared = 0
     # Memory of a sum of d_weight in a wider dtype, which a single chunk does not need. It counts in
     # Pass.NUMBERS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does not

@@ -8,7 +8,7 @@ it). Every strategy is such a list:
 
     fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
     recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
-    row_scaled        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
+    cached_grad        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
     loss_only         read ... read + evaluate                                    1 product
 """
 
@@ -95,7 +95,7 @@ class Plan:
     """A strategy and its steps; `out.plan` is the plan of a call.
 
     Attributes:
-        strategy: "fused", "resident", "recompute", "row_scaled", "loss_only" or "mixed".
+        strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed".
         steps: the chunks, in order.
         rows: projected tokens: the supervised ones, or all with `compact=False`.
         row_bytes: bytes of one row of logits and of its temporaries.
@@ -251,7 +251,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     if columns:
         # Without a product there is no preferred chunk size: take the largest that fits.
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
-    row_scaled = linear_in_logps and not trainable_head
+    cached_grad = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
     strategy, parts = "recompute", ()
     if purpose is Pass.GRADIENTS:
@@ -259,8 +259,8 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     elif not differentiable:
         strategy, steps = "loss_only", _chunks(0, rows, C, read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif row_scaled and (purpose is Pass.NUMBERS or groups is not None):
-        strategy, steps = "row_scaled", _chunks(0, rows, C, read=True, write=True)
+    elif cached_grad and (purpose is Pass.NUMBERS or groups is not None):
+        strategy, steps = "cached_grad", _chunks(0, rows, C, read=True, write=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif purpose is Pass.NUMBERS:
         steps = _chunks(0, rows, C, read=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import message
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.sequences import WholeSequences
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class LossSpec(Protocol):
     objective: ClassVar[type]
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
 
     @property

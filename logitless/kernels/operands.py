@@ -40,7 +40,7 @@ def check_vector(size: int, **operands: Tensor | None) -> None:
             raise ValueError(errors.message(name, expected, tuple(x.shape), f"pass the {name} of this norm"))
 
 
-def widest(x: Tensor, *others: Tensor | None) -> torch.dtype:
+def widest_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     """The dtype that torch promotes these operands to."""
     dtype = x.dtype
     for other in others:

@@ -12,7 +12,7 @@ from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
 from logitless.losses.keywords import check_options
 
@@ -197,7 +197,7 @@ def linear_cross_entropy(
     """
     check_options(head, OPTIONS, ARGUMENTS)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
-    loss = made(CrossEntropyLoss, ignore_index=ignore_index, reduction=reduction, **options, **head)
+    loss = cached_loss(CrossEntropyLoss, ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}
     options = {"bias": bias, "shift": shift, "mask": mask, "num_items": num_items}
     return loss(hidden, weight, targets, **weights, **options).loss

@@ -210,7 +210,7 @@ def _check_hashable(loss) -> None:
             raise TypeError(f"{field.name}: expected a hashable value, got {kind}; {remedy}.") from None
 
 
-def made(cls: type, **options):
+def cached_loss(cls: type, **options):
     """`cls(**options)`, cached by its options, for functions that construct a loss in every call."""
     # Do not cache losses that hold a process group: it would never be destroyed.
     shared = options.get("tp_group") is None and options.get("cp_group") is None

@@ -13,7 +13,7 @@ from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
-from logitless.kernels.head.divergence import NOTHING
+from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.divergences import DIVERGENCES, log_of_others
@@ -131,14 +131,14 @@ class DistillationLoss(LogitsLoss):
             common = min(logits.shape[-1], batch.teacher_logits.shape[-1])
             z, t = logits[:, :common], batch.teacher_logits[:, :common]
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
-            best, favourite = batch.argmax(z), batch.argmax(t)
+            best, argmax_id = batch.argmax(z), batch.argmax(t)
         else:
             values, ids = batch.topk_logprobs, batch.topk_ids
             # Empty slots and unsupervised tokens may have any id.
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
-            best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
+            best, argmax_id = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
             # Leave out ids whose logit is -inf.
             ruled_out = (z == -torch.inf) | (t == -torch.inf)
@@ -155,8 +155,8 @@ class DistillationLoss(LogitsLoss):
             hard = batch.summed(hard.masked_fill(~labelled, 0.0))
             top1 = (batch.argmax(logits) == batch.labels).to(soft.dtype)
         log_p = student if batch.topk_ids is None else full
-        entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=NOTHING)).sum(-1))
-        return self._mixed(soft, hard, entropy, top1, (best == favourite).to(soft.dtype))
+        entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=MIN_LOGPROB)).sum(-1))
+        return self._mixed(soft, hard, entropy, top1, (best == argmax_id).to(soft.dtype))
 
     def _mixed(self, soft: Tensor, hard: Tensor, *others: Tensor) -> tuple[dict[str, Term], dict[str, Term]]:
         weight = self.hard_loss_weight
@@ -303,12 +303,12 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
     last entry being that of all other ids."""
     filled = values > -torch.inf
-    teacher = torch.where(filled, values.to(student.dtype), NOTHING)
-    picked = torch.where(filled, student.gather(-1, ids), NOTHING)
+    teacher = torch.where(filled, values.to(student.dtype), MIN_LOGPROB)
+    picked = torch.where(filled, student.gather(-1, ids), MIN_LOGPROB)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
-    others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
+    others = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
     rest = log_of_others(teacher, values.dtype)
-    rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
+    rest = torch.where(covered.all(-1, keepdim=True), MIN_LOGPROB, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)

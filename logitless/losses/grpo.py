@@ -267,10 +267,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if self.top_entropy_quantile >= 1:
             return None
         counted = torch.where(batch.supervised, entropy, math.nan)
-        everyones = batch.everyones(counted)
-        if not everyones.shape[0]:
+        all_tokens = batch.all_gather_tokens(counted)
+        if not all_tokens.shape[0]:
             return None
-        return (counted >= torch.nanquantile(everyones, 1 - self.top_entropy_quantile)).to(entropy.dtype)
+        return (counted >= torch.nanquantile(all_tokens, 1 - self.top_entropy_quantile)).to(entropy.dtype)
 
     def with_bonus(
         self, values: Tensor, entropy: Tensor, kept: Tensor | None, batch: Batch

@@ -14,7 +14,7 @@ from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
@@ -197,9 +197,9 @@ def linear_logprobs(
                 "without the mask for several ids."
             )
         check_choice("entropy", entropy, (False, True, "metric"))
-        loss = made(IdsNumbers, ignore_index=ignore_index, entropy=entropy, **head)
+        loss = cached_loss(IdsNumbers, ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
-        loss = made(TokenNumbers, ignore_index=ignore_index, entropy=entropy, **head)
+        loss = cached_loss(TokenNumbers, ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = loss.numbers(hidden, weight, targets, bias=bias, sampling_mask=sampling_mask, **order)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

@@ -10,10 +10,10 @@ from torch import Tensor
 from logitless.engine.operands import shifted
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.errors import message
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.logprobs import TokenNumbers
 from logitless.parallel.groups import check_alike
 
@@ -48,10 +48,10 @@ class ComparedLoss(TokenLoss):
         return True
 
     @property
-    def ref_head(self) -> Head:
+    def ref_head(self) -> LogitTransform:
         softcap = self.softcap if self.ref_softcap == "same" else self.ref_softcap
         scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
-        return Head(softcap, scale, self.temperature)
+        return LogitTransform(softcap, scale, self.temperature)
 
     def prepare(self, call: CallArguments) -> None:
         """Check the reference. An unreduced loss has the policy's statistics alone: it gets the reference's
@@ -98,7 +98,7 @@ class ComparedLoss(TokenLoss):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        head: Head,
+        head: LogitTransform,
         kl_cu_seqlens: Tensor | None = None,
         kept: AlignedMask | None = None,
     ) -> Tensor:
@@ -108,7 +108,7 @@ class ComparedLoss(TokenLoss):
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
-        loss = made(DetachedNumbers, **options)
+        loss = cached_loss(DetachedNumbers, **options)
         with torch.no_grad():
             found, _ = loss.numbers(
                 hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=kept

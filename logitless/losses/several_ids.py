@@ -14,7 +14,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.kernels.head.targets import one_per_position
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
@@ -224,7 +224,7 @@ def linear_topk(
         )
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
-    loss = made(TopkNumbers, k=k, unmasked=mask is None, **head)
+    loss = cached_loss(TopkNumbers, k=k, unmasked=mask is None, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
         found, _ = loss.numbers(hidden, weight, targets, bias)

@@ -19,7 +19,7 @@ from logitless.engine.choose import resolve_rows
 from logitless.engine.function import CallResult, Mode, replaced
 from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
-from logitless.engine.passes import keeps_vectors, plan_for
+from logitless.engine.passes import keeps_dlogp_dhidden, plan_for
 from logitless.engine.plan import MIB, Kind, Pass, Plan
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.errors import message
@@ -318,7 +318,7 @@ class _Planner:
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
-        if numbers_alone and call.trainable and not keeps_vectors(call):
+        if numbers_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
             self.walks.append((call, plan, Pass.GRADIENTS))

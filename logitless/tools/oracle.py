@@ -218,12 +218,12 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     if teacher is None:
         known = torch.where(ids >= 0, given.to(z.dtype), -torch.inf)
         found |= {"teacher_logps": known, "teacher_rest": zero}
-        favourite = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
+        argmax_id = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
     else:
-        favourite = best["teacher"][:, 0]
+        argmax_id = best["teacher"][:, 0]
         there = _of_ids(teacher.log_softmax(-1), ids)
         found |= dict(zip(("teacher_logps", "teacher_rest"), there, strict=True))
-    found |= {"agreement": (best["student"][:, 0] == favourite).to(z.dtype), "hard": zero}
+    found |= {"agreement": (best["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
     found |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
     if batch.labels is not None:
         known, warm = (batch.labels >= 0) & (batch.labels < z.shape[1]), z * loss.temperature

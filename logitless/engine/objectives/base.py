@@ -44,10 +44,10 @@ class Objective(Protocol):
 
     rows: Rows
     reports: list[Report]
-    in_product: bool  # whether one kernel projects a chunk and reads it, without storing its logits
+    fused_epilogue: bool  # whether one kernel projects a chunk and reads it, without storing its logits
 
     @staticmethod
-    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
         """Whether the loss takes unrounded logits in `dtype` if a kernel projects and reads in one launch."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
@@ -68,22 +68,24 @@ class Objective(Protocol):
     def numbers(self) -> dict[str, Tensor]:
         """The statistics by the names of `number_names`: (rows, ...) per token, or 0-d."""
 
-    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """(n, H) d loss / d hidden of some rows, from the vectors that strategy row_scaled kept."""
+    def scale_cached_grad(
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+    ) -> Tensor:
+        """(n, H) d loss / d hidden of some rows, from the d logp / d hidden that strategy cached_grad kept."""
 
-    def vector_factor(self) -> Tensor | None:
-        """(rows,) factor that turns those vectors into d loss / d hidden; None: `scaled` must do it."""
+    def cached_grad_factor(self) -> Tensor | None:
+        """(rows,) factor from d logp / d hidden to d loss / d hidden; None: call `scale_cached_grad`."""
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         """The objective of `Pass.SOLVE`: loss and gradients."""
 
     @classmethod
-    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
+    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         """The objective of `Pass.NUMBERS`: statistics."""
 
     @classmethod
-    def writing(
+    def for_backward(
         cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         """The objective of `Pass.GRADIENTS`: gradients from statistics (rows,) and their gradients."""

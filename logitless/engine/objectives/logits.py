@@ -31,7 +31,7 @@ from logitless.kernels.matmul import project
 class LogitsObjective:
     """The objective of a loss of logits; see `objectives.base.Objective`."""
 
-    in_product: ClassVar = False
+    fused_epilogue: ClassVar = False
     statistics: ClassVar = ()  # the loss gets the logits themselves
     differentiable: ClassVar = ()
 
@@ -45,22 +45,22 @@ class LogitsObjective:
     _gradient: Tensor | None = None  # gradient of the last chunk that was evaluated
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         return cls(call, rows, factors)
 
     @classmethod
-    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
+    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
         return cls(call, rows, _unreduced_factors(call, rows), values)
 
     @classmethod
-    def writing(
+    def for_backward(
         cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
     @staticmethod
-    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 
     @staticmethod
@@ -141,7 +141,7 @@ class LogitsObjective:
                 factors = torch.full(batch.targets.shape, factor, **options)
             if batch.ignored is not None:
                 factors = factors.masked_fill(batch.ignored, 0.0)
-            gradient = written.place
+            gradient = written.grad_buffer
         terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
         self._gradient = gradient
         return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.exponentials_triton import exp
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside
@@ -39,7 +39,7 @@ TILE = 64
 def head_logits(
     x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
-    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` =
+    """Logits and d logits / d x: the Triton form of `LogitTransform.logits`. `gain` = scale/T, `squash` =
     scale/softcap, `cap` = softcap/T.
 
     Results beyond the mask are arbitrary, as -inf would not survive: tanh(-inf) is finite, and a negative
@@ -119,7 +119,7 @@ def numbers_of_row(others, others_z, drop_y, shift):
     return total, log_total, logp, lse, residual, entropy
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def row_kernel(
     logits_ptr,
@@ -285,7 +285,7 @@ def row_kernel(
         tl.store(grad_ptr + y, (-others * slope_y).to(grad_ptr.dtype.element_ty), mask=known)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def logits_gradient_kernel(
     logits_ptr,

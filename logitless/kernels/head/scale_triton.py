@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.operands import multiprocessors
 
 BLOCK, WARPS = 2048, 4
@@ -27,7 +27,7 @@ def scale_block(x_ptr, out_ptr, cols, columns, factor, IN_PLACE: tl.constexpr):
     tl.store(out_ptr + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def scale_kernel(
     x_ptr,
@@ -80,7 +80,7 @@ def scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE: tl.constexpr, BLOCK: tl.
         tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def scale_all_kernel(
     x_ptr,

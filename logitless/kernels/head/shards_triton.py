@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.cross_entropy_triton import complement, left_out_of_log, log1p
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_written, dense
 
 BLOCK, WARPS = 128, 4
@@ -21,9 +21,9 @@ def of_softmax(at, C, here):
     return logp, lse, tl.where(tl.abs(lse) < float("inf"), residual, 0.0)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
-def combine_kernel(
+def merge_kernel(
     shards_ptr,
     columns_ptr,
     logps_ptr,
@@ -136,7 +136,7 @@ def combine_kernel(
         tl.store(target, entry.to(grad_ptr.dtype.element_ty), mask=mine)
 
 
-def combine(
+def merge_stats(
     shards: Tensor,
     columns: Tensor,
     out,
@@ -154,7 +154,7 @@ def combine(
     softcap = head.softcap if write else None
     result = torch.empty_like(out.lse) if write else out.lse
     optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
-    combine_kernel[(triton.cdiv(C, BLOCK),)](
+    merge_kernel[(triton.cdiv(C, BLOCK),)](
         dense(shards),
         dense(columns),
         out.logps,

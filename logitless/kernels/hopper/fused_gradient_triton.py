@@ -17,7 +17,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
     place_of_tile,
     programs_of,
 )
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
 
@@ -53,7 +53,7 @@ def gradient_half(
     grad.store([m0, n0], tl.where(ignored[:, None], 0.0, g * slope).to(grad.dtype))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def gradient_kernel(
     x,

@@ -37,7 +37,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
     place_of_tile,
     programs_of,
 )
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_written, dense
 
 ROWS, TILES = 4, 128  # per program and turn of `finish_kernel`
@@ -102,7 +102,7 @@ def any_again(again_ptr, C, BLOCK: tl.constexpr):
     return tl.max(found, 0) > 0
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def read_kernel(
     x,
