@@ -23,7 +23,7 @@ from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
-from logitless.kernels.ids.slots import once
+from logitless.kernels.ids.slots import dedupe
 
 # Statistics that the engine never differentiates.
 CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
@@ -209,7 +209,7 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     if given is not None:
         ids = torch.where(given == -torch.inf, -1, ids)
     if loss.teacher:
-        ids = once(ids)
+        ids = dedupe(ids)
     logps, rest = _of_ids(log_p, ids)
     found = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
     found["entropy"] = -(log_p.exp() * finite).sum(-1)

@@ -71,7 +71,7 @@ class Objective(Protocol):
     def scale_cached_grad(
         self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
     ) -> Tensor:
-        """(n, H) d loss / d hidden of some rows, from the d logp / d hidden that strategy cached_grad kept."""
+        """(n, H) d loss / d hidden of some rows, from the kept d logp / d hidden (strategy cached_grad)."""
 
     def cached_grad_factor(self) -> Tensor | None:
         """(rows,) factor from d logp / d hidden to d loss / d hidden; None: call `scale_cached_grad`."""

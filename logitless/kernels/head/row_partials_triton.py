@@ -3,8 +3,8 @@
     shift_kernel    before: the shift of each row, relative to which its exponentials are taken
     finish_kernel   after: the statistics of each row from the partial sums of its tiles
 
-Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^(log2(e) z - shift). `target_logit` is
-the target's scaled logit minus the shift.
+Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^(log2(e) z - shift).
+`target_logit` is the target's scaled logit minus the shift.
 """
 
 import triton
@@ -72,8 +72,8 @@ def shift_kernel(
     """Store each row's shift, and `target_logit` = log2(e) z_target - shift.
 
     The shift is log2(e) z_target rounded to an integer. It is 0 if that is 3,000 or more in magnitude, and if
-    the row has no target in these columns (a sharded vocabulary), where `target_logit` is -inf. The shift of an
-    ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum of the row's
+    the row has no target in these columns (a sharded vocabulary), where `target_logit` is -inf. The shift of
+    an ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum of the row's
     logits, computed from the sum of the head's rows (`fused_projection.head_sums`)."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)

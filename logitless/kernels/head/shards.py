@@ -1,8 +1,8 @@
 """Merge the per-token statistics of all shards of a vocabulary to those of the whole vocabulary.
 
-    merge_stats        the statistics; `parallel/vocabulary.py` has the formulas
+    merge_stats      the statistics; `parallel/vocabulary.py` has the formulas
     merge_gradient   the statistics and the result of `logprob_gradient`, which becomes that of the whole
-                       vocabulary
+                     vocabulary
 
 Every rank computes the same result. There are up to seven statistics per token; on a GPU one kernel replaces
 about fifty PyTorch launches between two products.

@@ -13,9 +13,9 @@ a confident token is -log(1 + all others / its own). With g the gradients of log
     d z_s = g_s - (G + g_rest - g_lse) p_s      d z_r = (g_lse - G + g_rest (1 - P_R) / P_R) p_r
 
     pop_logits    read the logits of the ids, and overwrite them in the chunk
-    numbers     these logits and the statistics of R -> the statistics of the whole vocabulary
-    entries     gradients of the statistics -> d products of the ids, and the row factor of p for R
-    put         write a value per id to its column of the chunk
+    statistics    these logits and the statistics of R -> the statistics of the whole vocabulary
+    sparse_grad   gradients of the statistics -> d products of the ids, and the row factor of p for R
+    scatter       write a value per id to its column of the chunk
 
 A row has k slots, each with an id; a negative id is an empty slot, and an id may occur twice. The Triton
 kernels (`slots_triton.py`) compare all pairs of up to MOST_SLOTS slots; the twins sort.
