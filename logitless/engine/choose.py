@@ -98,7 +98,7 @@ def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
     the last call, and runs again on all ranks if a rank assumed a wrong size (`VocabSizeChanged`).
     """
     group = call.loss.tp_group
-    code = Shards.code(call.weight, unrounded=call.unrounded)
+    code = Shards.code(call.weight, fp32_logits=call.fp32_logits)
     if not call.loss.compact:
         shards = Shards.gathered(code, group, call.targets.device)
         call, rows = resolve_rows(call, Shard(group, code, shards.V, sure=True))

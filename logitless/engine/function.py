@@ -37,7 +37,7 @@ class Mode(Enum):
     """What the Function returns, and which pass computes the gradients."""
 
     SOLVED = "the loss, solved in the forward pass"
-    PER_TOKEN = "per-token numbers"
+    PER_TOKEN = "per-token statistics"
     ACCUMULATE_IN_BACKWARD = "the loss, solved in the backward pass onto a main gradient"
     ACCUMULATE_IN_FORWARD = "the loss, solved in the forward pass onto a main gradient"
 
@@ -59,7 +59,7 @@ class CallResult(NamedTuple):
 
     loss: Tensor | None  # 0-d
     metrics: Tensor | None  # (heads, 1 + metrics): each head's own loss, then its metrics
-    numbers: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
+    statistics: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
     plan: Plan | None  # None inside a compiled graph
 
 
@@ -101,11 +101,11 @@ def run_calls(
     plan, loss = run.plans[0] if run.plans else None, signature.loss
     if mode is Mode.PER_TOKEN:
         return CallResult(
-            None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan
+            None, None, dict(zip(loss.objective.statistic_names(loss), outputs, strict=True)), plan
         )
-    value, metrics, *numbers = outputs
+    value, metrics, *statistics = outputs
     # With a main gradient there is no d_logps: the forward pass has no gradient, or one times grad_scale.
-    named = dict(zip(passes.solved_names(loss), numbers)) if numbers else {}
+    named = dict(zip(passes.solved_names(loss), statistics)) if statistics else {}
     return CallResult(value, metrics, named, plan)
 
 
@@ -120,8 +120,8 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
     if torch.compiler.is_compiling():
         key = operators.graph_key(signature)
         if per_token:
-            dlogp_dhidden, *numbers = operators.numbers_op(list(tensors), sequences, key)
-            return tuple(numbers), [dlogp_dhidden], None
+            dlogp_dhidden, *statistics = operators.statistics_op(list(tensors), sequences, key)
+            return tuple(statistics), [dlogp_dhidden], None
         outputs = operators.solve_op(list(tensors), sequences, key)
         kept = 1 + len(signature.needs)
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
@@ -131,10 +131,10 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         run.plans.append(solved.plan)
         return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
     if per_token:
-        numbers = passes.token_numbers(calls[0])
-        run.plans.append(numbers.plan)
-        names = signature.loss.objective.number_names(signature.loss)
-        return tuple(numbers.named[name] for name in names), [numbers.dlogp_dhidden], numbers.rows
+        statistics = passes.token_statistics(calls[0])
+        run.plans.append(statistics.plan)
+        names = signature.loss.objective.statistic_names(signature.loss)
+        return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
     solved = passes.solve(calls, static=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
@@ -156,7 +156,7 @@ class FusedLinearBase(torch.autograd.Function):
     1. A loss checks and flattens its arguments (`call.prepare`); `run_calls` packs the heads into a flat list
        of tensors and a `Signature` (`packing.pack`), and applies this Function.
     2. `forward` unpacks the list into one `HeadCall` per head and runs a pass: `passes.solve` for a reduced
-       loss, `passes.token_numbers` for statistics.
+       loss, `passes.token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the chunks and runs the chunk loop (`loop.run`).
     4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
        factor (`SOLVED`), or the packed tensors, the statistics and d logp / d hidden (`PER_TOKEN`).
@@ -200,7 +200,7 @@ class FusedLinearBase(torch.autograd.Function):
         else:
             ctx.save_for_backward(*tensors, *kept, *outputs)
             objective, loss = signature.loss.objective, signature.loss
-            names, differentiable = objective.number_names(loss), objective.differentiable_names(loss)
+            names, differentiable = objective.statistic_names(loss), objective.differentiable_names(loss)
             plain = [x for name, x in zip(names, outputs, strict=True) if name not in differentiable]
             ctx.mark_non_differentiable(*plain)
         return outputs
@@ -230,15 +230,15 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     saved, run = ctx.saved_tensors, ctx.run
-    tensors, dlogp_dhidden, numbers = saved[: ctx.count], saved[ctx.count], saved[ctx.count + 1 :]
+    tensors, dlogp_dhidden, statistics = saved[: ctx.count], saved[ctx.count], saved[ctx.count + 1 :]
     if compiling:
         key = operators.graph_key(run.signature)
-        arguments = (list(tensors), dlogp_dhidden, list(numbers), list(upstream), run.sequences, key)
+        arguments = (list(tensors), dlogp_dhidden, list(statistics), list(upstream), run.sequences, key)
         deferred, *sums = operators.gradients_op(*arguments)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
         deferred, found = operators.token_gradients(
-            call, numbers, upstream, dlogp_dhidden, ctx.rows, static=False
+            call, statistics, upstream, dlogp_dhidden, ctx.rows, static=False
         )
         sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)

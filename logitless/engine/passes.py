@@ -54,7 +54,7 @@ class Solved:
 
 
 @dataclass
-class Numbers:
+class Statistics:
     """Per-token statistics of a call."""
 
     named: dict[str, Tensor]  # by name: (N,) per token, 0 where ignored; or 0-d
@@ -105,48 +105,50 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tenso
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
     """Names of the per-token statistics that a solved loss also returns, in order, as its options say."""
     if loss.return_logps:
-        return (*loss.objective.number_names(loss), "d_logps")
+        return (*loss.objective.statistic_names(loss), "d_logps")
     return ("predictions",) if loss.return_predictions else ()
 
 
 def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
     """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
-    names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
+    names, statistics, N = solved_names(call.loss), objective.named_statistics(), call.targets.shape[0]
     if "d_logps" in names:
         known = call.trainable and "logps" in call.loss.differentiates
-        zero = torch.zeros_like(numbers["logps"])
-        numbers["d_logps"] = objective.grads.logps * deferred if known else zero
+        zero = torch.zeros_like(statistics["logps"])
+        statistics["d_logps"] = objective.grads.logps * deferred if known else zero
         if known and rows.replay is not None:
-            numbers["d_logps"] = rows.replay.in_row_order(numbers["d_logps"])
-    return [rows.scattered(numbers[name], N) for name in names]
+            statistics["d_logps"] = rows.replay.in_row_order(statistics["d_logps"])
+    return [rows.scattered(statistics[name], N) for name in names]
 
 
-def token_numbers(call: HeadCall) -> Numbers:
+def token_statistics(call: HeadCall) -> Statistics:
     """Per-token statistics, and d logp / d hidden where that spares recomputing the logits (frozen head)."""
-    return over_rows(call, _token_numbers)
+    return over_rows(call, _token_statistics)
 
 
-def _token_numbers(call: HeadCall, rows: Rows) -> Numbers:
+def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
     N = call.targets.shape[0]
     kept = keeps_dlogp_dhidden(call)
-    plan = plan_for(call, rows, Pass.NUMBERS)
+    plan = plan_for(call, rows, Pass.STATISTICS)
     objective = objective_of(call).for_stats(call, rows, plan)
     head = projection_of(plan)(call, rows, gradients=kept)
     run(plan, rows.walk, head, objective, Gradients([call], static=False))
-    numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
-    return Numbers(numbers, head.d_hidden, rows, plan)
+    statistics = {
+        name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
+    }
+    return Statistics(statistics, head.d_hidden, rows, plan)
 
 
 def token_gradients(
     call: HeadCall,
-    numbers: Mapping[str, Tensor],
+    statistics: Mapping[str, Tensor],
     upstream: Mapping[str, Tensor],
     dlogp_dhidden: Tensor | None,
     rows: Rows | None,
     *,
     static: bool,
 ) -> tuple[Tensor, Gradients]:
-    """The backward pass of `token_numbers`.
+    """The backward pass of `token_statistics`.
 
     Args:
         call: the call.
@@ -165,7 +167,7 @@ def token_gradients(
         call = call.with_shards(rows.shards)
     everything = rows.at(0, rows.count)
     given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
-    known = {name: x[everything] for name, x in numbers.items()}
+    known = {name: x[everything] for name, x in statistics.items()}
     gradients = Gradients([call], static=static)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
     if dlogp_dhidden is not None:
@@ -247,7 +249,7 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
     costs = loss.objective.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
     replay = rows.replay
-    if replay is not None and replay.picked and call.unrounded:
+    if replay is not None and replay.picked and call.fp32_logits:
         row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, of stored logits
     if budget - fixed < row_bytes:
         warn_once(
@@ -259,11 +261,11 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
-    twice = purpose is Pass.NUMBERS and call.trainable and not keeps_dlogp_dhidden(call)
+    twice = purpose is Pass.STATISTICS and call.trainable and not keeps_dlogp_dhidden(call)
     spared = 0
     # Memory of a sum of d_weight in a wider dtype, which a single chunk does not need. It counts in
-    # Pass.NUMBERS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does not
-    # count, as d_weight is in fp32 in any case.
+    # Pass.STATISTICS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does
+    # not count, as d_weight is in fp32 in any case.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
     if summed and not wide and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize

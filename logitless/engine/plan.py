@@ -25,7 +25,7 @@ class Pass(Enum):
     """The purpose of a pass over the rows."""
 
     SOLVE = "the loss, with its gradients"
-    NUMBERS = "per-token numbers, for autograd outside"
+    STATISTICS = "per-token statistics, for autograd outside"
     GRADIENTS = "the gradients that belong to numbers handed out before"
 
 
@@ -259,10 +259,10 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     elif not differentiable:
         strategy, steps = "loss_only", _chunks(0, rows, C, read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif cached_grad and (purpose is Pass.NUMBERS or groups is not None):
+    elif cached_grad and (purpose is Pass.STATISTICS or groups is not None):
         strategy, steps = "cached_grad", _chunks(0, rows, C, read=True, write=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif purpose is Pass.NUMBERS:
+    elif purpose is Pass.STATISTICS:
         steps = _chunks(0, rows, C, read=True)
     elif groups is None:
         steps = _chunks(0, rows, C, read=True, write=True) or [Step(0, 0)]
@@ -300,7 +300,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     elif not facts.differentiable:
         strategy, steps = "loss_only", steps_of(read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif purpose is Pass.NUMBERS:
+    elif purpose is Pass.STATISTICS:
         steps = steps_of(read=True)
     elif facts.groups is None:
         strategy, steps = "fused", steps_of(read=True, write=True)

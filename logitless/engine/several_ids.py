@@ -54,10 +54,10 @@ class Reader(NamedTuple):
         z = slots.pop_logits(logits, columns, head=self.head, bias=self.bias)
         return self.vocabulary.logits_of(ids, z, columns)
 
-    def numbers(
+    def ids_statistics(
         self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor], gradient: Tensor | None = None
     ) -> Tensor | None:
-        """Fill `out` with statistics of the ids (see `slots.numbers`); take their logits out of the chunk.
+        """Fill `out` with statistics of the ids (see `slots.statistics`); take their logits out of the chunk.
 
         With `gradient`, also fill it with p_r d z_r / d x_r for all other ids r, up to a factor per row, and
         return that factor (n,).
@@ -74,7 +74,7 @@ class Reader(NamedTuple):
         options = {"logits": logits, "targets": self.targets, **self.options}
         options["columns"] = self.vocabulary.to_local_ids(ids)
         options["exchange"] = self.vocabulary.gathered if self.vocabulary.sharded else None
-        slots.numbers(z, ids, stats, out, **options)
+        slots.statistics(z, ids, stats, out, **options)
         if gradient is None:
             return None
         # `gradient` is the softmax over the ids left in the chunk; `part` is the log of their share of the

@@ -115,7 +115,7 @@ class LossSpec(Protocol):
     def sequences(self) -> WholeSequences:
         """Which part of each sequence this rank has."""
 
-    def terms(self, numbers, batch) -> tuple[dict, dict]:
+    def terms(self, statistics, batch) -> tuple[dict, dict]:
         """The unreduced loss and metrics of a slice."""
 
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:

@@ -205,7 +205,7 @@ class LinearLoss(CheckedCall):
         """The collectives over slices of sequences; without `cp_group` they do nothing."""
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
-    def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
+    def terms(self, statistics: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
         """The unreduced loss: ({name: Term}, {metric name: Term}). A pure function of tensors."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
 from logitless.losses.declarations import cached_loss
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 from logitless.parallel.groups import check_alike
 
 # Arguments of a reference that is given as hidden states and head.
@@ -22,7 +22,7 @@ MODEL = ("ref_hidden", "ref_weight", "ref_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetachedNumbers(TokenNumbers):
+class DetachedStatistics(TokenStatistics):
     """Statistics of a second pass without gradients; its boundaries, if any, are KTO's `kl_cu_seqlens`."""
 
     boundaries_argument: ClassVar = "kl_cu_seqlens"
@@ -108,9 +108,9 @@ class ComparedLoss(TokenLoss):
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
-        loss = cached_loss(DetachedNumbers, **options)
+        loss = cached_loss(DetachedStatistics, **options)
         with torch.no_grad():
-            found, _ = loss.numbers(
+            found, _ = loss.statistics(
                 hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=kept
             )
         return found["logps"]

@@ -143,8 +143,8 @@ class SupportDistillation(LinearLoss):
             return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
         weight, hard = self.hard_loss_weight, -stats.hard
         loss = weight * hard + (1 - weight) * soft if weight else soft
-        numbers = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
-        metrics = zip(self.metric_names, numbers, strict=True)
+        statistics = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
+        metrics = zip(self.metric_names, statistics, strict=True)
         return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
 
     def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:

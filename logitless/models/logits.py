@@ -22,7 +22,7 @@ from logitless.engine.plan import Plan
 from logitless.errors import message
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import ONE_PROCESS, read_head
 from logitless.models.probes import check_head
 from logitless.parallel.groups import is_dtensor, local_parameter, split_over_vocabulary
@@ -229,8 +229,8 @@ class DeferredLogits:
 
         def lse(hidden: Tensor, view: HeadView) -> Tensor:
             targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-            numbers = TokenNumbers(logits_budget=self.deferral.logits_budget)
-            return numbers.numbers(hidden, view, targets)[0]["lse"]
+            statistics = TokenStatistics(logits_budget=self.deferral.logits_budget)
+            return statistics.statistics(hidden, view, targets)[0]["lse"]
 
         return self.computed(lse)
 

@@ -127,7 +127,7 @@ class Shards(NamedTuple):
     """The shards of a head on all ranks, which the ranks exchange in a call's one host sync."""
 
     sizes: tuple[int, ...]  # rows of each shard
-    unrounded: bool  # whether every rank has a kernel for unrounded logits (`HeadCall.unrounded`)
+    fp32_logits: bool  # whether every rank has a kernel for fp32 logits (`HeadCall.fp32_logits`)
 
     @property
     def V(self) -> int:
@@ -135,9 +135,9 @@ class Shards(NamedTuple):
         return sum(self.sizes)
 
     @staticmethod
-    def code(weight: Tensor, *, unrounded: bool) -> int:
-        """An integer for this rank's shard (V_r, H): 2 * V_r + unrounded."""
-        return 2 * weight.shape[0] + unrounded
+    def code(weight: Tensor, *, fp32_logits: bool) -> int:
+        """An integer for this rank's shard (V_r, H): 2 * V_r + fp32_logits."""
+        return 2 * weight.shape[0] + fp32_logits
 
     @classmethod
     def read(cls, codes: Sequence[int]) -> Self:

@@ -172,7 +172,7 @@ class Passes:
 def _cutting_budget(call: HeadCall) -> int:
     """A budget with which the logits are cut into CHUNKS chunks or more."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
-    purpose = Pass.NUMBERS if call.loss.reduction == "none" else Pass.SOLVE
+    purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
     usable = budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
     # What is fixed depends on the budget, up to a quarter of it.

@@ -312,13 +312,13 @@ class _Planner:
         with self._on_card():  # a HeadCall asks which kernels its device has
             calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
-        purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
-        numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
+        purpose = Pass.STATISTICS if mode is Mode.PER_TOKEN else Pass.SOLVE
+        statistics_alone, several = purpose is Pass.STATISTICS, len(heads) > 1
         for call, rows in map(resolve_rows, calls):
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
-        if numbers_alone and call.trainable and not keeps_dlogp_dhidden(call):
+        if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
             self.walks.append((call, plan, Pass.GRADIENTS))
@@ -326,11 +326,11 @@ class _Planner:
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
             return CallResult(zeros.sum(), zeros, {}, self.plan)
-        shapes = loss.objective.number_shapes(loss, N, call.inputs).items()
-        numbers = {
+        shapes = loss.objective.statistic_shapes(loss, N, call.inputs).items()
+        statistics = {
             name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
         }
-        return CallResult(None, None, numbers, self.plan)
+        return CallResult(None, None, statistics, self.plan)
 
     def _on_card(self) -> AbstractContextManager:
         return nullcontext() if self.card is None else planned_for(self.card.generation)
@@ -377,7 +377,7 @@ class _Planner:
         wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
         vectors = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize
-        later = vectors if purpose is Pass.NUMBERS else copies
+        later = vectors if purpose is Pass.STATISTICS else copies
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 

@@ -39,7 +39,7 @@ class Oracle:
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         calls = unpack(*pack(heads))
         if mode is Mode.PER_TOKEN:
-            return CallResult(None, None, self._numbers(calls[0]), None)
+            return CallResult(None, None, self._named_statistics(calls[0]), None)
         losses, metrics = zip(*map(self._solve, calls), strict=True)
         return CallResult(sum(losses), torch.stack(metrics), {}, None)
 
@@ -52,12 +52,12 @@ class Oracle:
         settled = _settled(call, metrics, factors.metrics)
         return loss, torch.stack([loss.detach() / call.coefficient, *settled])
 
-    def _numbers(self, call: HeadCall) -> dict[str, Tensor]:
+    def _named_statistics(self, call: HeadCall) -> dict[str, Tensor]:
         """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows, N = rows_in_order(call), call.targets.shape[0]
         if call.loss.objective is not LogitsObjective:
-            numbers, _ = self._statistics(call, rows)
-            return {name: rows.scattered(x, N) for name, x in numbers.items()}
+            statistics, _ = self._statistics(call, rows)
+            return {name: rows.scattered(x, N) for name, x in statistics.items()}
         terms, metrics = self._terms(call, rows)
         counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
         settled = _settled(call, metrics, metric_factors(counts, call.stat_dtype))
@@ -67,8 +67,8 @@ class Oracle:
     def _terms(self, call: HeadCall, rows: Rows) -> Terms:
         """The loss's own terms on the whole call."""
         if call.loss.objective is not LogitsObjective:
-            numbers, batch = self._statistics(call, rows)
-            return evaluate_terms(call.loss, numbers, batch)
+            statistics, batch = self._statistics(call, rows)
+            return evaluate_terms(call.loss, statistics, batch)
         z, batch = self._noted(logits(call, rows)), _whole_batch(call, rows)
         if call.inputs.get("teacher_hidden") is not None:
             batch.teacher_logits = other_logits(call, rows, "teacher").detach()
@@ -84,14 +84,14 @@ class Oracle:
             found = ids_statistics(z, teacher, batch, loss)
         else:
             found = token_statistics(z, batch, weights)
-        numbers = {}
-        for name in loss.objective.number_names(loss):
+        statistics = {}
+        for name in loss.objective.statistic_names(loss):
             constant = name in CONSTANT and name not in loss.differentiates
-            numbers[name] = self._noted(found[name].detach() if constant else found[name])
+            statistics[name] = self._noted(found[name].detach() if constant else found[name])
         if call.inputs.get("ref_hidden") is not None:
             reference = token_statistics(other_logits(call, rows, "ref"), batch, None)
             batch.ref_logps = reference["logps"].detach()
-        return numbers, batch
+        return statistics, batch
 
     def _noted(self, x: Tensor) -> Tensor:
         if x.requires_grad:

@@ -26,7 +26,7 @@ PICKED = {"heads": dict.fromkeys(("model", "teacher_model", "ref_model"), picked
 
 def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `selective_log_softmax`."""
-    return given.logits.numbers(given.index)["logps"]
+    return given.logits.statistics(given.index)["logps"]
 
 
 # --- ORPO, CPO, TPO, OnlineDPO and A2PO
@@ -35,14 +35,14 @@ def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 def sequence_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `get_batch_logps`, which would project the prompts too."""
     labels = given.labels[:, 1:]
-    logps = given.logits[:, :-1].numbers(labels)["logps"].sum(-1)
+    logps = given.logits[:, :-1].statistics(labels)["logps"].sum(-1)
     return logps / (labels != -100).sum(-1) if given.average_log_prob else logps
 
 
 def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor]:
     """TRL's `selective_log_softmax_and_entropy`."""
     ids = given.index.masked_fill(given.row_mask == 0, -100)
-    found = given.logits.numbers(ids, entropy="metric")
+    found = given.logits.statistics(ids, entropy="metric")
     return found["logps"], found["entropy"]
 
 
@@ -130,7 +130,7 @@ def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     chunked.mask = found.loss_mask.bool()
     if not chunked.mask.any():
         # TRL takes 0 times the sum of the student's logits, for the graph: any sum of them will do.
-        found = replace(found, student_logits=found.student_logits.numbers(found.completion_ids)["logps"])
+        found = replace(found, student_logits=found.student_logits.statistics(found.completion_ids)["logps"])
     return stock(distillation_logits=found)
 
 

@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from logitless import CrossEntropyLoss
 from logitless.engine.head_view import HeadView
 from logitless.errors import message
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 
 from .adapter import Adapter, Attach, ChunkedLoss, Seam, base_of, is_of_trl, swapped
 from .forwards import forwards_of, fused_options
@@ -38,19 +38,19 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     args = chunked.trainer.args
     fp32 = getattr(args, "cast_lm_head_to_fp32", False)
     rounds = follows_server(chunked.trainer)
-    numbers = functools.partial(
-        TokenNumbers,
+    statistics = functools.partial(
+        TokenStatistics,
         also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
         temperature=getattr(args, "temperature", 1.0),
         logits_budget=chunked.budget,
     )
 
-    def made(entropy: bool | str, dtype: torch.dtype) -> TokenNumbers:
+    def made(entropy: bool | str, dtype: torch.dtype) -> TokenStatistics:
         if fp32:
-            return numbers(entropy=entropy, logits_dtype=torch.float32)
+            return statistics(entropy=entropy, logits_dtype=torch.float32)
         # bf16 products alone are rounded to bf16: a server of another dtype has no such grid.
         rounded = rounds and dtype == torch.bfloat16
-        return numbers(entropy=entropy, logits_dtype=torch.bfloat16 if rounded else None)
+        return statistics(entropy=entropy, logits_dtype=torch.bfloat16 if rounded else None)
 
     made = functools.cache(made)
 
@@ -130,7 +130,7 @@ def truncated_sampling(trainer: Any) -> str | None:
 def _with_autocast(
     enabled: bool,
     device: str,
-    numbers: TokenNumbers,
+    statistics: TokenStatistics,
     hidden: Tensor,
     *,
     head: HeadView,
@@ -138,7 +138,7 @@ def _with_autocast(
     shift: bool,
 ) -> tuple[dict[str, Tensor], Any]:
     with torch.autocast(device, enabled=enabled):
-        return numbers.numbers(hidden, head, labels, shift=shift)
+        return statistics.statistics(hidden, head, labels, shift=shift)
 
 
 def entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:

@@ -67,7 +67,7 @@ def expected_strategy(case: Case) -> str:
             "resident"
         }
         return kinds.pop() if len(kinds) == 1 else "mixed"
-    return "cached_grad" if case.purpose is Pass.NUMBERS and frozen_linear else "recompute"
+    return "cached_grad" if case.purpose is Pass.STATISTICS and frozen_linear else "recompute"
 
 
 def rows_where(steps: tuple[Step, ...], name: str) -> list[int]:
@@ -79,7 +79,7 @@ def check_coverage(case: Case, plan: Plan) -> None:
     reads, writes = everything, everything
     if case.purpose is Pass.GRADIENTS:
         reads = everything if case.rereads else nothing
-    elif plan.strategy == "loss_only" or (case.purpose is Pass.NUMBERS and plan.strategy == "recompute"):
+    elif plan.strategy == "loss_only" or (case.purpose is Pass.STATISTICS and plan.strategy == "recompute"):
         writes = nothing
     assert rows_where(plan.steps, "read") == reads
     assert rows_where(plan.steps, "write") == writes
@@ -281,7 +281,9 @@ def test_what_sums_d_weight(frozen):
         made, rows = resolve_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
         own_sum = dtype == torch.bfloat16 and accum_dtype is None and not wide
         assert plan_for(made, rows, Pass.SOLVE, wide=wide).chunks == (1 if own_sum and not frozen else 2)
-        first, then = (plan_for(made, rows, purpose, wide=wide) for purpose in (Pass.NUMBERS, Pass.GRADIENTS))
+        first, then = (
+            plan_for(made, rows, purpose, wide=wide) for purpose in (Pass.STATISTICS, Pass.GRADIENTS)
+        )
         assert [step[:2] for step in first.steps] == [step[:2] for step in then.steps]
 
 

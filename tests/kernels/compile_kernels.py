@@ -252,7 +252,7 @@ def slot_combinations() -> Iterator[Combination]:
         for logits in TYPES:
             yield combination("pop_logits_kernel", {"logits": logits}, few | head)
         for extra in both:
-            yield combination("slot_numbers_kernel", {}, few | head | {"EXTRA": extra})
+            yield combination("slot_statistics_kernel", {}, few | head | {"EXTRA": extra})
     names = ("LOGPS", "LSE", "REST", "EXTRA", "HAS_SOFTCAP")
     for flags in itertools.product(both, repeat=5):
         yield combination("sparse_grad_kernel", {}, few | dict(zip(names, flags, strict=True)))
@@ -265,7 +265,7 @@ def slot_combinations() -> Iterator[Combination]:
     everything = dict.fromkeys(names, True)
     yield combination("pop_logits_kernel", {"logits": "bf16"}, most | {"HAS_BIAS": True, "HAS_SOFTCAP": True})
     flags = {"HAS_BIAS": True, "HAS_SOFTCAP": True, "EXTRA": True}
-    yield combination("slot_numbers_kernel", {}, most | flags)
+    yield combination("slot_statistics_kernel", {}, most | flags)
     yield combination("sparse_grad_kernel", {}, most | everything)
     yield combination("put_kernel", {"grad": "bf16"}, most | {"SAME": False})
 
@@ -281,7 +281,13 @@ def combine_combinations() -> Iterator[Combination]:
     # As for row_kernel, fp16 holds no unnormalized exponentials.
     writes = ((None, False), *itertools.product(("fp32", "bf16"), (False, True)))
     for (extra, total, squares, numbers), (grad, softcap) in itertools.product(levels, writes):
-        flags = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "NUMBERS": numbers, "BLOCK": COMBINE_BLOCK}
+        flags = {
+            "EXTRA": extra,
+            "SUM": total,
+            "SQUARES": squares,
+            "STATISTICS": numbers,
+            "BLOCK": COMBINE_BLOCK,
+        }
         flags |= {"WRITE": grad is not None, "HAS_SOFTCAP": softcap}
         yield combination("merge_kernel", {"grad": grad or "fp32"}, flags)
 

@@ -177,7 +177,7 @@ def launches(monkeypatch):
         (sets_triton, "set_gradient_kernel"),
         (sets_triton, "slot_rows_kernel"),
         (slots_triton, "pop_logits_kernel"),
-        (slots_triton, "slot_numbers_kernel"),
+        (slots_triton, "slot_statistics_kernel"),
         (slots_triton, "sparse_grad_kernel"),
         (slots_triton, "put_kernel"),
         (targets_triton, "mark_kernel"),

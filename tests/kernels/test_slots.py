@@ -101,7 +101,7 @@ class Case:
             name: poisoned(*(z.shape if name == "logps" else z.shape[:1]), dtype=z.dtype) for name in names
         }
         options = {"logits": logits, "columns": self.ids, **self.head_options, **self.row_options}
-        slots.numbers(z, self.ids, stats, out, **options)
+        slots.statistics(z, self.ids, stats, out, **options)
         for name, x in out.items():
             assert x[~self.kept].eq(0).all(), f"{name} of an ignored row"
         return logits, out
@@ -420,7 +420,7 @@ def test_few_launches(monkeypatch):
     monkeypatch.setattr(targets_triton, "mark_kernel", Marked("mark_kernel"))
     counts = lambda x, *packing: launched.append("count_kernel") or x.sum(1)  # noqa: E731
     monkeypatch.setattr(targets_triton, "counted", counts)
-    names = ("pop_logits_kernel", "row_kernel", "slot_numbers_kernel")
+    names = ("pop_logits_kernel", "row_kernel", "slot_statistics_kernel")
     for name in names:
         module = cross_entropy_triton if name == "row_kernel" else slots_triton
         monkeypatch.setattr(module, name, Launched(name))

@@ -48,7 +48,7 @@ class Objective(Protocol):
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether the loss takes unrounded logits in `dtype` if a kernel projects and reads in one launch."""
+        """Whether the loss takes fp32 logits in `dtype` if a kernel projects and reads in one launch."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         """Compute the reference's or teacher's values, product 1, and the statistics if the step reads.
@@ -65,8 +65,8 @@ class Objective(Protocol):
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         """(C,) each, at most two: the factors per row that the chunk's gradient lacks."""
 
-    def numbers(self) -> dict[str, Tensor]:
-        """The statistics by the names of `number_names`: (rows, ...) per token, or 0-d."""
+    def named_statistics(self) -> dict[str, Tensor]:
+        """The statistics by the names of `statistic_names`: (rows, ...) per token, or 0-d."""
 
     def scale_cached_grad(
         self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
@@ -82,24 +82,24 @@ class Objective(Protocol):
 
     @classmethod
     def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        """The objective of `Pass.NUMBERS`: statistics."""
+        """The objective of `Pass.STATISTICS`: statistics."""
 
     @classmethod
     def for_backward(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         """The objective of `Pass.GRADIENTS`: gradients from statistics (rows,) and their gradients."""
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
-        """Names of the statistics that `Pass.NUMBERS` returns, in order."""
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
+        """Names of the statistics that `Pass.STATISTICS` returns, in order."""
 
     @staticmethod
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         """Names of the statistics that carry a gradient."""
 
     @classmethod
-    def number_shapes(
+    def statistic_shapes(
         cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Shape (rows, ...) or () and dtype of each statistic; None for `HeadCall.stat_dtype`."""

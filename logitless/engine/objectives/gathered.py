@@ -71,10 +71,10 @@ class GatheredObjective(IdsObjective):
         stats = {name: torch.empty(shape, dtype=call.stat_dtype, device=device) for name in names}
         return cls(call, rows, stats, {}, factors)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         """The statistics; 0 for those that the loss does not use."""
         call, count = self.call, self.rows.count
-        shapes = call.loss.objective.number_shapes(call.loss, count, call.inputs)
+        shapes = call.loss.objective.statistic_shapes(call.loss, count, call.inputs)
         others = {name: shape for name, shape in shapes.items() if name not in self.stats}
         zeros = {
             name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)

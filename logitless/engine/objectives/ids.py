@@ -42,11 +42,11 @@ class IdsObjective:
     fused_epilogue: ClassVar = False
     statistics: ClassVar = ("ids", "logps", "lse", "lse_residual", "rest", "entropy")
     differentiable: ClassVar = ("logps", "lse", "rest", "entropy")
-    new_numbers: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
+    new_statistics: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
 
     call: HeadCall
     rows: Rows
-    stats: dict[str, Tensor]  # (rows, ...) each, by `number_names`: filled by `fill`, or given
+    stats: dict[str, Tensor]  # (rows, ...) each, by `statistic_names`: filled by `fill`, or given
     grads: dict[str, Tensor]  # (rows, ...) d loss / d statistic
     factors: UnitFactors | None = None
     # Whether sum p_r W[r] over all other ids is kept and scaled afterwards (strategy cached_grad).
@@ -61,9 +61,9 @@ class IdsObjective:
             raise ValueError(
                 message("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
             )
-        shapes = cls.number_shapes(call.loss, rows.count, call.inputs)
+        shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
         stats = {
-            name: cls.new_numbers(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
+            name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
             for name, (shape, dtype) in shapes.items()
         }
         return cls(call, rows, stats, {}, factors, plan.strategy == "cached_grad")
@@ -74,16 +74,16 @@ class IdsObjective:
 
     @classmethod
     def for_backward(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        return cls(call, rows, dict(numbers), dict(upstream))
+        return cls(call, rows, dict(statistics), dict(upstream))
 
     @staticmethod
     def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         extra = ("entropy",) if "entropy" in (*loss.differentiates, *loss.observes) else ()
         return ("ids", "logps", "lse", "lse_residual", "rest", *extra)
 
@@ -92,10 +92,10 @@ class IdsObjective:
         return (*loss.differentiates, "lse")
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
         slots = {name: ((rows, loss.slots(inputs)), None) for name in ("logps",)}
         slots["ids"] = ((rows, loss.slots(inputs)), torch.int64)
-        return {name: slots.get(name, ((rows,), None)) for name in cls.number_names(loss)}
+        return {name: slots.get(name, ((rows,), None)) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -113,7 +113,7 @@ class IdsObjective:
         logits, pieces = logits_bytes(call)
         return Costs(row + logits, fixed + pieces, cls.linear_in_logps(loss), rereads=False)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         return self.stats
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
@@ -136,7 +136,7 @@ class IdsObjective:
             self.keeps_dlogp_dhidden and chunk.step.write and kernels.single_pass(chunk.grad_buffer.dtype)
         )
         chunk.gradient = chunk.grad_buffer if single else None
-        chunk.factor = reader.numbers(chunk.logits, ids, out, chunk.gradient)
+        chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
         call, ignored = self.call, chunk.ignored
@@ -230,7 +230,7 @@ class TopkObjective(IdsObjective):
     """
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         return ("ids", "logps", "lse", "entropy")
 
     def fill(self, chunk: Chunk, head: Projection) -> None:

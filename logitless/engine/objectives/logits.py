@@ -55,7 +55,7 @@ class LogitsObjective:
 
     @classmethod
     def for_backward(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
@@ -64,7 +64,7 @@ class LogitsObjective:
         return False
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         return ("values", *loss.metric_names)
 
     @staticmethod
@@ -72,8 +72,8 @@ class LogitsObjective:
         return ("values",)
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
-        return {name: ((rows,) if name == "values" else (), None) for name in cls.number_names(loss)}
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        return {name: ((rows,) if name == "values" else (), None) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -84,7 +84,7 @@ class LogitsObjective:
         row, fixed = logits_bytes(call)
         return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         loss = self.call.loss
         zeros = [self.values.new_zeros(())] * len(loss.metric_names)
         metrics = settled(self.call, self.reports, self.factors.metrics)[1] if self.reports else zeros

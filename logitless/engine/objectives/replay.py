@@ -97,10 +97,11 @@ class ReplayObjective(TokenObjective):
 
     @classmethod
     def for_backward(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         known, given = (
-            {name: rows.replay.in_walk_order(x) for name, x in found.items()} for found in (numbers, upstream)
+            {name: rows.replay.in_walk_order(x) for name, x in found.items()}
+            for found in (statistics, upstream)
         )
         return super().for_backward(call, rows, known, given)
 
@@ -108,8 +109,8 @@ class ReplayObjective(TokenObjective):
     def replay(self) -> Replay:
         return self.rows.replay
 
-    def numbers(self) -> dict[str, Tensor]:
-        return {name: self.replay.in_row_order(x) for name, x in super().numbers().items()}
+    def named_statistics(self) -> dict[str, Tensor]:
+        return {name: self.replay.in_row_order(x) for name, x in super().named_statistics().items()}
 
     def fill(self, chunk: Chunk, head: ReplayProjection) -> None:
         kind = chunk.step.kind

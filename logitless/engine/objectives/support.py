@@ -50,7 +50,7 @@ class SupportObjective(IdsObjective):
 
     statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")
-    new_numbers: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
+    new_statistics: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
 
     _teacher_buffer: Tensor | None = None
 
@@ -63,10 +63,10 @@ class SupportObjective(IdsObjective):
 
     @classmethod
     def for_backward(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> "SupportObjective | GatheredObjective":
         kind = GatheredObjective.for_backward if gathered_columns(call) else super().for_backward
-        return kind(call, rows, numbers, upstream)
+        return kind(call, rows, statistics, upstream)
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -74,12 +74,12 @@ class SupportObjective(IdsObjective):
         return not loss.cancels and IdsObjective.linear_in_logps(loss)
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
-        return (*IdsObjective.number_names(loss), *TEACHER, *LABEL)
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
+        return (*IdsObjective.statistic_names(loss), *TEACHER, *LABEL)
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
-        shapes = super().number_shapes(loss, rows, inputs)
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        shapes = super().statistic_shapes(loss, rows, inputs)
         return shapes | {"teacher_logps": shapes["logps"]}
 
     @staticmethod
@@ -110,7 +110,9 @@ class SupportObjective(IdsObjective):
             teacher, taught = self._teacher_logits(chunk, reader)
             ids, argmax_ids["teacher"] = self._support(chunk.logits, reader, taught, teacher)
             stats = self._at(slice(chunk.step.start, chunk.step.stop))
-            teacher.numbers(taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]})
+            teacher.ids_statistics(
+                taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]}
+            )
         else:
             ids, found["teacher_logps"] = self._given(chunk)
             at = found["teacher_logps"].argmax(1, keepdim=True)

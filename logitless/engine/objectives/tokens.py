@@ -61,8 +61,8 @@ class TokenObjective:
         keeps_dlogp_dhidden = plan.strategy == "cached_grad"
         of_logps = keeps_dlogp_dhidden or tuple(loss.differentiates) == ("logps",)
         is_multiple = of_logps and kernels.single_pass(call.dtype)
-        purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
-        fused_epilogue = call.unrounded and can_fuse_epilogue(call, purpose)
+        purpose = Pass.STATISTICS if factors is None else Pass.SOLVE
+        fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
         # Allocated here, as `evaluate` may run on a side stream.
         grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
         self = cls(
@@ -88,10 +88,10 @@ class TokenObjective:
 
     @classmethod
     def for_backward(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        fused_epilogue = call.unrounded and can_fuse_epilogue(call, Pass.GRADIENTS)
-        known = {name: x for name, x in numbers.items() if name != "predictions"}
+        fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, Pass.GRADIENTS)
+        known = {name: x for name, x in statistics.items() if name != "predictions"}
         return cls(call, rows, TokenBuffers(**known), TokenBuffers(**upstream), fused_epilogue=fused_epilogue)
 
     @staticmethod
@@ -104,7 +104,7 @@ class TokenObjective:
         return loss.reduction == "none" or "lse" not in loss.differentiates
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         names = kernels.stat_names((*loss.differentiates, *loss.observes))
         return (*names, "predictions") if loss.return_predictions else names
 
@@ -113,9 +113,9 @@ class TokenObjective:
         return (*loss.differentiates, "lse")  # lse is differentiable at no extra cost
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
         kinds = {"predictions": torch.int64}
-        return {name: ((rows,), kinds.get(name)) for name in cls.number_names(loss)}
+        return {name: ((rows,), kinds.get(name)) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -124,9 +124,9 @@ class TokenObjective:
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         linear = set(call.loss.differentiates) <= {"logps", "lse"}
-        if call.unrounded and can_fuse_epilogue(call, purpose):
+        if call.fp32_logits and can_fuse_epilogue(call, purpose):
             keeps_dlogp_dhidden = linear and not (call.needs.weight or call.needs.bias)
-            stored = call.trainable and (purpose is not Pass.NUMBERS or keeps_dlogp_dhidden)
+            stored = call.trainable and (purpose is not Pass.STATISTICS or keeps_dlogp_dhidden)
             return Costs(
                 fused.row_bytes(call.weight.device, call.width, stored=stored), 0, linear, rereads=False
             )
@@ -139,7 +139,7 @@ class TokenObjective:
             fixed = max(fixed, selection.fixed_bytes(device, dtype, width, 1, budget))
         return Costs(row, fixed, linear, rereads=False)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         predicted = {} if self.predictions is None else {"predictions": self.predictions}
         return dict(self.stats.items()) | predicted
 
@@ -278,7 +278,7 @@ class TokenObjective:
 
 
 def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:
-    """Whether a pass over unrounded logits projects and reads them in one kernel.
+    """Whether a pass over fp32 logits projects and reads them in one kernel.
 
     The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum
     of logits, or for predictions; then the pass stores logits in fp32.

@@ -96,7 +96,7 @@ def complement(logp):
 
 
 @triton.jit
-def numbers_of_row(others, others_z, drop_y, shift):
+def statistics_of_row(others, others_z, drop_y, shift):
     """(total, log total, log p(target), lse, lse_residual, entropy) of a row.
 
     `others` and `others_z` are the sums of e = exp(z - shift) and of e (z - shift) without the target,
@@ -267,7 +267,7 @@ def row_kernel(
 
     others = tl.sum(rest, 0)
     sum_z = tl.sum(rest_z, 0) if EXTRA else 0.0
-    total, log_total, logp, lse, residual, entropy = numbers_of_row(others, sum_z, z_y - shift, shift)
+    total, log_total, logp, lse, residual, entropy = statistics_of_row(others, sum_z, z_y - shift, shift)
     e_y = tl.exp(z_y - shift)
     tl.store(logps_ptr + row, logp)
     tl.store(lse_ptr + row, lse)

@@ -358,7 +358,7 @@ def sharded_divergence(
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
 
-    def numbers(
+    def statistics(
         logits: Tensor, ids: Tensor, names: tuple[str, ...], head: LogitTransform, bias: Tensor | None
     ) -> TokenBuffers:
         found = allocate_stats(names, len(ids), torch.float32, logits.device)
@@ -366,17 +366,17 @@ def sharded_divergence(
         ranks.merge_stats(found, ids)
         return found
 
-    cold = numbers(student, targets, ("entropy",), head, bias)
+    cold = statistics(student, targets, ("entropy",), head, bias)
     # Of the teacher, one column per row of its own.
     elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
-    taught = numbers(
+    taught = statistics(
         teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias
     )
     taught = taught if teacher_rows is None else taught[teacher_rows]
     plain = (
         cold
         if head.temperature == 1.0
-        else numbers(student, targets, (), head._replace(temperature=1.0), bias)
+        else statistics(student, targets, (), head._replace(temperature=1.0), bias)
     )
     known = torch.stack([x for found in (cold, taught, plain) for x in (found.lse, found.lse_residual)])
 

@@ -10,7 +10,7 @@ Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^
 import triton
 import triton.language as tl
 
-from logitless.kernels.head.cross_entropy_triton import head_logits, numbers_of_row
+from logitless.kernels.head.cross_entropy_triton import head_logits, statistics_of_row
 from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -202,7 +202,7 @@ def finish_kernel(
         tl.store(again_ptr + rows, why, mask=here)
         tl.store(shift_ptr + rows, shift + rise, mask=here)
         tl.store(target_logit_ptr + rows, target_logit - rise, mask=here)
-    total, log_total, logp, lse, residual, entropy = numbers_of_row(
+    total, log_total, logp, lse, residual, entropy = statistics_of_row(
         others, tl.sum(rest_d, 0) * LN2, target_logit * LN2, shift * LN2_HIGH
     )
     left_out = shift * LN2_LOW + residual

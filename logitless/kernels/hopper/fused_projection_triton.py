@@ -222,7 +222,7 @@ def read(
     results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
     results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
-    numbers = (
+    statistics = (
         grad,
         *found[:-1],
         *(out.lse if x is None else x for x in results),
@@ -234,5 +234,5 @@ def read(
     few |= {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
     for again in (False, True):
         read_kernel[(programs,)](*operands, **options, AGAIN=again)
-        finish_kernel[grid](*numbers, **few, AGAIN=again)
+        finish_kernel[grid](*statistics, **few, AGAIN=again)
     return row_scale

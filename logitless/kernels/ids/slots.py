@@ -79,7 +79,7 @@ def pop_logits(
     return torch.where(there, z, -torch.inf)
 
 
-def numbers(
+def statistics(
     z: Tensor,  # (n, k) logits of the ids on all ranks, -inf in empty slots
     ids: Tensor,  # (n, k) int64
     stats: TokenBuffers,  # (n,) lse, lse_residual, entropy if wanted, of this rank's chunk without the ids
@@ -100,7 +100,7 @@ def numbers(
         from logitless.kernels.ids import slots_triton
 
         options |= {"targets": targets, "ignore_index": ignore_index}
-        slots_triton.numbers(z, ids, stats, out, taken, width, **options)
+        slots_triton.statistics(z, ids, stats, out, taken, width, **options)
         return
     first, kept = distinct(ids), targets != ignore_index
     there, at = _found(columns, width)
@@ -114,7 +114,7 @@ def numbers(
 
 
 def sparse_grad(
-    known: Mapping[str, Tensor],  # ids (n, k), and what `numbers` found
+    known: Mapping[str, Tensor],  # ids (n, k), and what `statistics` found
     upstream: Upstream,
     *,
     head: LogitTransform,

@@ -83,7 +83,7 @@ def pop_logits_kernel(
 
 @cached_launch
 @triton.jit(**OF_CHUNKS)
-def slot_numbers_kernel(
+def slot_statistics_kernel(
     z_ptr,
     ids_ptr,
     bias_ptr,
@@ -271,7 +271,7 @@ def pop_logits(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor 
     return z
 
 
-def numbers(
+def statistics(
     z: Tensor,
     ids: Tensor,
     stats,
@@ -288,7 +288,7 @@ def numbers(
     n, k = ids.shape
     bias, scalars, flags = _transform(head, bias, z)
     extra = "entropy" in out
-    slot_numbers_kernel[(n,)](
+    slot_statistics_kernel[(n,)](
         dense(z),
         dense(ids),
         bias,
