@@ -12,8 +12,6 @@ LAYER_KERNELS = $(wildcard $(patsubst %,tests/layers/test_%.py,layer_operators n
 # Oldest and newest supported Triton, beside the venv's own: the kernels are compiled offline under both.
 TRITONS := 3.6.0 3.9.0
 
-FRAMEWORKS ?=
-
 .PHONY: demo test test-all test-frameworks test-oldest test-gpu test-gpus test-peers mutants random lint docs
 
 demo: $(VENV)/.ready
@@ -40,6 +38,7 @@ test-gpus:
 
 # The modules of logitless.integrations with each framework's own wheel, in the versions of frameworks.txt; with
 # FRAMEWORKS="verl" some of them, with FRAMEWORKS=--newest the newest versions.
+FRAMEWORKS ?=
 test-frameworks: $(VENV)/.ready
 	$(PY) -m tests.integrations $(FRAMEWORKS)
 
@@ -50,7 +49,7 @@ OLD_TRANSFORMERS := 4.57.6
 test-oldest: $(VENV)/trl-$(OLD_TRL)/.ready $(VENV)/transformers-$(OLD_TRANSFORMERS)/.ready
 	PYTHONPATH=$(VENV)/trl-$(OLD_TRL) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/trl_integration/test_versions.py \
 	    tests/trl_integration/test_contracts.py tests/trl_integration/test_bad_trainers.py tests/trl_integration/test_log_prob_trainers.py
-	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile tests/models/test_patch.py \
+	PYTHONPATH=$(VENV)/transformers-$(OLD_TRANSFORMERS) $(PY) -m pytest -n $(JOBS) --dist loadfile \
 	    tests/models/test_head_modules.py tests/models/test_wrappers.py
 
 # The rows of docs/migrate.md, beside the wheels of the other libraries.

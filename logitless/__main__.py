@@ -39,6 +39,7 @@ NEEDED = {
 }
 SIZES = {
     "sequences": "of equal length; default: one, or one group",
+    "steps": "S, for SpeculatorLoss",
     "heads": "how many there are beside the model's own, for MedusaLoss and MultiTokenLoss",
     "teacher_hidden_size": "H' of a teacher; default: H",
     "teacher_vocab_size": "V' of a teacher; default: V",

@@ -8,12 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from logitless.engine.budget import default_budget
 from logitless.engine.call import HeadCall
 from logitless.engine.operands import MASKS, WRONG_MASK
+from logitless.engine.plan import GOOD_CHUNKS, TILE, Pass
 from logitless.engine.remembered import Remembered
 from logitless.engine.replay import kinds_of, replay_of
 from logitless.engine.rows import Grouping, Rows, Shard, VocabSizeChanged, all_rows, compact_rows
 from logitless.engine.spec import Fault
+from logitless.engine.teacher_rows import Ordered
 from logitless.errors import message
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
@@ -66,6 +69,10 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     options |= {"boundaries": loss.boundaries_argument}
     if kinds is not None:
         options["others"] = kinds.counts
+    ordered = None
+    if loss.teacher_rows is not None:
+        ordered = _by_teacher_rows(call, marks[0])
+        options["others"] = ordered.numbers
     grouping = _grouping(call)
     rows = compact_rows(marks, faults, grouping, call.cu_seqlens, **options)
     tokens, chosen = call.sequences.counts(targets.device, rows.tokens, rows.chosen_tokens)
@@ -73,7 +80,26 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     rows = rows._replace(tokens=tokens, chosen_tokens=chosen)
     if kinds is not None:
         rows = replay_of(kinds, rows, V, compact=loss.compact, grouped=grouping.grouped)
+    if ordered is not None:
+        teacher = ordered.read(rows.count, rows.counted)
+        rows = rows._replace(index=ordered.order[: rows.count], teacher=teacher)
     return call, rows
+
+
+def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
+    """The rows in the order of the teacher's rows that they are compared with.
+
+    Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
+    teacher's row of every row, as it does where the width of the logits is not known before the sync.
+    """
+    loss, piece = call.loss, 1
+    if not call.vocabulary.sharded:
+        budget = loss.logits_budget or default_budget(call.weight.device)
+        costs = loss.objective.costs(call, budget, Pass.SOLVE)
+        needed = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1]
+        piece = TILE if needed <= budget - costs.fixed_bytes else 1
+    rows, count = call.inputs[loss.teacher_rows], call.inputs["teacher_hidden"].shape[0]
+    return Ordered.of(supervised, rows, count, piece)
 
 
 def every_row(call: HeadCall) -> Rows:

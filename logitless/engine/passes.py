@@ -3,6 +3,7 @@
 The passes run eagerly and below autograd. In a compiled graph they are the body of an opaque operator.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -248,6 +249,8 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
     budget = loss.logits_budget or default_budget(device)
     costs = loss.objective.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
+    if rows.teacher is not None:
+        row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
     replay = rows.replay
     if replay is not None and replay.picked and call.fp32_logits:
         row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, of stored logits

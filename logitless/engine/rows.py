@@ -12,6 +12,7 @@ from torch import Tensor
 from logitless.engine.operands import sequence_numbers
 from logitless.engine.segments import Segments
 from logitless.engine.spec import Fault
+from logitless.engine.teacher_rows import TeacherRows
 from logitless.kernels.head.targets import counted
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -50,6 +51,7 @@ class Rows(NamedTuple):
     shards: Shards | None = None  # shards of the head, with `tp_group`
     counted: Sequence[int] = ()  # numbers that the caller of `compact_rows` had read in the sync
     replay: Any = None  # `replay.Replay` of a call with a sampling mask
+    teacher: TeacherRows | None = None  # where the loss names `teacher_rows`
 
     @property
     def walk(self) -> "Rows":

@@ -50,6 +50,8 @@ def roles_of(loss: type) -> dict[str, Role]:
     for head, present in (("teacher", loss.teacher), ("ref", loss.reference)):
         if present:
             roles |= {f"{head}_hidden": Role.FEATURES, f"{head}_weight": Role.HEAD, f"{head}_bias": Role.HEAD}
+    if loss.teacher_rows is not None:
+        roles["teacher_hidden"] = Role.WHOLE
     return roles
 
 
@@ -104,6 +106,8 @@ class LossSpec(Protocol):
     # Names of the inputs that are log-probabilities of sampled tokens, checked against a sampling mask.
     sampled_logps: tuple[str, ...]
     roles: ClassVar[Mapping[str, Role]]
+    # Name of the input (N,) with the row of `teacher_hidden` that each row is compared with; None: its own.
+    teacher_rows: ClassVar[str | None]
     # The Objective class that evaluates the loss.
     objective: ClassVar[type]
 

@@ -23,6 +23,7 @@ from logitless.losses.multi_token import MultiTokenLoss
 from logitless.losses.reference_free import CPOLoss, ORPOLoss, SimPOLoss
 from logitless.losses.rloo import REINFORCELoss, RLOOLoss
 from logitless.losses.several_ids import TopkLogprobs, linear_topk
+from logitless.losses.speculator import SpeculatorLoss
 from logitless.parallel.normalizers import global_num_items
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "RLOOLoss",
     "SamplingMask",
     "SimPOLoss",
+    "SpeculatorLoss",
     "Term",
     "TokenLogprobs",
     "TokenLoss",

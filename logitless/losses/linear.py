@@ -115,6 +115,10 @@ class LinearLoss(CheckedCall):
     sequences_per_group: ClassVar[int] = 1
     teacher: ClassVar[bool] = False
     reference: ClassVar[bool] = False
+    # Name of the prediction input that holds the row of `teacher_hidden` (rows, H') with which each row is
+    # compared, where several rows are compared with the same one. The engine then projects the rows in the
+    # order of the teacher's, and each of these once a chunk. None: row i is compared with row i.
+    teacher_rows: ClassVar[str | None] = None
     return_logps: ClassVar[bool] = False
     return_predictions: ClassVar[bool] = False
     # See `TokenLoss`.

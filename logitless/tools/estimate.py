@@ -24,7 +24,7 @@ from logitless.engine.plan import MIB, Kind, Pass, Plan
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.errors import message
 from logitless.kernels import planned_for
-from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
+from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss, SpeculatorLoss
 from logitless.losses.base import LinearLoss
 from logitless.losses.policy import PolicyLoss
 from logitless.losses.reference_model import ComparedLoss
@@ -44,8 +44,8 @@ class Estimate:
             gradients from those of per-token statistics.
         products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
             logits are projected once; of all heads together. The reference of an unreduced loss has a pass
-            of its own, which counts here.
-        other_products: with the head of a reference or a teacher, per supervised token.
+            of its own, which counts here. Of a `SpeculatorLoss`, per pair of a step and a token.
+        other_products: with the head of a reference or a teacher, likewise.
         chunk_bytes: memory of the largest chunk: its logits, every temporary that grows with the vocabulary,
             and what does not grow with the rows.
         gradient_bytes: of the returned gradients, d_hidden and d_weight.
@@ -106,6 +106,7 @@ def estimate(
     sequences: int | None = None,
     frozen_head: bool = False,
     heads: int | None = None,
+    steps: int | None = None,
     teacher_hidden_size: int | None = None,
     teacher_vocab_size: int | None = None,
     teacher_topk: int | None = None,
@@ -132,6 +133,8 @@ def estimate(
         sequences: of equal length; default one, or a group. For others pass `cu_seqlens`.
         frozen_head: whether the head gets no gradient, and hidden alone does.
         heads: how many there are beside the model's own, for `MedusaLoss` and `MultiTokenLoss`.
+        steps: S, for `SpeculatorLoss`; its draft has `vocab_size` ids and its verifier, the teacher,
+            `teacher_vocab_size`.
         teacher_hidden_size: H' of a teacher; default H.
         teacher_vocab_size: V' of a teacher; default V.
         teacher_topk: k, of a teacher that is known by its k best ids instead.
@@ -149,6 +152,7 @@ def estimate(
     """
     _check(loss, inputs)
     sizes = {"tokens": tokens, "hidden_size": hidden_size, "vocab_size": vocab_size, "sequences": sequences}
+    sizes |= {"steps": steps}
     sizes |= {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab_size": teacher_vocab_size}
     sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
     for name, size in sizes.items():
@@ -166,6 +170,10 @@ def estimate(
         raise ValueError(
             message("teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
         )
+    speculates = isinstance(loss, SpeculatorLoss)
+    if (steps is not None) != speculates:
+        expected = "how many steps the draft has" if speculates else "None but for a SpeculatorLoss"
+        raise ValueError(message("steps", expected, steps, "they are of its call"))
     packed = inputs.get("cu_seqlens")
     alone = packed is None or sequences is None
     if not alone:
@@ -202,7 +210,9 @@ def estimate(
         hidden = made(*shape, hidden_size).requires_grad_()
         weight = made(vocab_size, hidden_size).requires_grad_(not frozen_head)
         given, second = {}, weight
-        if isinstance(loss, MultiTokenLoss):
+        if speculates:
+            hidden = [made(*shape, hidden_size).requires_grad_() for _ in range(steps)]
+        elif isinstance(loss, MultiTokenLoss):
             hidden = [hidden, *(made(*shape, hidden_size).requires_grad_() for _ in range(heads))]
         elif several:
             second = MedusaHeads(hidden_size, vocab_size, heads, device=device, dtype=dtype)
@@ -218,6 +228,8 @@ def estimate(
     if teacher_topk is not None:
         best = torch.full((*shape, teacher_topk), -1.0, dtype=torch.float32, device=device)
         given["teacher_logprobs_topk"] = (best, torch.zeros_like(best, dtype=torch.int64))
+    if speculates and (teacher_vocab_size or vocab_size) != vocab_size:
+        given["draft_ids"] = torch.arange(vocab_size, device=device)
     targets = inputs.pop("targets", None)
     if targets is None:
         targets = _any_targets(shape, inputs.get("sampling_mask"), device)
@@ -304,6 +316,8 @@ class _Planner:
 
     card: Card | None = None  # a GPU that is not here
     walks: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
+    # Rows of a teacher with rows of its own per projected row; None for another teacher, or none.
+    teacher_share: float | None = None
     plan: Plan | None = None  # of the last call
     gradient_bytes: int = 0  # of all
 
@@ -315,6 +329,8 @@ class _Planner:
         purpose = Pass.STATISTICS if mode is Mode.PER_TOKEN else Pass.SOLVE
         statistics_alone, several = purpose is Pass.STATISTICS, len(heads) > 1
         for call, rows in map(resolve_rows, calls):
+            if rows.teacher is not None:
+                self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
             self.walks.append((call, self.plan, purpose))
@@ -337,7 +353,7 @@ class _Planner:
 
     def estimate(self, logits_bytes: int, input_bytes: int) -> Estimate:
         plans = tuple(plan for _, plan, _ in self.walks)
-        products = [_products(call, plan) for call, plan, _ in self.walks]
+        products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.walks]
         with self._on_card():
             chunks, sums, peaks = map(max, zip(*(self._memory(*walk) for walk in self.walks)))
         own, others = map(sum, zip(*products))
@@ -381,15 +397,16 @@ class _Planner:
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 
-def _products(call: HeadCall, plan: Plan) -> tuple[float, float]:
-    """(with the head and its gradients, with another model's head) per supervised token."""
+def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[float, float]:
+    """(with the head and its gradients, with another model's head) per projected row."""
     projected = [step for step in plan.steps if step.kind is not Kind.GATHERED]
     read = sum(step.stop - step.start for step in projected if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
     tokens = plan.rows if plan.replay is None else plan.replay.rows
     # The later walk has a plan of its own.
     own = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
-    return own, read / max(1, tokens) * has_other
+    share = has_other if teacher_share is None else teacher_share
+    return own, read / max(1, tokens) * share
 
 
 def _fixed_bytes(call: HeadCall, purpose: Pass) -> int:

@@ -55,7 +55,7 @@ class Oracle:
     def _named_statistics(self, call: HeadCall) -> dict[str, Tensor]:
         """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows, N = rows_in_order(call), call.targets.shape[0]
-        if call.loss.objective is not LogitsObjective:
+        if not issubclass(call.loss.objective, LogitsObjective):
             statistics, _ = self._statistics(call, rows)
             return {name: rows.scattered(x, N) for name, x in statistics.items()}
         terms, metrics = self._terms(call, rows)
@@ -66,7 +66,7 @@ class Oracle:
 
     def _terms(self, call: HeadCall, rows: Rows) -> Terms:
         """The loss's own terms on the whole call."""
-        if call.loss.objective is not LogitsObjective:
+        if not issubclass(call.loss.objective, LogitsObjective):
             statistics, batch = self._statistics(call, rows)
             return evaluate_terms(call.loss, statistics, batch)
         z, batch = self._noted(logits(call, rows)), _whole_batch(call, rows)
@@ -168,8 +168,11 @@ def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     """(rows, V') logits of the teacher or the reference model."""
     hidden, weight, bias = (call.inputs[f"{name}_{part}"] for part in ("hidden", "weight", "bias"))
     weight = weight if name == "teacher" else weight.to(call.dtype)
+    index, looked_up = rows.index, call.loss.teacher_rows
+    if name == "teacher" and looked_up is not None:
+        index = call.inputs[looked_up][index]
     head = getattr(call.loss, f"{name}_head")
-    z = head.logits(hidden[rows.index].to(weight.dtype) @ weight.t(), bias)[0]
+    z = head.logits(hidden[index].to(weight.dtype) @ weight.t(), bias)[0]
     return _over_sets(call, rows, z) if name == "ref" else z
 
 

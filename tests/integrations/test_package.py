@@ -106,8 +106,9 @@ def test_one_line_says_what_was_replaced(caplog):
     assert second == "logitless: verl's FusedLinearForPPO replaced, logits_budget the default"
 
 
-def test_every_framework_has_a_version():
-    for framework in FRAMEWORKS.values():
+def test_every_framework_has_a_module_and_tests():
+    for name, framework in FRAMEWORKS.items():
+        assert (FOLDER / f"{name}.py").exists() and (Path(__file__).parent / f"test_{name}.py").exists()
         assert framework.tested.startswith(framework.minor)
         assert (framework.source or framework.package) in framework.install
 

@@ -124,8 +124,10 @@ def gradient_combinations() -> Iterator[Combination]:
             yield combination("logits_gradient_kernel", {"logits": logits, "grad": product}, flags | head)
 
 
-# MODE with OVERLAP, ROWS and MASS: total variation is a function of the acceptance rate.
-OVERLAPS = (*itertools.product(range(4), ((False, False, False),)), (4, (True, False, False)))
+# MODE with OVERLAP, ROWS and MASS, of DistillationLoss, where total variation alone is a function of the
+# acceptance rate, and of SpeculatorLoss.
+DISTILLATION = (*itertools.product(range(4), ((False, False, False),)), (4, (True, False, False)))
+OVERLAPS = (*DISTILLATION, *itertools.product(range(7), ((True, True, False), (True, True, True))))
 
 
 def divergence_combinations() -> Iterator[Combination]:
@@ -138,7 +140,7 @@ def divergence_combinations() -> Iterator[Combination]:
 
 
 def shard_combinations() -> Iterator[Combination]:
-    overlaps = [(mode, overlap[:2]) for mode, overlap in OVERLAPS if not overlap[2]]
+    overlaps = [(mode, overlap[:2]) for mode, overlap in DISTILLATION]
     for (logits, product), (mode, (overlap, rows)), plain, (write, hard) in itertools.product(
         PAIRS, overlaps, (False, True), ((False, False), (True, False), (True, True))
     ):

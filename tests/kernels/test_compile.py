@@ -12,6 +12,7 @@ from logitless import (
     CrossEntropyLoss,
     DistillationLoss,
     SamplingMask,
+    SpeculatorLoss,
     Term,
     TokenLoss,
     linear_logprobs,
@@ -121,6 +122,8 @@ class Recorder:
                 assert value.dtype == kind, name
         for name in named.keys() & {"wrong_ptr", "rows_ptr", "found_ptr"}:
             named[name].zero_()  # these are looked at: no fault, and a row or an id that exists
+        if self.name == "select_kernel":
+            named["ids_ptr"].zero_()
         if self.name == "mark_kernel":
             marks = named["marks_ptr"].zero_()
             marks[0] = 1  # every token is supervised
@@ -231,6 +234,15 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                 losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
                 with torch.no_grad():
                     distillation(h, w, targets, bias=b if bias else None, **teacher)
+        kinds = (*kinds, ("neg_log_acceptance", 0.5), ("lk_hybrid", 0.5))
+        given = {"teacher_hidden": h.detach(), "bias": b if bias else None}
+        verifiers = (w.detach(), None), (torch.cat((w, w)).detach(), torch.arange(30, device="cpu"))
+        for (divergence, beta), temperature, (verifier, ids) in itertools.product(
+            kinds, (1.0, 2.0), verifiers
+        ):
+            draft = SpeculatorLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                losses.append(draft([h], w, teacher_weight=verifier, draft_ids=ids, **given).loss)
         several = targets[:, None].expand(-1, 3)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             given = {"bias": b if bias else None, **head}

@@ -1,5 +1,8 @@
 """Policy losses with a sampling mask, against the same losses of full logits with -inf outside the sets."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -463,3 +466,10 @@ def test_an_estimate_says_which_tokens_are_gathered():
     assert found.products == pytest.approx(0.75)
     assert str(found).startswith("replayed: 24 of 32 tokens over 48 ids, 8 certain, 75% of the tokens not")
     assert estimate(linear_logprobs, sampling_mask=mask, **sizes).products == pytest.approx(1.0)
+
+
+def test_the_demo_shows_ratios_of_one():
+    script = Path(__file__).parents[2] / "examples" / "replay.py"
+    ratios = runpy.run_path(str(script))["main"]()
+    assert abs(ratios["with replay"].mean() - 1) < 0.01 and ratios["without replay"].mean() < 0.9
+    assert ((ratios["without replay"] - 1).abs() > 0.1).float().mean() > 0.5

@@ -33,6 +33,7 @@ class Costs(NamedTuple):
     # Whether Pass.GRADIENTS must read a chunk again to compute its gradient.
     rereads: bool
     columns: int = 0  # number of logits per row, if the loss needs no others; 0: all
+    teacher_bytes: int = 0  # bytes per row of a teacher with rows of its own (`LossSpec.teacher_rows`)
 
 
 class Objective(Protocol):

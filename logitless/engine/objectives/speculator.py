@@ -1,0 +1,268 @@
+"""The objective of a draft's losses: rows of several steps, compared with the rows of a verifier.
+
+The rows of a call are pairs of a draft's row and a verifier's. They are sorted by the latter (`rows.py`), so
+the pairs of a chunk look at consecutive rows of the verifier, and each of these is projected once for all
+steps. Loss, acceptance rate and agreement of the pairs are kept; the metrics, which look at whole chains of
+pairs, are computed from them at the end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.engine.call import HeadCall
+from logitless.engine.chunk import Chunk
+from logitless.engine.objectives.base import Costs, Report, logits_bytes
+from logitless.engine.objectives.logits import LogitsObjective
+from logitless.engine.plan import Pass, Span
+from logitless.engine.projection import Projection
+from logitless.engine.spec import LossSpec
+from logitless.kernels.head import divergence, select
+from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics, twin_bytes
+from logitless.kernels.matmul import piece_bytes, project
+
+# Bytes of a pair's or a verifier row's vectors: statistics, factors, labels, indices.
+VECTOR_BYTES = 64
+
+
+class Verifier(NamedTuple):
+    """The rows of the verifier that a chunk is compared with."""
+
+    logits: Tensor  # (R, D) of the draft's ids
+    # Log-sum-exp of all of the verifier's ids, and its rounding error; None: there are no others, or they
+    # do not count.
+    lse: tuple[Tensor, Tensor] | None = None
+    label: Tensor | None = None  # (R,) the draft's column of the best id, -1 where it has none
+    covered: Tensor | None = None  # (R,) bool, whether the draft has the best id; None: always
+
+
+@dataclass
+class SpeculatorObjective(LogitsObjective):
+    """The objective of `SpeculatorLoss`; see `objectives.base.Objective`."""
+
+    kept: dict[str, Tensor] = field(default_factory=dict)  # (rows,) each
+    _selected_buffer: Tensor | None = None
+
+    @staticmethod
+    def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
+        row, fixed = logits_bytes(call)
+        dtype, device, D = call.logits_dtype, call.weight.device, call.width
+        teacher = call.inputs["teacher_weight"]
+        V = _verifier_width(call)
+        teacher_bytes = V * dtype.itemsize
+        fixed += piece_bytes(device, teacher.dtype, dtype, V, teacher.shape[1])
+        temporaries = [divergence.fixed_bytes(device, dtype, D, budget)]
+        if _reads_all_ids(call):
+            teacher_bytes += D * dtype.itemsize
+            temporaries.append(twin_bytes(device, dtype, V, budget))
+        if _reads_all_ids(call) or _labels_itself(call):
+            teacher_bytes += select.row_bytes(V, 1)
+            temporaries.append(select.fixed_bytes(device, dtype, V, 1, budget))
+        return Costs(
+            row + VECTOR_BYTES,
+            fixed + max(temporaries),
+            linear_in_logps=False,
+            rereads=True,
+            teacher_bytes=teacher_bytes + VECTOR_BYTES,
+        )
+
+    def named_statistics(self) -> dict[str, Tensor]:
+        metrics = dict(zip(self.call.loss.metric_names, self._metrics().unbind(), strict=True))
+        return {"values": self.values, **metrics}
+
+    def fill(self, chunk: Chunk, head: Projection) -> None:
+        head.project(chunk)
+        if chunk.step.read:
+            self._compare(chunk)
+
+    def evaluate(self, span: Span) -> None:
+        if not self.rows.count:
+            self._report(torch.zeros((), dtype=self.call.stat_dtype, device=self.call.targets.device))
+
+    def _compare(self, chunk: Chunk) -> None:
+        """Compare a chunk of logits with the verifier's, and write the gradient over them."""
+        call, loss, step = self.call, self.call.loss, chunk.step
+        rows, inputs = slice(step.start, step.stop), call.inputs
+        first, last = self.rows.teacher.between(step.start, step.stop)
+        verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
+        own = self.rows.teacher.ranks[rows] - first
+        labels = None
+        if loss.hard_loss_weight:
+            labels = verifier.label[own] if inputs["labels"] is None else inputs["labels"][chunk.row_index]
+        covered = None if verifier.covered is None else verifier.covered[own]
+        weights = inputs["pair_weights"][chunk.row_index]
+        if loss.drop_outside and covered is not None:
+            weights = torch.where(covered, weights, 0.0)
+        factors = gradient = None
+        if step.write:
+            factor = self.factors.loss["tokens"] if self.upstream is None else self.upstream[rows]
+            factors, gradient = (
+                (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32)),
+                chunk.grad_buffer,
+            )
+        found = self._divergence(chunk, verifier, labels, factors, gradient, own)
+        self._gradient = gradient
+        pair_loss = found.soft
+        if loss.hard_loss_weight:
+            pair_loss = loss.hard_loss_weight * found.hard + (1 - loss.hard_loss_weight) * found.soft
+        if loss.drop_outside and covered is not None:
+            pair_loss = torch.where(covered, pair_loss, 0.0)
+        agreement = found.agreement if covered is None else found.agreement * covered
+        self._keep(rows, {"values": pair_loss, "acceptance": found.acceptance, "agreement": agreement})
+        values = pair_loss * weights
+        if self.values is not None:
+            self.values[rows] = values
+        if self.factors.loss is not None:
+            self._report(values.sum() * self.factors.loss["tokens"], complete=step.stop == self.rows.count)
+
+    def _divergence(
+        self,
+        chunk: Chunk,
+        verifier: Verifier,
+        labels: Tensor | None,
+        factors: Tensor | None,
+        gradient: Tensor | None,
+        own: Tensor,
+    ) -> divergence.DivergenceStats:
+        call, loss = self.call, self.call.loss
+        options = {
+            "gradient": gradient,
+            "divergence": loss.divergence,
+            "beta": loss.beta,
+            "hard_weight": loss.hard_loss_weight,
+            "head": loss.head,
+            "teacher_head": loss.teacher_head,
+            "bias": call.bias,
+            "teacher_bias": self._teacher[2],
+            "overlap": True,
+            "teacher_rows": own,
+            "lk_eta": loss.lk_eta,
+        }
+        return divergence.fused_divergence(
+            chunk.logits, verifier.logits, labels, factors, teacher_lse=verifier.lse, **options
+        )
+
+    @cached_property
+    def _teacher(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The verifier's head: (rows to multiply with, their bias, bias of the draft's ids alone)."""
+        inputs, ids = self.call.inputs, self.call.inputs["draft_ids"]
+        weight, bias = inputs["teacher_weight"], inputs["teacher_bias"]
+        if ids is None:
+            return weight, bias, bias
+        chosen = None if bias is None else bias[ids]
+        if self.call.loss.teacher_softmax == "draft":
+            return weight[ids], chosen, chosen
+        return weight, bias, chosen
+
+    def _verifier(self, index: Tensor, like: Tensor) -> Verifier:
+        """Project rows of the verifier."""
+        call = self.call
+        weight, bias, _ = self._teacher
+        self._teacher_buffer = _roomy(self._teacher_buffer, len(index), weight.shape[0], like)
+        logits = self._teacher_buffer[: len(index)]
+        project(call.inputs["teacher_hidden"][index].to(weight.dtype), weight, logits)
+        if not _reads_all_ids(call):
+            label = self._best(logits, bias) if _labels_itself(call) else None
+            return Verifier(logits, label=label)
+        ids, head = call.inputs["draft_ids"], call.loss.teacher_head
+        stats = allocate_stats((), len(index), torch.promote_types(like.dtype, torch.float32), like.device)
+        token_statistics(logits, torch.zeros_like(index), stats, head=head, bias=bias, ignore_index=-1)
+        label = call.inputs["draft_columns"][self._best(logits, bias)]
+        self._selected_buffer = _roomy(self._selected_buffer, len(index), len(ids), like)
+        selected = self._selected_buffer[: len(index)]
+        torch.index_select(logits, 1, ids, out=selected)
+        return Verifier(selected, (stats.lse, stats.lse_residual), label, label >= 0)
+
+    def _best(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """(R,) columns of the largest logits of the verifier."""
+        return select.select(logits, 1, head=self.call.loss.teacher_head, bias=bias)[:, 0]
+
+    def _keep(self, rows: slice, found: Mapping[str, Tensor]) -> None:
+        for name, x in found.items():
+            if name not in self.kept:
+                self.kept[name] = x.new_zeros(self.rows.count)
+            self.kept[name][rows] = x
+
+    def _report(self, total: Tensor, *, complete: bool = True) -> None:
+        """Report the loss of a chunk, and after the last one the metrics."""
+        names = self.call.loss.metric_names
+        metrics = self._metrics() if complete else total.new_zeros(len(names))
+        self.reports.append(Report(total, {(None, *names): metrics}))
+
+    def _metrics(self) -> Tensor:
+        """(metrics,) in the order of `metric_names`."""
+        N, dtype = self.call.targets.shape[0], self.call.stat_dtype
+        device = self.call.targets.device
+        counted = self.rows.scattered(torch.ones(self.rows.count, dtype=dtype, device=device), N)
+        zero = torch.zeros(self.rows.count, dtype=dtype, device=device)
+        kept = {name: self.rows.scattered(self.kept.get(name, zero).to(dtype), N) for name in KEPT}
+        return chain_metrics(self.call.loss, counted, **kept)
+
+
+KEPT = ("values", "acceptance", "agreement")
+
+
+def chain_metrics(
+    loss: LossSpec, counted: Tensor, *, values: Tensor, acceptance: Tensor, agreement: Tensor
+) -> Tensor:
+    """The metrics of all chains, (metrics,) in the order of `metric_names`.
+
+    Args:
+        loss: its `coefficients` tell the steps; those of 0 have no pairs.
+        counted: (steps * chains,) 1 where a pair counts, else 0, step by step.
+        values: losses of the pairs, like `counted`; 0 where none counts, as in the others.
+        acceptance: acceptance rates.
+        agreement: 1 where the best ids of draft and verifier agree.
+    """
+    steps = sum(bool(coefficient) for coefficient in loss.coefficients)
+    counted, values, a, h = (x.view(steps, -1) for x in (counted, values, acceptance, agreement))
+
+    def mean(x: Tensor, over: Tensor) -> Tensor:
+        total = over.sum()
+        return x.sum() / torch.where(total == 0, 1.0, total)
+
+    metrics, lengths = [], []
+    # Whether a chain has agreed in every step so far, and the probability that it was accepted.
+    agreed, accepted = torch.ones_like(counted[0]), torch.ones_like(counted[0])
+    remaining = iter(zip(counted, values, a, h, strict=True))
+    length, expected = torch.zeros_like(agreed), torch.zeros_like(agreed)
+    for coefficient in loss.coefficients:
+        if not coefficient:
+            agreed, accepted = torch.zeros_like(agreed), torch.zeros_like(accepted)
+            continue
+        count, value, rate, agrees = next(remaining)
+        metrics += [mean(value, count), mean(rate, count), mean(agrees, count)]
+        metrics.append(mean(agrees * agreed, count * agreed))
+        agreed, accepted = agreed * agrees, accepted * rate
+        length, expected = length + agreed, expected + accepted
+    some = (counted.sum(0) > 0).to(length.dtype)
+    lengths = [1 + mean(length, some), 1 + mean(expected, some)]
+    return torch.stack([*metrics, *lengths])
+
+
+def _verifier_width(call: HeadCall) -> int:
+    """Columns of the verifier's logits that are multiplied."""
+    drawn = call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "draft"
+    return call.width if drawn else call.vocabulary.widest(call.inputs["teacher_weight"].shape[0])
+
+
+def _reads_all_ids(call: HeadCall) -> bool:
+    """Whether the verifier's softmax is over more ids than the draft has."""
+    return call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "full"
+
+
+def _labels_itself(call: HeadCall) -> bool:
+    """Whether the labels are the verifier's best ids."""
+    return call.loss.hard_loss_weight > 0 and call.inputs["labels"] is None
+
+
+def _roomy(buffer: Tensor | None, rows: int, columns: int, like: Tensor) -> Tensor:
+    """`buffer`, or a new one if it has fewer rows."""
+    if buffer is not None and buffer.shape[0] >= rows:
+        return buffer
+    del buffer
+    return like.new_empty(rows, columns)

@@ -1,0 +1,481 @@
+"""Losses of speculative-decoding drafts: the distributions of several steps against a verifier's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal, NamedTuple, Never
+
+import torch
+from torch import Tensor
+
+from logitless.engine.batch import Batch
+from logitless.engine.head_view import is_head
+from logitless.engine.objectives.speculator import SpeculatorObjective, chain_metrics
+from logitless.engine.operands import WRONG_MASK, checked_boundaries, sequence_numbers
+from logitless.engine.spec import Fault
+from logitless.engine.terms import Term
+from logitless.errors import check_choice, message
+from logitless.kernels.head import divergence as kernels
+from logitless.losses.base import LogitsLoss, LossOutput
+from logitless.losses.declarations import cached_loss
+from logitless.losses.heads import resolve_heads
+from logitless.losses.inputs import HeadWeight
+from logitless.losses.teachers import check_teacher
+
+SpeculatorDivergence = Literal[
+    "forward_kl", "reverse_kl", "jsd", "total_variation", "neg_log_acceptance", "lk_hybrid"
+]
+NAMES = ("forward_kl", "reverse_kl", "jsd", "total_variation", "neg_log_acceptance", "lk_hybrid")
+SOFTMAXES = ("full", "draft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorLoss(LogitsLoss):
+    """A draft's distributions q of S steps against a verifier's p, each step one token further ahead.
+
+        sum_k coefficient_k * mean over its pairs of (hard_loss_weight * CE + (1 - hard_loss_weight) * soft)
+
+        forward_kl          KL(p'||q), p' the verifier's softmax over the draft's ids
+        reverse_kl          KL(q||p')
+        jsd                 beta KL(p'||m) + (1 - beta) KL(q||m), m = beta p' + (1 - beta) q
+        total_variation     1 - alpha, alpha = sum min(p, q): the acceptance rate of speculative sampling
+        neg_log_acceptance  -log max(alpha, 1e-5)
+        lk_hybrid           lam KL(p'||q) + (1 - lam) (1 - alpha), lam = exp(-lk_eta alpha), a constant
+
+    A pair is row i of step k and the verifier's row i + offset + k, which predicts token i + offset + k + 1.
+
+    Args:
+        divergence: one of these.
+        beta: mixture of "jsd", in [0, 1].
+        lk_eta: how fast "lk_hybrid" leaves the KL as alpha grows, at least 0.
+        hard_loss_weight: weight of the cross-entropy, in [0, 1], at temperature 1. The labels are `targets`
+            or, without them, the verifier's best ids. A label that is no id of the draft costs nothing.
+        coefficients: one per step; default `decay ** k`. A step of 0 is not projected, and ends the chains.
+        decay: of the default coefficients, above 0; EAGLE-3's is 0.8.
+        offset: 1 if the draft's row i has seen hidden state i and token i + 1 (EAGLE, MTP modules); 0 if row
+            i predicts the token after position i (blocks, or data that are shifted already).
+        teacher_softmax: the ids over which p of alpha and the verifier's best id are taken. "full": all ids
+            of the verifier. "draft": the draft's ids alone; then only their rows of the verifier's head are
+            multiplied.
+        drop_outside: pairs whose verifier prefers an id that the draft lacks cost and train nothing, as in
+            EAGLE-3. They stay in the count and in the metrics. Needs teacher_softmax="full".
+        teacher_softcap: `softcap` of the verifier's head.
+        teacher_logit_scale: `logit_scale` of the verifier's head.
+
+    Inputs:
+        hidden: a sequence of S tensors (B, T, H), one per step; or (N, H) with `cu_seqlens` (sequences + 1,).
+        weight: (D, H), or the draft's head itself.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels in the verifier's ids, as with
+            `shift=True` in other losses; or None.
+        teacher_hidden: (B, T, H'), hidden states of the verifier. The verifier's tensors get no gradient.
+        teacher_weight: (V, H'), the verifier's head.
+        teacher_bias: (V,), the bias of that head.
+        draft_ids: (D,), the verifier's id of each row of `weight`; required if the heads differ in size.
+        bias: (D,).
+        mask: (B, T), like targets; where it is off, the token is not predicted.
+        starts: (B, A) int64, for blocks, whose hidden states are (B, A, H): the positions of the rows of step
+            0, -1 for none, each position at most once. Row a of step k has position starts[a] + k.
+        num_items: replaces the number of pairs of every step.
+
+    A pair counts if the token that the verifier's row predicts is in the document of row i of step 0, and
+    that token's mask is on (and its label is not `ignore_index`). Nothing is predicted across documents. The
+    pairs of row i are a chain.
+
+    reduction="none" gives (S, B, T) losses, times the coefficients, 0 where no pair counts.
+
+    Metrics: step_{k}/loss, step_{k}/acceptance (alpha), step_{k}/agreement (of the best ids) and
+    step_{k}/conditional_agreement (where all earlier steps agreed); accepted_length, the mean number of
+    tokens per verifier pass of greedy decoding, and expected_length, that of sampling; both count the
+    verifier's own token. The metrics are of teacher-forced drafts: on text that the verifier did not
+    generate itself, decoding accepts another number.
+
+    References: Li et al. (EAGLE-3), 2025, https://arxiv.org/abs/2503.01840; Leviathan et al., 2023,
+    https://arxiv.org/abs/2211.17192; Samarin et al. (LK losses), 2026, https://arxiv.org/abs/2602.23881.
+
+    Examples:
+        >>> draft, weight = [torch.randn(2, 6, 8) for _ in range(2)], torch.randn(32, 8)
+        >>> verifier = {"teacher_hidden": torch.randn(2, 6, 4), "teacher_weight": torch.randn(32, 4)}
+        >>> out = SpeculatorLoss(decay=0.5)(draft, weight, None, **verifier)
+        >>> steps = [out.metrics[f"step_{k}/loss"] for k in (0, 1)]
+        >>> torch.allclose(out.loss, steps[0] + 0.5 * steps[1], atol=1e-4)
+        True
+    """
+
+    divergence: SpeculatorDivergence = "forward_kl"
+    beta: float = 0.5
+    lk_eta: float = 3.0
+    hard_loss_weight: float = 0.0
+    coefficients: Sequence[float] | None = None
+    decay: float = 0.8
+    offset: int = 1
+    teacher_softmax: Literal["full", "draft"] = "full"
+    drop_outside: bool = False
+
+    objective: ClassVar[type] = SpeculatorObjective
+    teacher: ClassVar = True
+    teacher_rows: ClassVar = "teacher_rows"
+    prediction_inputs: ClassVar = ("labels", "teacher_rows", "pair_weights")
+    shared_inputs: ClassVar = ("draft_ids", "draft_columns", "counted", "problems")
+    internal_inputs: ClassVar = (
+        *("labels", "teacher_rows", "pair_weights"),
+        *("draft_columns", "counted", "problems"),
+    )
+    remedies: ClassVar = {
+        "shift": "targets are unshifted labels already",
+        "d2t": "pass draft_ids=d2t + torch.arange(D)",
+        "t2d": "pass draft_ids=t2d.nonzero()[:, 0]",
+    }
+
+    def __post_init__(self) -> None:
+        if isinstance(self.coefficients, list):
+            object.__setattr__(self, "coefficients", tuple(self.coefficients))
+        super().__post_init__()
+        check_choice("divergence", self.divergence, NAMES)
+        check_choice("teacher_softmax", self.teacher_softmax, SOFTMAXES)
+        for name in ("beta", "hard_loss_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
+        for name in ("lk_eta", "offset"):
+            if getattr(self, name) < 0:
+                raise ValueError(message(name, "at least 0", getattr(self, name), "leave it out"))
+        if self.decay <= 0:
+            raise ValueError(message("decay", "a number above 0", self.decay, "use coefficients for others"))
+        if self.coefficients is not None and not any(self.coefficients):
+            raise ValueError(
+                message("coefficients", "one that is not 0", self.coefficients, "a loss needs a step")
+            )
+        if self.drop_outside and self.teacher_softmax != "full":
+            raise ValueError(
+                message(
+                    "drop_outside",
+                    "False with teacher_softmax='draft'",
+                    True,
+                    "take teacher_softmax='full', which knows the ids that the draft lacks",
+                )
+            )
+        if not self.compact:
+            raise ValueError(
+                message(
+                    "compact",
+                    "True for SpeculatorLoss",
+                    False,
+                    "the host reads which rows of the verifier a chunk needs",
+                )
+            )
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        steps = [k for k, coefficient in enumerate(self.coefficients or ()) if coefficient]
+        kinds = ("loss", "acceptance", "agreement", "conditional_agreement")
+        return (*(f"step_{k}/{kind}" for k in steps for kind in kinds), "accepted_length", "expected_length")
+
+    def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        everything, ids = batch.teacher_logits, batch.draft_ids
+        taught = everything if ids is None else everything[:, ids]
+        if self.teacher_softmax == "draft":
+            everything = taught
+        log_q, log_p = logits.log_softmax(-1), taught.log_softmax(-1)
+        q, p_of_alpha = log_q.exp(), (taught - everything.logsumexp(-1, keepdim=True)).exp()
+        shared, excess = torch.minimum(q, p_of_alpha).sum(-1), (q - p_of_alpha).clamp(min=0).sum(-1)
+        kl = kernels.kl(log_p, log_q)
+        if self.divergence == "reverse_kl":
+            kl = kernels.kl(log_q, log_p)
+        elif self.divergence == "jsd":
+            kl = kernels.jsd(log_q, log_p, self.beta)
+        acceptance, soft, _, _ = kernels.of_acceptance(shared, excess, kl, self.divergence, self.lk_eta)
+        if self.divergence == "lk_hybrid":
+            lam = (-self.lk_eta * acceptance.detach()).exp()
+            soft = lam * kl + (1 - lam) * torch.where(excess < 0.5, excess, 1 - shared)
+        best = everything.argmax(-1)
+        if ids is not None and self.teacher_softmax == "full":
+            best = batch.draft_columns[best]
+        labels = best if batch.labels is None else batch.labels
+        log_q_at_one = (logits * self.temperature).log_softmax(-1)
+        hard = -log_q_at_one.gather(-1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(labels < 0, 0.0)
+        weight = self.hard_loss_weight
+        values = weight * hard + (1 - weight) * soft if weight else soft
+        if self.drop_outside:
+            values = values.masked_fill(best < 0, 0.0)
+        agreement = (logits.argmax(-1) == best).to(values.dtype)
+        metrics = self._metrics(batch, values.detach(), acceptance.detach(), agreement)
+        return {"speculator": Term(values * batch.pair_weights)}, metrics
+
+    def _metrics(
+        self, batch: Batch, values: Tensor, acceptance: Tensor, agreement: Tensor
+    ) -> dict[str, Term]:
+        """The metrics of all chains, from the values of the pairs that count."""
+        counted = batch.counted.reshape(-1)
+        found = {"values": values, "acceptance": acceptance, "agreement": agreement}
+        found = {name: x.new_zeros(counted.shape).masked_scatter(counted, x) for name, x in found.items()}
+        metrics = chain_metrics(self, counted.to(values.dtype), **found)
+        return {name: Term(x, None) for name, x in zip(self.metric_names, metrics.unbind(), strict=True)}
+
+    def __call__(
+        self,
+        hiddens: Sequence[Tensor],
+        weight: HeadWeight,
+        targets: Tensor | None = None,
+        *,
+        teacher_hidden: Tensor | None = None,
+        teacher_weight: HeadWeight | None = None,
+        teacher_bias: Tensor | None = None,
+        draft_ids: Tensor | None = None,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        starts: Tensor | None = None,
+        num_items: float | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        accumulate_into: Tensor | None = None,
+        accumulate_now: bool = False,
+        grad_scale: float = 1.0,
+        **unknown: Never,
+    ) -> LossOutput:
+        tensors = {"targets": targets, "mask": mask, "cu_seqlens": cu_seqlens, "draft_ids": draft_ids}
+        tensors |= {"teacher_hidden": teacher_hidden, "teacher_bias": teacher_bias, "bias": bias}
+        self.check_call(unknown, **tensors, starts=starts)
+        check_hiddens(hiddens)
+        loss = self._of_steps(len(hiddens))
+        chosen = [k for k, coefficient in enumerate(loss.coefficients) if coefficient]
+        heads = {"hidden": torch.stack([hiddens[k] for k in chosen]), "weight": weight, "bias": bias}
+        heads |= {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+        heads |= {"teacher_bias": teacher_bias}
+        if is_head(weight, teacher_weight):
+            loss, heads = resolve_heads(loss, heads)
+        hidden, weight, teacher_hidden = heads["hidden"], heads["weight"], heads["teacher_hidden"]
+        rows = hidden.shape[1:-1]
+        check_verifier(teacher_hidden, heads["teacher_weight"], heads["teacher_bias"], rows, starts)
+        V = heads["teacher_weight"].shape[0]
+        check_draft_ids(draft_ids, weight.shape[0], V)
+        tokens = Tokens.of(loss, teacher_hidden, targets, mask, cu_seqlens)
+        pairs = tokens.pairs(loss, chosen, starts, V)
+        ids = DraftIds.of(draft_ids, V, hidden.device)
+        inputs = {
+            "teacher_hidden": teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
+            "teacher_weight": heads["teacher_weight"],
+            "teacher_bias": heads["teacher_bias"],
+            "draft_ids": ids.ids,
+            "draft_columns": ids.columns,
+            "labels": None if targets is None else ids.column_of(pairs.labels).reshape(-1),
+            "teacher_rows": pairs.teacher_rows.reshape(-1),
+            "pair_weights": loss._pair_weights(pairs.counted, num_items, hidden.dtype),
+            "counted": pairs.counted,
+            "problems": torch.cat((pairs.problems, ids.problems)),
+        }
+        any_id = 0 if loss.ignore_index != 0 else 1
+        arguments = {
+            "bias": heads["bias"],
+            "num_items": num_items,
+            "accumulate_into": accumulate_into,
+            "accumulate_now": accumulate_now,
+            "grad_scale": grad_scale,
+        }
+        counted = torch.where(pairs.counted, any_id, loss.ignore_index).reshape(-1)
+        out = loss.solve(hidden.reshape(-1, hidden.shape[-1]), weight, counted, arguments, inputs)
+        if loss.reduction != "none":
+            return out
+        values = dict(zip(chosen, out.loss.view(len(chosen), *rows).unbind(), strict=True))
+        nothing = out.loss.new_zeros(rows)
+        return out._replace(loss=torch.stack([values.get(k, nothing) for k in range(len(hiddens))]))
+
+    def _of_steps(self, steps: int) -> "SpeculatorLoss":
+        """The loss with its coefficients, one per step."""
+        if self.coefficients is not None:
+            if len(self.coefficients) != steps:
+                raise ValueError(
+                    message(
+                        "coefficients",
+                        f"{steps} numbers, one per step",
+                        len(self.coefficients),
+                        "or leave it None",
+                    )
+                )
+            return self
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        options["coefficients"] = tuple([self.decay**k for k in range(steps)])
+        return cached_loss(type(self), **options)
+
+    def _pair_weights(self, counted: Tensor, num_items: object, dtype: torch.dtype) -> Tensor:
+        """(steps * rows,) weights of the pairs in the loss.
+
+        The engine divides the sum over all pairs by their number, or by `num_items`. In a mean over each
+        step's own pairs these weights make up for that.
+        """
+        weights = [coefficient for coefficient in self.coefficients if coefficient]
+        stat = torch.promote_types(dtype, torch.float32)
+        ones = torch.ones(counted.shape[0], dtype=stat, device=counted.device)
+        if self.reduction == "mean" and num_items is None:
+            counts = counted.sum(1)
+            ones = counts.sum() / counts.clamp(min=1).to(stat)
+        each = torch.stack([weight * one for weight, one in zip(weights, ones.unbind(), strict=True)])
+        return each[:, None].expand(counted.shape).reshape(-1)
+
+    def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
+        V = inputs["teacher_weight"].shape[0]
+        texts = (
+            ("targets", f"ids in [0, {V}) or ignore_index", "others in {count} pairs", "fix the labels"),
+            ("mask", "0 and 1", "{count} others", "pass which tokens count, such as mask != 0"),
+            ("cu_seqlens", "non-decreasing boundaries from 0 to the number of tokens", "others", COVER),
+            ("starts", "positions in their sequence, or -1", "{count} outside", "pad with -1"),
+            ("starts", "each position at most once", "{count} repeated", "pad with -1"),
+            ("draft_ids", f"ids in [0, {V})", "{count} outside", "give the verifier's ids: " + IDS),
+            ("draft_ids", "different ids", "{count} repeated", "give one id per row of weight: " + IDS),
+        )
+        problems = inputs["problems"].unbind()
+        return [Fault(count, *text) for count, text in zip(problems, texts, strict=True)]
+
+
+COVER = "let them cover every token of teacher_hidden once"
+IDS = "d2t + torch.arange(len(d2t)), or t2d.nonzero()[:, 0]"
+
+
+def check_hiddens(hiddens: Sequence[Tensor]) -> None:
+    if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
+        expected, got = "a list or tuple of tensors", type(hiddens).__name__
+        raise TypeError(message("hiddens", expected, got, "pass [hidden] for a single step"))
+    if not hiddens:
+        raise ValueError(message("hiddens", "at least one step", 0, "pass the draft's hidden states"))
+    shapes = {tuple(x.shape) for x in hiddens}
+    if len(shapes) > 1 or hiddens[0].dim() < 2:
+        expected, got = "tensors of one shape (B, T, H)", ", ".join(map(str, sorted(shapes)))
+        raise ValueError(message("hiddens", expected, got, "give every step all of its rows"))
+
+
+def check_verifier(
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: torch.Size,
+    starts: Tensor | None,
+) -> None:
+    """Check the verifier; `rows` is the shape of a step's hidden states without H."""
+    if hidden is None:
+        expected = "the verifier's hidden states (B, T, H')"
+        raise TypeError(message("teacher_hidden", expected, None, "pass them with teacher_weight"))
+    if starts is None:
+        if hidden.shape[:-1] != rows:
+            expected, got = f"shape {tuple(rows)} + (H',)", tuple(hidden.shape)
+            remedy = "give one row per position of hiddens, or say with starts where the rows stand"
+            raise ValueError(message("teacher_hidden", expected, got, remedy))
+    else:
+        if starts.shape != rows or starts.is_floating_point() or starts.dtype == torch.bool:
+            expected, got = f"integers of shape {tuple(rows)}", f"{starts.dtype} {tuple(starts.shape)}"
+            raise ValueError(message("starts", expected, got, "give one position per row of hiddens"))
+        if hidden.dim() != len(rows) + 1 or hidden.shape[:-2] != rows[:-1]:
+            expected = f"shape {(*rows[:-1], 'T', 'H_')}".replace("'", "").replace("H_", "H'")
+            remedy = "give whole sequences"
+            raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+    check_teacher(hidden, weight, bias, hidden.shape[:-1])
+
+
+def check_draft_ids(ids: Tensor | None, D: int, V: int) -> None:
+    if ids is None:
+        if D != V:
+            expected = f"the verifier's id of each of the {D} rows of weight, as the verifier has {V}"
+            raise ValueError(message("draft_ids", expected, None, f"pass {IDS}"))
+        return
+    if ids.shape != (D,) or ids.is_floating_point() or ids.dtype == torch.bool:
+        expected, got = f"integers of shape ({D},)", f"{ids.dtype} {tuple(ids.shape)}"
+        raise ValueError(message("draft_ids", expected, got, f"pass {IDS}"))
+
+
+class DraftIds(NamedTuple):
+    """The draft's vocabulary."""
+
+    ids: Tensor | None  # (D,) the verifier's ids; None: the same ids
+    columns: Tensor | None  # (V,) the draft's column of each id, -1 for ids that the draft lacks
+    problems: Tensor  # (2,) number of ids outside the vocabulary, and of repeated ones
+
+    @classmethod
+    def of(cls, ids: Tensor | None, V: int, device: torch.device) -> "DraftIds":
+        if ids is None:
+            return cls(None, None, torch.zeros(2, dtype=torch.int64, device=device))
+        ids = ids.to(device=device, dtype=torch.int64)
+        outside = (ids < 0) | (ids >= V)
+        # Wrong ids are replaced, so that no index is out of bounds before they are reported.
+        ids = torch.where(outside, 0, ids)
+        columns = torch.full((V,), -1, dtype=torch.int64, device=device)
+        columns = columns.scatter(0, ids, torch.arange(len(ids), device=device))
+        repeated = len(ids) - (columns >= 0).sum()
+        return cls(ids, columns, torch.stack((outside.sum(), torch.where(outside.any(), 0, repeated))))
+
+    def column_of(self, labels: Tensor) -> Tensor:
+        """The draft's columns of ids; -1 for an id that the draft lacks, or that is none."""
+        if self.columns is None:
+            return labels
+        V = self.columns.shape[0]
+        known = (labels >= 0) & (labels < V)
+        return torch.where(known, self.columns[torch.where(known, labels, 0)], -1)
+
+
+class Pairs(NamedTuple):
+    """The pairs of a call, (steps, rows) each."""
+
+    counted: Tensor  # bool
+    teacher_rows: Tensor  # row of the verifier, flat
+    labels: Tensor  # id of the predicted token
+    problems: Tensor  # (5,) counts of wrong targets, mask, boundaries and starts
+
+
+class Tokens(NamedTuple):
+    """The verifier's tokens, flat."""
+
+    labels: Tensor  # (N,) ids, `ignore_index` where the mask is off
+    length: int  # of a sequence; of all tokens if they are packed
+    boundaries: Tensor | None  # (sequences + 1,) of packed sequences
+
+    @classmethod
+    def of(
+        cls,
+        loss: LogitsLoss,
+        hidden: Tensor,
+        targets: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> "Tokens":
+        shape = hidden.shape[:-1]
+        for name, x in (("targets", targets), ("mask", mask)):
+            if x is not None and x.shape != shape:
+                expected, got = f"shape {tuple(shape)}", tuple(x.shape)
+                raise ValueError(message(name, expected, got, "give one entry per token of teacher_hidden"))
+        any_id = 0 if loss.ignore_index != 0 else 1
+        if targets is None:
+            labels = torch.full(shape, any_id, dtype=torch.int64, device=hidden.device)
+        else:
+            labels = targets.long()
+        if mask is not None:
+            labels = loss.masked(labels, mask)
+        if cu_seqlens is not None:
+            if len(shape) != 1:
+                expected, remedy = "shape (N, H') with cu_seqlens", "flatten the tokens or leave it out"
+                raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+            cu_seqlens = checked_boundaries(cu_seqlens, hidden)
+        return cls(labels.reshape(-1), shape[-1], cu_seqlens)
+
+    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None, V: int) -> Pairs:
+        """The pairs of the steps; `starts` are the positions of step 0, default every position."""
+        N, device = self.labels.shape[0], self.labels.device
+        problems = self.labels.new_zeros(2)
+        if starts is None:
+            positions, known = torch.arange(N, device=device), torch.ones(N, dtype=torch.bool, device=device)
+        else:
+            at = starts.reshape(-1, starts.shape[-1]).long()
+            known = (at >= 0) & (at < self.length)
+            ordered = at.sort(1).values
+            repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+            problems = torch.stack(((~known & (at != -1)).sum(), repeated.sum()))
+            first = torch.arange(at.shape[0], device=device)[:, None] * self.length
+            positions, known = torch.where(known, at + first, 0).view(-1), known.view(-1)
+        if self.boundaries is None:
+            ends, wrong = (positions // max(1, self.length) + 1) * self.length, problems.new_zeros(())
+        else:
+            bounds = self.boundaries
+            wrong = (bounds.diff() < 0).sum() + (bounds[0] != 0) + (bounds[-1] != N)
+            ends = bounds[1:][sequence_numbers(bounds, positions)].clamp(max=N)
+        predicted = torch.stack([positions + (loss.offset + k + 1) for k in steps])
+        inside = known & (predicted < ends)
+        predicted = torch.where(inside, predicted, 0)
+        labels = torch.where(inside, self.labels[predicted], loss.ignore_index)
+        counted = inside & (labels != loss.ignore_index)
+        masked = (self.labels == WRONG_MASK).sum()
+        outside = (((labels < 0) | (labels >= V)) & counted & (labels != WRONG_MASK)).sum()
+        problems = torch.cat((torch.stack((outside, masked, wrong)), problems))
+        return Pairs(counted, torch.where(inside, predicted - 1, 0), labels, problems)
