@@ -85,7 +85,9 @@ class Batch:
         vocabulary: WholeVocabulary | None = None,
         sequences: WholeSequences | None = None,
     ):
-        self.targets, self.V, self.segments = targets, V, segments
+        self.targets = targets
+        self.V = V
+        self.segments = segments
         # Not as default arguments: Dynamo does not trace defaults that are instances of our classes.
         self.vocabulary, self._sequences = vocabulary or WHOLE_VOCABULARY, sequences or WHOLE_SEQUENCES
         self.ignored = None if ignore_index is None else targets == ignore_index
@@ -172,7 +174,9 @@ class Batch:
 
     def _positions_in_slices(self) -> Tensor:
         """`positions`, counted over the slices of all ranks: sort the positions of every rank's tokens."""
-        name, ids, given = "position_ids", self.own_segments.ids, getattr(self, "position_ids", None)
+        name = "position_ids"
+        ids = self.own_segments.ids
+        given = getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
         if given is None:
             raise ValueError(message(name, expected, None, "declare it in prediction_inputs and pass it"))

@@ -98,7 +98,9 @@ class HeadCall:
     def __post_init__(self) -> None:
         if self.needs is None:
             return
-        loss, shards, stat = self.loss, self.shards, stat_dtype_of(self.dtype)
+        loss = self.loss
+        shards = self.shards
+        stat = stat_dtype_of(self.dtype)
         if loss.tp_group is None:
             V = width = self.weight.shape[0]
             vocabulary = WHOLE_VOCABULARY

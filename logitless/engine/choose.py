@@ -42,7 +42,9 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     if call.loss.unmasked and shard is None:
         N = call.targets.shape[0]
         return call, Rows(N, N, 0, None, None, None)
-    loss, targets, V = call.loss, call.targets, call.V if shard is None else shard.V
+    loss = call.loss
+    targets = call.targets
+    V = call.V if shard is None else shard.V
     found = [] if loss.faults is None else list(loss.faults(targets, call.inputs, V))
     kinds = None
     if call.sets is not None:
@@ -153,7 +155,9 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
         raise ValueError(
             message("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
         )
-    least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
+    least = ids.min().item()
+    greatest = ids.max().item()
+    first = ids[0].item()
     row = outside.nonzero()[0, 0].item()
     seen = f": the least is {least}, the greatest {greatest}; "
     seen += f"the first, {first}, is that of hidden's row {row}"

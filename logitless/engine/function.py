@@ -230,7 +230,9 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     saved, run = ctx.saved_tensors, ctx.run
-    tensors, dlogp_dhidden, statistics = saved[: ctx.count], saved[ctx.count], saved[ctx.count + 1 :]
+    tensors = saved[: ctx.count]
+    dlogp_dhidden = saved[ctx.count]
+    statistics = saved[ctx.count + 1 :]
     if compiling:
         key = operators.graph_key(run.signature)
         arguments = (list(tensors), dlogp_dhidden, list(statistics), list(upstream), run.sequences, key)

@@ -197,7 +197,9 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
 @solve_op.register_fake
 def _(tensors, sequences, key):
     signature, calls = signature_of(key), _calls(tensors, sequences, key)
-    loss, stat, N = signature.loss, calls[0].stat_dtype, calls[0].targets.shape
+    loss = signature.loss
+    stat = calls[0].stat_dtype
+    N = calls[0].targets.shape
     metrics = (len(calls), 1 + len(loss.metric_names))
     kinds = [torch.int64 if name == "predictions" else stat for name in passes.solved_names(loss)]
     shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), ((), stat)
@@ -218,7 +220,9 @@ def statistics_op(tensors: Sequence[Tensor | None], sequences: int, key: str) ->
 @statistics_op.register_fake
 def _(tensors, sequences, key):
     (call,) = _calls(tensors, sequences, key)
-    loss, hidden, kept = call.loss, call.hidden, passes.keeps_dlogp_dhidden(call)
+    loss = call.loss
+    hidden = call.hidden
+    kept = passes.keeps_dlogp_dhidden(call)
     shapes = loss.objective.statistic_shapes(loss, call.targets.shape[0], call.inputs).values()
     kind = d_hidden_dtype(call.dtype) if kept else hidden.dtype
     dlogp_dhidden = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)

@@ -80,7 +80,9 @@ def solve(calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None
 def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tensor | None) -> Solved:
     wide = static or main is not None
     gradients = Gradients([call for call, _ in chosen], static=static, main=main)
-    deferred, losses, metrics = gradients.deferred, [], []
+    deferred = gradients.deferred
+    losses = []
+    metrics = []
     for call, rows in chosen:
         plan = plan_for(call, rows, Pass.SOLVE, len(chosen), wide=wide)
         factors, deferred = unit_factors(call, rows, deferred)
@@ -112,7 +114,9 @@ def solved_names(loss: LossSpec) -> tuple[str, ...]:
 
 def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
     """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
-    names, statistics, N = solved_names(call.loss), objective.named_statistics(), call.targets.shape[0]
+    names = solved_names(call.loss)
+    statistics = objective.named_statistics()
+    N = call.targets.shape[0]
     if "d_logps" in names:
         known = call.trainable and "logps" in call.loss.differentiates
         zero = torch.zeros_like(statistics["logps"])
@@ -245,7 +249,9 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         heads: how many heads the public call has.
         wide: whether d_weight is summed in a wider dtype even if there is a single chunk.
     """
-    loss, device, needs = call.loss, call.weight.device, call.needs
+    loss = call.loss
+    device = call.weight.device
+    needs = call.needs
     budget = loss.logits_budget or default_budget(device)
     costs = loss.objective.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes

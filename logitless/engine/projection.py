@@ -28,7 +28,9 @@ class Projection:
     accumulate = staticmethod(accumulate)
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
-        self.call, self.rows, self.needs = call, rows, call.needs
+        self.call = call
+        self.rows = rows
+        self.needs = call.needs
         # (V, H) in the dtype of the products
         self.weight = call.weight.to(call.dtype) if call.frozen is None else _joined(call)
         self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
@@ -48,7 +50,9 @@ class Projection:
         if fused_epilogue:
             rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
             return (place := fused_projection.new_place(self.weight, rows)), place
-        rows, V, dtype = plan.token_chunk, self.weight.shape[0], self.call.logits_dtype
+        rows = plan.token_chunk
+        V = self.weight.shape[0]
+        dtype = self.call.logits_dtype
         logits = self.weight.new_empty((rows, V), dtype=dtype)
         return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 
@@ -125,11 +129,9 @@ class LayerPasses:
 
     def __init__(self, layers: Layers, *, gradients: bool):
         self._gradients = gradients
-        self._module, self._autocast, self.trained = (
-            layers.module.blocks(layers.head),
-            layers.autocast,
-            layers.trained,
-        )
+        self._module = layers.module.blocks(layers.head)
+        self._autocast = layers.autocast
+        self.trained = layers.trained
         self._leaves = {
             name: x.detach().requires_grad_(name in self.trained) for name, x in layers.tensors.items()
         }

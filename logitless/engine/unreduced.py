@@ -39,13 +39,20 @@ def unreduced_loss(
     stacked = torch.stack(found) if found else values.new_zeros(0)
     per_token = values.shape == given.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
-    names = statistics if loss.return_logps else ("predictions",) if loss.return_predictions else ()
+    names = ()
+    if loss.return_logps:
+        names = statistics
+    elif loss.return_predictions:
+        names = ("predictions",)
     return values, stacked, {name: statistics[name].detach() for name in names}, outcome.plan
 
 
 def _whole_batch(given: HeadCall) -> Batch:
     """A batch of all tokens, in call order."""
-    loss, targets, count, segments = given.loss, given.targets, given.sequence_count, None
+    loss = given.loss
+    targets = given.targets
+    count = given.sequence_count
+    segments = None
     if looks_at_sequences(loss):
         N = targets.shape[0]
         if given.cu_seqlens is None:

@@ -140,7 +140,9 @@ def _attempt(change: Callable, name: str, module: nn.Module, report: Report, und
     try:
         what, undo, unknown = change(module)
     except Unknown as reason:
-        what, undo, unknown = (), None, str(reason)
+        what = ()
+        undo = None
+        unknown = str(reason)
     if undo is not None:
         report.fused[name] = what
         undos.append(undo)

@@ -353,6 +353,7 @@ def backward(
     d_weight = d_bias = None
     if vectors:
         summed = column_sum(shares, vectors[0])
-        d_weight = None if wanted.weight is None else summed[:columns] if wanted.bias else summed
+        if wanted.weight is not None:
+            d_weight = summed[:columns] if wanted.bias else summed
         d_bias = summed[-columns:].to(wanted.bias) if wanted.bias else None
     return d_sum if d_x is None else d_x, d_sum if wanted.residual else None, d_weight, d_bias

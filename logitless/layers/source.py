@@ -75,7 +75,9 @@ def fingerprint(function: FunctionType, owner: type | None = None) -> str:
     Raises:
         Unknown: the source of one of them is not at hand.
     """
-    texts, waiting, seen = [], [function], set()
+    texts = []
+    waiting = [function]
+    seen = set()
     while waiting:
         each = waiting.pop(0)
         if each in seen:

@@ -132,7 +132,9 @@ def _resolved(annotation: object, owner: type) -> object:
 
 def _numeric_field(annotation: object) -> NumericField | None:
     union = get_origin(annotation) in (Union, UnionType)
-    numbers, several, others = set(), False, []
+    numbers = set()
+    several = False
+    others = []
     for option in get_args(annotation) if union else (annotation,):
         if option in (int, float):
             numbers.add(option)

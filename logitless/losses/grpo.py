@@ -138,7 +138,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
                     "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
                 )
             )
-        delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
+        delta = self.delta
+        quantile = self.top_entropy_quantile
+        length = self.max_completion_length
         if delta is not None and delta <= 0:
             raise ValueError(message("delta", "a positive number or None", delta, "use None for none"))
         if delta is not None and SURROGATES[self.loss_type] is not clipped:
@@ -198,7 +200,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         return ("entropy", "importance_ratio", *kl, *FLAGS[SURROGATES[self.loss_type]])
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, advantages, detached = stats.logps, batch.advantages, stats.logps.detach()
+        logps = stats.logps
+        advantages = batch.advantages
+        detached = stats.logps.detach()
         log_ratio = logps - (detached if batch.old_logps is None else batch.old_logps)
         if self.by_sequence:
             ratio = batch.spread(bounded_exp(batch.sum_by_sequence(log_ratio) / batch.lengths.clamp(min=1)))

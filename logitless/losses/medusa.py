@@ -65,12 +65,10 @@ class MedusaHeads(BlockHeads):
             )
         if num_layers < 0:
             raise ValueError(message("num_layers", "0 or more", num_layers, "the paper's is 1"))
-        self.hidden_size, self.vocab_size, self.num_layers, self.shared = (
-            hidden_size,
-            vocab_size,
-            num_layers,
-            shared,
-        )
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.num_layers = num_layers
+        self.shared = shared
         options = {"device": device, "dtype": dtype}
         self.medusa_head = nn.ModuleList()
         for _ in range(num_heads):

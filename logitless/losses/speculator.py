@@ -240,7 +240,9 @@ class SpeculatorLoss(LogitsLoss):
         heads |= {"teacher_bias": teacher_bias}
         if is_head(weight, teacher_weight):
             loss, heads = resolve_heads(loss, heads)
-        hidden, weight, teacher_hidden = heads["hidden"], heads["weight"], heads["teacher_hidden"]
+        hidden = heads["hidden"]
+        weight = heads["weight"]
+        teacher_hidden = heads["teacher_hidden"]
         rows = hidden.shape[1:-1]
         check_verifier(teacher_hidden, heads["teacher_weight"], heads["teacher_bias"], rows, starts)
         V = heads["teacher_weight"].shape[0]

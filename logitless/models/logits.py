@@ -85,7 +85,9 @@ def deferred(
         raise ValueError(
             message("model", "a head that was checked before it is compiled", "an unchecked one", remedy)
         )
-    deferral.asked, deferral.seen, deferral.summed = True, False, summed
+    deferral.asked = True
+    deferral.seen = False
+    deferral.summed = summed
     deferral.logits_budget = logits_budget
     try:
         yield deferral

@@ -338,7 +338,10 @@ class _Planner:
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
             self.walks.append((call, plan, Pass.GRADIENTS))
-        loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
+        loss = call.loss
+        N = call.targets.shape[0]
+        dtype = call.stat_dtype
+        device = call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
             return CallResult(zeros.sum(), zeros, {}, self.plan)

@@ -76,7 +76,9 @@ class Oracle:
 
     def _statistics(self, call: HeadCall, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
         """(the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
-        loss, batch, z = call.loss, _whole_batch(call, rows), logits(call, rows)
+        loss = call.loss
+        batch = _whole_batch(call, rows)
+        z = logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
         if issubclass(loss.objective, IdsObjective):
             given = call.inputs.get("teacher_hidden") is not None
@@ -109,7 +111,9 @@ def logits_bytes(heads: Sequence[HeadCall]) -> int:
 
 def rows_in_order(call: HeadCall) -> Rows:
     """The rows of a call in its own order: the supervised ones, or all with `compact=False`."""
-    loss, N, S = call.loss, call.targets.shape[0], call.sequence_count
+    loss = call.loss
+    N = call.targets.shape[0]
+    S = call.sequence_count
     supervised = call.targets != loss.ignore_index
     index = (supervised if loss.compact else torch.ones_like(supervised)).nonzero()[:, 0]
     count, tokens = index.shape[0], int(supervised.sum())
@@ -137,7 +141,9 @@ def _settled(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]
 
 def logits(call: HeadCall, rows: Rows) -> Tensor:
     """(rows, V) logits after the head transform, from a product in the dtype of the call."""
-    x, weight, layers = call.hidden[rows.index].to(call.dtype), call.weight.to(call.dtype), call.layers
+    x = call.hidden[rows.index].to(call.dtype)
+    weight = call.weight.to(call.dtype)
+    layers = call.layers
     if call.frozen is not None:
         weight = torch.cat((call.frozen.to(call.dtype), weight), dim=1)
     if layers is not None:

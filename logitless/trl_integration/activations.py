@@ -85,7 +85,9 @@ def fit(trainer: Any, activation_budget: int | str) -> Callable[[], None]:
 
 def _explain_errors(trainer: Any, fitted: Fitted) -> Callable[[], None]:
     """Add a note to the error of a training step that runs out of memory outside of the layers too."""
-    had, stock, on = "training_step" in trainer.__dict__, trainer.training_step, True
+    had = "training_step" in trainer.__dict__
+    stock = trainer.training_step
+    on = True
 
     @functools.wraps(stock)
     def training_step(*args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,9 @@ class ChunkedLoss:
     """The chunked loss of one trainer, while it is switched on."""
 
     def __init__(self, trainer: Any, adapter: Adapter, budget: int | None):
-        self.trainer, self.adapter, self.budget = trainer, adapter, budget
+        self.trainer = trainer
+        self.adapter = adapter
+        self.budget = budget
         self.plan: Plan | None = None  # of the last loss that was trained on
         # Whether a loss was computed with and without gradients; bools, as a compiled graph sets them.
         self.trained = self.evaluated = False

@@ -46,7 +46,9 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the student's
     entropies and of the teachers', and for each teacher how many tokens it scored and its share of the
     divergence and of the entropy."""
-    hidden, head, index = given.hidden_valid, given_head(given), given.teacher_id_idx
+    hidden = given.hidden_valid
+    head = given_head(given)
+    index = given.teacher_id_idx
     several = index is not None
     loss = DistillationLoss(
         beta=given.beta,

@@ -105,7 +105,9 @@ class GatheredObjective(IdsObjective):
         if not call.loss.has_kernel(logits.device, logits.dtype):
             super().evaluate(span)
             return
-        rows, factors, gradient = slice(span.start, span.stop), self.factors.loss["tokens"], None
+        rows = slice(span.start, span.stop)
+        factors = self.factors.loss["tokens"]
+        gradient = None
         if not isinstance(factors, Tensor):
             factors = torch.full((), factors, dtype=logits.dtype, device=logits.device)
         factors = factors.expand(span.stop - span.start)

@@ -103,7 +103,9 @@ class IdsObjective:
 
     @classmethod
     def costs(cls, call: HeadCall, budget: int, purpose: Pass) -> Costs:
-        loss, device, dtype = call.loss, call.weight.device, call.logits_dtype
+        loss = call.loss
+        device = call.weight.device
+        dtype = call.logits_dtype
         row = loss.slots(call.inputs) * SLOT_BYTES
         fixed = kernels.twin_bytes(device, dtype, call.width, budget)
         if loss.k is not None:
@@ -171,7 +173,9 @@ class IdsObjective:
         reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
         stats, upstream = self._at(rows), Upstream(None)
         if self.keeps_dlogp_dhidden:
-            ids, entries, factor = stats["ids"], 0.0, torch.ones_like(stats["lse"])
+            ids = stats["ids"]
+            entries = 0.0
+            factor = torch.ones_like(stats["lse"])
         else:
             upstream = self._upstream(rows)
             ids, entries, factor = slots.sparse_grad(stats, upstream, **reader.kept)

@@ -122,7 +122,9 @@ class ReplayObjective(TokenObjective):
             self._fill_picked(chunk, head)
 
     def _fill_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
-        call, slots, known = self.call, head.local[GATHERED], self.replay.logits
+        call = self.call
+        slots = head.local[GATHERED]
+        known = self.replay.logits
         if GATHERED not in known:
             products = sets.slot_products(chunk.features, head.weight, slots, call.stat_dtype)
             known[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)

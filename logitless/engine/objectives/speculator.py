@@ -50,7 +50,9 @@ class SpeculatorObjective(LogitsObjective):
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         row, fixed = logits_bytes(call)
-        dtype, device, D = call.logits_dtype, call.weight.device, call.width
+        dtype = call.logits_dtype
+        device = call.weight.device
+        D = call.width
         teacher = call.inputs["teacher_weight"]
         V = _verifier_width(call)
         teacher_bytes = V * dtype.itemsize
@@ -85,7 +87,9 @@ class SpeculatorObjective(LogitsObjective):
 
     def _compare(self, chunk: Chunk) -> None:
         """Compare a chunk of logits with the verifier's, and write the gradient over them."""
-        call, loss, step = self.call, self.call.loss, chunk.step
+        call = self.call
+        loss = self.call.loss
+        step = chunk.step
         rows, inputs = slice(step.start, step.stop), call.inputs
         first, last = self.rows.teacher.between(step.start, step.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
@@ -247,7 +251,7 @@ def chain_metrics(
 def _verifier_width(call: HeadCall) -> int:
     """Columns of the verifier's logits that are multiplied."""
     drawn = call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "draft"
-    return call.width if drawn else call.vocabulary.widest(call.inputs["teacher_weight"].shape[0])
+    return call.width if drawn else call.vocabulary.max_shard_rows(call.inputs["teacher_weight"].shape[0])
 
 
 def _reads_all_ids(call: HeadCall) -> bool:

@@ -56,7 +56,9 @@ class TokenObjective:
 
     @classmethod
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        loss, device, dtype = call.loss, call.weight.device, call.stat_dtype
+        loss = call.loss
+        device = call.weight.device
+        dtype = call.stat_dtype
         stats = kernels.allocate_stats((*loss.differentiates, *loss.observes), rows.count, dtype, device)
         keeps_dlogp_dhidden = plan.strategy == "cached_grad"
         of_logps = keeps_dlogp_dhidden or tuple(loss.differentiates) == ("logps",)
@@ -130,7 +132,9 @@ class TokenObjective:
             return Costs(
                 fused.row_bytes(call.weight.device, call.width, stored=stored), 0, linear, rereads=False
             )
-        device, dtype, width = call.weight.device, call.logits_dtype, call.width
+        device = call.weight.device
+        dtype = call.logits_dtype
+        width = call.width
         fixed = kernels.twin_bytes(device, dtype, width, budget)
         fixed += piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])
         row = width * dtype.itemsize
@@ -263,7 +267,9 @@ class TokenObjective:
         (`target_apart`), and the target's terms of d logp and of d lse are added here. Otherwise
         d lse / d hidden = W[target] - d logp / d hidden would lose digits by cancellation where it is small.
         """
-        call, stats, grads = self.call, self.stats[rows], self.grads[rows]
+        call = self.call
+        stats = self.stats[rows]
+        grads = self.grads[rows]
         g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
         g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
         own = g_lse

@@ -68,7 +68,9 @@ def distinct_slots(
     add_targets: bool,  # whether a missing target becomes a slot
 ) -> Distinct:
     """Sort the ids of all rows by row and id, and mark the first of equal ids. No host sync."""
-    N, S, device = targets.shape[0], ids.shape[0], targets.device
+    N = targets.shape[0]
+    S = ids.shape[0]
+    device = targets.device
     place = torch.arange(S, device=device)
     row = (torch.searchsorted(starts, place, right=True) - 1).clamp(0, max(0, N - 1))
     ids = ids.long()
