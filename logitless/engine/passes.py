@@ -89,7 +89,7 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tenso
         objective = objective_of(call).for_loss(call, rows, plan, factors)
         head = projection_of(plan)(call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.sums > 1)
-        run(plan, rows.walk, head, objective, gradients)
+        run(plan, rows.chunked, head, objective, gradients)
         if plan.strategy == "cached_grad":
             scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
@@ -137,7 +137,7 @@ def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
     plan = plan_for(call, rows, Pass.STATISTICS)
     objective = objective_of(call).for_stats(call, rows, plan)
     head = projection_of(plan)(call, rows, gradients=kept)
-    run(plan, rows.walk, head, objective, Gradients([call], static=False))
+    run(plan, rows.chunked, head, objective, Gradients([call], static=False))
     statistics = {
         name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
     }
@@ -194,7 +194,7 @@ def token_gradients(
     objective = objective_of(call).for_backward(call, rows, known, given)
     head = projection_of(plan)(call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.sums > 1)
-    run(plan, rows.walk, head, objective, gradients)
+    run(plan, rows.chunked, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
 

@@ -163,10 +163,10 @@ class Plan:
         if self.columns or not self.rows:
             return 0.0
         projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
-        walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
+        projections = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
         if self.replay is not None:
-            return (walked + self.later * self.rows) / max(1, self.replay.rows)
-        return walked / self.rows + self.later
+            return (projections + self.later * self.rows) / max(1, self.replay.rows)
+        return projections / self.rows + self.later
 
     def __str__(self) -> str:
         return self.describe()
@@ -282,15 +282,15 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     evaluation, then the gradients, for which the projected rows are projected again.
     """
     plain, picked, gathered, certain, *_ = replay
-    projected, walked = plain + picked, plain + picked + gathered
-    rows = walked + certain
+    projected, chunked = plain + picked, plain + picked + gathered
+    rows = chunked + certain
     C = chunk_rows(max(plain, picked), row_bytes, budget)
 
     def steps_of(**passes: bool) -> list[Step]:
         found = _chunks(0, plain, C, **passes)
         found += [x._replace(kind=Kind.PICKED) for x in _chunks(plain, projected, C, **passes)]
         if gathered:
-            found.append(Step(projected, walked, kind=Kind.GATHERED, **passes))
+            found.append(Step(projected, chunked, kind=Kind.GATHERED, **passes))
         return found
 
     everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
@@ -306,7 +306,7 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
         strategy, steps = "fused", steps_of(read=True, write=True)
         steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
         if certain or not steps:
-            steps.append(Step(walked, walked, evaluate=Span(walked, rows)))
+            steps.append(Step(chunked, chunked, evaluate=Span(chunked, rows)))
     elif projected:
         steps = _evaluating(steps_of(read=True), everything) + steps_of(write=True)
     else:

@@ -54,9 +54,9 @@ class Rows(NamedTuple):
     teacher: TeacherRows | None = None  # where the loss names `teacher_rows`
 
     @property
-    def walk(self) -> "Rows":
+    def chunked(self) -> "Rows":
         """The rows that the chunk loop takes, in its order."""
-        return self if self.replay is None else self.replay.walk
+        return self if self.replay is None else self.replay.chunked
 
     def at(self, start: int, stop: int) -> slice | Tensor:
         """Positions of rows start:stop in the flat call."""

@@ -40,7 +40,7 @@ class Estimate:
 
     Attributes:
         plan: what `LossOutput.plan` will be.
-        walks: the plans of all passes over the tokens: of each head, and of the backward pass that computes
+        plans: the plans of all passes over the tokens: of each head, and of the backward pass that computes
             gradients from those of per-token statistics.
         products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
             logits are projected once; of all heads together. The reference of an unreduced loss has a pass
@@ -60,7 +60,7 @@ class Estimate:
     """
 
     plan: Plan
-    walks: tuple[Plan, ...]
+    plans: tuple[Plan, ...]
     products: float
     other_products: float
     chunk_bytes: int
@@ -315,7 +315,7 @@ class _Planner:
     """Replaces the engine's passes: makes the plans, and returns zeros."""
 
     card: Card | None = None  # a GPU that is not here
-    walks: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
+    planned: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
     # Rows of a teacher with rows of its own per projected row; None for another teacher, or none.
     teacher_share: float | None = None
     plan: Plan | None = None  # of the last call
@@ -333,11 +333,11 @@ class _Planner:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
-            self.walks.append((call, self.plan, purpose))
+            self.planned.append((call, self.plan, purpose))
         if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
-            self.walks.append((call, plan, Pass.GRADIENTS))
+            self.planned.append((call, plan, Pass.GRADIENTS))
         loss = call.loss
         N = call.targets.shape[0]
         dtype = call.stat_dtype
@@ -355,14 +355,14 @@ class _Planner:
         return nullcontext() if self.card is None else planned_for(self.card.generation)
 
     def estimate(self, logits_bytes: int, input_bytes: int) -> Estimate:
-        plans = tuple(plan for _, plan, _ in self.walks)
-        products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.walks]
+        plans = tuple(plan for _, plan, _ in self.planned)
+        products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.planned]
         with self._on_card():
-            chunks, sums, peaks = map(max, zip(*(self._memory(*walk) for walk in self.walks)))
+            chunks, sums, peaks = map(max, zip(*(self._memory(*each) for each in self.planned)))
         own, others = map(sum, zip(*products))
         return Estimate(
             plan=self.plan,
-            walks=plans,
+            plans=plans,
             products=own,
             other_products=others,
             chunk_bytes=chunks,
@@ -379,7 +379,7 @@ class _Planner:
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
-        solved = [x for x, _, why in self.walks if why is Pass.SOLVE]
+        solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
         several = len(solved) > 1
         dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
         sums = []
@@ -406,7 +406,7 @@ def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[
     read = sum(step.stop - step.start for step in projected if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
     tokens = plan.rows if plan.replay is None else plan.replay.rows
-    # The later walk has a plan of its own.
+    # The later pass has a plan of its own.
     own = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
     share = has_other if teacher_share is None else teacher_share
     return own, read / max(1, tokens) * share

@@ -111,8 +111,8 @@ class ChunkedLoss:
         self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of a trainer outside of TRL
         self.undo: Callable[[], None] = lambda: None
-        # By the trainer's attribute its model, and what is under that: Accelerate walks all modules to unwrap
-        # one.
+        # By the trainer's attribute its model, and the model inside of that: Accelerate visits all modules to
+        # unwrap one.
         self.bases: dict[str, tuple[Any, nn.Module]] = {}
         self.heads: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {}
 

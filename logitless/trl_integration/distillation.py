@@ -54,7 +54,7 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
         beta=given.beta,
         temperature=given.temperature,
         topk_mode="tail" if given.add_tail_bucket else "renormalize",
-        # Each token's own value, which several teachers are logged by, costs a second walk.
+        # Each token's own value, which several teachers are logged by, costs a second projection.
         reduction="none" if several else "sum",
         logits_dtype=torch.float32,
         logits_budget=chunked.budget,
@@ -62,7 +62,7 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     candidates = given.valid_candidate_mask
     teacher = given.teacher_target_logps.masked_fill(~candidates, -torch.inf)
     if several and hasattr(head.weight, "ds_id"):
-        # ZeRO-3 has emptied it again when the backward pass walks it.
+        # ZeRO-3 has emptied it again when the backward pass reads it.
         head = head._replace(weight=head.weight.clone())
     served = (teacher, given.target_ids)
     out = chunked.solved(loss, hidden.to(head.dtype), head, teacher_logprobs_topk=served)

@@ -259,9 +259,9 @@ def slot_combinations() -> Iterator[Combination]:
     for flags in itertools.product(both, repeat=5):
         yield combination("sparse_grad_kernel", {}, few | dict(zip(names, flags, strict=True)))
     for grad in TYPES:
-        yield combination("put_kernel", {"grad": grad}, few | {"SAME": False})
+        yield combination("scatter_kernel", {"grad": grad}, few | {"SAME": False})
     # In fp16, which holds no unnormalized exponentials, a frozen head's chunk is written in a second pass.
-    yield combination("put_kernel", {"grad": "fp16"}, few | {"SAME": True})
+    yield combination("scatter_kernel", {"grad": "fp16"}, few | {"SAME": True})
     # As many as the kernels hold.
     most = {"K": MOST_SLOTS}
     everything = dict.fromkeys(names, True)
@@ -269,7 +269,7 @@ def slot_combinations() -> Iterator[Combination]:
     flags = {"HAS_BIAS": True, "HAS_SOFTCAP": True, "EXTRA": True}
     yield combination("slot_statistics_kernel", {}, most | flags)
     yield combination("sparse_grad_kernel", {}, most | everything)
-    yield combination("put_kernel", {"grad": "bf16"}, most | {"SAME": False})
+    yield combination("scatter_kernel", {"grad": "bf16"}, most | {"SAME": False})
 
 
 def combine_combinations() -> Iterator[Combination]:

@@ -182,7 +182,7 @@ def launches(monkeypatch):
         (slots_triton, "pop_logits_kernel"),
         (slots_triton, "slot_statistics_kernel"),
         (slots_triton, "sparse_grad_kernel"),
-        (slots_triton, "put_kernel"),
+        (slots_triton, "scatter_kernel"),
         (targets_triton, "mark_kernel"),
         (targets_triton, "count_kernel"),
         (targets_triton, "one_per_position_kernel"),

@@ -31,7 +31,7 @@ class ReplayProjection(Projection):
     """A projection whose gathered rows have a number per slot as gradient (S,), in the place of (C, V)."""
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
-        super().__init__(call, rows.walk, gradients=gradients)
+        super().__init__(call, rows.chunked, gradients=gradients)
         self.replay: Replay = rows.replay
         self.local = {which: _local(call, slots) for which, slots in self.replay.slots.items()}
         self.gathers = False  # whether the current chunk is that of the gathered rows
@@ -82,7 +82,7 @@ def _local(call: HeadCall, slots: Slots) -> Slots:
 class ReplayObjective(TokenObjective):
     """The objective of a loss of per-token statistics, some of whose rows have a set of kept ids.
 
-    Its statistics and their gradients are in walk order (see `replay.Replay`), except inside `evaluate`.
+    Its statistics and their gradients are in chunk order (see `replay.Replay`), except inside `evaluate`.
     """
 
     @classmethod
@@ -100,7 +100,7 @@ class ReplayObjective(TokenObjective):
         cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         known, given = (
-            {name: rows.replay.in_walk_order(x) for name, x in found.items()}
+            {name: rows.replay.in_chunk_order(x) for name, x in found.items()}
             for found in (statistics, upstream)
         )
         return super().for_backward(call, rows, known, given)
@@ -217,7 +217,7 @@ class ReplayObjective(TokenObjective):
             self.ref_logps = replay.in_row_order(ref_logps)
         super().evaluate(span)
         self.stats, self.ref_logps = stats, ref_logps
-        self.grads = TokenBuffers(**{name: replay.in_walk_order(x) for name, x in self.grads.items()})
+        self.grads = TokenBuffers(**{name: replay.in_chunk_order(x) for name, x in self.grads.items()})
 
     def write(self, chunk: Chunk, head: ReplayProjection) -> None:
         kind, loss = chunk.step.kind, self.call.loss

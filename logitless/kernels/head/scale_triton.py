@@ -11,7 +11,7 @@ from logitless.kernels.operands import multiprocessors
 
 BLOCK, WARPS = 2048, 4
 # Programs for each multiprocessor where all numbers share a factor: as many as run at once, each of which
-# walks many blocks. Where a factor of 1 leaves nothing to do, only they are launched: one program per block
+# scales many blocks. Where a factor of 1 leaves nothing to do, only they are launched: one program per block
 # took 0.2 ms for a d_weight of 151,936 x 4,096.
 PROGRAMS = 16
 
