@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from logitless.errors import expect
+from logitless.errors import message
 
 SUPPORTED = {"transformers": ">=5.17,<6", "trl": ">=1.15,<1.17"}
 # For trainers that newest_minor checks.
@@ -20,14 +20,16 @@ def require_supported() -> None:
     """
     for package, wanted in SUPPORTED.items():
         found = installed(package)
-        expect(_fits(found, wanted), package, wanted, found, f"pip install '{package}{wanted}'", ImportError)
+        if not _fits(found, wanted):
+            raise ImportError(message(package, wanted, found, f"pip install '{package}{wanted}'"))
 
 
 def newest_minor(trainer: Any) -> None:
     """Raises `ImportError` for a trainer that was tested with the newer of the two minors of TRL alone."""
     found = installed("trl")
-    expected, remedy = f"trl {NEWEST}", f"pip install 'trl{NEWEST}'"
-    expect(_fits(found, NEWEST), type(trainer).__name__, expected, f"trl {found}", remedy, ImportError)
+    if not _fits(found, NEWEST):
+        expected, got, remedy = f"trl {NEWEST}", f"trl {found}", f"pip install 'trl{NEWEST}'"
+        raise ImportError(message(type(trainer).__name__, expected, got, remedy))
 
 
 def _fits(found: str, wanted: str) -> bool:
