@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from logitless.errors import expect, warn
+from logitless.errors import message, warn
 from logitless.exchange import exchange, state_of
 from logitless.layers.fused_forwards import KEY as FUSED
 from logitless.models.activation_plan import ActivationPlan, Batch, Counts, choose, in_gib, to_bytes
@@ -119,7 +119,8 @@ class Pass:
         self.fitted, self.graph = fitted, Graph(fitted._held, fitted._explain)
         self.batch: Batch | None = None
         self.held_before = fitted.held_bytes
-        self.counting = self.has_changed = False
+        self.counting = False
+        self.has_changed = False
         self.shared: dict[int, Storage] = {}  # of the keyword arguments of all layers
         self.shared_values: list[Any] = []
         self.shared_kept: list[Kept] = []
@@ -136,7 +137,8 @@ class Pass:
 
     def run_kept(self, index: int, function: functools.partial, args: tuple) -> Any:
         """Runs a kept layer whose bytes are known, or counts them, to see whether they have changed."""
-        fitted, nbytes = self.fitted, self.costs[index]["keep"]
+        fitted = self.fitted
+        nbytes = self.costs[index]["keep"]
         self.keep_shared(function)
         if index != self.checked:
             return run_kept(self.graph, nbytes, self.shared_kept, function, *args)
@@ -334,17 +336,21 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
         fitted()
     """
     budget = to_bytes(activation_budget)
-    expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, "pass a model", TypeError)
+    if not isinstance(model, nn.Module):
+        raise TypeError(message("model", "a module", type(model).__name__, "pass a model"))
     base = base_of(model)
     encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     remedy = "use gradient checkpointing"
-    expect(not encoder, "model", "a decoder", "an encoder-decoder", remedy)
+    if encoder:
+        raise ValueError(message("model", "a decoder", "an encoder-decoder", remedy))
     classifies = type(base).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    expect(not classifies, "model", "a language model", type(base).__name__, remedy)
+    if classifies:
+        raise ValueError(message("model", "a language model", type(base).__name__, remedy))
     backbone = decoder_of(base)
     layers = decoder_layers(backbone)
-    expected = "decoder layers that can be checkpointed (GradientCheckpointingLayer of transformers)"
-    expect(bool(layers), "model", expected, f"{type(base).__name__} with none", "leave it as it is")
+    if not layers:
+        expected = "decoder layers that can be checkpointed (GradientCheckpointingLayer of transformers)"
+        raise ValueError(message("model", expected, f"{type(base).__name__} with none", "leave it as it is"))
     fitted = Fitted(backbone, layers, budget)
     fitted._undo = exchange(backbone, KEY, _forward, fitted, copied=False)
     return fitted
@@ -389,11 +395,16 @@ def _widths(backbone: nn.Module) -> frozenset[int]:
 def _forward(backbone: nn.Module, fitted: Fitted, stock: Callable, *args: Any, **kwargs: Any) -> Any:
     if not (backbone.training and torch.is_grad_enabled()):
         return stock(*args, **kwargs)
-    compiling = torch.compiler.is_compiling()
-    expect(not compiling, "model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            message("model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
+        )
     given = kwargs.get("past_key_values")
-    remedy = "train without a cache, and without prefix tuning"
-    expect(given is None, "past_key_values", "None under an activation budget", type(given).__name__, remedy)
+    if given is not None:
+        remedy = "train without a cache, and without prefix tuning"
+        raise ValueError(
+            message("past_key_values", "None under an activation budget", type(given).__name__, remedy)
+        )
     if kwargs.get("use_cache") is None and "use_cache" in _arguments(type(backbone)):
         kwargs["use_cache"] = False  # a layer that is run again would add to it twice
     current = Pass(fitted)

@@ -102,7 +102,9 @@ class Kept:
     __slots__ = ("graph", "keys", "tensor", "version")
 
     def __init__(self, graph: Graph, x: Tensor) -> None:
-        self.tensor, self.version, self.graph = x.detach(), x._version, graph
+        self.tensor = x.detach()
+        self.version = x._version
+        self.graph = graph
         self.keys = [graph.held.add(storage) for storage in storages(x)]
 
     def get(self) -> Tensor:
@@ -124,8 +126,11 @@ class KeptLayer:
     __slots__ = ("bytes", "graph", "shared", "tensor", "version")
 
     def __init__(self, graph: Graph, x: Tensor, nbytes: int, shared: Sequence[Kept]) -> None:
-        self.tensor, self.version = x.detach(), None if is_parameter(x) else x._version
-        self.bytes, self.shared, self.graph = nbytes, shared, graph
+        self.tensor = x.detach()
+        self.version = None if is_parameter(x) else x._version
+        self.bytes = nbytes
+        self.shared = shared
+        self.graph = graph
         graph.held.change(nbytes)
 
     def get(self) -> Tensor:
@@ -218,7 +223,9 @@ class FromRecipe:
     __slots__ = ("dtype", "index", "place", "recipe")
 
     def __init__(self, recipe: Recipe, index: int, x: Tensor) -> None:
-        self.recipe, self.index, self.dtype = recipe, index, x.dtype
+        self.recipe = recipe
+        self.index = index
+        self.dtype = x.dtype
         self.place = x.size(), x.stride(), x.storage_offset()
 
     def get(self) -> Tensor:
@@ -343,7 +350,10 @@ class FromLayer:
     __slots__ = ("dtype", "index", "layer", "shape")
 
     def __init__(self, layer: LayerAgain, index: int, x: Tensor) -> None:
-        self.layer, self.index, self.shape, self.dtype = layer, index, x.shape, x.dtype
+        self.layer = layer
+        self.index = index
+        self.shape = x.shape
+        self.dtype = x.dtype
 
     def get(self) -> Tensor:
         found = self.layer.get(self.index)
@@ -381,7 +391,10 @@ class LayerRun:
     """The forward pass of one layer at one level, under hooks."""
 
     def __init__(self, graph: Graph, level: str, autocast: Autocast, sizes: "Sizes | None") -> None:
-        self.graph, self.level, self.autocast, self.sizes = graph, level, autocast, sizes
+        self.graph = graph
+        self.level = level
+        self.autocast = autocast
+        self.sizes = sizes
         self.recipes = Recipes() if level == "cheap" or sizes is not None else None
 
     def __call__(self, function: functools.partial, *args: Any, device: torch.device) -> Any:

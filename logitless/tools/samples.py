@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.spec import Role
-from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss
+from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss, SpeculatorLoss
 from logitless.losses.linear import LinearLoss
 from logitless.losses.policy import PolicyLoss
 from logitless.losses.reference_model import ComparedLoss
@@ -48,8 +48,10 @@ class Samples:
         hidden: object = self.hidden()
         weight: object = self.head()
         inputs: dict[str, object] = {}
-        if isinstance(loss, MultiTokenLoss):
+        if isinstance(loss, MultiTokenLoss | SpeculatorLoss):
             hidden = [hidden, self.hidden()]
+            if isinstance(loss, SpeculatorLoss):
+                inputs = self._inputs_of_ours(loss)
         elif isinstance(loss, MedusaLoss):
             inputs["base_weight"] = weight
             weight = MedusaHeads(self.hidden_size, self.vocab_size, 2, device=self.device, dtype=self.dtype)

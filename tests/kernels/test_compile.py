@@ -12,6 +12,7 @@ from logitless import (
     CrossEntropyLoss,
     DistillationLoss,
     SamplingMask,
+    SpeculatorLoss,
     Term,
     TokenLoss,
     linear_logprobs,
@@ -121,6 +122,8 @@ class Recorder:
                 assert value.dtype == kind, name
         for name in named.keys() & {"wrong_ptr", "rows_ptr", "found_ptr"}:
             named[name].zero_()  # these are looked at: no fault, and a row or an id that exists
+        if self.name == "select_kernel":
+            named["ids_ptr"].zero_()
         if self.name == "mark_kernel":
             marks = named["marks_ptr"].zero_()
             marks[0] = 1  # every token is supervised
@@ -176,10 +179,10 @@ def launches(monkeypatch):
         (sets_triton, "set_statistics_kernel"),
         (sets_triton, "set_gradient_kernel"),
         (sets_triton, "slot_rows_kernel"),
-        (slots_triton, "take_out_kernel"),
-        (slots_triton, "slot_numbers_kernel"),
-        (slots_triton, "entries_kernel"),
-        (slots_triton, "put_kernel"),
+        (slots_triton, "pop_logits_kernel"),
+        (slots_triton, "slot_statistics_kernel"),
+        (slots_triton, "sparse_grad_kernel"),
+        (slots_triton, "scatter_kernel"),
         (targets_triton, "mark_kernel"),
         (targets_triton, "count_kernel"),
         (targets_triton, "one_per_position_kernel"),
@@ -231,6 +234,15 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
                 losses.append(distillation(h, w, targets, bias=b if bias else None, **teacher).loss)
                 with torch.no_grad():
                     distillation(h, w, targets, bias=b if bias else None, **teacher)
+        kinds = (*kinds, ("neg_log_acceptance", 0.5), ("lk_hybrid", 0.5))
+        given = {"teacher_hidden": h.detach(), "bias": b if bias else None}
+        verifiers = (w.detach(), None), (torch.cat((w, w)).detach(), torch.arange(30, device="cpu"))
+        for (divergence, beta), temperature, (verifier, ids) in itertools.product(
+            kinds, (1.0, 2.0), verifiers
+        ):
+            draft = SpeculatorLoss(divergence=divergence, beta=beta, temperature=temperature, **head)
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                losses.append(draft([h], w, teacher_weight=verifier, draft_ids=ids, **given).loss)
         several = targets[:, None].expand(-1, 3)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
             given = {"bias": b if bias else None, **head}
@@ -251,7 +263,7 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
 
 # Kernels that no call here launches; a guess takes more calls.
 ELSEWHERE = (
-    *("scale_kernel", "scale_all_kernel", "shard_kernel", "shard_columns_kernel", "combine_kernel"),
+    *("scale_kernel", "scale_all_kernel", "shard_kernel", "shard_columns_kernel", "merge_kernel"),
     "clamp_kernel",
     "sums_kernel",
 )
