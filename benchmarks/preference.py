@@ -153,7 +153,7 @@ def truth(
     targets: Tensor,
     chunk: int = 1024,
 ) -> Truth:
-    """Loss and gradients from `token_numbers` and a second walk: with g = d loss / d log p, d_z = g
+    """Loss and gradients from `token_numbers` and a second projection: with g = d loss / d log p, d_z = g
     (onehot(y) - softmax(z))."""
     known = logps.double().requires_grad_()
     value = loss(known)

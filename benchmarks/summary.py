@@ -5,13 +5,14 @@ from tabulate import tabulate
 from benchmarks import pages
 from benchmarks.report import GIB, sizes
 
-# (benchmark, which of its shapes, what it measures)
+# (benchmark, which of its shapes, what it measures, the matrix products that it needs at least, those that
+# its yardstick has). The products are the logits and two gradients, and the logits of a reference or teacher.
 LOSSES = (
-    ("ce", 1, "cross-entropy"),
-    ("preference", 0, ""),
-    ("preference", 2, ""),
-    ("policy", 0, "GRPO"),
-    ("distillation", 0, "JSD"),
+    ("ce", 1, "cross-entropy", 3, 3),
+    ("preference", 0, "", 3, 1),
+    ("preference", 2, "", 4, 1),
+    ("policy", 0, "GRPO", 3, 1),
+    ("distillation", 0, "JSD", 4, 4),
 )
 COLUMNS = {
     "full logits": "eager",
@@ -40,7 +41,7 @@ IMPLEMENTATIONS = {
 def losses(documents: dict[str, dict]) -> str:
     """Time and peak memory of each kind of loss that was measured, in Markdown."""
     body, devices = [], set()
-    for name, place, what in LOSSES:
+    for name, place, what, _, _ in LOSSES:
         if name not in documents or place >= len(documents[name]["sections"]):
             continue
         section = documents[name]["sections"][place]
@@ -68,26 +69,31 @@ def cell(rows: list[dict], prefix: str) -> str:
 
 
 def implementations(documents: dict[str, dict]) -> str:
-    """Time as a multiple of the bare products, and peak memory, of every implementation, in Markdown."""
+    """Time as a multiple of the products that each loss needs, and peak memory, of every implementation, in
+    Markdown."""
     measured = [each for each in LOSSES if each[0] in documents]
     body = []
     for title, names in IMPLEMENTATIONS.items():
         cells = []
-        for benchmark, place, _ in measured:
+        for benchmark, place, _, needed, counted in measured:
             rows = documents[benchmark]["sections"][place]["rows"]
             row = next((row for row in rows if row["name"] in names), None)
+            if row and row["verdict"] == "ok":
+                row = row | {"ratio": row["ratio"] * counted / needed}
             cells.append(pages.cell(row))
         body.append([title, *cells])
     headers = [""]
-    for benchmark, place, what in measured:
+    for benchmark, place, what, needed, _ in measured:
         section = documents[benchmark]["sections"][place]
-        headers.append(", ".join(filter(None, (what, sizes(section["shape"])))))
-    devices = ", ".join(sorted({documents[benchmark]["device"] for benchmark, _, _ in measured}))
+        shape = ", ".join(filter(None, (what, sizes(section["shape"]))))
+        headers.append(f"{shape}; {needed} products")
+    devices = ", ".join(sorted({documents[benchmark]["device"] for benchmark, *_ in measured}))
     return (
         f"{_table(body, headers)}\n\nOne {devices}, bf16, forward and backward with a trainable head. "
-        "Time as a multiple of the bare matrix products of the same run: three for cross-entropy, one for "
-        "ORPO, DPO and GRPO, four for the JSD. Peak memory beyond the inputs, gradients included. An empty "
-        "cell was not measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."
+        "Time as a multiple of the bare matrix products that the loss needs at least, measured in the same "
+        "run; the head of each column says how many these are (DPO's include the logits of the reference, "
+        "the JSD's those of the teacher). Peak memory beyond the inputs, gradients included. An empty cell "
+        "was not measured. Versions, more shapes and gradient errors: [benchmarks](benchmarks.md)."
     )
 
 

@@ -19,19 +19,6 @@ def message(argument: str, expected: str, got: object, remedy: str) -> str:
     return f"{argument}: expected {expected}, got {got}; {remedy}."
 
 
-def expect(
-    condition: bool,
-    argument: str,
-    expected: str,
-    got: object,
-    remedy: str,
-    error: type[Exception] = ValueError,
-) -> None:
-    """Raise `error` unless the condition holds."""
-    if not condition:
-        raise error(message(argument, expected, got, remedy))
-
-
 def check_choice(argument: str, value: object, choices: Iterable) -> None:
     """Raise ValueError unless the value is one of the choices, which the message lists."""
     if value not in choices:

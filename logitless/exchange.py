@@ -68,7 +68,10 @@ def exchange(
         # Undone below another exchange, or below a forward pass that was put on the instance: its class is
         # still there.
         entry = entries[key]
-        entry.forward, entry.state, entry.copied, entry.live = forward, state, copied, True
+        entry.forward = forward
+        entry.state = state
+        entry.copied = copied
+        entry.live = True
     else:
         # On the instance it would hide the class's.
         below = module.__dict__.pop("forward", None)

@@ -32,6 +32,7 @@ from benchmarks import (
     preference,
     report,
     steps,
+    summary,
     tensor_parallel,
     timing,
     topk,
@@ -618,7 +619,7 @@ def test_absent_peers_say_why():
 def test_pages_are_those_of_the_results(tmp_path):
     """Nobody wrote a number into a table by hand."""
     (tmp_path / "docs").mkdir()
-    names = ("benchmarks", "layers", "recipes", "several_ids", "why")
+    names = ("activations", "benchmarks", "layers", "recipes", "sampling", "several_ids", "why")
     pages_with_tables = ("README.md", *(f"docs/{name}.md" for name in names))
     for name in pages_with_tables:
         shutil.copy(ROOT / name, tmp_path / name)
@@ -627,6 +628,17 @@ def test_pages_are_those_of_the_results(tmp_path):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text(), "run `python -m benchmarks plot`"
     for drawn in ("ce.png", "layers.png"):
         assert (tmp_path / "docs" / drawn).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_comparison_counts_each_loss_in_the_products_that_it_needs():
+    """DPO with a reference: logits of both, d_hidden and d_weight; its own table counts one product."""
+    document = json.loads((report.RESULTS / "preference-h200.json").read_text())
+    section = document["sections"][2]
+    (row,) = [row for row in section["rows"] if row["name"] == "logitless"]
+    expected = row["ms"] / (4 * section["yardstick"]["ms"])
+    table = summary.implementations({"preference": document})
+    (cells,) = [line.split("|") for line in table.splitlines() if "logitless" in line]
+    assert cells[3].split("x")[0].strip() == f"{expected:.2f}"
 
 
 def test_newest_result_is_the_latest_complete_one(tmp_path):

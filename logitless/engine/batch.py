@@ -85,7 +85,9 @@ class Batch:
         vocabulary: WholeVocabulary | None = None,
         sequences: WholeSequences | None = None,
     ):
-        self.targets, self.V, self.segments = targets, V, segments
+        self.targets = targets
+        self.V = V
+        self.segments = segments
         # Not as default arguments: Dynamo does not trace defaults that are instances of our classes.
         self.vocabulary, self._sequences = vocabulary or WHOLE_VOCABULARY, sequences or WHOLE_SEQUENCES
         self.ignored = None if ignore_index is None else targets == ignore_index
@@ -128,9 +130,9 @@ class Batch:
         """Sum a 0-d value of this rank's tokens over the ranks of `cp_group`."""
         return self._sequences.sum(x)
 
-    def everyones(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         """Gather (n,) values of this rank's tokens from all ranks of `cp_group`, unordered, no gradient."""
-        return self._sequences.everyones(x)
+        return self._sequences.all_gather_tokens(x)
 
     def sum_by_sequence(self, x: Tensor) -> Tensor:
         """(n,) per token -> (sequences,) per sequence, deterministic and differentiable."""
@@ -172,13 +174,15 @@ class Batch:
 
     def _positions_in_slices(self) -> Tensor:
         """`positions`, counted over the slices of all ranks: sort the positions of every rank's tokens."""
-        name, ids, given = "position_ids", self.own_segments.ids, getattr(self, "position_ids", None)
+        name = "position_ids"
+        ids = self.own_segments.ids
+        given = getattr(self, "position_ids", None)
         expected = "each token's position in its whole sequence, with cp_group"
         if given is None:
             raise ValueError(message(name, expected, None, "declare it in prediction_inputs and pass it"))
         first = ids * LARGEST_POSITION
         own = torch.where(self.supervised, first + given.long(), torch.iinfo(torch.int64).max)
-        known = self._sequences.everyones(own).sort().values
+        known = self._sequences.all_gather_tokens(own).sort().values
         if ((known[1:] == known[:-1]) & (known[1:] < torch.iinfo(torch.int64).max)).any().item():
             raise ValueError(
                 message(
@@ -211,7 +215,7 @@ class Batch:
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
-        return self.vocabulary.find(ids, self.V)
+        return self.vocabulary.locate(ids, self.V)
 
     @property
     def unit_lengths(self) -> dict[str, int]:

@@ -97,7 +97,7 @@ def measured_row_bytes(call: HeadCall) -> int:
     loss, device = call.loss, call.weight.device
     teacher = call.inputs.get("teacher_weight")
     # The largest shard, so that all ranks plan the same chunks.
-    teacher_width = 0 if teacher is None else call.vocabulary.widest(teacher.shape[0])
+    teacher_width = 0 if teacher is None else call.vocabulary.max_shard_rows(teacher.shape[0])
     teacher_bytes = teacher_width * call.logits_dtype.itemsize
     if loss.has_kernel(device, call.logits_dtype, call.inputs):
         return teacher_bytes

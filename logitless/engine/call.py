@@ -92,13 +92,15 @@ class HeadCall:
     # projects a chunk and computes its statistics. It depends on loss, device, dtypes and head, not on the
     # number of rows or the grad mode, so that every pass over the same rows sees the same logits. With a
     # sharded head it is this rank's answer until `shards` has that of all ranks.
-    unrounded: bool = field(init=False)
+    fp32_logits: bool = field(init=False)
     logits_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         if self.needs is None:
             return
-        loss, shards, stat = self.loss, self.shards, stat_dtype_of(self.dtype)
+        loss = self.loss
+        shards = self.shards
+        stat = stat_dtype_of(self.dtype)
         if loss.tp_group is None:
             V = width = self.weight.shape[0]
             vocabulary = WHOLE_VOCABULARY
@@ -112,9 +114,9 @@ class HeadCall:
         if shards is None:
             projected = self.weight if self.frozen is None else self.frozen, self.inputs.get("ref_weight")
             served = fused_projection.serves(self.dtype, self.hidden.shape[1], *projected)
-            unrounded = served and loss.objective.takes_unrounded(loss, stat)
+            fp32_logits = served and loss.objective.takes_fp32_logits(loss, stat)
         else:
-            unrounded = shards.unrounded
+            fp32_logits = shards.fp32_logits
         self.__dict__.update(
             trainable=any(self.needs),
             stat_dtype=stat,
@@ -122,8 +124,8 @@ class HeadCall:
             vocabulary=vocabulary,
             V=V,
             width=width,
-            unrounded=unrounded,
-            logits_dtype=loss.logits_dtype or (stat if unrounded else self.dtype),
+            fp32_logits=fp32_logits,
+            logits_dtype=loss.logits_dtype or (stat if fp32_logits else self.dtype),
         )
 
     def with_shards(self, shards: Shards | None) -> "HeadCall":

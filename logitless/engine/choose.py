@@ -42,7 +42,9 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     if call.loss.unmasked and shard is None:
         N = call.targets.shape[0]
         return call, Rows(N, N, 0, None, None, None)
-    loss, targets, V = call.loss, call.targets, call.V if shard is None else shard.V
+    loss = call.loss
+    targets = call.targets
+    V = call.V if shard is None else shard.V
     found = [] if loss.faults is None else list(loss.faults(targets, call.inputs, V))
     kinds = None
     if call.sets is not None:
@@ -51,7 +53,8 @@ def resolve_rows(call: HeadCall, shard: Shard | None = None) -> tuple[HeadCall, 
     marking = [fault for fault in found if fault.count.dim()]
     others = torch.stack([fault.count for fault in marking]) if marking else None
     marks = marked(targets, V, loss.ignore_index, others)
-    expected, remedy = f"ids in [0, {V}) or ignore_index", "fix the labels or set ignore_index"
+    expected = f"ids in [0, {V}) or ignore_index"
+    remedy = "fix the labels or set ignore_index"
     if not loss.compact:
         expected += " (and a mask of 0 and 1, where it is one of integers)"
     seen = partial(_seen_outside, targets, marks, loss.ignore_index, remedy)
@@ -123,7 +126,7 @@ def _of_shards(call: HeadCall) -> tuple[HeadCall, Rows]:
     the last call, and runs again on all ranks if a rank assumed a wrong size (`VocabSizeChanged`).
     """
     group = call.loss.tp_group
-    code = Shards.code(call.weight, unrounded=call.unrounded)
+    code = Shards.code(call.weight, fp32_logits=call.fp32_logits)
     if not call.loss.compact:
         shards = Shards.gathered(code, group, call.targets.device)
         call, rows = resolve_rows(call, Shard(group, code, shards.V, sure=True))
@@ -152,7 +155,9 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
         raise ValueError(
             message("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
         )
-    least, greatest, first = ids.min().item(), ids.max().item(), ids[0].item()
+    least = ids.min().item()
+    greatest = ids.max().item()
+    first = ids[0].item()
     row = outside.nonzero()[0, 0].item()
     seen = f": the least is {least}, the greatest {greatest}; "
     seen += f"the first, {first}, is that of hidden's row {row}"

@@ -12,10 +12,10 @@ class Chunk:
     """The tensors of a chunk; the loop fills those that are None at first."""
 
     step: Step
-    at: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
+    row_index: slice | Tensor  # positions of the chunk's rows in the flat call: a slice, or (C,) indices
     logits: Tensor  # (C, V) products, a view of the loop's one buffer
     # (C, V) buffer of the gradient: the memory of the logits, in their dtype or viewed in a narrower one.
-    place: Tensor
+    grad_buffer: Tensor
     features: Tensor | None = None  # (C, H) input of product 1
     targets: Tensor | None = None  # (C,) as columns of the logits
     ignored: int | None = None  # the value of an ignored target in `targets`

@@ -8,9 +8,11 @@ It runs in one of four modes:
 * `PER_TOKEN`: the forward pass returns per-token statistics, and the caller's loss of these statistics is
   ordinary autograd. The backward pass receives the gradients of the statistics and recomputes the chunks of
   logits. With a frozen head it recomputes nothing: it scales d logp / d hidden, which the forward pass saved.
-* `INTO_MAIN`: the forward pass computes the loss without gradients. The backward pass solves the call and
-  adds d_weight to the caller's main gradient. Between the two, no tensor of the size of d_weight is kept.
-* `INTO_MAIN_NOW`: the forward pass solves the call and adds d_weight to the main gradient (`accumulate_now`).
+* `ACCUMULATE_IN_BACKWARD`: the forward pass computes the loss without gradients. The backward pass solves
+  the call and adds d_weight to the caller's main gradient. Between the two, no tensor of the size of d_weight
+  is kept.
+* `ACCUMULATE_IN_FORWARD`: the forward pass solves the call and adds d_weight to the main gradient
+  (`accumulate_now`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +37,9 @@ class Mode(Enum):
     """What the Function returns, and which pass computes the gradients."""
 
     SOLVED = "the loss, solved in the forward pass"
-    PER_TOKEN = "per-token numbers"
-    INTO_MAIN = "the loss, solved in the backward pass onto a main gradient"
-    INTO_MAIN_NOW = "the loss, solved in the forward pass onto a main gradient"
+    PER_TOKEN = "per-token statistics"
+    ACCUMULATE_IN_BACKWARD = "the loss, solved in the backward pass onto a main gradient"
+    ACCUMULATE_IN_FORWARD = "the loss, solved in the forward pass onto a main gradient"
 
 
 @dataclass
@@ -57,7 +59,7 @@ class CallResult(NamedTuple):
 
     loss: Tensor | None  # 0-d
     metrics: Tensor | None  # (heads, 1 + metrics): each head's own loss, then its metrics
-    numbers: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
+    statistics: dict[str, Tensor]  # statistics by name: (N,) per token, or 0-d
     plan: Plan | None  # None inside a compiled graph
 
 
@@ -84,7 +86,7 @@ def run_calls(
     Args:
         heads: one `HeadCall` per head.
         mode: see the module's docstring.
-        main: (V, H) main gradient of the modes `INTO_MAIN` and `INTO_MAIN_NOW`.
+        main: (V, H) main gradient of the modes `ACCUMULATE_IN_BACKWARD` and `ACCUMULATE_IN_FORWARD`.
         grad_scale: factor of the gradients in these two modes.
     """
     # `is_compiling` comes first, so that Dynamo does not trace the ContextVar.
@@ -99,11 +101,11 @@ def run_calls(
     plan, loss = run.plans[0] if run.plans else None, signature.loss
     if mode is Mode.PER_TOKEN:
         return CallResult(
-            None, None, dict(zip(loss.objective.number_names(loss), outputs, strict=True)), plan
+            None, None, dict(zip(loss.objective.statistic_names(loss), outputs, strict=True)), plan
         )
-    value, metrics, *numbers = outputs
+    value, metrics, *statistics = outputs
     # With a main gradient there is no d_logps: the forward pass has no gradient, or one times grad_scale.
-    named = dict(zip(passes.solved_names(loss), numbers)) if numbers else {}
+    named = dict(zip(passes.solved_names(loss), statistics)) if statistics else {}
     return CallResult(value, metrics, named, plan)
 
 
@@ -118,21 +120,21 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
     if torch.compiler.is_compiling():
         key = operators.graph_key(signature)
         if per_token:
-            vectors, *numbers = operators.numbers_op(list(tensors), sequences, key)
-            return tuple(numbers), [vectors], None
+            dlogp_dhidden, *statistics = operators.statistics_op(list(tensors), sequences, key)
+            return tuple(statistics), [dlogp_dhidden], None
         outputs = operators.solve_op(list(tensors), sequences, key)
         kept = 1 + len(signature.needs)
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
     calls = unpack(signature, tensors, sequences)
-    if run.mode is Mode.INTO_MAIN_NOW:
+    if run.mode is Mode.ACCUMULATE_IN_FORWARD:
         solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, static=False)
         run.plans.append(solved.plan)
         return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
     if per_token:
-        numbers = passes.token_numbers(calls[0])
-        run.plans.append(numbers.plan)
-        names = signature.loss.objective.number_names(signature.loss)
-        return tuple(numbers.named[name] for name in names), [numbers.vectors], numbers.rows
+        statistics = passes.token_statistics(calls[0])
+        run.plans.append(statistics.plan)
+        names = signature.loss.objective.statistic_names(signature.loss)
+        return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
     solved = passes.solve(calls, static=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
@@ -154,7 +156,7 @@ class FusedLinearBase(torch.autograd.Function):
     1. A loss checks and flattens its arguments (`call.prepare`); `run_calls` packs the heads into a flat list
        of tensors and a `Signature` (`packing.pack`), and applies this Function.
     2. `forward` unpacks the list into one `HeadCall` per head and runs a pass: `passes.solve` for a reduced
-       loss, `passes.token_numbers` for statistics.
+       loss, `passes.token_statistics` for statistics.
     3. The pass chooses the supervised rows, plans the chunks and runs the chunk loop (`loop.run`).
     4. `forward` saves what the backward pass of the mode needs: the sums of gradients and their deferred
        factor (`SOLVED`), or the packed tensors, the statistics and d logp / d hidden (`PER_TOKEN`).
@@ -179,7 +181,7 @@ class FusedLinearBase(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run: CallSpec, *tensors: Tensor | None):
-        signature, into_main = run.signature, run.mode is Mode.INTO_MAIN
+        signature, into_main = run.signature, run.mode is Mode.ACCUMULATE_IN_BACKWARD
         outputs, kept, ctx.rows = _forward(
             run, signature.without_gradients() if into_main else signature, tensors
         )
@@ -189,7 +191,7 @@ class FusedLinearBase(torch.autograd.Function):
         trained = tensors[: len(signature.needs)]
         ctx.run, ctx.count = run, len(tensors)
         ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
-        if run.mode in (Mode.SOLVED, Mode.INTO_MAIN_NOW):
+        if run.mode in (Mode.SOLVED, Mode.ACCUMULATE_IN_FORWARD):
             ctx.save_for_backward(*kept)
             ctx.mark_non_differentiable(*outputs[1:])
         elif into_main:
@@ -198,7 +200,7 @@ class FusedLinearBase(torch.autograd.Function):
         else:
             ctx.save_for_backward(*tensors, *kept, *outputs)
             objective, loss = signature.loss.objective, signature.loss
-            names, differentiable = objective.number_names(loss), objective.differentiable_names(loss)
+            names, differentiable = objective.statistic_names(loss), objective.differentiable_names(loss)
             plain = [x for name, x in zip(names, outputs, strict=True) if name not in differentiable]
             ctx.mark_non_differentiable(*plain)
         return outputs
@@ -228,14 +230,18 @@ def _backward_solved(ctx, upstream: Sequence[Tensor | None], compiling: bool) ->
 
 def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool) -> list[Tensor | None]:
     saved, run = ctx.saved_tensors, ctx.run
-    tensors, vectors, numbers = saved[: ctx.count], saved[ctx.count], saved[ctx.count + 1 :]
+    tensors = saved[: ctx.count]
+    dlogp_dhidden = saved[ctx.count]
+    statistics = saved[ctx.count + 1 :]
     if compiling:
         key = operators.graph_key(run.signature)
-        arguments = (list(tensors), vectors, list(numbers), list(upstream), run.sequences, key)
+        arguments = (list(tensors), dlogp_dhidden, list(statistics), list(upstream), run.sequences, key)
         deferred, *sums = operators.gradients_op(*arguments)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
-        deferred, found = operators.token_gradients(call, numbers, upstream, vectors, ctx.rows, static=False)
+        deferred, found = operators.token_gradients(
+            call, statistics, upstream, dlogp_dhidden, ctx.rows, static=False
+        )
         sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
 
@@ -273,8 +279,8 @@ def _by_slot(run: CallSpec, d_hidden: Tensor | None, d_bias: Tensor | None) -> l
 BACKWARD = {
     Mode.SOLVED: _backward_solved,
     Mode.PER_TOKEN: _backward_per_token,
-    Mode.INTO_MAIN: _backward_into_main,
-    Mode.INTO_MAIN_NOW: _backward_added,
+    Mode.ACCUMULATE_IN_BACKWARD: _backward_into_main,
+    Mode.ACCUMULATE_IN_FORWARD: _backward_added,
 }
 
 

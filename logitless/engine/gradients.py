@@ -90,7 +90,9 @@ class Gradients:
     """
 
     def __init__(self, calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None):
-        self._static, self._main, self._several = static, main, len(calls) > 1
+        self._static = static
+        self._main = main
+        self._several = len(calls) > 1
         self._last = {slot: call for call in calls for slot in call.slots[:3]}
         self.sums: dict[int, Tensor] = {}
         self.deferred = None if calls[0].dtype == torch.float16 else 1.0

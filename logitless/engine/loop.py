@@ -51,9 +51,11 @@ def run(plan: Plan, rows: Rows, head: Projection, objective: Objective, gradient
 
     torch.compile: the loop runs eagerly in the body of an operator (`operators`); Dynamo does not trace it.
     """
-    buffer, place = head.new_buffer(plan, in_product=objective.in_product)
+    buffer, place = head.new_buffer(plan, fused_epilogue=objective.fused_epilogue)
     for step in plan.steps:
-        size, chunk, beside = step.stop - step.start, None, nullcontext()
+        size = step.stop - step.start
+        chunk = None
+        beside = nullcontext()
         if size:
             chunk = Chunk(step, rows.at(step.start, step.stop), buffer[:size], place[:size])
             head.take(chunk)  # features (C, H); targets as this rank's columns

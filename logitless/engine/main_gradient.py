@@ -55,7 +55,8 @@ def check_main_gradient(given: HeadCall, weight: object, main: object, grad_scal
 
 def check_now(grad_scale: float) -> None:
     """Raise unless this call's forward pass runs once, and under autograd."""
-    name, remedy = "accumulate_now", "leave it out: accumulate_into alone adds in the backward pass"
+    name = "accumulate_now"
+    remedy = "leave it out: accumulate_into alone adds in the backward pass"
     if not torch.is_grad_enabled():
         raise ValueError(message(name, "a call under autograd", "one under torch.no_grad", remedy))
     # A checkpoint inside a graph would run the forward pass again in the backward pass.

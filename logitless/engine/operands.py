@@ -150,7 +150,8 @@ def _check_floats(name: str, x: object) -> None:
             "bias": "pass bias as a torch.Tensor",
         }
         raise TypeError(message(name, "a tensor", type(x).__name__, remedies[name]))
-    expected, got = "a dense bfloat16, float16, float32 or float64 tensor", f"{x.dtype}, {x.layout}"
+    expected = "a dense bfloat16, float16, float32 or float64 tensor"
+    got = f"{x.dtype}, {x.layout}"
     dense = x.dtype in FLOATS and x.layout == torch.strided
     remedy = "dequantize it (or cast it) before the call"
     if name != "bias" and x.dtype in INTEGERS[:2] and x.layout == torch.strided:

@@ -197,7 +197,9 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
 @solve_op.register_fake
 def _(tensors, sequences, key):
     signature, calls = signature_of(key), _calls(tensors, sequences, key)
-    loss, stat, N = signature.loss, calls[0].stat_dtype, calls[0].targets.shape
+    loss = signature.loss
+    stat = calls[0].stat_dtype
+    N = calls[0].targets.shape
     metrics = (len(calls), 1 + len(loss.metric_names))
     kinds = [torch.int64 if name == "predictions" else stat for name in passes.solved_names(loss)]
     shapes = ((), stat), (metrics, stat), *((N, kind) for kind in kinds), ((), stat)
@@ -206,30 +208,35 @@ def _(tensors, sequences, key):
 
 
 @torch.library.custom_op("logitless::numbers", mutates_args=())
-def numbers_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
+def statistics_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list[Tensor]:
     """[d logp / d hidden, *statistics]"""
     with plain_dispatch():
         (call,) = _calls(tensors, sequences, key)
-        numbers = passes.token_numbers(call)
-        names = call.loss.objective.number_names(call.loss)
-        return [_present(numbers.vectors, call.hidden), *(numbers.named[name] for name in names)]
+        statistics = passes.token_statistics(call)
+        names = call.loss.objective.statistic_names(call.loss)
+        return [_present(statistics.dlogp_dhidden, call.hidden), *(statistics.named[name] for name in names)]
 
 
-@numbers_op.register_fake
+@statistics_op.register_fake
 def _(tensors, sequences, key):
     (call,) = _calls(tensors, sequences, key)
-    loss, hidden, kept = call.loss, call.hidden, passes.keeps_vectors(call)
-    shapes = loss.objective.number_shapes(loss, call.targets.shape[0], call.inputs).values()
+    loss = call.loss
+    hidden = call.hidden
+    kept = passes.keeps_dlogp_dhidden(call)
+    shapes = loss.objective.statistic_shapes(loss, call.targets.shape[0], call.inputs).values()
     kind = d_hidden_dtype(call.dtype) if kept else hidden.dtype
-    vectors = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
-    return [vectors, *(hidden.new_empty(shape, dtype=dtype or call.stat_dtype) for shape, dtype in shapes)]
+    dlogp_dhidden = hidden.new_empty(hidden.shape if kept else 0, dtype=kind)
+    return [
+        dlogp_dhidden,
+        *(hidden.new_empty(shape, dtype=dtype or call.stat_dtype) for shape, dtype in shapes),
+    ]
 
 
 @torch.library.custom_op("logitless::gradients", mutates_args=())
 def gradients_op(
     tensors: Sequence[Tensor | None],
-    vectors: Tensor,
-    numbers: Sequence[Tensor],
+    dlogp_dhidden: Tensor,
+    statistics: Sequence[Tensor],
     upstream: Sequence[Tensor | None],
     sequences: int,
     key: str,
@@ -237,28 +244,28 @@ def gradients_op(
     """[deferred, *sums of gradients]"""
     with plain_dispatch():
         calls = _calls(tensors, sequences, key)
-        kept = vectors if passes.keeps_vectors(calls[0]) else None
-        deferred, gradients = token_gradients(calls[0], numbers, upstream, kept, None, static=True)
+        kept = dlogp_dhidden if passes.keeps_dlogp_dhidden(calls[0]) else None
+        deferred, gradients = token_gradients(calls[0], statistics, upstream, kept, None, static=True)
         return [deferred, *_sums(gradients, calls, key, deferred)]
 
 
 @gradients_op.register_fake
-def _(tensors, vectors, numbers, upstream, sequences, key):
+def _(tensors, dlogp_dhidden, statistics, upstream, sequences, key):
     calls = _calls(tensors, sequences, key)
     deferred = tensors[0].new_empty((), dtype=calls[0].stat_dtype)
     return [deferred, *_fake_sums(calls, len(signature_of(key).needs))]
 
 
 def token_gradients(
-    call: HeadCall, numbers, upstream, vectors, rows, *, static: bool
+    call: HeadCall, statistics, upstream, dlogp_dhidden, rows, *, static: bool
 ) -> tuple[Tensor, Gradients]:
-    """`passes.token_gradients`, from statistics and upstream gradients in the order of `number_names`."""
+    """`passes.token_gradients`, from statistics and upstream gradients in the order of `statistic_names`."""
     objective, loss = call.loss.objective, call.loss
-    named = list(zip(objective.number_names(loss), numbers, upstream, strict=True))
+    named = list(zip(objective.statistic_names(loss), statistics, upstream, strict=True))
     known = {name: x for name, x, _ in named if x.dim()}
     differentiable = objective.differentiable_names(loss)
     given = {name: grad for name, _, grad in named if grad is not None and name in differentiable}
-    return passes.token_gradients(call, known, given, vectors, rows, static=static)
+    return passes.token_gradients(call, known, given, dlogp_dhidden, rows, static=static)
 
 
 @torch.library.custom_op("logitless::accumulate", mutates_args=("main",))

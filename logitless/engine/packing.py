@@ -61,7 +61,9 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
                 trained.append(x)
             slots.append(slot)
         parts.append(Part(given.coefficient, Slots(*slots[:3], tuple(slots[3:])), number, tuple(layers)))
-    first, last, grad = heads[0], heads[-1], torch.is_grad_enabled()
+    first = heads[0]
+    last = heads[-1]
+    grad = torch.is_grad_enabled()
     # The base head comes first, and has no layers.
     module = None if last.layers is None else last.layers.module
     needs = tuple([grad and x.requires_grad for x in trained])
@@ -74,7 +76,9 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
 
 def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_count: int) -> list[HeadCall]:
     """The heads of a packed call: the inverse of `pack`."""
-    loss, needs, heads = signature.loss, signature.needs, len(signature.parts)
+    loss = signature.loss
+    needs = signature.needs
+    heads = len(signature.parts)
     num_items, cu_seqlens, frozen, *rest = tensors[len(needs) + heads :]
     sets, inputs = Sets(*rest[: len(NO_SETS)]), rest[len(NO_SETS) :]
     inputs = dict(zip(loss.roles, inputs, strict=True))

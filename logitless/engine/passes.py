@@ -26,7 +26,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.kernels.head.scale import scale
 
-# Rows that `scale_vectors` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
+# Rows that `scale_cached_grad` scales at a time: its [rows, H] temporaries stay small compared with d_hidden.
 SCALED_ROWS = 2048
 
 
@@ -55,11 +55,11 @@ class Solved:
 
 
 @dataclass
-class Numbers:
+class Statistics:
     """Per-token statistics of a call."""
 
     named: dict[str, Tensor]  # by name: (N,) per token, 0 where ignored; or 0-d
-    vectors: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
+    dlogp_dhidden: Tensor | None  # (N, H) d logp / d hidden, where the plan keeps it
     rows: Rows
     plan: Plan
 
@@ -80,16 +80,18 @@ def solve(calls: Sequence[HeadCall], *, static: bool, main: Tensor | None = None
 def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tensor | None) -> Solved:
     wide = static or main is not None
     gradients = Gradients([call for call, _ in chosen], static=static, main=main)
-    deferred, losses, metrics = gradients.deferred, [], []
+    deferred = gradients.deferred
+    losses = []
+    metrics = []
     for call, rows in chosen:
         plan = plan_for(call, rows, Pass.SOLVE, len(chosen), wide=wide)
         factors, deferred = unit_factors(call, rows, deferred)
-        objective = objective_of(call).solving(call, rows, plan, factors)
+        objective = objective_of(call).for_loss(call, rows, plan, factors)
         head = projection_of(plan)(call, rows, gradients=True)
         gradients.open(call, deferred, several_chunks=plan.sums > 1)
-        run(plan, rows.walk, head, objective, gradients)
-        if plan.strategy == "row_scaled":
-            scale_vectors(head.d_hidden, head.d_hidden, objective, head)
+        run(plan, rows.chunked, head, objective, gradients)
+        if plan.strategy == "cached_grad":
+            scale_cached_grad(head.d_hidden, head.d_hidden, objective, head)
         gradients.close(call, head, deferred)
         total, found = settled(call, objective.reports, factors.metrics)
         # Skip the multiplication if the host knows that the factor is 1. A factor on the device is not read.
@@ -106,53 +108,58 @@ def _solve(chosen: Sequence[tuple[HeadCall, Rows]], *, static: bool, main: Tenso
 def solved_names(loss: LossSpec) -> tuple[str, ...]:
     """Names of the per-token statistics that a solved loss also returns, in order, as its options say."""
     if loss.return_logps:
-        return (*loss.objective.number_names(loss), "d_logps")
+        return (*loss.objective.statistic_names(loss), "d_logps")
     return ("predictions",) if loss.return_predictions else ()
 
 
 def _tokens(call: HeadCall, rows: Rows, objective: Objective, deferred: float | Tensor) -> list[Tensor]:
     """The (N,) statistics of `solved_names`; d_logps is d loss / d logps."""
-    names, numbers, N = solved_names(call.loss), objective.numbers(), call.targets.shape[0]
+    names = solved_names(call.loss)
+    statistics = objective.named_statistics()
+    N = call.targets.shape[0]
     if "d_logps" in names:
         known = call.trainable and "logps" in call.loss.differentiates
-        zero = torch.zeros_like(numbers["logps"])
-        numbers["d_logps"] = objective.grads.logps * deferred if known else zero
+        zero = torch.zeros_like(statistics["logps"])
+        statistics["d_logps"] = objective.grads.logps * deferred if known else zero
         if known and rows.replay is not None:
-            numbers["d_logps"] = rows.replay.in_row_order(numbers["d_logps"])
-    return [rows.scattered(numbers[name], N) for name in names]
+            statistics["d_logps"] = rows.replay.in_row_order(statistics["d_logps"])
+    return [rows.scattered(statistics[name], N) for name in names]
 
 
-def token_numbers(call: HeadCall) -> Numbers:
+def token_statistics(call: HeadCall) -> Statistics:
     """Per-token statistics, and d logp / d hidden where that spares recomputing the logits (frozen head)."""
-    return over_rows(call, _token_numbers)
+    return over_rows(call, _token_statistics)
 
 
-def _token_numbers(call: HeadCall, rows: Rows) -> Numbers:
-    N, vectors = call.targets.shape[0], keeps_vectors(call)
-    plan = plan_for(call, rows, Pass.NUMBERS)
-    objective = objective_of(call).reading(call, rows, plan)
-    head = projection_of(plan)(call, rows, gradients=vectors)
-    run(plan, rows.walk, head, objective, Gradients([call], static=False))
-    numbers = {name: rows.scattered(x, N) if x.dim() else x for name, x in objective.numbers().items()}
-    return Numbers(numbers, head.d_hidden, rows, plan)
+def _token_statistics(call: HeadCall, rows: Rows) -> Statistics:
+    N = call.targets.shape[0]
+    kept = keeps_dlogp_dhidden(call)
+    plan = plan_for(call, rows, Pass.STATISTICS)
+    objective = objective_of(call).for_stats(call, rows, plan)
+    head = projection_of(plan)(call, rows, gradients=kept)
+    run(plan, rows.chunked, head, objective, Gradients([call], static=False))
+    statistics = {
+        name: rows.scattered(x, N) if x.dim() else x for name, x in objective.named_statistics().items()
+    }
+    return Statistics(statistics, head.d_hidden, rows, plan)
 
 
 def token_gradients(
     call: HeadCall,
-    numbers: Mapping[str, Tensor],
+    statistics: Mapping[str, Tensor],
     upstream: Mapping[str, Tensor],
-    vectors: Tensor | None,
+    dlogp_dhidden: Tensor | None,
     rows: Rows | None,
     *,
     static: bool,
 ) -> tuple[Tensor, Gradients]:
-    """The backward pass of `token_numbers`.
+    """The backward pass of `token_statistics`.
 
     Args:
         call: the call.
         numbers: (N,) statistics by name, as the forward pass returned them.
         upstream: (N,) gradients of the differentiable statistics, by name.
-        vectors: (N, H) d logp / d hidden, if the forward pass kept it.
+        dlogp_dhidden: (N, H) d logp / d hidden, if the forward pass kept it.
         rows: the rows of the forward pass; None: choose them again.
         static: see `solve`.
 
@@ -165,14 +172,16 @@ def token_gradients(
         call = call.with_shards(rows.shards)
     everything = rows.at(0, rows.count)
     given = {name: x[everything].to(call.stat_dtype) for name, x in upstream.items()}
-    known = {name: x[everything] for name, x in numbers.items()}
+    known = {name: x[everything] for name, x in statistics.items()}
     gradients = Gradients([call], static=static)
     one = torch.ones((), dtype=call.stat_dtype, device=call.targets.device)
-    if vectors is not None:
-        objective = call.loss.objective.writing(call, rows, known, given)
+    if dlogp_dhidden is not None:
+        objective = call.loss.objective.for_backward(call, rows, known, given)
         head = Projection(call, rows, gradients=False)
-        head.d_hidden = torch.empty_like(vectors) if rows.index is None else torch.zeros_like(vectors)
-        scale_vectors(vectors, head.d_hidden, objective, head)
+        head.d_hidden = (
+            torch.empty_like(dlogp_dhidden) if rows.index is None else torch.zeros_like(dlogp_dhidden)
+        )
+        scale_cached_grad(dlogp_dhidden, head.d_hidden, objective, head)
         gradients.close(call, head, one)
         return one, gradients
     deferred = one
@@ -182,10 +191,10 @@ def token_gradients(
         deferred = power_of_two(torch.where(torch.isfinite(largest) & (largest > 0), largest, one))
         given = {name: x / deferred for name, x in given.items()}
     plan = plan_for(call, rows, Pass.GRADIENTS, wide=static)
-    objective = objective_of(call).writing(call, rows, known, given)
+    objective = objective_of(call).for_backward(call, rows, known, given)
     head = projection_of(plan)(call, rows, gradients=True)
     gradients.open(call, deferred, several_chunks=plan.sums > 1)
-    run(plan, rows.walk, head, objective, gradients)
+    run(plan, rows.chunked, head, objective, gradients)
     gradients.close(call, head, deferred)
     return deferred, gradients
 
@@ -202,25 +211,25 @@ def projection_of(plan: Plan) -> type[Projection]:
     return GatheredProjection if plan.columns else Projection
 
 
-def scale_vectors(vectors: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
-    """Strategy row_scaled: write d_hidden to `out` (N, H), from `vectors` (N, H) = d logp / d hidden and the
-    gradients of the objective. `out` may be `vectors`."""
-    rows, factor = objective.rows, objective.vector_factor()
+def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
+    """Strategy cached_grad: write d_hidden to `out` (N, H), from `dlogp_dhidden` (N, H) and the gradients of
+    the objective. `out` may be `dlogp_dhidden`."""
+    rows, factor = objective.rows, objective.cached_grad_factor()
     if factor is not None:
         # Rows that were not projected get a factor of 0.
-        scale(vectors, rows.scattered(factor, vectors.shape[0]), out)
+        scale(dlogp_dhidden, rows.scattered(factor, dlogp_dhidden.shape[0]), out)
         return
     for start in range(0, rows.count, SCALED_ROWS):
         stop = min(start + SCALED_ROWS, rows.count)
         at = rows.at(start, stop)
-        scaled = objective.scaled(vectors[at], at, slice(start, stop), head).to(out.dtype)
+        scaled = objective.scale_cached_grad(dlogp_dhidden[at], at, slice(start, stop), head).to(out.dtype)
         if isinstance(at, slice):
             out[at] = scaled
         else:
             out.index_copy_(0, at, scaled)
 
 
-def keeps_vectors(call: HeadCall) -> bool:
+def keeps_dlogp_dhidden(call: HeadCall) -> bool:
     """Whether a call that returns per-token statistics keeps d logp / d hidden with them."""
     hidden_alone = call.needs.hidden and not (call.needs.weight or call.needs.bias)
     hidden_alone = hidden_alone and call.sets is None
@@ -240,14 +249,16 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         heads: how many heads the public call has.
         wide: whether d_weight is summed in a wider dtype even if there is a single chunk.
     """
-    loss, device, needs = call.loss, call.weight.device, call.needs
+    loss = call.loss
+    device = call.weight.device
+    needs = call.needs
     budget = loss.logits_budget or default_budget(device)
     costs = loss.objective.costs(call, budget, purpose)
     row_bytes, fixed = costs.row_bytes, costs.fixed_bytes
     if rows.teacher is not None:
         row_bytes += math.ceil(rows.teacher.share() * costs.teacher_bytes)
     replay = rows.replay
-    if replay is not None and replay.picked and call.unrounded:
+    if replay is not None and replay.picked and call.fp32_logits:
         row_bytes += call.width * call.logits_dtype.itemsize  # a second buffer, of stored logits
     if budget - fixed < row_bytes:
         warn_once(
@@ -259,11 +270,11 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
         )
     usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
-    twice = purpose is Pass.NUMBERS and call.trainable and not keeps_vectors(call)
+    twice = purpose is Pass.STATISTICS and call.trainable and not keeps_dlogp_dhidden(call)
     spared = 0
     # Memory of a sum of d_weight in a wider dtype, which a single chunk does not need. It counts in
-    # Pass.NUMBERS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does not
-    # count, as d_weight is in fp32 in any case.
+    # Pass.STATISTICS too, so that this pass has the same chunks as Pass.GRADIENTS after it. In fp16 it does
+    # not count, as d_weight is in fp32 in any case.
     summed = needs.weight and call.dtype not in (call.stat_dtype, torch.float16)
     if summed and not wide and loss.accum_dtype is None:
         spared = call.weight.numel() * call.stat_dtype.itemsize

@@ -8,7 +8,7 @@ it). Every strategy is such a list:
 
     fused, resident   read + evaluate + write, chunk by chunk                     projected once: 3 products
     recompute         read ... read + evaluate all of it, then write ... write    projected twice: 4 products
-    row_scaled        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
+    cached_grad        read + write of d logp / d hidden, evaluate at the end      no d_weight: 2 products
     loss_only         read ... read + evaluate                                    1 product
 """
 
@@ -25,7 +25,7 @@ class Pass(Enum):
     """The purpose of a pass over the rows."""
 
     SOLVE = "the loss, with its gradients"
-    NUMBERS = "per-token numbers, for autograd outside"
+    STATISTICS = "per-token statistics, for autograd outside"
     GRADIENTS = "the gradients that belong to numbers handed out before"
 
 
@@ -95,7 +95,7 @@ class Plan:
     """A strategy and its steps; `out.plan` is the plan of a call.
 
     Attributes:
-        strategy: "fused", "resident", "recompute", "row_scaled", "loss_only" or "mixed".
+        strategy: "fused", "resident", "recompute", "cached_grad", "loss_only" or "mixed".
         steps: the chunks, in order.
         rows: projected tokens: the supervised ones, or all with `compact=False`.
         row_bytes: bytes of one row of logits and of its temporaries.
@@ -163,10 +163,10 @@ class Plan:
         if self.columns or not self.rows:
             return 0.0
         projected = [step for step in self.steps if step.kind is not Kind.GATHERED]
-        walked = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
+        projections = sum((step.stop - step.start) * (1 + step.write * self.backward) for step in projected)
         if self.replay is not None:
-            return (walked + self.later * self.rows) / max(1, self.replay.rows)
-        return walked / self.rows + self.later
+            return (projections + self.later * self.rows) / max(1, self.replay.rows)
+        return projections / self.rows + self.later
 
     def __str__(self) -> str:
         return self.describe()
@@ -251,7 +251,7 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     if columns:
         # Without a product there is no preferred chunk size: take the largest that fits.
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
-    row_scaled = linear_in_logps and not trainable_head
+    cached_grad = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
     strategy, parts = "recompute", ()
     if purpose is Pass.GRADIENTS:
@@ -259,10 +259,10 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
     elif not differentiable:
         strategy, steps = "loss_only", _chunks(0, rows, C, read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif row_scaled and (purpose is Pass.NUMBERS or groups is not None):
-        strategy, steps = "row_scaled", _chunks(0, rows, C, read=True, write=True)
+    elif cached_grad and (purpose is Pass.STATISTICS or groups is not None):
+        strategy, steps = "cached_grad", _chunks(0, rows, C, read=True, write=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif purpose is Pass.NUMBERS:
+    elif purpose is Pass.STATISTICS:
         steps = _chunks(0, rows, C, read=True)
     elif groups is None:
         steps = _chunks(0, rows, C, read=True, write=True) or [Step(0, 0)]
@@ -282,15 +282,15 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     evaluation, then the gradients, for which the projected rows are projected again.
     """
     plain, picked, gathered, certain, *_ = replay
-    projected, walked = plain + picked, plain + picked + gathered
-    rows = walked + certain
+    projected, chunked = plain + picked, plain + picked + gathered
+    rows = chunked + certain
     C = chunk_rows(max(plain, picked), row_bytes, budget)
 
     def steps_of(**passes: bool) -> list[Step]:
         found = _chunks(0, plain, C, **passes)
         found += [x._replace(kind=Kind.PICKED) for x in _chunks(plain, projected, C, **passes)]
         if gathered:
-            found.append(Step(projected, walked, kind=Kind.GATHERED, **passes))
+            found.append(Step(projected, chunked, kind=Kind.GATHERED, **passes))
         return found
 
     everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
@@ -300,13 +300,13 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     elif not facts.differentiable:
         strategy, steps = "loss_only", steps_of(read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
-    elif purpose is Pass.NUMBERS:
+    elif purpose is Pass.STATISTICS:
         steps = steps_of(read=True)
     elif facts.groups is None:
         strategy, steps = "fused", steps_of(read=True, write=True)
         steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
         if certain or not steps:
-            steps.append(Step(walked, walked, evaluate=Span(walked, rows)))
+            steps.append(Step(chunked, chunked, evaluate=Span(chunked, rows)))
     elif projected:
         steps = _evaluating(steps_of(read=True), everything) + steps_of(write=True)
     else:

@@ -28,7 +28,9 @@ class Projection:
     accumulate = staticmethod(accumulate)
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
-        self.call, self.rows, self.needs = call, rows, call.needs
+        self.call = call
+        self.rows = rows
+        self.needs = call.needs
         # (V, H) in the dtype of the products
         self.weight = call.weight.to(call.dtype) if call.frozen is None else _joined(call)
         self.frozen_columns = 0 if call.frozen is None else call.frozen.shape[1]
@@ -39,25 +41,27 @@ class Projection:
             dtype = d_hidden_dtype(self.weight.dtype)
             self.d_hidden = make(call.hidden.shape, dtype=dtype, device=self.weight.device)
 
-    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
+    def new_buffer(self, plan: Plan, *, fused_epilogue: bool) -> tuple[Tensor, Tensor]:
         """(logits, gradient): buffers of a chunk, views of the same memory in their dtypes.
 
-        `in_product`: one kernel projects and reads, so no logits are stored. The buffer then holds the
+        `fused_epilogue`: one kernel projects and reads, so no logits are stored. The buffer then holds the
         gradient alone, and has no rows if no step of the plan writes a gradient.
         """
-        if in_product:
+        if fused_epilogue:
             rows = plan.token_chunk if any(step.write for step in plan.steps) else 0
             return (place := fused_projection.new_place(self.weight, rows)), place
-        rows, V, dtype = plan.token_chunk, self.weight.shape[0], self.call.logits_dtype
+        rows = plan.token_chunk
+        V = self.weight.shape[0]
+        dtype = self.call.logits_dtype
         logits = self.weight.new_empty((rows, V), dtype=dtype)
         return logits, logits if dtype == self.weight.dtype else logits.view(self.weight.dtype)[:, :V]
 
     def take(self, chunk: Chunk) -> None:
         """Set the chunk's features, in the dtype of the products, and targets, as columns of the logits."""
         call = self.call
-        x = call.hidden[chunk.at].to(self.weight.dtype)
+        x = call.hidden[chunk.row_index].to(self.weight.dtype)
         chunk.features = x if self.layers is None else self.layers.forward(x)
-        targets = call.targets[chunk.at]
+        targets = call.targets[chunk.row_index]
         chunk.targets, chunk.ignored = call.vocabulary.columns(targets, call.loss.ignore_index)
 
     def project(self, chunk: Chunk) -> None:
@@ -71,8 +75,8 @@ class Projection:
 
     def d_features(self, chunk: Chunk) -> Tensor:
         """The buffer of a chunk's d_features: its rows of d_hidden if they are a slice, else a new tensor."""
-        if isinstance(chunk.at, slice) and self.d_hidden is not None and self.layers is None:
-            return self.d_hidden[chunk.at]
+        if isinstance(chunk.row_index, slice) and self.d_hidden is not None and self.layers is None:
+            return self.d_hidden[chunk.row_index]
         return torch.empty_like(chunk.features, dtype=d_hidden_dtype(self.weight.dtype))
 
     def scale(self, chunk: Chunk) -> None:
@@ -81,7 +85,9 @@ class Projection:
         pairs = []
         if self.needs.weight:
             x = chunk.features
-            own = self.layers is None and (isinstance(chunk.at, Tensor) or x.dtype != self.call.hidden.dtype)
+            own = self.layers is None and (
+                isinstance(chunk.row_index, Tensor) or x.dtype != self.call.hidden.dtype
+            )
             if self.frozen_columns:
                 x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
             chunk.trained = x if own or not chunk.factors else torch.empty_like(x)
@@ -104,10 +110,10 @@ class Projection:
         d_rows = chunk.d_features if self.layers is None else self.layers.backward(chunk.d_features)
         if self.d_hidden is None:
             return
-        if isinstance(chunk.at, Tensor):
-            self.d_hidden.index_copy_(0, chunk.at, d_rows.to(self.d_hidden.dtype))
+        if isinstance(chunk.row_index, Tensor):
+            self.d_hidden.index_copy_(0, chunk.row_index, d_rows.to(self.d_hidden.dtype))
         elif self.layers is not None:
-            self.d_hidden[chunk.at] = d_rows
+            self.d_hidden[chunk.row_index] = d_rows
 
 
 def _joined(call: HeadCall) -> Tensor:
@@ -123,11 +129,9 @@ class LayerPasses:
 
     def __init__(self, layers: Layers, *, gradients: bool):
         self._gradients = gradients
-        self._module, self._autocast, self.trained = (
-            layers.module.blocks(layers.head),
-            layers.autocast,
-            layers.trained,
-        )
+        self._module = layers.module.blocks(layers.head)
+        self._autocast = layers.autocast
+        self.trained = layers.trained
         self._leaves = {
             name: x.detach().requires_grad_(name in self.trained) for name, x in layers.tensors.items()
         }

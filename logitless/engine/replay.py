@@ -9,7 +9,7 @@ Rows are of four kinds, by the number of distinct ids of their set:
 
 The kind follows from a row's own set and the size of the vocabulary, so how a token is computed does not
 depend on the other tokens of the call. A loss that needs lse gathers the certain rows too. The order of kinds
-is the order in which the chunk loop takes the rows ("walk order").
+is the order in which the chunk loop takes the rows ("chunk order").
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +53,8 @@ class Replay:
     """The rows of a call by kind, and the slots of their sets.
 
     Attributes:
-        walk: the rows that the chunk loop takes, in walk order.
-        order: (rows,) positions of the rows in walk order, the certain ones last; None: the rows are in it.
+        chunked: the rows that the chunk loop takes, in chunk order.
+        order: (rows,) positions of the rows in chunk order, the certain ones last; None: the rows are in it.
         plain, picked, gathered, certain: the number of rows of each kind; with compact=False all rows count
             as picked, as the host does not know their sets.
         slots: the slots of the picked and of the gathered rows, by kind.
@@ -63,7 +63,7 @@ class Replay:
         logits: the logits of the slots by kind, once they are computed.
     """
 
-    walk: Rows
+    chunked: Rows
     order: Tensor | None
     plain: int
     picked: int
@@ -79,12 +79,12 @@ class Replay:
         """Rows with a set; None with compact=False."""
         return None if self.kept_ids is None else self.picked + self.gathered + self.certain
 
-    def in_walk_order(self, x: Tensor) -> Tensor:
-        """(rows, ...) in the order of the rows -> the same in walk order."""
+    def in_chunk_order(self, x: Tensor) -> Tensor:
+        """(rows, ...) in the order of the rows -> the same in chunk order."""
         return x if self.order is None else x[self.order]
 
     def in_row_order(self, x: Tensor) -> Tensor:
-        """The inverse of `in_walk_order`."""
+        """The inverse of `in_chunk_order`."""
         if self.order is None:
             return x
         return torch.empty_like(x).index_copy_(0, self.order, x)
@@ -128,7 +128,7 @@ def kinds_of(
 
 
 def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool) -> Rows:
-    """`rows` with their `Replay`; those of a loss of single tokens come back in walk order."""
+    """`rows` with their `Replay`; those of a loss of single tokens come back in chunk order."""
     found, kind = kinds.found, kinds.kind
     if not compact:
         every = torch.ones_like(kind, dtype=torch.bool)
@@ -150,13 +150,13 @@ def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool)
         index = order if index is None else index[order]
     if not grouped:
         rows, order = rows._replace(index=index), None
-    walked = plain + picked + gathered
+    chunked_count = plain + picked + gathered
     if certain:
         everything = torch.arange(rows.count, device=kind.device) if index is None else index
-        index = everything[:walked]
-    walk = Rows(walked, rows.tokens, 0, index, None, None, shards=rows.shards)
+        index = everything[:chunked_count]
+    chunked = Rows(chunked_count, rows.tokens, 0, index, None, None, shards=rows.shards)
     kept = sum(sizes) + certain
-    return rows._replace(replay=Replay(walk, order, plain, picked, gathered, certain, slots, kept, single))
+    return rows._replace(replay=Replay(chunked, order, plain, picked, gathered, certain, slots, kept, single))
 
 
 def _offsets(broken: Tensor, offsets: Tensor, S: int) -> Fault:
@@ -197,7 +197,8 @@ def _raw(name: str, x: Tensor, raw: Tensor) -> Fault:
 
 
 def _outside(found: Distinct, ids: Tensor, V: int, sound: Tensor) -> Fault:
-    expected, remedy = f"ids in [0, {V})", "pass the server's ids of this vocabulary"
+    expected = f"ids in [0, {V})"
+    remedy = "pass the server's ids of this vocabulary"
     seen = partial(_seen_outside, ids, found.outside, remedy)
     return Fault((found.outside & sound).sum(), NAME, expected, "{count} outside", remedy, seen)
 

@@ -54,9 +54,9 @@ class Rows(NamedTuple):
     teacher: TeacherRows | None = None  # where the loss names `teacher_rows`
 
     @property
-    def walk(self) -> "Rows":
+    def chunked(self) -> "Rows":
         """The rows that the chunk loop takes, in its order."""
-        return self if self.replay is None else self.replay.walk
+        return self if self.replay is None else self.replay.chunked
 
     def at(self, start: int, stop: int) -> slice | Tensor:
         """Positions of rows start:stop in the flat call."""
@@ -126,7 +126,9 @@ def compact_rows(
     the caller makes one group of them. A fault on one of the peers is raised on all of them. Boundaries are
     checked even if the loss does not look at sequences.
     """
-    supervised, packed, layout = marks[0], cu_seqlens is not None, None
+    supervised = marks[0]
+    packed = cu_seqlens is not None
+    layout = None
     N = supervised.shape[0]
     apart = compact and not packed and not peers.groups
     counts = _counted(marks, faults, grouping.sequences if apart else 0, cu_seqlens)
@@ -215,7 +217,9 @@ def _seen_boundaries(cu_seqlens: Tensor, N: int, remedy: str) -> tuple[str, str]
 
 def _padded(supervised: Tensor, grouping: Grouping, counts: Tensor | None, compact: bool) -> _Layout:
     """The layout of padded sequences; `counts` (sequences,) are their supervised tokens, None: count them."""
-    N, device, sequences = supervised.shape[0], supervised.device, grouping.sequences
+    N = supervised.shape[0]
+    device = supervised.device
+    sequences = grouping.sequences
     length = N // max(1, sequences)
     if not compact:
         counts = torch.full((sequences,), length, dtype=torch.int64, device=device)
@@ -321,7 +325,9 @@ def _supervised_rows(
     exchange: RankExchange | None,
     others: Tensor | None,
 ) -> Rows:
-    N, shards, numbers = supervised.shape[0], None, counts.numbers
+    N = supervised.shape[0]
+    shards = None
+    numbers = counts.numbers
     if exchange is not None:
         numbers = exchange.gather(numbers)
     if others is not None:

@@ -64,7 +64,9 @@ class SamplingMask:
                 "move them there."
             )
         check_choice("missing", missing, MISSING)
-        self.token_ids, self.offsets, self.missing = token_ids, offsets, missing
+        self.token_ids = token_ids
+        self.offsets = offsets
+        self.missing = missing
 
     @classmethod
     def from_padded(cls, ids: Tensor, *, empty: int = -1, missing: str = "raise") -> Self:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.ids import slots
 from logitless.parallel.vocabulary import WholeVocabulary
 
@@ -19,7 +19,7 @@ class Reader(NamedTuple):
     Logits have this rank's columns; ids (n, k) are those of the whole vocabulary, negative for an empty slot.
     """
 
-    head: Head
+    head: LogitTransform
     bias: Tensor | None  # (columns,)
     vocabulary: WholeVocabulary
     V: int
@@ -34,7 +34,7 @@ class Reader(NamedTuple):
 
     @property
     def kept(self) -> dict:
-        """Keyword arguments of `slots.entries`: ignored rows, and the head for its derivative."""
+        """Keyword arguments of `slots.sparse_grad`: ignored rows, and the head for its derivative."""
         return {"head": self.head, "targets": self.targets, "ignore_index": self.ignored}
 
     def statistics(
@@ -45,24 +45,24 @@ class Reader(NamedTuple):
         kernels.token_statistics(logits, self.targets, stats, **self.options, maxima=maxima)
         return stats
 
-    def take_out(self, logits: Tensor, ids: Tensor) -> Tensor:
+    def pop_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
         """(n, k) logits of the ids, from the ranks that have them; -inf in empty slots.
 
         Overwrites these logits in the chunk by a value whose exponential is 0.
         """
-        columns = self.vocabulary.columns_of(ids)
-        z = slots.take_out(logits, columns, head=self.head, bias=self.bias)
+        columns = self.vocabulary.to_local_ids(ids)
+        z = slots.pop_logits(logits, columns, head=self.head, bias=self.bias)
         return self.vocabulary.logits_of(ids, z, columns)
 
-    def numbers(
+    def ids_statistics(
         self, logits: Tensor, ids: Tensor, out: Mapping[str, Tensor], gradient: Tensor | None = None
     ) -> Tensor | None:
-        """Fill `out` with statistics of the ids (see `slots.numbers`); take their logits out of the chunk.
+        """Fill `out` with statistics of the ids (see `slots.statistics`); take their logits out of the chunk.
 
         With `gradient`, also fill it with p_r d z_r / d x_r for all other ids r, up to a factor per row, and
         return that factor (n,).
         """
-        z = self.take_out(logits, ids)
+        z = self.pop_logits(logits, ids)
         stats = kernels.allocate_stats(
             ("entropy",) if "entropy" in out else (), len(self.targets), self.dtype, logits.device
         )
@@ -72,9 +72,9 @@ class Reader(NamedTuple):
             options = {"gradient": gradient, **self.options}
             scale = kernels.logprob_gradient(logits, self.targets, stats, **options)
         options = {"logits": logits, "targets": self.targets, **self.options}
-        options["columns"] = self.vocabulary.columns_of(ids)
+        options["columns"] = self.vocabulary.to_local_ids(ids)
         options["exchange"] = self.vocabulary.gathered if self.vocabulary.sharded else None
-        slots.numbers(z, ids, stats, out, **options)
+        slots.statistics(z, ids, stats, out, **options)
         if gradient is None:
             return None
         # `gradient` is the softmax over the ids left in the chunk; `part` is the log of their share of the

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import message
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.sequences import WholeSequences
 
 if TYPE_CHECKING:
@@ -112,14 +112,14 @@ class LossSpec(Protocol):
     objective: ClassVar[type]
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
 
     @property
     def sequences(self) -> WholeSequences:
         """Which part of each sequence this rank has."""
 
-    def terms(self, numbers, batch) -> tuple[dict, dict]:
+    def terms(self, statistics, batch) -> tuple[dict, dict]:
         """The unreduced loss and metrics of a slice."""
 
     def normalizers(self, counts: Mapping, targets: Tensor, inputs: Mapping[str, Tensor | None]) -> dict:

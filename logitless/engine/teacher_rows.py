@@ -67,7 +67,9 @@ class Ordered(NamedTuple):
 
     def read(self, count: int, numbers: Sequence[int]) -> TeacherRows:
         """The teacher's rows of the `count` supervised rows, given the numbers that the host has read."""
-        N, piece, distinct = self.order.shape[0], self.piece, numbers[-1]
+        N = self.order.shape[0]
+        piece = self.piece
+        distinct = numbers[-1]
         pieces, whole = -(-count // piece), count // piece
         first = list(numbers[:pieces])
         last = list(numbers[-(-N // piece) :][:whole])

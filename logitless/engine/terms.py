@@ -288,7 +288,8 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
 
 def check_terms(loss: "LossSpec", result: object, batch: Batch) -> None:
     """Raise unless `result` is two dicts of Term with a value per row, sequence or pair of the slice."""
-    name, remedy = type(loss).__name__, "return the unreduced parts of the loss and the metrics"
+    name = type(loss).__name__
+    remedy = "return the unreduced parts of the loss and the metrics"
     if (
         not isinstance(result, tuple)
         or len(result) != 2

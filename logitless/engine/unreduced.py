@@ -20,14 +20,14 @@ def unreduced_loss(
     """(values of the loss, one per unit; metrics; per-token statistics that the options ask for; plan)."""
     loss = given.loss
     outcome = run_calls([given], Mode.PER_TOKEN)
-    numbers = dict(outcome.numbers)
-    if "values" in numbers:
+    statistics = dict(outcome.statistics)
+    if "values" in statistics:
         # A loss of logits: its values were computed chunk by chunk.
-        values = numbers.pop("values").view(shape)
-        metrics = torch.stack(list(numbers.values())) if numbers else values.new_zeros(0)
+        values = statistics.pop("values").view(shape)
+        metrics = torch.stack(list(statistics.values())) if statistics else values.new_zeros(0)
         return values, metrics, {}, outcome.plan
-    batch, dtype = _whole_batch(given), numbers["lse"].dtype
-    terms, metrics = evaluate_terms(loss, numbers, batch)
+    batch, dtype = _whole_batch(given), statistics["lse"].dtype
+    terms, metrics = evaluate_terms(loss, statistics, batch)
     values, first = unreduced(terms), next(iter(terms.values()))
     supervised, chosen = batch.supervised.sum(), 0
     if batch.segments is not None:
@@ -39,13 +39,20 @@ def unreduced_loss(
     stacked = torch.stack(found) if found else values.new_zeros(0)
     per_token = values.shape == given.targets.shape and not batch.is_of_groups(first)
     values = values.view(shape) if per_token else values
-    names = numbers if loss.return_logps else ("predictions",) if loss.return_predictions else ()
-    return values, stacked, {name: numbers[name].detach() for name in names}, outcome.plan
+    names = ()
+    if loss.return_logps:
+        names = statistics
+    elif loss.return_predictions:
+        names = ("predictions",)
+    return values, stacked, {name: statistics[name].detach() for name in names}, outcome.plan
 
 
 def _whole_batch(given: HeadCall) -> Batch:
     """A batch of all tokens, in call order."""
-    loss, targets, count, segments = given.loss, given.targets, given.sequence_count, None
+    loss = given.loss
+    targets = given.targets
+    count = given.sequence_count
+    segments = None
     if looks_at_sequences(loss):
         N = targets.shape[0]
         if given.cu_seqlens is None:
@@ -55,7 +62,7 @@ def _whole_batch(given: HeadCall) -> Batch:
         segments = Segments(lengths, N, count, 1)
     V = given.weight.shape[0]
     if loss.tp_group is not None:
-        code = Shards.code(given.weight, unrounded=False)
+        code = Shards.code(given.weight, fp32_logits=False)
         V = Shards.gathered(code, loss.tp_group, targets.device).V
     inputs = {name: x for name, x in given.inputs.items() if loss.roles[name] is not Role.FEATURES}
     return Batch(targets, V, inputs, segments, ignore_index=loss.ignore_index, sequences=loss.sequences)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.exchange import exchanged
 from logitless.integrations.sequences import GatherSequence
 from logitless.integrations.versions import announce, check_version
@@ -55,14 +55,17 @@ def output_processor(
         ValueError: an output layer, option or shape with which the losses would differ from the model's.
         TypeError: `context` is no mapping.
     """
-    expect(inference_context is None, "inference_context", "None", type(inference_context).__name__, STOCK)
+    if inference_context is not None:
+        raise ValueError(message("inference_context", "None", type(inference_context).__name__, STOCK))
     if labels is None:
         gather = others.get("runtime_gather_output")
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=gather)
         return others["scale_logits"](logits).transpose(0, 1).contiguous()
     options = {} if context is None else context
-    expected, got = "None or a mapping of options of linear_cross_entropy", type(options).__name__
-    expect(isinstance(options, Mapping), "context", expected, got, "pass them as a dict", TypeError)
+    if not isinstance(options, Mapping):
+        expected = "None or a mapping of options of linear_cross_entropy"
+        got = type(options).__name__
+        raise TypeError(message("context", expected, got, "pass them as a dict"))
     if config.use_mup:
         options = {"logit_scale": config.mup_output_mult, **options}
     _check(output_layer, output_weight, config)
@@ -80,8 +83,10 @@ def _losses(output_layer, state, stock, hidden: Tensor, *, weight: Tensor | None
     if output_layer.sequence_parallel and group is not None:
         hidden = GatherSequence.apply(hidden, group)
     s, b, _ = hidden.shape
-    expected, remedy = f"shape {(b, s)}, (b, s) of hidden states (s, b, H)", "check the layouts"
-    expect(labels.shape == (b, s), "labels", expected, tuple(labels.shape), remedy)
+    if labels.shape != (b, s):
+        expected = f"shape {(b, s)}, (b, s) of hidden states (s, b, H)"
+        remedy = "check the layouts"
+        raise ValueError(message("labels", expected, tuple(labels.shape), remedy))
     if output_layer.gradient_accumulation_fusion and hasattr(weight, "main_grad") and weight.requires_grad:
         weight = IntoMainGradient.apply(weight)
     # d_hidden is whole on every rank: no sum over the group may follow.
@@ -116,15 +121,20 @@ class IntoMainGradient(torch.autograd.Function):
 def _check(output_layer: nn.Module, output_weight: Tensor | None, config: Any) -> None:
     """Raise ValueError for what would change the losses or the gradient of the weight."""
     kind = type(output_layer).__name__
-    expect(kind == "ColumnParallelLinear", "output_layer", "a ColumnParallelLinear", kind, STOCK)
-    expect(output_layer.bias is None, "output_layer", "no bias", "a bias", STOCK)
+    if kind != "ColumnParallelLinear":
+        raise ValueError(message("output_layer", "a ColumnParallelLinear", kind, STOCK))
+    if output_layer.bias is not None:
+        raise ValueError(message("output_layer", "no bias", "a bias", STOCK))
     deferred = getattr(config, "defer_embedding_wgrad_compute", False)
-    expect(not deferred, "defer_embedding_wgrad_compute", "False", deferred, "turn it off")
+    if deferred:
+        raise ValueError(message("defer_embedding_wgrad_compute", "False", deferred, "turn it off"))
     remat = getattr(output_layer, "gtp_remat_size", 1)
-    expect(remat == 1, "output_layer.gtp_remat_size", "1", remat, STOCK)
+    if remat != 1:
+        raise ValueError(message("output_layer.gtp_remat_size", "1", remat, STOCK))
     weight = output_layer.weight if output_weight is None else output_weight
     sharded = hasattr(weight, "__fsdp_param__")
-    expect(not sharded, "output_layer", "a weight outside of Megatron-FSDP", "one inside", STOCK)
+    if sharded:
+        raise ValueError(message("output_layer", "a weight outside of Megatron-FSDP", "one inside", STOCK))
 
 
 @cache

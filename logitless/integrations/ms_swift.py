@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.integrations.versions import announce, find
 from logitless.models import patch_model
 
@@ -42,8 +42,9 @@ def register(name: str = "logitless", *, logits_budget: int | None = None) -> Ca
     """
     owner, table = find("ms_swift", "swift.callbacks:callbacks_map")
     callbacks = getattr(owner, table)
-    remedy = "pick another one"
-    expect(name not in callbacks, "name", "one that no callback has", repr(name), remedy)
+    if name in callbacks:
+        remedy = "pick another one"
+        raise ValueError(message("name", "one that no callback has", repr(name), remedy))
     callbacks[name] = partial(LogitlessCallback, logits_budget=logits_budget)
 
     def undo() -> None:
@@ -84,14 +85,22 @@ def check(args: Any, trainer: Any) -> None:
     """Raise ValueError if this trainer computes its loss from logits."""
     kind, template = type(trainer).__name__, trainer.template
     remedy = "take logitless out of --callbacks"
-    expect(kind == "Seq2SeqTrainer", "callbacks", "swift sft or swift pt for logitless", kind, remedy)
+    if kind != "Seq2SeqTrainer":
+        raise ValueError(message("callbacks", "swift sft or swift pt for logitless", kind, remedy))
     for name, neutral in NEUTRAL.items():
         found = getattr(args, name, neutral)
-        expect(found == neutral, name, f"{neutral} with --callbacks logitless", found, f"set it to {neutral}")
+        if found != neutral:
+            raise ValueError(
+                message(name, f"{neutral} with --callbacks logitless", found, f"set it to {neutral}")
+            )
     size = template.sequence_parallel_size
-    expect(size == 1, "sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")
+    if size != 1:
+        raise ValueError(
+            message("sequence_parallel_size", "1 with --callbacks logitless", size, "set it to 1")
+        )
     binary = template.is_binary_loss_scale
     if binary is None:
         binary = template.loss_scale.is_binary_loss_scale
-    expected = "one that keeps or drops tokens, such as 'default' or 'last_round'"
-    expect(binary, "loss_scale", expected, "one with other weights than 0 and 1", remedy)
+    if not binary:
+        expected = "one that keeps or drops tokens, such as 'default' or 'last_round'"
+        raise ValueError(message("loss_scale", expected, "one with other weights than 0 and 1", remedy))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.integrations.sequences import GatherSequence
 from logitless.integrations.versions import announce, find, replace_function
 from logitless.losses import linear_logprobs
@@ -79,15 +79,21 @@ def from_parallel_hidden_states_to_logprobs(
     """
     hidden, weight = tensor_parallel_hidden_states, output_weight_layer
     contexts = 1 if cp_group is None else cp_group.size()
-    expect(contexts == 1, "cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false")
+    if contexts != 1:
+        raise ValueError(message("cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false"))
     rows, start = len(weight), tp_group.rank() * len(weight)
-    got, expected = (vocab_start_index, vocab_end_index), (start, start + rows)
-    remedy = "shard the vocabulary evenly"
-    expect(got == expected, "vocab_start_index, vocab_end_index", str(expected), got, remedy)
+    got = (vocab_start_index, vocab_end_index)
+    expected = (start, start + rows)
+    if got != expected:
+        remedy = "shard the vocabulary evenly"
+        raise ValueError(message("vocab_start_index, vocab_end_index", str(expected), got, remedy))
     b, s = target.shape
-    shape, remedy = (s // tp_group.size(), b), "set policy.megatron_cfg.sequence_parallel to true"
-    expected, got = f"shape {shape} and the hidden size", tuple(hidden.shape)
-    expect(hidden.shape[:-1] == shape, "tensor_parallel_hidden_states", expected, got, remedy)
+    shape = (s // tp_group.size(), b)
+    remedy = "set policy.megatron_cfg.sequence_parallel to true"
+    if hidden.shape[:-1] != shape:
+        expected = f"shape {shape} and the hidden size"
+        got = tuple(hidden.shape)
+        raise ValueError(message("tensor_parallel_hidden_states", expected, got, remedy))
     several = tp_group.size() > 1
     if several:
         # d_hidden is whole on every rank, so the backward pass slices it.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from logitless.kernels import fused_products, uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 
 def serves(dtype: torch.dtype, H: int, *heads: Tensor | None) -> bool:
@@ -52,7 +52,7 @@ def new_place(weight: Tensor, rows: int) -> Tensor:
     return room if room.shape[1] == V else room[:, :V]
 
 
-def head_sums(weight: Tensor, bias: Tensor | None, head: Head) -> Tensor | None:
+def head_sums(weight: Tensor, bias: Tensor | None, head: LogitTransform) -> Tensor | None:
     """(H + 1,) fp32: the sum of the head's rows, then the sum of its bias; None with a softcap.
 
     The sum of a row's logits is the product of its hidden state with this vector, so no kernel has to add up
@@ -71,7 +71,7 @@ def read(
     out: TokenBuffers,  # (C,) each, written; sum_logits is unweighted
     *,
     gradient: Tensor | None,  # (C, V) from `new_place`, written; None: nothing is stored
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
     sums: Tensor | None = None,  # from `head_sums`; None: the kernel adds up every logit
@@ -90,7 +90,7 @@ def write(
     grads: TokenBuffers,
     *,
     gradient: Tensor,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,  # (V,) of sum_logits
     ignore_index: int = -100,

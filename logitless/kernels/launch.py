@@ -1,8 +1,8 @@
-"""`held`: cached launches of Triton kernels.
+"""`cached_launch`: cached launches of Triton kernels.
 
 Triton specializes the operands and calls its launch hooks in every launch, which nearly doubles the host time
-of a launch; the time of a small call, or of a small model's step, is mostly launches. `held` looks the
-compiled kernel up by a key of everything that Triton specializes on.
+of a launch; the time of a small call, or of a small model's step, is mostly launches. `cached_launch` looks
+the compiled kernel up by a key of everything that Triton specializes on.
 """
 
 from collections.abc import Sequence
@@ -34,17 +34,17 @@ OF_CHUNKS = {
 }
 
 
-def held(kernel: triton.JITFunction) -> "triton.JITFunction | Held":
+def cached_launch(kernel: triton.JITFunction) -> "triton.JITFunction | CachedLaunch":
     """Wrap a kernel so that a launch reuses the kernel compiled for operands with the same specialization.
 
     The launch syntax stays `kernel[grid](...)`. On other GPUs than NVIDIA's the kernel is returned as it is,
     because Triton's key has more parts there: on AMD GPUs, also the size of a tensor's storage.
     """
     compiles = isinstance(kernel, triton.JITFunction)  # False in Triton's interpreter
-    return Held(kernel) if compiles and torch.version.cuda is not None else kernel
+    return CachedLaunch(kernel) if compiles and torch.version.cuda is not None else kernel
 
 
-class Held:
+class CachedLaunch:
     """A kernel with cached launches. Operands are positional; constexprs and launch options are keywords."""
 
     def __init__(self, kernel: triton.JITFunction):
@@ -58,14 +58,14 @@ class Held:
 
     def _launch(self, grid: tuple[int, ...], *operands, **constants) -> None:
         device = torch.cuda.current_device()
-        key = (device, *kinds(operands), *constants, *constants.values())
+        key = (device, *specialization_key(operands), *constants, *constants.values())
         found = self._compiled.get(key)
         if found is None:
             self._compiled[key] = self._compile(grid, operands, constants)
             return
         compiled, rest = found
         hooks = knobs.runtime
-        if heard(hooks.launch_enter_hook) or heard(hooks.launch_exit_hook):
+        if has_hooks(hooks.launch_enter_hook) or has_hooks(hooks.launch_exit_hook):
             compiled[(*grid, 1, 1)[:3]](*operands, *rest)
             return
         # The same call as `compiled[grid]`, without launch metadata and hooks.
@@ -86,12 +86,12 @@ class Held:
         return compiled, [constants[name] for name in self._constants]
 
 
-def heard(hook: object) -> bool:
+def has_hooks(hook: object) -> bool:
     """Whether a launch hook has listeners, such as a profiler. Triton's hook chains may be empty."""
     return bool(getattr(hook, "calls", hook))
 
 
-def kinds(operands: Sequence) -> list:
+def specialization_key(operands: Sequence) -> list:
     """Specialization key of the operands, as Triton forms it.
 
     Integers: equal to 1, multiple of 16 or neither, and 32 or 64 bits. Tensors: dtype and 16-byte alignment.

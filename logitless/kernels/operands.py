@@ -22,23 +22,25 @@ def check_floating(*, optional: bool = False, **operands: Tensor | None) -> None
     for name, x in operands.items():
         if not (isinstance(x, Tensor) and x.is_floating_point()) and not (optional and x is None):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            errors.expect(False, name, "a floating-point tensor", got, f"pass {name} as one", TypeError)
+            raise TypeError(errors.message(name, "a floating-point tensor", got, f"pass {name} as one"))
 
 
 def check_device(device: torch.device, owner: str, **operands: Tensor | None) -> None:
     for name, x in operands.items():
         if x is not None and x.device != device:
-            errors.expect(False, name, f"{owner}'s device {device}", x.device, f"move {name} there")
+            raise ValueError(
+                errors.message(name, f"{owner}'s device {device}", x.device, f"move {name} there")
+            )
 
 
 def check_vector(size: int, **operands: Tensor | None) -> None:
     for name, x in operands.items():
         if x is not None and tuple(x.shape) != (size,):
             expected = f"shape ({size},), one entry per column"
-            errors.expect(False, name, expected, tuple(x.shape), f"pass the {name} of this norm")
+            raise ValueError(errors.message(name, expected, tuple(x.shape), f"pass the {name} of this norm"))
 
 
-def widest(x: Tensor, *others: Tensor | None) -> torch.dtype:
+def widest_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
     """The dtype that torch promotes these operands to."""
     dtype = x.dtype
     for other in others:

@@ -10,7 +10,7 @@ from types import FunctionType
 
 from torch import nn
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.exchange import exchange, state_of
 from logitless.layers import fused_forwards
 from logitless.layers.bodies import (
@@ -106,9 +106,13 @@ def fuse_layers(model: nn.Module) -> Fused:
         ...
         fused()
     """
-    expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, "pass a model", TypeError)
+    if not isinstance(model, nn.Module):
+        raise TypeError(message("model", "a module", type(model).__name__, "pass a model"))
     again = [name for name, module in model.named_modules() if state_of(module, KEY) is not None]
-    expect(not again, "model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
+    if again:
+        raise ValueError(
+            message("model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
+        )
     report, undos = Report(), []
     try:
         for change in (_change_norm, _change_rest):
@@ -118,13 +122,15 @@ def fuse_layers(model: nn.Module) -> Fused:
     except BaseException:
         Fused(report, tuple(undos))()
         raise
-    expect(
-        bool(undos),
-        "model",
-        "norms, rotary embeddings or gated MLPs whose source is one of those that we know",
-        f"{type(model).__name__} with none ({_reasons(report)})",
-        "leave it as it is, or see docs/layers.md",
-    )
+    if not undos:
+        raise ValueError(
+            message(
+                "model",
+                "norms, rotary embeddings or gated MLPs whose source is one of those that we know",
+                f"{type(model).__name__} with none ({_reasons(report)})",
+                "leave it as it is, or see docs/layers.md",
+            )
+        )
     logger.info("%s: fuse_layers fused %s", type(model).__name__, report.summary())
     return Fused(report, tuple(undos))
 
@@ -134,7 +140,9 @@ def _attempt(change: Callable, name: str, module: nn.Module, report: Report, und
     try:
         what, undo, unknown = change(module)
     except Unknown as reason:
-        what, undo, unknown = (), None, str(reason)
+        what = ()
+        undo = None
+        unknown = str(reason)
     if undo is not None:
         report.fused[name] = what
         undos.append(undo)

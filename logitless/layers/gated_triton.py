@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import held
-from logitless.kernels.operands import as_rows, widest
+from logitless.kernels.launch import cached_launch
+from logitless.kernels.operands import as_rows, widest_dtype
 
 BLOCK, WARPS = 2048, 4
 KINDS = {"silu": 0, "gelu_tanh": 1, "gelu_erf": 2}
@@ -37,7 +37,7 @@ def activate(a, KIND: tl.constexpr):
     return act, slope
 
 
-@held
+@cached_launch
 @triton.jit
 def gated_kernel(
     a_ptr,
@@ -60,7 +60,7 @@ def gated_kernel(
     tl.store(out_ptr + row * columns + col, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@held
+@cached_launch
 @triton.jit
 def gated_backward_kernel(
     d_out_ptr,
@@ -96,7 +96,7 @@ def _walk(*tensors: Tensor) -> tuple[int, int]:
 
 
 def forward(a: Tensor, b: Tensor, activation: str) -> Tensor:
-    out = torch.empty_like(a, dtype=widest(a, b), memory_format=torch.contiguous_format)
+    out = torch.empty_like(a, dtype=widest_dtype(a, b), memory_format=torch.contiguous_format)
     rows, columns = _walk(a, b)
     (a, a_stride), (b, b_stride) = as_rows(a), as_rows(b)
     gated_kernel[(rows * triton.cdiv(columns, BLOCK),)](

@@ -33,7 +33,7 @@ from logitless.kernels.operands import (
     check_floating,
     check_vector,
     on_device,
-    widest,
+    widest_dtype,
 )
 from logitless.layers import recipes
 
@@ -42,7 +42,7 @@ ROUNDINGS = ("llama", "single", "gemma")
 MAX_COLUMNS = 32768
 
 
-class Form(NamedTuple):
+class NormConfig(NamedTuple):
     """Configuration of a norm: all arguments that are not tensors."""
 
     eps: float
@@ -55,7 +55,7 @@ class Form(NamedTuple):
     def y_dtype(self, x: Tensor, residual: Tensor | None, weight: Tensor | None) -> torch.dtype:
         if self.out_dtype is not None:
             return self.out_dtype
-        return widest(x, residual, weight if self.rounding == "llama" else None)
+        return widest_dtype(x, residual, weight if self.rounding == "llama" else None)
 
 
 class Wanted(NamedTuple):
@@ -93,7 +93,7 @@ def rms_norm(
 
     Reference: Zhang and Sennrich, Root Mean Square Layer Normalization, https://arxiv.org/abs/1910.07467.
     """
-    return _normalize(x, None, weight, None, Form(eps, rounding, out_dtype))
+    return _normalize(x, None, weight, None, NormConfig(eps, rounding, out_dtype))
 
 
 def add_rms_norm(
@@ -120,7 +120,7 @@ def add_rms_norm(
     Returns:
         `(y, h)`. h has the wider dtype of x and residual, and is rounded to it before it is normalized.
     """
-    return _normalize(x, residual, weight, None, Form(eps, rounding, out_dtype, multiplier, "before"))
+    return _normalize(x, residual, weight, None, NormConfig(eps, rounding, out_dtype, multiplier, "before"))
 
 
 def rms_norm_add(
@@ -135,7 +135,7 @@ def rms_norm_add(
 
     Arguments as in `add_rms_norm`. The sum is rounded once, to the wider dtype of residual and `rms_norm(x)`.
     """
-    return _normalize(x, residual, weight, None, Form(eps, rounding, added="after"))
+    return _normalize(x, residual, weight, None, NormConfig(eps, rounding, added="after"))
 
 
 def layer_norm(
@@ -157,7 +157,7 @@ def layer_norm(
 
     Reference: Ba, Kiros and Hinton, Layer Normalization, https://arxiv.org/abs/1607.06450.
     """
-    return _normalize(x, None, weight, bias, Form(eps, "single", out_dtype, center=True))
+    return _normalize(x, None, weight, bias, NormConfig(eps, "single", out_dtype, center=True))
 
 
 def add_layer_norm(
@@ -174,16 +174,18 @@ def add_layer_norm(
 
     The result is `(y, h)`, as of `add_rms_norm`. Arguments as in `layer_norm` and `add_rms_norm`.
     """
-    return _normalize(x, residual, weight, bias, Form(eps, "single", out_dtype, multiplier, "before", True))
+    return _normalize(
+        x, residual, weight, bias, NormConfig(eps, "single", out_dtype, multiplier, "before", True)
+    )
 
 
 def _check(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, config: NormConfig
 ) -> None:
     # Messages are built only when they are needed: this runs twice a decoder layer.
-    check_choice("rounding", form.rounding, ROUNDINGS)
+    check_choice("rounding", config.rounding, ROUNDINGS)
     check_floating(x=x)
-    check_floating(optional=form.added is None, residual=residual)
+    check_floating(optional=config.added is None, residual=residual)
     check_floating(optional=True, weight=weight, bias=bias)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
@@ -196,50 +198,52 @@ def _check(
     check_device(x.device, "x", residual=residual, weight=weight, bias=bias)
 
 
-def _normalize(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form):
+def _normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, config: NormConfig
+):
     """y, or (y, h) where h is a sum."""
-    _check(x, residual, weight, bias, form)
+    _check(x, residual, weight, bias, config)
     if torch.compiler.is_compiling():
         # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
-        y, h, *_ = _forward_twin(x, residual, weight, bias, form)
-        return (y, h) if form.added == "before" else y
-    return _Norm.apply(x, residual, weight, bias, form)
+        y, h, *_ = _forward_twin(x, residual, weight, bias, config)
+        return (y, h) if config.added == "before" else y
+    return _Norm.apply(x, residual, weight, bias, config)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, form):
+    def forward(ctx, x, residual, weight, bias, config):
         ctx.set_materialize_grads(False)
         if _runs_triton(x, residual, weight, bias):
             from logitless.layers import norm_triton
 
             with on_device(x):
-                y, h, mean, rstd = norm_triton.forward(x, residual, weight, bias, form)
+                y, h, mean, rstd = norm_triton.forward(x, residual, weight, bias, config)
         else:
-            y, h, mean, rstd = _forward_twin(x, residual, weight, bias, form)
+            y, h, mean, rstd = _forward_twin(x, residual, weight, bias, config)
         ctx.save_for_backward(h, weight, mean, rstd)
-        ctx.form = form
+        ctx.config = config
         collector = recipes.current()
-        if collector is not None and form.added != "after":
-            make = functools.partial(_again, form._replace(out_dtype=y.dtype, added=None))
+        if collector is not None and config.added != "after":
+            make = functools.partial(_again, config._replace(out_dtype=y.dtype, added=None))
             collector.add(ctx, (y,), make, (h, weight, bias, mean, rstd))
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
-        return (y, h) if form.added == "before" else y
+        return (y, h) if config.added == "before" else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y, d_h=None):
-        form = ctx.form
+        config = ctx.config
         x_dtype, residual_dtype, weight_dtype, bias_dtype = ctx.dtypes
         if d_y is None:
             if d_h is None:
                 return None, None, None, None, None
             # Of the two results only the sum was used.
-            return (form.multiplier * d_h).to(x_dtype), d_h.to(residual_dtype), None, None, None
+            return (config.multiplier * d_h).to(x_dtype), d_h.to(residual_dtype), None, None, None
         h, weight, mean, rstd = ctx.saved_tensors
         wanted = Wanted(
             x_dtype,
-            residual_dtype if form.added == "before" else None,
+            residual_dtype if config.added == "before" else None,
             weight_dtype if ctx.needs_input_grad[2] else None,
             bias_dtype if ctx.needs_input_grad[3] else None,
         )
@@ -249,70 +253,70 @@ class _Norm(torch.autograd.Function):
             backward = norm_triton.backward
         else:
             backward = _backward_twin
-        d_x, d_residual, d_weight, d_bias = backward(d_y, d_h, h, weight, mean, rstd, form, wanted)
-        if form.added == "after":
+        d_x, d_residual, d_weight, d_bias = backward(d_y, d_h, h, weight, mean, rstd, config, wanted)
+        if config.added == "after":
             d_residual = d_y.to(residual_dtype)
         return d_x, d_residual, d_weight, d_bias, None
 
 
-def _again(form: Form, h, weight, bias, mean, rstd) -> tuple[Tensor]:
+def _again(config: NormConfig, h, weight, bias, mean, rstd) -> tuple[Tensor]:
     """y of a norm whose sums are known, without adding up the rows again."""
     if _runs_triton(h, weight, bias):
         from logitless.layers import norm_triton
 
         with on_device(h):
-            return (norm_triton.forward(h, None, weight, bias, form, mean=mean, rstd=rstd)[0],)
-    wide = torch.promote_types(widest(h, weight, bias), torch.float32)
-    z = h.to(wide) - mean if form.center else h.to(wide)
-    return (_scaled(z * rstd, h, weight, bias, form, wide).to(form.out_dtype),)
+            return (norm_triton.forward(h, None, weight, bias, config, mean=mean, rstd=rstd)[0],)
+    wide = torch.promote_types(widest_dtype(h, weight, bias), torch.float32)
+    z = h.to(wide) - mean if config.center else h.to(wide)
+    return (_scaled(z * rstd, h, weight, bias, config, wide).to(config.out_dtype),)
 
 
 def _runs_triton(x: Tensor, *others: Tensor | None) -> bool:
     return all_triton(x, *others) and x.shape[-1] <= MAX_COLUMNS
 
 
-def _forward_twin(x, residual, weight, bias, form: Form):
+def _forward_twin(x, residual, weight, bias, config: NormConfig):
     """y, h, and each row's mean (or None) and 1 / root mean square. Autograd can differentiate it."""
-    wide = torch.promote_types(widest(x, residual, weight, bias), torch.float32)
+    wide = torch.promote_types(widest_dtype(x, residual, weight, bias), torch.float32)
     h = x
-    if form.added == "before":
-        h = residual.to(wide) + form.multiplier * x.to(wide)
+    if config.added == "before":
+        h = residual.to(wide) + config.multiplier * x.to(wide)
         h = h.to(torch.promote_types(x.dtype, residual.dtype))
     z, mean = h.to(wide), None
-    if form.center:
+    if config.center:
         mean = z.mean(-1, keepdim=True)
         z = z - mean
-    rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + form.eps)
-    y = _scaled(z * rstd, h, weight, bias, form, wide)
-    if form.added == "after":
+    rstd = torch.rsqrt(z.square().mean(-1, keepdim=True) + config.eps)
+    y = _scaled(z * rstd, h, weight, bias, config, wide)
+    if config.added == "after":
         y = residual.to(wide) + y
-    return y.to(form.y_dtype(x, residual, weight)), h, mean, rstd
+    return y.to(config.y_dtype(x, residual, weight)), h, mean, rstd
 
 
-def _scaled(y, h, weight, bias, form: Form, wide: torch.dtype) -> Tensor:
+def _scaled(y, h, weight, bias, config: NormConfig, wide: torch.dtype) -> Tensor:
     """The normalized rows y times weight, plus bias."""
     if weight is not None:
-        if form.rounding == "llama":
+        if config.rounding == "llama":
             y = y.to(h.dtype)
-        y = y.to(wide) * (weight.to(wide) + 1 if form.rounding == "gemma" else weight.to(wide))
+        y = y.to(wide) * (weight.to(wide) + 1 if config.rounding == "gemma" else weight.to(wide))
     return y if bias is None else y + bias.to(wide)
 
 
-def _backward_twin(d_y, d_h, h, weight, mean, rstd, form: Form, wanted: Wanted):
+def _backward_twin(d_y, d_h, h, weight, mean, rstd, config: NormConfig, wanted: Wanted):
     """Gradients of x, residual, weight and bias."""
     wide = rstd.dtype
     g = d_y.to(wide)
-    z = (h.to(wide) - mean if form.center else h.to(wide)) * rstd
+    z = (h.to(wide) - mean if config.center else h.to(wide)) * rstd
     rows = tuple(range(g.dim() - 1))
     d_bias = g.sum(rows).to(wanted.bias) if wanted.bias else None
     d_weight = (g * z).sum(rows).to(wanted.weight) if wanted.weight else None
     if weight is not None:
-        g = g * (weight.to(wide) + 1 if form.rounding == "gemma" else weight.to(wide))
+        g = g * (weight.to(wide) + 1 if config.rounding == "gemma" else weight.to(wide))
     d = g - z * (g * z).mean(-1, keepdim=True)
-    if form.center:
+    if config.center:
         d = d - g.mean(-1, keepdim=True)
     d = d * rstd
     if d_h is not None:
         d = d + d_h
-    d_x = (form.multiplier * d).to(wanted.x)
+    d_x = (config.multiplier * d).to(wanted.x)
     return d_x, d.to(wanted.residual) if wanted.residual else None, d_weight, d_bias

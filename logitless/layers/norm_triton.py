@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import held
-from logitless.kernels.operands import as_rows, multiprocessors, widest
+from logitless.kernels.launch import cached_launch
+from logitless.kernels.operands import as_rows, multiprocessors, widest_dtype
 
 
-@held
+@cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr,
@@ -86,7 +86,7 @@ def norm_factor(weight_ptr, col, columns, GEMMA: tl.constexpr):
     return weight + 1.0 if GEMMA else weight
 
 
-@held
+@cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def norm_backward_kernel(
     d_y_ptr,
@@ -177,7 +177,7 @@ def norm_backward_kernel(
             tl.store(at, tl.sum(d_biases[part], 0, keep_dims=True), mask=col < columns)
 
 
-@held
+@cached_launch
 @triton.jit(do_not_specialize=["rows"])
 def column_sum_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -268,7 +268,7 @@ def forward(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    form,
+    config,
     *,
     mean: Tensor | None = None,
     rstd: Tensor | None = None,
@@ -282,13 +282,13 @@ def forward(
     x_rows, x_stride = as_rows(x)
     residual_rows, residual_stride = (None, 0) if residual is None else as_rows(residual)
     h, h_out = x, None
-    if form.added == "before":
-        h = h_out = _new(x, widest(x, residual))
-    y = _new(x, form.y_dtype(x, residual, weight))
+    if config.added == "before":
+        h = h_out = _new(x, widest_dtype(x, residual))
+    y = _new(x, config.y_dtype(x, residual, weight))
     known = rstd is not None
     if not known:
         rstd = x.new_empty(rows, dtype=torch.float32)
-        mean = torch.empty_like(rstd) if form.center else None
+        mean = torch.empty_like(rstd) if config.center else None
     tile = forward_tile(columns)
     norm_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         x_rows,
@@ -303,10 +303,10 @@ def forward(
         residual_stride,
         rows,
         columns,
-        float(form.multiplier),
-        float(form.eps),
-        ROUND=form.rounding == "llama",
-        GEMMA=form.rounding == "gemma",
+        float(config.multiplier),
+        float(config.eps),
+        ROUND=config.rounding == "llama",
+        GEMMA=config.rounding == "gemma",
         KNOWN=known,
         **tile,
     )
@@ -314,7 +314,7 @@ def forward(
 
 
 def backward(
-    d_y: Tensor, d_h: Tensor | None, h: Tensor, weight: Tensor | None, mean, rstd: Tensor, form, wanted
+    d_y: Tensor, d_h: Tensor | None, h: Tensor, weight: Tensor | None, mean, rstd: Tensor, config, wanted
 ):
     """Gradients of x, residual, weight and bias; the first two are one tensor where they are equal."""
     columns = h.shape[-1]
@@ -322,7 +322,7 @@ def backward(
     (d_y_rows, d_y_stride), (h_rows, h_stride) = as_rows(d_y), as_rows(h)
     d_h_rows, d_h_stride = (None, 0) if d_h is None else as_rows(d_h)
     d_sum, d_x = _new(h, wanted.residual or wanted.x), None
-    if d_sum.dtype != wanted.x or form.multiplier != 1.0:
+    if d_sum.dtype != wanted.x or config.multiplier != 1.0:
         d_x = _new(h, wanted.x)
     loaded = sum(0 if x is None else x.element_size() for x in (d_y, d_h, h))
     tile, programs = backward_tile(columns, loaded)
@@ -344,8 +344,8 @@ def backward(
         h_stride,
         rows,
         columns,
-        float(form.multiplier),
-        GEMMA=form.rounding == "gemma",
+        float(config.multiplier),
+        GEMMA=config.rounding == "gemma",
         D_WEIGHT=wanted.weight is not None,
         D_BIAS=wanted.bias is not None,
         **tile,
@@ -353,6 +353,7 @@ def backward(
     d_weight = d_bias = None
     if vectors:
         summed = column_sum(shares, vectors[0])
-        d_weight = None if wanted.weight is None else summed[:columns] if wanted.bias else summed
+        if wanted.weight is not None:
+            d_weight = summed[:columns] if wanted.bias else summed
         d_bias = summed[-columns:].to(wanted.bias) if wanted.bias else None
     return d_sum if d_x is None else d_x, d_sum if wanted.residual else None, d_weight, d_bias

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from logitless.kernels.launch import held
+from logitless.kernels.launch import cached_launch
 from logitless.kernels.operands import multiprocessors
 from logitless.layers.norm_triton import AHEAD, column_sum, stages
 from logitless.layers.rope_triton import angles, like, load_angles, load_pairs, seen, store_pairs, tile, turn
@@ -83,7 +83,7 @@ def heads_backward(
     return share_a, share_b
 
 
-@held
+@cached_launch
 @triton.jit(do_not_specialize=["tokens", "length"])
 def norm_rope_backward_kernel(
     d_q_out_ptr,  # or None
@@ -208,11 +208,11 @@ def norm_rope_backward_kernel(
         store_pairs(shares_ptr, row + D, row >= 0, k_share_a, k_share_b, D, R, HALF, INTERLEAVED)
 
 
-def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted: tuple[bool, bool]):
+def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, config, wanted: tuple[bool, bool]):
     """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
     B, q_count, T, D = q.shape
     d_q, d_k = None if d_q_out is None else like(q), None if d_k_out is None else like(k)
-    shape = tile(q_count, k.shape[1], D, form) | {"num_warps": SHORT_WARPS if D <= 128 else LONG_WARPS}
+    shape = tile(q_count, k.shape[1], D, config) | {"num_warps": SHORT_WARPS if D <= 128 else LONG_WARPS}
     loaded = sum(x.numel() * x.element_size() for x in (d_q_out, d_k_out, q, k) if x is not None)
     loaded = loaded // (B * T) * 2 * shape["HALF"] // D
     shape["STAGES"] = stages(loaded)
@@ -242,8 +242,8 @@ def backward(d_q_out, d_k_out, cos, sin, q, k, q_weight, k_weight, form, wanted:
         *angle_strides,
         B * T,
         T,
-        form.eps,
-        PER_PAIR=cos.shape[-1] != form.rotary_dim,
+        config.eps,
+        PER_PAIR=cos.shape[-1] != config.rotary_dim,
         **shape,
     )
     d_q_weight = d_k_weight = None

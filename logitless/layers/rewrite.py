@@ -93,7 +93,9 @@ def _compiled(function: FunctionType, tree: ast.FunctionDef, bound: dict[str, An
 
 class _Rewriter(ast.NodeTransformer):
     def __init__(self, tree: ast.FunctionDef, known: Known) -> None:
-        self.tree, self.known, self.replaced = tree, known, []
+        self.tree = tree
+        self.known = known
+        self.replaced = []
 
     def visit(self, node: ast.AST) -> ast.AST:
         for field in ("body", "orelse", "finalbody"):
@@ -138,7 +140,11 @@ class _Rewriter(ast.NodeTransformer):
         if call.norm not in self.known.rms_norms:
             return None
         h, left, right = total
-        other = right if is_name(left, h) else left if is_name(right, h) else None
+        other = None
+        if is_name(left, h):
+            other = right
+        elif is_name(right, h):
+            other = left
         if not isinstance(other, ast.Name) or other.id == h:
             return None
         self.replaced.append(f"{call.norm} and the addition after it")

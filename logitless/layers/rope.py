@@ -30,13 +30,13 @@ from logitless.kernels.operands import (
     check_floating,
     check_vector,
     on_device,
-    widest,
+    widest_dtype,
 )
 from logitless.layers import recipes
 from logitless.layers.norm import ROUNDINGS
 
 
-class Form(NamedTuple):
+class RopeConfig(NamedTuple):
     """Configuration of a rotation and of the norm before it: all arguments that are not tensors."""
 
     rotary_dim: int
@@ -75,8 +75,8 @@ def rope(
 
     Reference: Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
     """
-    form = Form(cos.shape[-1] if rotary_dim is None else rotary_dim, interleaved)
-    return _rotate(q, k, cos, sin, None, None, form)
+    config = RopeConfig(cos.shape[-1] if rotary_dim is None else rotary_dim, interleaved)
+    return _rotate(q, k, cos, sin, None, None, config)
 
 
 def qk_norm_rope(
@@ -113,11 +113,11 @@ def qk_norm_rope(
     check_choice("rounding", rounding, ROUNDINGS)
     width = cos.shape[-1] if rotary_dim is None else rotary_dim
     return _rotate(
-        q, k, cos, sin, q_weight, k_weight, Form(width, interleaved, True, eps, rounding == "gemma")
+        q, k, cos, sin, q_weight, k_weight, RopeConfig(width, interleaved, True, eps, rounding == "gemma")
     )
 
 
-def _check(q, k, cos, sin, q_weight, k_weight, form: Form) -> None:
+def _check(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> None:
     for name, x in (("q", q), ("k", k)):
         if x is not None and (x.dim() != 4 or x.shape[3] % 2 or x.shape[3] == 0):
             raise ValueError(
@@ -130,7 +130,7 @@ def _check(q, k, cos, sin, q_weight, k_weight, form: Form) -> None:
             f"k: expected shape ({B}, key heads, {T}, {D}), as q is {tuple(q.shape)}, got {tuple(k.shape)}; "
             "pass queries and keys of the same tokens."
         )
-    R = form.rotary_dim
+    R = config.rotary_dim
     if not 0 < R <= D or R % 2:
         raise ValueError(
             f"rotary_dim: expected an even number up to the head size {D}, got {R}; "
@@ -151,32 +151,32 @@ def _check(q, k, cos, sin, q_weight, k_weight, form: Form) -> None:
     check_device(q.device, "q", k=k, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
 
 
-def _rotate(q, k, cos, sin, q_weight, k_weight, form: Form) -> tuple[Tensor, Tensor | None]:
+def _rotate(q, k, cos, sin, q_weight, k_weight, config: RopeConfig) -> tuple[Tensor, Tensor | None]:
     check_floating(q=q, cos=cos, sin=sin)
-    check_floating(optional=not form.normalized, k=k)
+    check_floating(optional=not config.normalized, k=k)
     check_floating(optional=True, q_weight=q_weight, k_weight=k_weight)
-    _check(q, k, cos, sin, q_weight, k_weight, form)
+    _check(q, k, cos, sin, q_weight, k_weight, config)
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     ):
         # The compiler fuses plain PyTorch with what stands around it; no kernel computes gradients of angles.
-        return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
-    return _Rope.apply(q, k, cos, sin, q_weight, k_weight, form)
+        return _forward_twin(q, k, cos, sin, q_weight, k_weight, config)
+    return _Rope.apply(q, k, cos, sin, q_weight, k_weight, config)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, q_weight, k_weight, form):
+    def forward(ctx, q, k, cos, sin, q_weight, k_weight, config):
         ctx.set_materialize_grads(False)
         # A rotation is turned back without knowing what was rotated.
-        ctx.save_for_backward(cos, sin, *((q, k) if form.normalized else (None, None)), q_weight, k_weight)
-        ctx.form = form
+        ctx.save_for_backward(cos, sin, *((q, k) if config.normalized else (None, None)), q_weight, k_weight)
+        ctx.config = config
         inputs = q, k, cos, sin, q_weight, k_weight
-        results = _forward(form, *inputs)
+        results = _forward(config, *inputs)
         collector = recipes.current()
         # A rotation alone does not save what was rotated.
-        if collector is not None and form.normalized:
-            collector.add(ctx, results, functools.partial(_forward, form), inputs)
+        if collector is not None and config.normalized:
+            collector.add(ctx, results, functools.partial(_forward, config), inputs)
         return results
 
     @staticmethod
@@ -187,10 +187,10 @@ class _Rope(torch.autograd.Function):
             return (None,) * 7
         first, second = (d_k, d_q) if d_q is None else (d_q, d_k)
         runs_triton = all_triton(first, second, cos, sin, q, k, q_weight, k_weight)
-        if runs_triton and not ctx.form.normalized:
+        if runs_triton and not ctx.config.normalized:
             from logitless.layers import rope_triton
 
-            d_q, d_k = rope_triton.backward(d_q, d_k, cos, sin, ctx.form)
+            d_q, d_k = rope_triton.backward(d_q, d_k, cos, sin, ctx.config)
             return d_q, d_k, None, None, None, None, None
         if runs_triton:
             from logitless.layers import qk_norm_rope_triton
@@ -199,46 +199,46 @@ class _Rope(torch.autograd.Function):
         else:
             backward = _backward_twin
         wanted = ctx.needs_input_grad[4], ctx.needs_input_grad[5]
-        d_q, d_k, *d_weights = backward(d_q, d_k, cos, sin, q, k, q_weight, k_weight, ctx.form, wanted)
+        d_q, d_k, *d_weights = backward(d_q, d_k, cos, sin, q, k, q_weight, k_weight, ctx.config, wanted)
         return d_q, d_k, None, None, *d_weights, None
 
 
-def _forward(form: Form, q, k, cos, sin, q_weight, k_weight) -> tuple[Tensor, Tensor | None]:
+def _forward(config: RopeConfig, q, k, cos, sin, q_weight, k_weight) -> tuple[Tensor, Tensor | None]:
     if all_triton(q, k, cos, sin, q_weight, k_weight):
         from logitless.layers import rope_triton
 
         with on_device(q):
-            return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, form)
-    return _forward_twin(q, k, cos, sin, q_weight, k_weight, form)
+            return rope_triton.forward(q, k, cos, sin, q_weight, k_weight, config)
+    return _forward_twin(q, k, cos, sin, q_weight, k_weight, config)
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, form: Form, *, back: bool = False) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, config: RopeConfig, *, back: bool = False) -> Tensor:
     """Rotates x (B, heads, T, D), which has the dtype to compute in; `back` is the transposed map."""
-    a, b = _pairs(x[..., : form.rotary_dim], form.interleaved)
+    a, b = _pairs(x[..., : config.rotary_dim], config.interleaved)
     angles = []
     for table in (cos, sin):
         table = table.to(x.dtype).unsqueeze(-3)
         angles.append(
-            _pairs(table, form.interleaved) if table.shape[-1] == form.rotary_dim else (table, table)
+            _pairs(table, config.interleaved) if table.shape[-1] == config.rotary_dim else (table, table)
         )
     (cos_a, cos_b), (sin_a, sin_b) = angles
     if back:
         a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         a, b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    turned = torch.stack((a, b), -1).flatten(-2) if form.interleaved else torch.cat((a, b), -1)
-    return torch.cat((turned, x[..., form.rotary_dim :]), -1)
+    turned = torch.stack((a, b), -1).flatten(-2) if config.interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned, x[..., config.rotary_dim :]), -1)
 
 
 def _wide(x: Tensor, *others: Tensor | None) -> torch.dtype:
-    return torch.promote_types(widest(x, *others), torch.float32)
+    return torch.promote_types(widest_dtype(x, *others), torch.float32)
 
 
-def _forward_twin(q, k, cos, sin, q_weight, k_weight, form: Form):
+def _forward_twin(q, k, cos, sin, q_weight, k_weight, config: RopeConfig):
     """Autograd can differentiate it."""
     results = []
     for x, weight in ((q, q_weight), (k, k_weight)):
@@ -246,29 +246,31 @@ def _forward_twin(q, k, cos, sin, q_weight, k_weight, form: Form):
             results.append(None)
             continue
         z = x.to(_wide(x, weight))
-        if form.normalized:
-            z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + form.eps)
+        if config.normalized:
+            z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + config.eps)
         if weight is not None:
-            z = z * (weight.to(z.dtype) + 1 if form.gemma else weight)
-        results.append(_turn(z, cos, sin, form).to(x.dtype))
+            z = z * (weight.to(z.dtype) + 1 if config.gemma else weight)
+        results.append(_turn(z, cos, sin, config).to(x.dtype))
     return tuple(results)
 
 
-def _backward_twin(d_q, d_k, cos, sin, q, k, q_weight, k_weight, form: Form, wanted: tuple[bool, bool]):
+def _backward_twin(
+    d_q, d_k, cos, sin, q, k, q_weight, k_weight, config: RopeConfig, wanted: tuple[bool, bool]
+):
     """Gradients of q, k and the weights; None where none comes in, and for weights that want none."""
     gradients, weight_gradients = [], []
     for d, x, weight, wants in ((d_q, q, q_weight, wanted[0]), (d_k, k, k_weight, wanted[1])):
         d_weight = None
         if d is not None:
             dtype = d.dtype
-            d = _turn(d.to(_wide(d, x, weight)), cos, sin, form, back=True)
-            if form.normalized:
+            d = _turn(d.to(_wide(d, x, weight)), cos, sin, config, back=True)
+            if config.normalized:
                 x = x.to(d.dtype)
-                rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + form.eps)
+                rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + config.eps)
                 z = x * rstd
                 d_weight = (d * z).sum((0, 1, 2)).to(weight.dtype) if wants else None
                 if weight is not None:
-                    d = d * (weight.to(d.dtype) + 1 if form.gemma else weight)
+                    d = d * (weight.to(d.dtype) + 1 if config.gemma else weight)
                 d = rstd * (d - z * (d * z).mean(-1, keepdim=True))
             d = d.to(dtype)
         gradients.append(d)

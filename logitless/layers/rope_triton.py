@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import held
+from logitless.kernels.launch import cached_launch
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def rotate_heads(
         store_pairs(out_ptr, out_row + head * out_stride, mask, a, b, D, R, HALF, INTERLEAVED)
 
 
-@held
+@cached_launch
 @triton.jit(do_not_specialize=["length"])
 def rope_kernel(
     q_ptr,  # or None
@@ -247,7 +247,7 @@ TILE = 4096
 
 
 @functools.cache
-def tile(q_count: int, k_count: int, D: int, form) -> dict[str, object]:
+def tile(q_count: int, k_count: int, D: int, config) -> dict[str, object]:
     """What is constant for a model, and the warps."""
     half = triton.next_power_of_2(D // 2)
     q_heads, k_heads = (
@@ -259,12 +259,12 @@ def tile(q_count: int, k_count: int, D: int, form) -> dict[str, object]:
         "Q_HEADS": q_heads,
         "K_HEADS": k_heads,
         "D": D,
-        "R": form.rotary_dim,
+        "R": config.rotary_dim,
         "HALF": half,
-        "INTERLEAVED": form.interleaved,
-        "GEMMA": form.gemma,
+        "INTERLEAVED": config.interleaved,
+        "GEMMA": config.gemma,
         # More cost 5 to 25% on an H200. Not measured: interleaved angles.
-        "num_warps": 4 if form.interleaved else 2,
+        "num_warps": 4 if config.interleaved else 2,
     }
 
 
@@ -297,7 +297,7 @@ def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
     return cos, sin, (0 if cos.dim() == 2 or cos.shape[0] == 1 else cos.stride(0), cos.stride(-2))
 
 
-def _launch(q, k, cos, sin, q_weight, k_weight, form, *, q_out, k_out, back: bool) -> None:
+def _launch(q, k, cos, sin, q_weight, k_weight, config, *, q_out, k_out, back: bool) -> None:
     shape = (k if q is None else q).shape
     (q, q_strides), (k, k_strides) = seen(q), seen(k)
     cos, sin, angle_strides = angles(cos, sin)
@@ -316,21 +316,23 @@ def _launch(q, k, cos, sin, q_weight, k_weight, form, *, q_out, k_out, back: boo
         *seen(k_out)[1],
         *angle_strides,
         shape[2],
-        form.eps,
-        PER_PAIR=cos.shape[-1] != form.rotary_dim,
-        NORM=form.normalized,
+        config.eps,
+        PER_PAIR=cos.shape[-1] != config.rotary_dim,
+        NORM=config.normalized,
         BACK=back,
-        **tile(0 if q is None else shape[1], 0 if k is None else k.shape[1], shape[3], form),
+        **tile(0 if q is None else shape[1], 0 if k is None else k.shape[1], shape[3], config),
     )
 
 
-def forward(q: Tensor, k: Tensor | None, cos, sin, q_weight, k_weight, form) -> tuple[Tensor, Tensor | None]:
+def forward(
+    q: Tensor, k: Tensor | None, cos, sin, q_weight, k_weight, config
+) -> tuple[Tensor, Tensor | None]:
     q_out, k_out = like(q), like(k)
-    _launch(q, k, cos, sin, q_weight, k_weight, form, q_out=q_out, k_out=k_out, back=False)
+    _launch(q, k, cos, sin, q_weight, k_weight, config, q_out=q_out, k_out=k_out, back=False)
     return q_out, k_out
 
 
-def backward(d_q: Tensor | None, d_k: Tensor | None, cos, sin, form) -> tuple[Tensor | None, Tensor | None]:
+def backward(d_q: Tensor | None, d_k: Tensor | None, cos, sin, config) -> tuple[Tensor | None, Tensor | None]:
     q_out, k_out = new(d_q), new(d_k)
-    _launch(d_q, d_k, cos, sin, None, None, form, q_out=q_out, k_out=k_out, back=True)
+    _launch(d_q, d_k, cos, sin, None, None, config, q_out=q_out, k_out=k_out, back=True)
     return q_out, k_out

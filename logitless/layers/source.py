@@ -44,13 +44,13 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
     file.
 
     Raises:
-        Unknown: the source is not at hand, or does not say it all.
+        Unknown: the source is not available, or does not say it all.
     """
     try:
         lines, start = inspect.getsourcelines(function)
         tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     except (OSError, TypeError, SyntaxError) as error:
-        raise Unknown("its source is not at hand") from error
+        raise Unknown("its source is not available") from error
     if not isinstance(tree, ast.FunctionDef):
         raise Unknown("its forward pass is not written as a function")
     ast.increment_lineno(tree, start - 1)
@@ -73,9 +73,11 @@ def fingerprint(function: FunctionType, owner: type | None = None) -> str:
         owner: the class whose methods `self` has.
 
     Raises:
-        Unknown: the source of one of them is not at hand.
+        Unknown: the source of one of them is not available.
     """
-    texts, waiting, seen = [], [function], set()
+    texts = []
+    waiting = [function]
+    seen = set()
     while waiting:
         each = waiting.pop(0)
         if each in seen:

@@ -12,7 +12,7 @@ from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.terms import Term
 from logitless.errors import message
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.linear import LinearLoss
 from logitless.losses.output import LossOutput
 
@@ -67,8 +67,8 @@ class LogitsLoss(LinearLoss):
             )
 
     @property
-    def teacher_head(self) -> Head:
-        return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
+    def teacher_head(self) -> LogitTransform:
+        return LogitTransform(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
     def has_kernel(
         self, device: torch.device, dtype: torch.dtype, inputs: Mapping[str, Tensor | None]

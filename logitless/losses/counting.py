@@ -39,12 +39,12 @@ def count_targets(
         ValueError: shapes that do not fit together.
         TypeError: targets that are no tensor of integers.
 
-    >>> import torch
-    >>> labels = torch.tensor([5, 6, 7, 8, 9, -100])
-    >>> count_targets(labels, shift=True)
-    tensor(4)
-    >>> count_targets(labels, shift=True, cu_seqlens=torch.tensor([0, 3, 6]))
-    tensor(3)
+    Examples:
+        >>> labels = torch.tensor([5, 6, 7, 8, 9, -100])
+        >>> count_targets(labels, shift=True)
+        tensor(4)
+        >>> count_targets(labels, shift=True, cu_seqlens=torch.tensor([0, 3, 6]))
+        tensor(3)
     """
     if not isinstance(targets, Tensor) or targets.dtype not in INTEGERS:
         raise TypeError(

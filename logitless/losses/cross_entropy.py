@@ -12,7 +12,7 @@ from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput, TokenLoss
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import CallInputs, HeadOptions, HeadWeight, Reduction
 from logitless.losses.keywords import check_options
 
@@ -32,12 +32,29 @@ class CrossEntropyLoss(TokenLoss):
         z_loss: λ >= 0 (PaLM, Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311).
         dft: dynamic fine-tuning (Wu et al., 2025, https://arxiv.org/abs/2508.05629).
 
-    The call takes hidden (..., H), weight (V, H), targets (...) int64, and by keyword class_weights (V,),
-    token_weights (...) and the arguments of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
-    accumulate_into, accumulate_now, grad_scale.
-    It returns a `LossOutput` with the metrics token_accuracy, entropy (nats) and z_loss, means over the
-    supervised tokens, and num_tokens, their number. It raises ValueError or TypeError on arguments that do
-    not fit together.
+    Inputs:
+        hidden: (..., H).
+        weight: (V, H), or the LM head itself.
+        targets: (...) int64 token ids, or `ignore_index`.
+        class_weights: (V,), c.
+        token_weights: (...), u.
+        **arguments: those of every loss: bias (V,), mask (...), num_items, shift, cu_seqlens,
+            accumulate_into, accumulate_now, grad_scale.
+
+    Returns:
+        A `LossOutput` with the metrics token_accuracy, entropy (nats) and z_loss, means over the supervised
+        tokens, and num_tokens, their number.
+
+    Raises:
+        ValueError: shapes or options that do not fit together, or a target outside the vocabulary.
+        TypeError: an unknown argument, or an argument of another type.
+
+    Examples:
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(32, 8, requires_grad=True)
+        >>> targets = torch.randint(32, (6,))
+        >>> out = CrossEntropyLoss()(hidden, weight, targets)
+        >>> torch.allclose(out.loss, torch.nn.functional.cross_entropy(hidden @ weight.T, targets), atol=1e-4)
+        True
     """
 
     label_smoothing: float = 0.0
@@ -172,10 +189,15 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes or options that do not fit together, or a target outside the vocabulary.
         TypeError: an unknown option, or an argument of another type.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
+        >>> linear_cross_entropy(hidden, weight, targets, reduction="none").shape
+        torch.Size([6])
     """
     check_options(head, OPTIONS, ARGUMENTS)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "dft": dft}
-    loss = made(CrossEntropyLoss, ignore_index=ignore_index, reduction=reduction, **options, **head)
+    loss = cached_loss(CrossEntropyLoss, ignore_index=ignore_index, reduction=reduction, **options, **head)
     weights = {"class_weights": class_weights, "token_weights": token_weights}
     options = {"bias": bias, "shift": shift, "mask": mask, "num_items": num_items}
     return loss(hidden, weight, targets, **weights, **options).loss

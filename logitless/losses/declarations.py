@@ -132,7 +132,9 @@ def _resolved(annotation: object, owner: type) -> object:
 
 def _numeric_field(annotation: object) -> NumericField | None:
     union = get_origin(annotation) in (Union, UnionType)
-    numbers, several, others = set(), False, []
+    numbers = set()
+    several = False
+    others = []
     for option in get_args(annotation) if union else (annotation,):
         if option in (int, float):
             numbers.add(option)
@@ -177,7 +179,8 @@ def check_fields(loss) -> None:
             )
     if not torch.compiler.is_compiling():
         _check_hashable(loss)
-    budget, remedy = loss.logits_budget, "leave it None for the default; 1 GiB is 2**30"
+    budget = loss.logits_budget
+    remedy = "leave it None for the default; 1 GiB is 2**30"
     if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool)):
         raise TypeError(message("logits_budget", "a whole number of bytes or None", repr(budget), remedy))
     check_numbers(loss)
@@ -209,7 +212,7 @@ def _check_hashable(loss) -> None:
             raise TypeError(f"{field.name}: expected a hashable value, got {kind}; {remedy}.") from None
 
 
-def made(cls: type, **options):
+def cached_loss(cls: type, **options):
     """`cls(**options)`, cached by its options, for functions that construct a loss in every call."""
     # Do not cache losses that hold a process group: it would never be destroyed.
     shared = options.get("tp_group") is None and options.get("cp_group") is None

@@ -13,7 +13,7 @@ from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
-from logitless.kernels.head.divergence import NOTHING
+from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.divergences import DIVERGENCES, log_of_others
@@ -64,12 +64,20 @@ class DistillationLoss(LogitsLoss):
         teacher_softcap: `softcap` of the teacher's head.
         teacher_logit_scale: `logit_scale` of the teacher's head.
 
-    The call takes hidden (..., H), weight (V, H), targets (...) or None (then every token counts, and
-    `hard_loss_weight` must be 0), and by keyword the teacher, to which no gradient flows: `teacher_hidden`
-    (..., H') with `teacher_weight` (V', H') and `teacher_bias` (V',), or `teacher_logprobs_topk`, a pair of
-    log-probabilities (..., k) at `temperature`, -inf for an empty slot, and ids (..., k) int64. Also `mask`
-    (...), of the tokens that count, `bias` (V,) and `num_items`, in tokens. Vocabularies of different sizes
-    are cut to the ids that both have; with `support`, the "tail" entry has all other ids of each vocabulary.
+    Inputs:
+        hidden: (..., H).
+        weight: (V, H), or the LM head itself.
+        targets: (...) int64; or None, with `hard_loss_weight` 0, and every token is supervised.
+        teacher_hidden: (..., H'), hidden states of the teacher. The teacher's tensors get no gradient.
+        teacher_weight: (V', H'), the head of `teacher_hidden`.
+        teacher_bias: (V',), the bias of that head.
+        teacher_logprobs_topk: in the place of these, a pair of log-probabilities (..., k) at `temperature`,
+            -inf for an empty slot, and ids (..., k) int64.
+        num_items: the number of tokens.
+        **arguments: mask, bias and the other arguments of every loss, see `CrossEntropyLoss`.
+
+    Vocabularies of different sizes are cut to the ids that both have; with `support`, the "tail" entry has
+    all other ids of each vocabulary.
 
     With support="teacher", `teacher_logprobs_topk`, "renormalize" and no hard loss, the partition function
     cancels and the only metric is soft_loss. While k < V / 180, only the k logits per token are computed.
@@ -80,6 +88,15 @@ class DistillationLoss(LogitsLoss):
     References: Hinton et al., 2015, https://arxiv.org/abs/1503.02531; Agarwal et al. (GKD), 2023,
     https://arxiv.org/abs/2306.13649; Ko et al. (DistiLLM), 2024, https://arxiv.org/abs/2402.03898; Wen et al.
     (total variation), 2023, https://arxiv.org/abs/2307.15190.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
+        >>> teacher = {"teacher_hidden": torch.randn(6, 4), "teacher_weight": torch.randn(32, 4)}
+        >>> out = DistillationLoss(divergence="forward_kl")(hidden, weight, targets, **teacher)
+        >>> s, t = hidden @ weight.T, teacher["teacher_hidden"] @ teacher["teacher_weight"].T
+        >>> kl = (t.softmax(-1) * (t.log_softmax(-1) - s.log_softmax(-1))).sum(-1).mean()
+        >>> torch.allclose(out.metrics["soft_loss"], kl, atol=1e-4)
+        True
     """
 
     divergence: Divergence = "jsd"
@@ -114,14 +131,14 @@ class DistillationLoss(LogitsLoss):
             common = min(logits.shape[-1], batch.teacher_logits.shape[-1])
             z, t = logits[:, :common], batch.teacher_logits[:, :common]
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
-            best, favourite = batch.argmax(z), batch.argmax(t)
+            best, argmax_id = batch.argmax(z), batch.argmax(t)
         else:
             values, ids = batch.topk_logprobs, batch.topk_ids
             # Empty slots and unsupervised tokens may have any id.
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
-            best, favourite = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
+            best, argmax_id = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
             # Leave out ids whose logit is -inf.
             ruled_out = (z == -torch.inf) | (t == -torch.inf)
@@ -138,8 +155,8 @@ class DistillationLoss(LogitsLoss):
             hard = batch.summed(hard.masked_fill(~labelled, 0.0))
             top1 = (batch.argmax(logits) == batch.labels).to(soft.dtype)
         log_p = student if batch.topk_ids is None else full
-        entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=NOTHING)).sum(-1))
-        return self._mixed(soft, hard, entropy, top1, (best == favourite).to(soft.dtype))
+        entropy = batch.summed(-(log_p.exp() * log_p.clamp(min=MIN_LOGPROB)).sum(-1))
+        return self._mixed(soft, hard, entropy, top1, (best == argmax_id).to(soft.dtype))
 
     def _mixed(self, soft: Tensor, hard: Tensor, *others: Tensor) -> tuple[dict[str, Term], dict[str, Term]]:
         weight = self.hard_loss_weight
@@ -246,7 +263,8 @@ class DistillationLoss(LogitsLoss):
 
     def _best_ids(self, topk: tuple[Tensor, Tensor], shape: torch.Size) -> dict[str, Tensor]:
         """`teacher_logprobs_topk` as inputs of the loss."""
-        name, remedy = "teacher_logprobs_topk", "pass its hidden states and head"
+        name = "teacher_logprobs_topk"
+        remedy = "pass its hidden states and head"
         if self.tp_group is not None and self.support not in SUPPORTS:
             raise ValueError(
                 message(name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
@@ -270,19 +288,27 @@ class DistillationLoss(LogitsLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class JSDLoss(DistillationLoss):
-    """`DistillationLoss` with the generalized Jensen-Shannon divergence, the loss of GKD."""
+    """`DistillationLoss` with the generalized Jensen-Shannon divergence, the loss of GKD.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
+        >>> teacher = {"teacher_hidden": torch.randn(6, 4), "teacher_weight": torch.randn(32, 4)}
+        >>> out = JSDLoss(beta=0.5)(hidden, weight, targets, **teacher)
+        >>> bool(0 <= out.metrics["soft_loss"] <= torch.tensor(2.0).log())
+        True
+    """
 
 
 def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """(student, teacher) log-probabilities (n, k) over the teacher's k ids; with mode "tail" (n, k + 1), the
     last entry being that of all other ids."""
     filled = values > -torch.inf
-    teacher = torch.where(filled, values.to(student.dtype), NOTHING)
-    picked = torch.where(filled, student.gather(-1, ids), NOTHING)
+    teacher = torch.where(filled, values.to(student.dtype), MIN_LOGPROB)
+    picked = torch.where(filled, student.gather(-1, ids), MIN_LOGPROB)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, filled.to(student.dtype)) > 0
-    others = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
+    others = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
     rest = log_of_others(teacher, values.dtype)
-    rest = torch.where(covered.all(-1, keepdim=True), NOTHING, rest)
+    rest = torch.where(covered.all(-1, keepdim=True), MIN_LOGPROB, rest)
     return torch.cat((picked, others), -1), torch.cat((teacher, rest), -1).log_softmax(-1)

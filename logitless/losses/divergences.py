@@ -9,7 +9,7 @@ from torch import Tensor
 from logitless.kernels.head import divergence as kernels
 
 
-class Options(Protocol):
+class DivergenceOptions(Protocol):
     """The fields of the loss that a divergence uses."""
 
     beta: float
@@ -17,7 +17,7 @@ class Options(Protocol):
 
 
 # (loss, student (n, K), teacher (n, K)), log-probabilities -> (n,).
-DIVERGENCES: Mapping[str, Callable[[Options, Tensor, Tensor], Tensor]] = {
+DIVERGENCES: Mapping[str, Callable[[DivergenceOptions, Tensor, Tensor], Tensor]] = {
     "jsd": lambda loss, student, teacher: kernels.jsd(student, teacher, loss.beta),
     "forward_kl": lambda loss, student, teacher: kernels.kl(teacher, student),
     "reverse_kl": lambda loss, student, teacher: kernels.kl(student, teacher),

@@ -59,19 +59,33 @@ class DPOLoss(ReferencedLoss, PairedLoss):
         discopop_tau: temperature of discopop's gate.
         reference_free: take the reference's log-probabilities as 0.
 
-    The call takes hidden (2B, T, H) and targets (2B, T), the chosen sequences first; or hidden (N, H),
-    targets (N,) and `cu_seqlens` (2B + 1,). Besides the keywords of every loss it takes one of `ref_logps`
-    and `ref_hidden`, which get no gradient: `ref_logps` is (2B,) per sequence, with the weights of `ld_alpha`
-    already in the sums, or per token, in targets' shape; `ref_hidden` (2B, T, H') comes with `ref_weight` (V,
-    H') and `ref_bias` (V,). `num_items` is the number of pairs, or of chosen tokens for "sft" alone. With
-    `cp_group`, `ld_alpha` takes `position_ids`, int like targets: each token's position in its whole
-    sequence.
+    Inputs:
+        hidden: (2B, T, H), the B chosen sequences first; or (N, H) with `cu_seqlens` (2B + 1,).
+        weight: (V, H), or the LM head itself.
+        targets: (2B, T) int64, or (N,) with `cu_seqlens`.
+        ref_logps: log-probabilities of the reference: (2B,) per sequence, with the weights of `ld_alpha`
+            already in the sums, or per token, in targets' shape. It gets no gradient.
+        ref_hidden: (2B, T, H'), hidden states of the reference, in the place of `ref_logps`. It gets no
+            gradient.
+        ref_weight: (V, H'), the head of `ref_hidden`.
+        ref_bias: (V,), the bias of that head.
+        num_items: the number of pairs by which the mean divides, or of chosen tokens for "sft" alone.
+        position_ids: integers like targets, the position of each token in its whole sequence; only for
+            `ld_alpha` with `cp_group`.
+        **arguments: the other arguments of every loss, see `CrossEntropyLoss`.
 
     Metrics carry TRL's names: `rewards/*`, `logps/*` (sums), `logits/*` (means over the completion tokens and
     the vocabulary), entropy, mean_token_accuracy and nll_loss (chosen tokens).
 
     References: Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; the others at TRL's
     `DPOConfig.loss_type`.
+
+    Examples:
+        >>> hidden, weight = torch.randn(4, 5, 8), torch.randn(32, 8)  # 2 chosen sequences, then 2 rejected
+        >>> targets = torch.randint(32, (4, 5))
+        >>> reference = {"ref_hidden": hidden, "ref_weight": weight}  # the policy itself: the loss is log 2
+        >>> round(DPOLoss(beta=0.1)(hidden, weight, targets, **reference).loss.item(), 4)
+        0.6931
     """
 
     beta: float = 0.1

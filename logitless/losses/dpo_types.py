@@ -30,7 +30,7 @@ DPOType = Literal[
 FDivergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
-class Options(Protocol):
+class DPOOptions(Protocol):
     """The fields of `DPOLoss` that the functions here read."""
 
     beta: float
@@ -73,39 +73,39 @@ class Pairs(NamedTuple):
         return Pairs(*means, chosen, rejected)
 
 
-def exo_pair(loss: Options, p: Pairs) -> Tensor:
+def exo_pair(loss: DPOOptions, p: Pairs) -> Tensor:
     x, epsilon = loss.beta * p.delta, loss.label_smoothing
     better = x.sigmoid() * (logsigmoid(x) - math.log1p(-epsilon))
     return better + (-x).sigmoid() * (logsigmoid(-x) - math.log(epsilon))
 
 
-def nca_pair(loss: Options, p: Pairs) -> Tensor:
+def nca_pair(loss: DPOOptions, p: Pairs) -> Tensor:
     better, worse = loss.beta * p.chosen, loss.beta * p.rejected
     return -logsigmoid(better) - 0.5 * logsigmoid(-better) - 0.5 * logsigmoid(-worse)
 
 
-def robust(loss: Options, p: Pairs) -> Tensor:
+def robust(loss: DPOOptions, p: Pairs) -> Tensor:
     x, epsilon = loss.beta * p.delta, loss.label_smoothing
     return (epsilon * logsigmoid(-x) - (1 - epsilon) * logsigmoid(x)) / (1 - 2 * epsilon)
 
 
-def aot(loss: Options, p: Pairs) -> Tensor:
+def aot(loss: DPOOptions, p: Pairs) -> Tensor:
     policy, reference = p.chosen_logps - p.rejected_logps, p.ref_chosen_logps - p.ref_rejected_logps
     return smoothed(loss.beta * (policy.sort().values - reference.sort().values), loss.label_smoothing)
 
 
-def aot_unpaired(loss: Options, p: Pairs) -> Tensor:
+def aot_unpaired(loss: DPOOptions, p: Pairs) -> Tensor:
     return smoothed(loss.beta * (p.chosen.sort().values - p.rejected.sort().values), loss.label_smoothing)
 
 
-def discopop(loss: Options, p: Pairs) -> Tensor:
+def discopop(loss: DPOOptions, p: Pairs) -> Tensor:
     x = loss.beta * p.delta
     gate = (x / loss.discopop_tau).sigmoid()
     return (gate - 1) * logsigmoid(x) + gate * bounded_exp(-x)
 
 
 # "sft" is a mean over tokens, not pairs: see `DPOLoss.terms`.
-DPO_LOSSES: Mapping[str, Callable[[Options, Pairs], Tensor]] = {
+DPO_LOSSES: Mapping[str, Callable[[DPOOptions, Pairs], Tensor]] = {
     "sigmoid": lambda loss, p: smoothed(loss.beta * p.delta, loss.label_smoothing),
     "hinge": lambda loss, p: relu(1 - loss.beta * p.delta),
     "ipo": lambda loss, p: (p.delta - 0.5 / loss.beta).square(),
@@ -133,13 +133,13 @@ SORTED = {"aot", "aot_unpaired"}
 DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
 
 
-def alpha_divergence(loss: Options, ratios: Tensor) -> Tensor:
+def alpha_divergence(loss: DPOOptions, ratios: Tensor) -> Tensor:
     power = loss.f_alpha_divergence_coef - 1
     return ratios if abs(power) < 1e-6 else (bounded_exp(power * ratios) - 1) / power
 
 
 # f'(t) of each divergence at t = exp(log-ratio), up to a constant.
-DIVERGENCES: Mapping[str, Callable[[Options, Tensor], Tensor]] = {
+DIVERGENCES: Mapping[str, Callable[[DPOOptions, Tensor], Tensor]] = {
     "reverse_kl": lambda loss, ratios: ratios,
     "forward_kl": lambda loss, ratios: 1 - bounded_exp(-ratios),
     "js_divergence": lambda loss, ratios: math.log(2) + logsigmoid(ratios),

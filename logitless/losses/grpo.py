@@ -57,20 +57,31 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         vespo_k_neg: k where the advantage is negative.
         vespo_lambda_neg: lambda there.
 
-    The call takes hidden (B, T, H), targets (B, T), or packed, and by keyword `advantages` (B,) or like
-    targets; `mask`, `old_logps` (None: on policy, r = 1 with the right gradient) and `sampling_logps` like
-    targets; the reference, without gradient, as `ref_logps` like targets, or as `ref_hidden` (B, T, H') with
-    `ref_weight` (V, H') and `ref_bias` (V,), projected in the same chunks; `importance_weights` (old over
-    sampler's probability) like targets or (B,); `num_items`, in tokens or sequences as the loss type has it.
-    Packed inputs of shape (N,) are refused if they are (B,) as well: pass (B, 1), or (1, N) per token.
-    Log-ratios are clamped to +-80 before exp.
+    Inputs:
+        hidden: (B, T, H), or (N, H) with `cu_seqlens` (B + 1,).
+        weight: (V, H), or the LM head itself.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`.
+        advantages: (B,), or like targets.
+        old_logps: like targets; None for on-policy data: r is 1, and its gradient that of logp.
+        sampling_logps: like targets, the sampler's log-probabilities.
+        ref_logps: like targets, the reference's log-probabilities. It gets no gradient.
+        ref_hidden: (B, T, H'), hidden states of the reference in the place of `ref_logps`, projected in the
+            same chunks. It gets no gradient.
+        ref_weight: (V, H'), the head of `ref_hidden`.
+        ref_bias: (V,), the bias of that head.
+        importance_weights: the old probability over the sampler's, like targets or (B,).
+        sampling_mask: a `SamplingMask`, the ids that the sampler's truncation kept. Log-probabilities,
+            entropy, and the reference's log-probabilities from `ref_hidden` are over these ids. `old_logps`,
+            `ref_logps` and `sampling_logps` are used as given, and must be over the same ids.
+        num_items: the number of tokens, or of sequences if the mean of `loss_type` is over sequences.
+        return_logps: whether the output has the log-probabilities.
+        **arguments: mask and the other arguments of every loss, see `CrossEntropyLoss`.
 
-    `sampling_mask`, a `SamplingMask`, replays the truncation of the sampler: log-probabilities, entropy, and
-    the reference's log-probabilities from `ref_hidden` are over the ids that it kept. `old_logps`,
-    `ref_logps` and `sampling_logps` are taken as they are, and must be over the same ids.
+    With `cu_seqlens`, an input of shape (N,) is refused if N equals B, as it could be per token or per
+    sequence: pass (1, N) or (B, 1). Log-ratios are clamped to +-80 before exp.
 
     Metrics: entropy, importance_ratio, kl, clip_ratio/low_mean, clip_ratio/high_mean, clip_ratio/region_mean,
-    cispo_clip_ratio, vespo/phi_seq_mean, as they apply. `return_logps=True` hands the log-probabilities back.
+    cispo_clip_ratio, vespo/phi_seq_mean, as they apply.
 
     References: Shao et al., 2024, https://arxiv.org/abs/2402.03300; Liu et al. (dr_grpo), 2025,
     https://arxiv.org/abs/2503.20783; Yu et al. (dapo), 2025, https://arxiv.org/abs/2503.14476; MiniMax
@@ -78,6 +89,14 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
     https://arxiv.org/abs/2507.18071; sapo https://arxiv.org/abs/2511.20347; luspo
     https://arxiv.org/abs/2602.05261; vespo https://arxiv.org/abs/2602.10693; Wang et al.
     (top_entropy_quantile), 2025, https://arxiv.org/abs/2506.01939.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
+        >>> old_logps = linear_logprobs(hidden, weight, targets).logps
+        >>> advantages = torch.tensor([1.0, -1.0])
+        >>> out = GRPOLoss()(hidden, weight, targets, advantages=advantages, old_logps=old_logps)
+        >>> round(out.metrics["importance_ratio"].item(), 4)
+        1.0
     """
 
     loss_type: GRPOType = "dapo"
@@ -119,7 +138,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
                     "epsilon_high", "the ratio's upper bound for cispo", None, "pass one above 1, such as 5.0"
                 )
             )
-        delta, quantile, length = self.delta, self.top_entropy_quantile, self.max_completion_length
+        delta = self.delta
+        quantile = self.top_entropy_quantile
+        length = self.max_completion_length
         if delta is not None and delta <= 0:
             raise ValueError(message("delta", "a positive number or None", delta, "use None for none"))
         if delta is not None and SURROGATES[self.loss_type] is not clipped:
@@ -179,7 +200,9 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         return ("entropy", "importance_ratio", *kl, *FLAGS[SURROGATES[self.loss_type]])
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, advantages, detached = stats.logps, batch.advantages, stats.logps.detach()
+        logps = stats.logps
+        advantages = batch.advantages
+        detached = stats.logps.detach()
         log_ratio = logps - (detached if batch.old_logps is None else batch.old_logps)
         if self.by_sequence:
             ratio = batch.spread(bounded_exp(batch.sum_by_sequence(log_ratio) / batch.lengths.clamp(min=1)))
@@ -248,10 +271,10 @@ class GRPOLoss(ComparedLoss, ClippedLoss):
         if self.top_entropy_quantile >= 1:
             return None
         counted = torch.where(batch.supervised, entropy, math.nan)
-        everyones = batch.everyones(counted)
-        if not everyones.shape[0]:
+        all_tokens = batch.all_gather_tokens(counted)
+        if not all_tokens.shape[0]:
             return None
-        return (counted >= torch.nanquantile(everyones, 1 - self.top_entropy_quantile)).to(entropy.dtype)
+        return (counted >= torch.nanquantile(all_tokens, 1 - self.top_entropy_quantile)).to(entropy.dtype)
 
     def with_bonus(
         self, values: Tensor, entropy: Tensor, kept: Tensor | None, batch: Batch
@@ -346,6 +369,13 @@ class PPOLoss(GRPOLoss):
         mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) over the tokens
 
     Reference: Schulman et al., 2017, https://arxiv.org/abs/1707.06347.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
+        >>> old_logps = linear_logprobs(hidden, weight, targets).logps
+        >>> out = PPOLoss()(hidden, weight, targets, advantages=torch.ones(2, 5), old_logps=old_logps)
+        >>> round(out.loss.item(), 4)
+        -1.0
     """
 
     loss_type: GRPOType = "bnpo"

@@ -9,7 +9,7 @@ from torch import Tensor
 GRPOType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 
-class Options(Protocol):
+class GRPOOptions(Protocol):
     """The fields of `GRPOLoss` that the functions here read."""
 
     epsilon: float
@@ -27,7 +27,7 @@ def by_sign(is_positive: Tensor, positive: float, negative: float) -> Tensor:
 # Each takes (loss, ratio, advantages, logps, phi) and returns the surrogate and the flags of its metrics.
 
 
-def clipped(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+def clipped(loss: GRPOOptions, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
     bounded = ratio.clamp(1 - loss.epsilon, 1 + loss.upper)
     if loss.delta is not None:
         ratio = ratio.clamp(max=loss.delta)
@@ -37,18 +37,18 @@ def clipped(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi
     return -torch.minimum(ratio * advantages, bounded * advantages), flags
 
 
-def cispo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+def cispo(loss: GRPOOptions, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
     high = ((ratio > loss.upper) & (advantages > 0)).to(ratio.dtype)
     return -ratio.detach().clamp(max=loss.upper) * advantages * logps, {"cispo_clip_ratio": high}
 
 
-def sapo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+def sapo(loss: GRPOOptions, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
     is_positive = (advantages > 0).to(logps.dtype)
     tau = by_sign(is_positive, loss.sapo_temperature_pos, loss.sapo_temperature_neg)
     return -4 / tau * (tau * (ratio - 1)).sigmoid() * advantages, {}
 
 
-def vespo(loss: Options, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
+def vespo(loss: GRPOOptions, ratio: Tensor, advantages: Tensor, logps: Tensor, phi: Tensor | None):
     return -phi * advantages * logps, {"vespo/phi_seq_mean": phi}
 
 

@@ -45,20 +45,33 @@ class KTOLoss(ReferencedLoss):
         desirable_weight: w_d.
         undesirable_weight: w_u.
 
-    The call takes hidden (B, T, H) and targets (B, T), or packed ones with `cu_seqlens`; `labels` (B,) bool,
-    or integers that are 0 or 1 (True: desirable); a reference, as `DPOLoss` does; and for "kto" the reference
-    point `kl`: the mean log-ratio of unrelated completions, detached and clamped at 0. It is a number or a
-    0-d tensor, averaged over the ranks by the caller; or a mapping from which two more passes compute it,
-    without gradient, with kl_hidden (B', T', H), kl_targets (B', T') and either ref_logps, (B',) or (B', T'),
-    or ref_hidden (B', T', H'), whose head is the call's `ref_weight` and `ref_bias`. Packed, these are (N',
-    H), (N',) and (N', H') with kl_cu_seqlens (B' + 1,). `shift=True` goes for kl_targets and for ref_logps
-    per token, too; `mask` does not: set what does not count in kl_targets to `ignore_index`.
-    `num_items` is the number of sequences.
+    Inputs:
+        hidden: (B, T, H), or (N, H) with `cu_seqlens` (B + 1,).
+        weight: (V, H), or the LM head itself.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`.
+        labels: (B,) bool, or integers that are 0 or 1; True for desirable sequences.
+        ref_logps, ref_hidden, ref_weight, ref_bias: the reference, as in `DPOLoss`.
+        kl: the reference point of "kto", the mean log-ratio of unrelated completions; it is detached and
+            clamped at 0. A number or 0-d tensor, which the caller averages over the ranks; or a mapping from
+            which two more passes without gradient compute it: kl_hidden (B', T', H), kl_targets (B', T'), and
+            either ref_logps, (B',) or (B', T'), or ref_hidden (B', T', H') under the call's `ref_weight` and
+            `ref_bias`. Packed, these are (N', H), (N',) and (N', H') with kl_cu_seqlens (B' + 1,).
+            `shift=True` shifts kl_targets and per-token ref_logps as well. `mask` does not apply to
+            kl_targets: set ignored tokens there to `ignore_index`.
+        num_items: the number of sequences by which the mean divides.
+        **arguments: the other arguments of every loss, see `CrossEntropyLoss`.
 
     Metrics: rewards/chosen, rewards/rejected (means over the desirable and the undesirable sequences),
     rewards/margins (0 unless the call has both kinds), `logps/*`, `logits/*`, entropy, kl.
 
     Reference: Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
+        >>> reference = {"ref_hidden": hidden, "ref_weight": weight}  # the policy itself: log-ratios of 0
+        >>> out = KTOLoss()(hidden, weight, targets, labels=torch.tensor([True, False]), kl=0.0, **reference)
+        >>> round(out.loss.item(), 4)
+        0.5
     """
 
     beta: float = 0.1

@@ -20,7 +20,7 @@ from logitless.engine.spec import Role, roles_of
 from logitless.engine.terms import Term
 from logitless.engine.unreduced import unreduced_loss
 from logitless.errors import check_choice, message
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.agreement import check_agreement
 from logitless.losses.arguments import SHARED, CallArguments
 from logitless.losses.declarations import (
@@ -200,16 +200,16 @@ class LinearLoss(CheckedCall):
         return register_loss(self)
 
     @property
-    def head(self) -> Head:
+    def head(self) -> LogitTransform:
         """The transform of the logits: softcap, scale and temperature."""
-        return Head(self.softcap, self.logit_scale, self.temperature)
+        return LogitTransform(self.softcap, self.logit_scale, self.temperature)
 
     @property
     def sequences(self) -> WholeSequences:
         """The collectives over slices of sequences; without `cp_group` they do nothing."""
         return WHOLE_SEQUENCES if self.cp_group is None else SlicedSequences(self.cp_group)
 
-    def terms(self, numbers: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
+    def terms(self, statistics: Any, batch: Batch, /) -> tuple[dict[str, Term], dict[str, Term]]:
         """The unreduced loss: ({name: Term}, {metric name: Term}). A pure function of tensors."""
         raise NotImplementedError
 
@@ -423,6 +423,6 @@ def main_gradient_mode(given: HeadCall, call: CallArguments) -> Mode:
         raise ValueError(message("grad_scale", expected, call.grad_scale, "scale the loss itself"))
     check_main_gradient(given, call.weight, call.accumulate_into, call.grad_scale)
     if not call.accumulate_now:
-        return Mode.INTO_MAIN
+        return Mode.ACCUMULATE_IN_BACKWARD
     check_now(call.grad_scale)
-    return Mode.INTO_MAIN_NOW
+    return Mode.ACCUMULATE_IN_FORWARD

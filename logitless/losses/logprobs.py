@@ -14,10 +14,10 @@ from logitless.engine.sampling_mask import AlignedMask, SamplingMask, check_mask
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.losses.base import TokenLoss
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
-from logitless.losses.several_ids import IdsNumbers, logprobs_of_ids
+from logitless.losses.several_ids import IdsStatistics, logprobs_of_ids
 
 # The type of the returned entropy, which follows from the argument `entropy`.
 Entropy = TypeVar("Entropy", bound=Tensor | None, covariant=True)
@@ -38,7 +38,7 @@ class TokenLogprobs(NamedTuple, Generic[Entropy]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenNumbers(TokenLoss):
+class TokenStatistics(TokenLoss):
     """Per-token statistics for ordinary autograd: `numbers(hidden, weight, targets)`.
 
     Args:
@@ -67,7 +67,7 @@ class TokenNumbers(TokenLoss):
         """As a loss, the log-probabilities themselves."""
         return {"logps": Term(stats.logps)}, {}
 
-    def numbers(
+    def statistics(
         self,
         hidden: Tensor,
         weight: Tensor | SplitHead | nn.Module | HeadView,
@@ -82,10 +82,10 @@ class TokenNumbers(TokenLoss):
         given = {"bias": bias, "shift": shift, "cu_seqlens": cu_seqlens}
         call = self.bind(hidden, weight, targets, given, {"sampling_mask": sampling_mask})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
-        return {name: x.view(targets.shape) for name, x in outcome.numbers.items()}, outcome.plan
+        return {name: x.view(targets.shape) for name, x in outcome.statistics.items()}, outcome.plan
 
 
-OPTIONS = tuple(field.name for field in fields(TokenNumbers))
+OPTIONS = tuple(field.name for field in fields(TokenStatistics))
 ARGUMENTS = ("targets", "bias", "entropy", "shift", "cu_seqlens", "sampling_mask")
 
 
@@ -168,6 +168,13 @@ def linear_logprobs(
     Raises:
         ValueError: shapes or options that do not fit together, or an id outside the vocabulary.
         TypeError: an unknown option, or an argument of another type.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(32, 8), torch.randint(32, (6,))
+        >>> logps = linear_logprobs(hidden, weight, targets).logps
+        >>> expected = (hidden @ weight.T).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        >>> torch.allclose(logps, expected, atol=1e-4)
+        True
     """
     check_options(head, OPTIONS, ARGUMENTS)
     if not shift and cu_seqlens is not None:
@@ -190,9 +197,9 @@ def linear_logprobs(
                 "without the mask for several ids."
             )
         check_choice("entropy", entropy, (False, True, "metric"))
-        loss = made(IdsNumbers, ignore_index=ignore_index, entropy=entropy, **head)
+        loss = cached_loss(IdsStatistics, ignore_index=ignore_index, entropy=entropy, **head)
         found, _ = logprobs_of_ids(hidden, weight, targets, bias, loss, **order)
     else:
-        loss = made(TokenNumbers, ignore_index=ignore_index, entropy=entropy, **head)
-        found, _ = loss.numbers(hidden, weight, targets, bias=bias, sampling_mask=sampling_mask, **order)
+        loss = cached_loss(TokenStatistics, ignore_index=ignore_index, entropy=entropy, **head)
+        found, _ = loss.statistics(hidden, weight, targets, bias=bias, sampling_mask=sampling_mask, **order)
     return TokenLogprobs(found["logps"], found["entropy"] if entropy else None, found["lse"])

@@ -65,12 +65,10 @@ class MedusaHeads(BlockHeads):
             )
         if num_layers < 0:
             raise ValueError(message("num_layers", "0 or more", num_layers, "the paper's is 1"))
-        self.hidden_size, self.vocab_size, self.num_layers, self.shared = (
-            hidden_size,
-            vocab_size,
-            num_layers,
-            shared,
-        )
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.num_layers = num_layers
+        self.shared = shared
         options = {"device": device, "dtype": dtype}
         self.medusa_head = nn.ModuleList()
         for _ in range(num_heads):
@@ -128,19 +126,31 @@ class MedusaLoss(MultiHeadLoss):
         base_coefficient: of the base model's own loss; 0 in stage 1, where the backbone and its head are
             frozen.
 
-    Beside these it has the fields of `CrossEntropyLoss`. The call takes hidden (B, T, H), heads
-    (`MedusaHeads`) and targets (B, T), the labels at their own positions (what other losses call
-    `shift=True`); or hidden (N, H), targets (N,) and `cu_seqlens` (sequences + 1,). By keyword it takes
-    `base_weight` (V, H), or the base model's LM head, and `base_bias` (V,), needed unless base_coefficient is
-    0 and the heads have projections of their own; `mask`, like targets, of the labels that count;
-    `num_items` replaces every head's count of targets. What does not require a
-    gradient gets none: freeze the backbone and the base head for stage 1. With `tp_group`
-    every rank's heads and base head have its rows of the vocabulary, MedusaHeads(H, rows, ...); their blocks
-    are replicas.
+    The fields of `CrossEntropyLoss` apply to every head.
+
+    Inputs:
+        hidden: (B, T, H), or (N, H) with `cu_seqlens` (sequences + 1,).
+        heads: `MedusaHeads`. With `tp_group`, the heads and `base_weight` of each rank have the rank's rows
+            of the vocabulary, MedusaHeads(H, rows, ...), and their blocks are replicas.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels, as with `shift=True` in other
+            losses.
+        base_weight: (V, H), or the base model's LM head; required unless base_coefficient is 0 and the heads
+            have projections of their own.
+        base_bias: (V,).
+        mask: like targets; where it is off, the label is not supervised.
+        num_items: replaces the number of targets of every head.
+
+    Only tensors that require a gradient get one: freeze the backbone and the base head for stage 1.
 
     Metrics: base/loss, base/accuracy, head_{k}/loss, head_{k}/accuracy (top-1), without coefficients.
 
     Reference: Cai et al., 2024, https://arxiv.org/abs/2401.10774, section 2.2.
+
+    Examples:
+        >>> hidden, weight, heads = torch.randn(2, 5, 8), torch.randn(32, 8), MedusaHeads(8, 32, num_heads=2)
+        >>> out = MedusaLoss()(hidden, heads, torch.randint(32, (2, 5)), base_weight=weight)
+        >>> [name for name in sorted(out.metrics) if name.endswith("loss")]
+        ['base/loss', 'head_0/loss', 'head_1/loss']
     """
 
     coefficients: Sequence[float] | None = None

@@ -27,15 +27,26 @@ class MultiTokenLoss(MultiHeadLoss):
             later ones see it as a constant: 2 products instead of 3 for each of them. What those losses
             train in the model is the model's: detach the hidden states that it passes to its MTP modules.
 
-    The call takes a sequence of hidden states, each (B, T, H), weight (V, H) and targets (B, T), the labels
-    at their own positions (what other losses call `shift=True`); or packed ones, (N, H) and (N,), with
-    `cu_seqlens` (sequences + 1,). By keyword it takes `bias` (V,), `mask`, like targets, of the labels that
-    count, and `num_items`, which replaces the count of every depth.
+    Inputs:
+        hidden: a sequence of tensors (B, T, H), one per depth; or (N, H) with `cu_seqlens` (sequences + 1,).
+        weight: (V, H), or the LM head itself.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels, as with `shift=True` in other
+            losses.
+        bias: (V,).
+        mask: like targets; where it is off, the label is not supervised.
+        num_items: replaces the number of targets of every depth.
 
     Metrics: depth_{k}/loss, depth_{k}/accuracy.
 
     References: Gloeckle et al., 2024, https://arxiv.org/abs/2404.19737; DeepSeek-AI, 2024,
     https://arxiv.org/abs/2412.19437, section 2.2.
+
+    Examples:
+        >>> hidden, weight = [torch.randn(2, 5, 8) for _ in range(2)], torch.randn(32, 8)
+        >>> out = MultiTokenLoss()(hidden, weight, torch.randint(32, (2, 5)))
+        >>> depths = [out.metrics[f"depth_{k}/loss"] for k in (0, 1)]
+        >>> torch.allclose(out.loss, depths[0] + 0.3 * depths[1], atol=1e-4)
+        True
     """
 
     coefficients: Sequence[float] | None = None

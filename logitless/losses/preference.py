@@ -67,7 +67,9 @@ def preference_metrics(
     `logits/*` are means over the vocabulary as well: -inf where the bias masks a part of it with -inf, as in
     TRL.
     """
-    better, worse, entropy = chosen, ~chosen, Term(stats.entropy)
+    better = chosen
+    worse = ~chosen
+    entropy = Term(stats.entropy)
     if completion is not None:
         better, worse = completion & better, completion & worse
         entropy = mean_over(stats.entropy, completion)

@@ -41,15 +41,23 @@ class ORPOLoss(UnreferencedLoss):
     Args:
         beta: weight of the odds ratio (lambda in the paper).
 
-    The call takes what `DPOLoss` takes, without a reference, and `nll_targets`, in targets' shape: the labels
-    of the NLL where they are more than the completion (TRL's ORPO counts the prompt as well). On the
-    completion of the chosen sequences they must be the targets themselves; of the rejected ones they are not
-    looked at, and there is no `mask` beside them. `num_items` is the number of
-    pairs; the NLL is a mean over the chosen tokens of the call.
+    Inputs:
+        hidden, weight, targets, **arguments: as in `DPOLoss`, without a reference.
+        nll_targets: the labels of the NLL, in targets' shape, where they are more than the completion (TRL's
+            ORPO counts the prompt as well). On the completions of the chosen sequences they must equal the
+            targets; labels of rejected sequences are ignored. It excludes `mask`.
+        num_items: the number of pairs. The NLL is a mean over the chosen tokens of the call.
 
     Metrics: those of `DPOLoss` (`logps/*` are means), log_odds_ratio and log_odds_chosen.
 
     Reference: Hong et al., 2024, https://arxiv.org/abs/2403.07691.
+
+    Examples:
+        >>> hidden, weight = torch.randn(4, 5, 8), torch.randn(32, 8, requires_grad=True)
+        >>> targets = torch.randint(32, (4, 5))  # of 2 chosen sequences, then 2 rejected
+        >>> ORPOLoss(beta=0.1)(hidden, weight, targets).loss.backward()
+        >>> weight.grad.shape
+        torch.Size([32, 8])
     """
 
     beta: float = 0.1
@@ -115,7 +123,8 @@ class ORPOLoss(UnreferencedLoss):
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
         """The fault of NLL labels that differ from the completion's targets."""
-        count, remedy = inputs["contradicting"], "pass the labels of prompt and completion together"
+        count = inputs["contradicting"]
+        remedy = "pass the labels of prompt and completion together"
         if count is None:
             return []
         expected = "targets' own labels on the completions of the chosen sequences"
@@ -162,10 +171,20 @@ class CPOLoss(UnreferencedLoss):
         simpo_gamma: target margin of "simpo".
         alpha: AlphaPO's reward (1 - p^-alpha) / alpha in place of log p; 0 for log p.
 
-    The call takes what `DPOLoss` takes, without a reference; the metrics have the same names.
+    Inputs:
+        hidden, weight, targets, **arguments: as in `DPOLoss`, without a reference.
+
+    Metrics: those of `DPOLoss`.
 
     References: Xu et al., 2024, https://arxiv.org/abs/2401.08417; SimPO, Meng et al., 2024,
     https://arxiv.org/abs/2405.14734; AlphaPO, Gupta et al., 2025, https://arxiv.org/abs/2501.03884.
+
+    Examples:
+        >>> hidden, weight = torch.randn(4, 5, 8), torch.randn(32, 8, requires_grad=True)
+        >>> targets = torch.randint(32, (4, 5))  # of 2 chosen sequences, then 2 rejected
+        >>> CPOLoss(loss_type="sigmoid")(hidden, weight, targets).loss.backward()
+        >>> weight.grad.shape
+        torch.Size([32, 8])
     """
 
     beta: float = 0.1
@@ -208,10 +227,19 @@ class SimPOLoss(UnreferencedLoss):
         beta: scale of the difference of mean log-probabilities.
         gamma: target margin.
 
-    The call takes what `DPOLoss` takes, without a reference; the metrics have the same names (`logps/*` are
-    means).
+    Inputs:
+        hidden, weight, targets, **arguments: as in `DPOLoss`, without a reference.
+
+    Metrics: those of `DPOLoss`; `logps/*` are means.
 
     Reference: Meng et al., 2024, https://arxiv.org/abs/2405.14734.
+
+    Examples:
+        >>> hidden, weight = torch.randn(4, 5, 8), torch.randn(32, 8, requires_grad=True)
+        >>> targets = torch.randint(32, (4, 5))  # of 2 chosen sequences, then 2 rejected
+        >>> SimPOLoss(gamma=0.5)(hidden, weight, targets).loss.backward()
+        >>> weight.grad.shape
+        torch.Size([32, 8])
     """
 
     beta: float = 2.0

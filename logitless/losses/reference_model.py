@@ -10,11 +10,11 @@ from torch import Tensor
 from logitless.engine.operands import shifted
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.errors import message
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import TokenLoss
-from logitless.losses.declarations import made
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.declarations import cached_loss
+from logitless.losses.logprobs import TokenStatistics
 from logitless.parallel.groups import check_alike
 
 # Arguments of a reference that is given as hidden states and head.
@@ -22,7 +22,7 @@ MODEL = ("ref_hidden", "ref_weight", "ref_bias")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetachedNumbers(TokenNumbers):
+class DetachedStatistics(TokenStatistics):
     """Statistics of a second pass without gradients; its boundaries, if any, are KTO's `kl_cu_seqlens`."""
 
     boundaries_argument: ClassVar = "kl_cu_seqlens"
@@ -48,10 +48,10 @@ class ComparedLoss(TokenLoss):
         return True
 
     @property
-    def ref_head(self) -> Head:
+    def ref_head(self) -> LogitTransform:
         softcap = self.softcap if self.ref_softcap == "same" else self.ref_softcap
         scale = self.logit_scale if self.ref_logit_scale == "same" else self.ref_logit_scale
-        return Head(softcap, scale, self.temperature)
+        return LogitTransform(softcap, scale, self.temperature)
 
     def prepare(self, call: CallArguments) -> None:
         """Check the reference. An unreduced loss has the policy's statistics alone: it gets the reference's
@@ -98,7 +98,7 @@ class ComparedLoss(TokenLoss):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        head: Head,
+        head: LogitTransform,
         kl_cu_seqlens: Tensor | None = None,
         kept: AlignedMask | None = None,
     ) -> Tensor:
@@ -108,9 +108,9 @@ class ComparedLoss(TokenLoss):
         """
         names = ("ignore_index", "logits_budget", "logits_dtype", "compact", "tp_group")
         options = head._asdict() | {name: getattr(self, name) for name in names}
-        loss = made(DetachedNumbers, **options)
+        loss = cached_loss(DetachedStatistics, **options)
         with torch.no_grad():
-            found, _ = loss.numbers(
+            found, _ = loss.statistics(
                 hidden, weight, targets, bias=bias, cu_seqlens=kl_cu_seqlens, sampling_mask=kept
             )
         return found["logps"]

@@ -24,12 +24,23 @@ class RLOOLoss(ClippedLoss):
 
         mean of -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) over the sequences
 
-    The call takes what `GRPOLoss` takes, of which it uses `advantages` (B,), `mask`, `old_logps` (like
-    targets, or (B,) sums), `sampling_mask` and `num_items`, in sequences. A KL to a reference belongs into
-    the reward.
+    A KL to a reference is part of the reward.
+
+    Inputs:
+        hidden, weight, targets, sampling_mask, **arguments: as in `GRPOLoss`.
+        advantages: (B,).
+        old_logps: like targets, or (B,) for the sums of the sequences; None for on-policy data.
+        num_items: the number of sequences.
+
     Metrics: entropy, importance_ratio, clip_ratio/*.
 
     Reference: Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
+        >>> out = RLOOLoss()(hidden, weight, targets, advantages=torch.tensor([1.0, -2.0]))
+        >>> round(out.loss.item(), 4)
+        0.5
     """
 
     # Read by `clipped`; RLOO has no other upper bound of the ratio than the clip range.
@@ -96,10 +107,20 @@ class RLOOLoss(ClippedLoss):
 class REINFORCELoss(PolicyLoss):
     """The policy gradient's own loss: mean of -A logp over the tokens, A the advantages less their baseline.
 
-    The call takes `advantages` (B,) or like targets, `mask`, `sampling_mask` (see `GRPOLoss`) and
-    `num_items`, in tokens. Metric: entropy.
+    Inputs:
+        hidden, weight, targets, sampling_mask, **arguments: as in `GRPOLoss`.
+        advantages: (B,), or like targets.
+        num_items: the number of tokens.
+
+    Metrics: entropy.
 
     Reference: Williams, 1992, https://doi.org/10.1007/BF00992696.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randint(32, (2, 5))
+        >>> out = REINFORCELoss()(hidden, weight, targets, advantages=torch.ones(2))
+        >>> torch.allclose(out.loss, linear_cross_entropy(hidden, weight, targets), atol=1e-4)
+        True
     """
 
     metric_names: ClassVar = ("entropy",)

@@ -14,7 +14,7 @@ from logitless.engine.plan import Plan
 from logitless.engine.terms import Term
 from logitless.errors import message
 from logitless.kernels.head.targets import one_per_position
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.inputs import HeadOptions, HeadWeight
 from logitless.losses.keywords import check_options
 from logitless.losses.linear import LinearLoss
@@ -37,7 +37,7 @@ class TopkLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IdsNumbers(LinearLoss):
+class IdsStatistics(LinearLoss):
     """The statistics of ids (..., k) that `IdsObjective` computes, for ordinary autograd."""
 
     entropy: bool | str = False
@@ -63,7 +63,7 @@ class IdsNumbers(LinearLoss):
         """As a loss, the sum of the log-probabilities."""
         return {"logps": Term(stats.logps.sum(-1))}, {}
 
-    def numbers(
+    def statistics(
         self,
         hidden: Tensor,
         weight: HeadWeight | SplitHead,
@@ -76,12 +76,12 @@ class IdsNumbers(LinearLoss):
         arguments = {"bias": bias, "cu_seqlens": cu_seqlens}
         call = self.bind(hidden, weight, targets, arguments, {"ids": ids})
         outcome = run_calls([call.head_call()], Mode.PER_TOKEN)
-        found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.numbers.items()}
+        found = {name: x.view((*targets.shape, *x.shape[1:])) for name, x in outcome.statistics.items()}
         return found, outcome.plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopkNumbers(IdsNumbers):
+class TopkStatistics(IdsStatistics):
     """The k best ids and their statistics, which `TopkObjective` computes; without gradients."""
 
     k: int = 1
@@ -136,7 +136,7 @@ def logprobs_of_ids(
     weight: HeadWeight,
     ids: Tensor,
     bias: Tensor | None,
-    loss: IdsNumbers,
+    loss: IdsStatistics,
     *,
     shift: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -156,7 +156,7 @@ def logprobs_of_ids(
     targets = one_per_position(ids, loss.ignore_index)
     # Any negative id is an empty slot.
     slots = ids if loss.ignore_index < 0 else torch.where(ids == loss.ignore_index, -1, ids)
-    return loss.numbers(hidden, weight, targets, bias, slots, cu_seqlens)
+    return loss.statistics(hidden, weight, targets, bias, slots, cu_seqlens)
 
 
 OPTIONS = (
@@ -201,6 +201,12 @@ def linear_topk(
     Raises:
         ValueError: shapes or options that do not fit together; k above V, or below 1.
         TypeError: an unknown option, or an argument of another type.
+
+    Examples:
+        >>> hidden, weight = torch.randn(6, 8), torch.randn(32, 8)
+        >>> logps, ids, entropy, lse = linear_topk(hidden, weight, k=4)
+        >>> torch.allclose(logps, (hidden @ weight.T).log_softmax(-1).topk(4).values, atol=1e-4)
+        True
     """
     check_options(head, OPTIONS, ("bias", "mask"))
     if not isinstance(k, int) or isinstance(k, bool):
@@ -218,10 +224,10 @@ def linear_topk(
         )
     if head.get("logits_dtype") is None:
         head["logits_dtype"] = torch.promote_types(_product_dtype(hidden), torch.float32)
-    loss = made(TopkNumbers, k=k, unmasked=mask is None, **head)
+    loss = cached_loss(TopkStatistics, k=k, unmasked=mask is None, **head)
     with torch.no_grad():
         targets = counted(mask, hidden.shape[:-1], loss.ignore_index, hidden.device)
-        found, _ = loss.numbers(hidden, weight, targets, bias)
+        found, _ = loss.statistics(hidden, weight, targets, bias)
     return TopkLogprobs(found["logps"], found["ids"], found["entropy"], found["lse"])
 
 

@@ -16,7 +16,7 @@ from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
 from logitless.losses.base import LogitsLoss, LossOutput
-from logitless.losses.declarations import made
+from logitless.losses.declarations import cached_loss
 from logitless.losses.heads import resolve_heads
 from logitless.losses.inputs import HeadWeight
 from logitless.losses.teachers import check_teacher
@@ -61,15 +61,20 @@ class SpeculatorLoss(LogitsLoss):
         teacher_softcap: `softcap` of the verifier's head.
         teacher_logit_scale: `logit_scale` of the verifier's head.
 
-    The call takes a sequence of S hidden states, (B, T, H) each, weight (D, H), and targets (B, T) or None,
-    the labels at their own positions (what other losses call `shift=True`), in the verifier's ids; or packed
-    ones, (N, H) and (N,), with `cu_seqlens` (sequences + 1,). By keyword it takes the verifier, to which no
-    gradient flows: `teacher_hidden` (B, T, H'), `teacher_weight` (V, H') and `teacher_bias` (V,). Also
-    `draft_ids` (D,), the verifier's id of each row of `weight`, needed where the heads differ in size; `bias`
-    (D,); `mask` (B, T), like targets, of the tokens to be predicted; `num_items`, which replaces the count of
-    every step. For blocks, hidden states are (B, A, H), and `starts` (B, A) int64 are the positions at which
-    the rows of step 0 stand, -1 for none, each position at most once; row a of step k stands at
-    starts[a] + k.
+    Inputs:
+        hidden: a sequence of S tensors (B, T, H), one per step; or (N, H) with `cu_seqlens` (sequences + 1,).
+        weight: (D, H), or the draft's head itself.
+        targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels in the verifier's ids, as with
+            `shift=True` in other losses; or None.
+        teacher_hidden: (B, T, H'), hidden states of the verifier. The verifier's tensors get no gradient.
+        teacher_weight: (V, H'), the verifier's head.
+        teacher_bias: (V,), the bias of that head.
+        draft_ids: (D,), the verifier's id of each row of `weight`; required if the heads differ in size.
+        bias: (D,).
+        mask: (B, T), like targets; where it is off, the token is not predicted.
+        starts: (B, A) int64, for blocks, whose hidden states are (B, A, H): the positions of the rows of step
+            0, -1 for none, each position at most once. Row a of step k has position starts[a] + k.
+        num_items: replaces the number of pairs of every step.
 
     A pair counts if the token that the verifier's row predicts is in the document of row i of step 0, and
     that token's mask is on (and its label is not `ignore_index`). Nothing is predicted across documents. The
@@ -85,6 +90,14 @@ class SpeculatorLoss(LogitsLoss):
 
     References: Li et al. (EAGLE-3), 2025, https://arxiv.org/abs/2503.01840; Leviathan et al., 2023,
     https://arxiv.org/abs/2211.17192; Samarin et al. (LK losses), 2026, https://arxiv.org/abs/2602.23881.
+
+    Examples:
+        >>> draft, weight = [torch.randn(2, 6, 8) for _ in range(2)], torch.randn(32, 8)
+        >>> verifier = {"teacher_hidden": torch.randn(2, 6, 4), "teacher_weight": torch.randn(32, 4)}
+        >>> out = SpeculatorLoss(decay=0.5)(draft, weight, None, **verifier)
+        >>> steps = [out.metrics[f"step_{k}/loss"] for k in (0, 1)]
+        >>> torch.allclose(out.loss, steps[0] + 0.5 * steps[1], atol=1e-4)
+        True
     """
 
     divergence: SpeculatorDivergence = "forward_kl"
@@ -193,8 +206,8 @@ class SpeculatorLoss(LogitsLoss):
         counted = batch.counted.reshape(-1)
         found = {"values": values, "acceptance": acceptance, "agreement": agreement}
         found = {name: x.new_zeros(counted.shape).masked_scatter(counted, x) for name, x in found.items()}
-        numbers = chain_metrics(self, counted.to(values.dtype), **found)
-        return {name: Term(x, None) for name, x in zip(self.metric_names, numbers.unbind(), strict=True)}
+        metrics = chain_metrics(self, counted.to(values.dtype), **found)
+        return {name: Term(x, None) for name, x in zip(self.metric_names, metrics.unbind(), strict=True)}
 
     def __call__(
         self,
@@ -227,7 +240,9 @@ class SpeculatorLoss(LogitsLoss):
         heads |= {"teacher_bias": teacher_bias}
         if is_head(weight, teacher_weight):
             loss, heads = resolve_heads(loss, heads)
-        hidden, weight, teacher_hidden = heads["hidden"], heads["weight"], heads["teacher_hidden"]
+        hidden = heads["hidden"]
+        weight = heads["weight"]
+        teacher_hidden = heads["teacher_hidden"]
         rows = hidden.shape[1:-1]
         check_verifier(teacher_hidden, heads["teacher_weight"], heads["teacher_bias"], rows, starts)
         V = heads["teacher_weight"].shape[0]
@@ -278,7 +293,7 @@ class SpeculatorLoss(LogitsLoss):
             return self
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         options["coefficients"] = tuple([self.decay**k for k in range(steps)])
-        return made(type(self), **options)
+        return cached_loss(type(self), **options)
 
     def _pair_weights(self, counted: Tensor, num_items: object, dtype: torch.dtype) -> Tensor:
         """(steps * rows,) weights of the pairs in the loss.

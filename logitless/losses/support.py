@@ -13,9 +13,9 @@ from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
 from logitless.kernels.head import divergence as kernels
-from logitless.kernels.head.divergence import NOTHING
-from logitless.kernels.head.transform import Head
-from logitless.losses.declarations import made
+from logitless.kernels.head.divergence import MIN_LOGPROB
+from logitless.kernels.head.transform import LogitTransform
+from logitless.losses.declarations import cached_loss
 from logitless.losses.divergences import DIVERGENCES, log_of_others
 from logitless.losses.linear import LinearLoss
 from logitless.losses.teachers import topk_faults
@@ -72,7 +72,9 @@ def on_support(loss: LinearLoss, *, given: bool) -> "SupportDistillation":
             raise ValueError(
                 message("k", "how many ids of each, with support", None, "set it, to 64 for example")
             )
-    return made(SupportDistillation, **{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given)
+    return cached_loss(
+        SupportDistillation, **{name: getattr(loss, name) for name in SHARED_FIELDS}, given=given
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +123,8 @@ class SupportDistillation(LinearLoss):
         return every[:1] if self.cancels else every
 
     @property
-    def teacher_head(self) -> Head:
-        return Head(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
+    def teacher_head(self) -> LogitTransform:
+        return LogitTransform(self.teacher_softcap, self.teacher_logit_scale, self.temperature)
 
     def slots(self, inputs: Mapping[str, Tensor | None]) -> int:
         """The number of id slots per token; a slot may be empty."""
@@ -130,19 +132,19 @@ class SupportDistillation(LinearLoss):
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         # In empty slots both are -inf.
-        student, teacher = (x.clamp(min=NOTHING) for x in (stats.logps, stats.teacher_logps))
+        student, teacher = (x.clamp(min=MIN_LOGPROB) for x in (stats.logps, stats.teacher_logps))
         if self.topk_mode == "renormalize":
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         else:
-            student = torch.cat((student, stats.rest.clamp(min=NOTHING)[:, None]), -1)
+            student = torch.cat((student, stats.rest.clamp(min=MIN_LOGPROB)[:, None]), -1)
             teacher = self._with_rest(teacher, stats, batch)
         soft = DIVERGENCES[self.divergence](self, student, teacher)
         if self.cancels:
             return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
         weight, hard = self.hard_loss_weight, -stats.hard
         loss = weight * hard + (1 - weight) * soft if weight else soft
-        numbers = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
-        metrics = zip(self.metric_names, numbers, strict=True)
+        statistics = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
+        metrics = zip(self.metric_names, statistics, strict=True)
         return {"distillation": Term(loss)}, {name: Term(x) for name, x in metrics}
 
     def has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -154,16 +156,16 @@ class SupportDistillation(LinearLoss):
     ) -> tuple[dict[str, Term], dict[str, Term]]:
         """`terms` of logits (n, k), -inf in empty slots; writes their gradient, times the factors (n,)."""
         soft, *_ = kernels.fused_divergence(
-            student.clamp(min=NOTHING),
-            teacher.clamp(min=NOTHING),
+            student.clamp(min=MIN_LOGPROB),
+            teacher.clamp(min=MIN_LOGPROB),
             None,
             factors,
             gradient=gradient,
             divergence=self.divergence,
             beta=self.beta,
             hard_weight=0.0,
-            head=Head(),
-            teacher_head=Head(),
+            head=LogitTransform(),
+            teacher_head=LogitTransform(),
         )
         return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
 
@@ -173,10 +175,10 @@ class SupportDistillation(LinearLoss):
     def _with_rest(self, teacher: Tensor, stats: TokenStats, batch: Batch) -> Tensor:
         """(n, slots + 1) log-probabilities of the teacher, the last of all other ids."""
         if not self.given:
-            return torch.cat((teacher, stats.teacher_rest.clamp(min=NOTHING)[:, None]), -1)
+            return torch.cat((teacher, stats.teacher_rest.clamp(min=MIN_LOGPROB)[:, None]), -1)
         rest = log_of_others(teacher, batch.teacher_logps.dtype)
         # Where the student has nothing but these ids, neither has the teacher.
-        rest = torch.where(stats.rest[:, None] == -torch.inf, NOTHING, rest)
+        rest = torch.where(stats.rest[:, None] == -torch.inf, MIN_LOGPROB, rest)
         return torch.cat((teacher, rest), -1).log_softmax(-1)
 
 

@@ -82,7 +82,8 @@ def topk_faults(
     if shared is not None:
         V = min(V, shared)
     outside, above = wrong_slots(ids, values, V).unbind()
-    name, expected = "teacher_logprobs_topk", f"ids in [0, {V})"
+    name = "teacher_logprobs_topk"
+    expected = f"ids in [0, {V})"
     expected += "" if shared is None else f" and below shared_vocabulary={shared}"
     remedy = "give log-probabilities, normalized over the vocabulary, not logits"
     return [

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from logitless.errors import expect
+from logitless.errors import message
 
 LEVELS = ("full", "cheap", "keep")
 UNITS = {"": 1, "b": 1} | {
@@ -23,16 +23,19 @@ def to_bytes(activation_budget: int | str) -> int:
         TypeError: neither a whole number nor text.
         ValueError: text of another form, or nothing positive.
     """
-    expected, remedy = "a positive number of bytes", 'write "12GiB", or the bytes as a whole number'
+    expected = "a positive number of bytes"
+    remedy = 'write "12GiB", or the bytes as a whole number'
     found = activation_budget
     if isinstance(found, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", found)
         unit = UNITS.get(match[2].lower()) if match else None
-        expect(unit is not None, "activation_budget", expected, repr(activation_budget), remedy)
+        if unit is None:
+            raise ValueError(message("activation_budget", expected, repr(activation_budget), remedy))
         found = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    number = isinstance(found, int) and not isinstance(found, bool)
-    expect(number, "activation_budget", expected, repr(activation_budget), remedy, TypeError)
-    expect(found > 0, "activation_budget", expected, repr(activation_budget), remedy)
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise TypeError(message("activation_budget", expected, repr(activation_budget), remedy))
+    if found <= 0:
+        raise ValueError(message("activation_budget", expected, repr(activation_budget), remedy))
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from logitless.errors import expect, message
+from logitless.errors import message
 from logitless.layers.fuse import fuse_layers
 from logitless.models.activation_plan import ActivationPlan, choose, in_gib, ladder
 from logitless.models.activations import decoder_layers, decoder_of, fit_activations, kind_of
@@ -46,8 +46,10 @@ class ActivationTable:
         Raises:
             ValueError: the budget is smaller than the inputs of the layers.
         """
-        least, remedy = self.total("full"), "raise it, or take a smaller batch"
-        expect(budget >= least, "activation_budget", f"at least {least:,} bytes", f"{budget:,}", remedy)
+        least = self.total("full")
+        remedy = "raise it, or take a smaller batch"
+        if budget < least:
+            raise ValueError(message("activation_budget", f"at least {least:,} bytes", f"{budget:,}", remedy))
         return ActivationPlan(*choose(self.costs, self.shared, budget), budget, self.tokens)
 
     def rungs(self) -> Iterator[tuple[str, int]]:
@@ -112,16 +114,17 @@ def activation_table(
 
     folder = os.path.dirname(config) or "." if config.endswith(".json") else config
     remedy = "pass the folder of a model, or its config.json"
-    exists = os.path.isfile(os.path.join(folder, "config.json"))
-    expect(exists, "CONFIG", "a folder with a config.json, or that file", config, remedy)
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise ValueError(message("CONFIG", "a folder with a config.json, or that file", config, remedy))
     whole = AutoConfig.from_pretrained(folder, local_files_only=True)
-    decodes = not getattr(whole, "is_encoder_decoder", False)
-    expect(decodes, "CONFIG", "a decoder", "an encoder-decoder", "use gradient checkpointing")
+    if getattr(whole, "is_encoder_decoder", False):
+        raise ValueError(message("CONFIG", "a decoder", "an encoder-decoder", "use gradient checkpointing"))
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(whole, dtype=dtype)
     kinds = [kind_of(layer) for layer in decoder_layers(decoder_of(outline)).values()]
     if not kinds:
-        name, remedy = type(outline).__name__, "use gradient checkpointing"
+        name = type(outline).__name__
+        remedy = "use gradient checkpointing"
         raise ValueError(message("CONFIG", "a model with layers that can be checkpointed", name, remedy))
     # The fewest layers from the first on that have all kinds.
     needed = 1 + max(kinds.index(kind) for kind in kinds)

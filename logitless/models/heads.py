@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.errors import expect, message
+from logitless.errors import message
 from logitless.parallel.groups import split_over_vocabulary
 
 # The attribute with the wrapped module, by class of the wrapper. Those of packages that the library does not
@@ -46,9 +46,11 @@ def base_of(model: nn.Module) -> nn.Module:
 def find_head(model: nn.Module) -> nn.Module:
     """The model's LM head module."""
     find = getattr(model, "get_output_embeddings", None)
-    found, remedy = None if find is None else find(), "pass AutoModelForCausalLM's"
-    expected = "a causal language model with an LM head"
-    expect(isinstance(found, nn.Module), "model", expected, type(model).__name__, remedy)
+    found = None if find is None else find()
+    remedy = "pass AutoModelForCausalLM's"
+    if not isinstance(found, nn.Module):
+        expected = "a causal language model with an LM head"
+        raise ValueError(message("model", expected, type(model).__name__, remedy))
     return found
 
 
@@ -67,8 +69,10 @@ def read_head(head: nn.Module) -> HeadView:
 
 def _readable(x: Tensor) -> Tensor:
     """A parameter that can be read after DeepSpeed ZeRO-3 has emptied it again, also in the backward pass."""
-    expected, remedy = "an LM head on a device", "give it a device of its own in device_map"
-    expect(x.device.type != "meta", "model", expected, "one that is offloaded", remedy)
+    if x.device.type == "meta":
+        expected = "an LM head on a device"
+        remedy = "give it a device of its own in device_map"
+        raise ValueError(message("model", expected, "one that is offloaded", remedy))
     if not hasattr(x, "ds_id"):
         return x
     if x.numel():

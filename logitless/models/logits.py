@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from logitless.engine.head_view import HeadView, unviewed, view_of
 from logitless.engine.operands import SplitHead
 from logitless.engine.plan import Plan
-from logitless.errors import expect, message
+from logitless.errors import message
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.losses.cross_entropy import CrossEntropyLoss
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 from logitless.models.heads import ONE_PROCESS, read_head
 from logitless.models.probes import check_head
 from logitless.parallel.groups import is_dtensor, local_parameter, split_over_vocabulary
@@ -80,17 +80,23 @@ def deferred(
         raise ValueError(message("model", "one process per GPU", got, ONE_PROCESS))
     deferral = deferral_of(model)
     known = deferral.checked or unverified or not torch.compiler.is_compiling()
-    remedy = "run one step uncompiled, or pass unverified=True"
-    expect(known, "model", "a head that was checked before it is compiled", "an unchecked one", remedy)
-    deferral.asked, deferral.seen, deferral.summed = True, False, summed
+    if not known:
+        remedy = "run one step uncompiled, or pass unverified=True"
+        raise ValueError(
+            message("model", "a head that was checked before it is compiled", "an unchecked one", remedy)
+        )
+    deferral.asked = True
+    deferral.seen = False
+    deferral.summed = summed
     deferral.logits_budget = logits_budget
     try:
         yield deferral
     finally:
         deferral.asked = False
-    expected = "a forward pass that calls the module of get_output_embeddings()"
-    remedy = "its logits were computed elsewhere; compute its loss without logitless"
-    expect(deferral.seen, "model", expected, type(model).__name__, remedy)
+    if not deferral.seen:
+        expected = "a forward pass that calls the module of get_output_embeddings()"
+        remedy = "its logits were computed elsewhere; compute its loss without logitless"
+        raise ValueError(message("model", expected, type(model).__name__, remedy))
 
 
 def _answer(
@@ -225,8 +231,8 @@ class DeferredLogits:
 
         def lse(hidden: Tensor, view: HeadView) -> Tensor:
             targets = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-            numbers = TokenNumbers(logits_budget=self.deferral.logits_budget)
-            return numbers.numbers(hidden, view, targets)[0]["lse"]
+            statistics = TokenStatistics(logits_budget=self.deferral.logits_budget)
+            return statistics.statistics(hidden, view, targets)[0]["lse"]
 
         return self.computed(lse)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import view_of
 from logitless.engine.plan import Plan
-from logitless.errors import expect, warn
+from logitless.errors import message, warn
 from logitless.exchange import exchange, exchanged, state_of, withdraw
 from logitless.models.heads import base_of, find_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferral_of, deferred, undeferred
@@ -95,9 +95,11 @@ def patch_model(model: nn.Module, *, logits_budget: int | None = None, unverifie
 def checked_patch(model: nn.Module, logits_budget: int | None, *, unverified: bool = False) -> Patch:
     """The `Patch` of a model, checked and not applied yet; raises as `patch_model` does."""
     base = base_of(model)
-    head, remedy = find_head(base), "pass AutoModelForCausalLM's"
+    head = find_head(base)
+    remedy = "pass AutoModelForCausalLM's"
     names = list(inspect.signature(base.forward).parameters)
-    expect("labels" in names, "model", "a forward pass that takes labels", type(base).__name__, remedy)
+    if "labels" not in names:
+        raise ValueError(message("model", "a forward pass that takes labels", type(base).__name__, remedy))
     patch = Patch(base, logits_budget, unverified, names.index("labels"))
     with answering(head, patch.deferral):
         _check(patch, head)
@@ -117,8 +119,9 @@ def _forward(model: nn.Module, patch: Patch, stock: Callable, *args: Any, **kwar
         # The model's own loss looks at the aligned ones alone, once there are labels.
         kwargs["labels"] = kwargs["shift_labels"]
     as_dict = kwargs.get("return_dict")
-    remedy = "its output has no logits to place"
-    expect(as_dict in (None, True), "return_dict", "True for a labelled call", as_dict, remedy)
+    if as_dict not in (None, True):
+        remedy = "its output has no logits to place"
+        raise ValueError(message("return_dict", "True for a labelled call", as_dict, remedy))
     kwargs["return_dict"] = True
     with deferred(model, patch.logits_budget, unverified=patch.unverified) as deferral:
         out = stock(*args, **kwargs)
@@ -133,8 +136,10 @@ def _check(patch: Patch, head: nn.Module) -> None:
     model = patch.model
     view = view_of(head, "model", called=True)
     if not all(map(_is_here, head.parameters())):
-        offloaded, remedy = "_hf_hook" in head.__dict__, "give it a device of its own in device_map"
-        expect(not offloaded, "model", "an LM head on a device", "one that is offloaded", remedy)
+        offloaded = "_hf_hook" in head.__dict__
+        remedy = "give it a device of its own in device_map"
+        if offloaded:
+            raise ValueError(message("model", "an LM head on a device", "one that is offloaded", remedy))
         return
     check_head(head, head.forward, view.weight[:1])
     patch.deferral.checked = True
@@ -158,4 +163,5 @@ def check_trainer_arguments(args: Any) -> None:
             from full logits.
     """
     smoothing = getattr(args, "label_smoothing_factor", 0)
-    expect(not smoothing, "label_smoothing_factor", "0 with a patched model", smoothing, REMEDY)
+    if smoothing:
+        raise ValueError(message("label_smoothing_factor", "0 with a patched model", smoothing, REMEDY))

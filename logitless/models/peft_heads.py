@@ -6,7 +6,7 @@ from torch import nn
 
 from logitless.engine import head_view
 from logitless.engine.head_view import HeadView, LowRank
-from logitless.errors import expect
+from logitless.errors import message
 
 REMEDY = "remove 'lm_head' from target_modules, or train the whole head with modules_to_save=['lm_head']"
 
@@ -39,8 +39,13 @@ def _active(head: Any) -> list[str]:
     off = bool(found) or head.disable_adapters or head.merged
     names = [] if off else [name for name in head.active_adapters if name in head.lora_A]
     found += [type(head.lora_variant[name]).__name__ for name in names if name in head.lora_variant]
-    expect(not found, "model", "no adapter but plain LoRA on the LM head", ", ".join(found), REMEDY)
+    if found:
+        raise ValueError(
+            message("model", "no adapter but plain LoRA on the LM head", ", ".join(found), REMEDY)
+        )
     partitioned = any(hasattr(x, "ds_id") for x in head.parameters()) and bool(names)
-    expected, got = "an LM head without an adapter under DeepSpeed ZeRO-3", "LoRA, untested there"
-    expect(not partitioned, "model", expected, got, REMEDY)
+    if partitioned:
+        expected = "an LM head without an adapter under DeepSpeed ZeRO-3"
+        got = "LoRA, untested there"
+        raise ValueError(message("model", expected, got, REMEDY))
     return names

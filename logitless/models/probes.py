@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from logitless.engine.head_view import view_of
 from logitless.engine.operands import SplitHead
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.parallel.groups import is_dtensor
 
 # Of the logits in the probe of a head: enough that a forgotten adapter, bias or mask shows.
@@ -59,8 +59,12 @@ def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Ten
         ours, theirs = (logits.masked_fill(ruled_out, 0.0) for logits in (ours, theirs))
         error = (ours.float() - theirs.float()).abs().max().item()
         most = allowed(theirs.dtype, theirs.float().abs().max().item())
-    expected, remedy = f"logits that differ by at most {most:.2g}", "compute its loss without logitless"
-    expect(error <= most, "model", f"{expected} from those of its head's parameters", f"{error:.2g}", remedy)
+    if not error <= most:  # also where it is nan
+        expected = f"logits that differ by at most {most:.2g}"
+        remedy = "compute its loss without logitless"
+        raise ValueError(
+            message("model", f"{expected} from those of its head's parameters", f"{error:.2g}", remedy)
+        )
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,6 +97,8 @@ def check_call(model: nn.Module, forward: Callable[..., Any], deferred: Callable
     if not math.isfinite(theirs):
         return f"its own loss is {theirs}"
     most = allowed(next(model.parameters()).dtype, abs(theirs))
-    expected, remedy = f"the model's own loss {theirs:.6g}", "compute its loss without logitless"
-    expect(abs(ours - theirs) <= most, "model", expected, f"{ours:.6g}", remedy)
+    if not abs(ours - theirs) <= most:  # also where it is nan
+        expected = f"the model's own loss {theirs:.6g}"
+        remedy = "compute its loss without logitless"
+        raise ValueError(message("model", expected, f"{ours:.6g}", remedy))
     return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from logitless.errors import expect
+from logitless.errors import message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +44,8 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
             store.wait([key], timedelta(seconds=PATIENCE))
         except RuntimeError:
             expected = f"call number {number + 1} from all ranks {members} of {name}"
-            expect(False, name, expected, f"none from rank {member} within {PATIENCE:.0f} s", REMEDY)
+            got = f"none from rank {member} within {PATIENCE:.0f} s"
+            raise ValueError(message(name, expected, got, REMEDY)) from None
         found[member] = json.loads(store.get(key))
     if number > 1:  # all ranks that made call n - 1 have read the facts of call n - 2
         store.delete_key(f"{place}/{number - 2}/{rank}")
@@ -57,8 +58,9 @@ def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
     for fact in dict.fromkeys(itertools.chain(*found.values())):
         values = {rank: facts.get(fact) for rank, facts in found.items()}
         alike = all(value == first.get(fact) for value in values.values())
-        got = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
-        expect(alike, fact, f"the same on all ranks of {name}", got, REMEDY)
+        if not alike:
+            got = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            raise ValueError(message(fact, f"the same on all ranks of {name}", got, REMEDY))
 
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
@@ -67,5 +69,6 @@ def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: 
     for rank, part in parts.items():
         got = f"the same numbers on ranks {known.get(str(part))} and {rank}"
         fresh = part is None or str(part) not in known
-        expect(fresh, fact, f"another part on every rank of {name}", got, remedy)
+        if not fresh:
+            raise ValueError(message(fact, f"another part on every rank of {name}", got, remedy))
         known[str(part)] = rank

@@ -83,12 +83,12 @@ class Peers:
             place, before = place + before * group.rank(), before * group.size()
         return place
 
-    def table(self, numbers: Tensor) -> Tensor:
+    def table(self, statistics: Tensor) -> Tensor:
         """All-gather over all groups: (n,) integers of this rank -> (ranks, n)."""
-        count = numbers.shape[0]
+        count = statistics.shape[0]
         for group in self.groups:
-            numbers = gather(numbers, group)
-        return numbers.view(-1, count)
+            statistics = gather(statistics, group)
+        return statistics.view(-1, count)
 
 
 ALONE = Peers()

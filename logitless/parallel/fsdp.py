@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from logitless.errors import expect
+from logitless.errors import message
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -55,10 +55,14 @@ def mean_factor(name: str, x: "DTensor") -> float:
     try:
         factors = {_factor_of(name, group, x.dtype) for group in _groups_of(x)}
     except (ImportError, AttributeError) as error:
-        expected, got = "a parameter of an FSDP2 whose state is known", f"that of torch {torch.__version__}"
-        expect(False, name, expected, f"{got} ({error})", GATHER)
-    expected, got = "parameters with one gradient divide factor", f"factors {sorted(factors)} of the mean"
-    expect(len(factors) < 2, name, expected, got, "give their modules the same factor")
+        got = f"that of torch {torch.__version__} ({error})"
+        raise ValueError(
+            message(name, "a parameter of an FSDP2 whose state is known", got, GATHER)
+        ) from error
+    if len(factors) >= 2:
+        expected = "parameters with one gradient divide factor"
+        got = f"factors {sorted(factors)} of the mean"
+        raise ValueError(message(name, expected, got, "give their modules the same factor"))
     return factors.pop() if factors else 1.0
 
 
@@ -105,11 +109,10 @@ def _parameters_of(x: Tensor) -> Iterator[Tensor]:
 
 def _factor_of(name: str, group: "FSDPParamGroup", dtype: torch.dtype) -> float:
     """FSDP2's gradient of a parameter in `group`, divided by the average over the ranks."""
-    expected, remedy = (
-        "a parameter without an all-reduce hook of FSDP2",
-        f"its gradient would pass the hook by; {GATHER}",
-    )
-    expect(group._all_reduce_hook is None, name, expected, "one with a hook", remedy)
+    expected = "a parameter without an all-reduce hook of FSDP2"
+    remedy = f"its gradient would pass the hook by; {GATHER}"
+    if group._all_reduce_hook is not None:
+        raise ValueError(message(name, expected, "one with a hook", remedy))
     divisor = group.gradient_divide_factor
     if divisor is None:
         return 1.0
@@ -122,6 +125,9 @@ def _factor_of(name: str, group: "FSDPParamGroup", dtype: torch.dtype) -> float:
     divides_apart = group.force_sum_reduction_for_comms or reduced not in UNSCALED_DTYPES
     # In this case FSDP2 divides both before and after the sum.
     twice = shards == 1 and divides_apart and divisor != 1.0
-    expected = "a gradient divide factor of None or 1.0 on replicas that are not sharded"
-    expect(not twice, name, expected, f"{divisor}, by which FSDP2 divides twice", "divide the loss instead")
+    if twice:
+        expected = "a gradient divide factor of None or 1.0 on replicas that are not sharded"
+        raise ValueError(
+            message(name, expected, f"{divisor}, by which FSDP2 divides twice", "divide the loss instead")
+        )
     return shards * replicas / divisor

@@ -29,6 +29,10 @@ def global_num_items(
 
     Returns:
         0-d tensor; without torch.distributed, the number of items.
+
+    Examples:
+        >>> global_num_items(torch.tensor([5, 6, -100, 8]))  # one process
+        tensor(3)
     """
     distributed = dist.is_available() and dist.is_initialized()
     if not isinstance(items, Tensor):

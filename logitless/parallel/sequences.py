@@ -31,7 +31,7 @@ class WholeSequences:
         over the ranks."""
         return x
 
-    def everyones(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         """All-gather (n,) values of tokens; the order of the result is not that of the sequences."""
         return x
 
@@ -65,7 +65,7 @@ class SlicedSequences(WholeSequences):
     def shared(self, x: Tensor) -> Tensor:
         return GroupShared.apply(x, self.group) if x.requires_grad else x
 
-    def everyones(self, x: Tensor) -> Tensor:
+    def all_gather_tokens(self, x: Tensor) -> Tensor:
         # The host must read the lengths of the slices, which differ: a sync.
         sizes = gather(torch.tensor([x.shape[0]], dtype=torch.int64, device=x.device), self.group)[
             :, 0

@@ -23,7 +23,7 @@ from torch import Tensor
 from logitless.kernels.head import shards as kernels
 from logitless.kernels.head.cross_entropy import TokenBuffers
 from logitless.kernels.head.targets import shard_columns
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.collectives import GroupShared, GroupSum, gather
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class WholeVocabulary:
         """The size of the vocabulary; `width` is the number of rows of this rank's head."""
         return width
 
-    def widest(self, width: int) -> int:
+    def max_shard_rows(self, width: int) -> int:
         """Rows of the largest shard. All ranks plan for it, so that they have the same chunks."""
         return width
 
-    def span(self, V: int) -> tuple[int, int]:
+    def row_range(self, V: int) -> tuple[int, int]:
         """(first id, number of rows) of this rank's part of the head."""
         return 0, V
 
@@ -59,13 +59,13 @@ class WholeVocabulary:
         """The entries of x (V,) for this rank's rows."""
         return x
 
-    def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
+    def merge_stats(self, stats: TokenBuffers, columns: Tensor) -> None:
         """Merge a chunk's statistics within each shard into those of the whole vocabulary, in place."""
 
-    def combine_gradient(
-        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
+    def merge_gradient(
+        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: LogitTransform
     ) -> Tensor:
-        """`combine`, for statistics that `logprob_gradient` computed with a gradient and a row factor.
+        """`merge_stats`, for statistics that `logprob_gradient` computed with a gradient and a row factor.
 
         Args:
             gradient: (C, columns) d logp / d logits within this shard, up to `factor`. Changed in place to
@@ -106,12 +106,12 @@ class WholeVocabulary:
         """(n,) ids of the largest logits; of equal logits the lowest id."""
         return z.argmax(-1)
 
-    def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
+    def locate(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
         """(n,) ids -> (their columns of this rank's logits, 0 if on another rank; whether on this rank)."""
         here = (ids >= 0) & (ids < V)
         return torch.where(here, ids, 0), here
 
-    def columns_of(self, ids: Tensor) -> Tensor:
+    def to_local_ids(self, ids: Tensor) -> Tensor:
         """(n, k) ids -> their columns of this rank's logits; negative for ids that are not on this rank."""
         return ids
 
@@ -127,7 +127,7 @@ class Shards(NamedTuple):
     """The shards of a head on all ranks, which the ranks exchange in a call's one host sync."""
 
     sizes: tuple[int, ...]  # rows of each shard
-    unrounded: bool  # whether every rank has a kernel for unrounded logits (`HeadCall.unrounded`)
+    fp32_logits: bool  # whether every rank has a kernel for fp32 logits (`HeadCall.fp32_logits`)
 
     @property
     def V(self) -> int:
@@ -135,9 +135,9 @@ class Shards(NamedTuple):
         return sum(self.sizes)
 
     @staticmethod
-    def code(weight: Tensor, *, unrounded: bool) -> int:
-        """An integer for this rank's shard (V_r, H): 2 * V_r + unrounded."""
-        return 2 * weight.shape[0] + unrounded
+    def code(weight: Tensor, *, fp32_logits: bool) -> int:
+        """An integer for this rank's shard (V_r, H): 2 * V_r + fp32_logits."""
+        return 2 * weight.shape[0] + fp32_logits
 
     @classmethod
     def read(cls, codes: Sequence[int]) -> Self:
@@ -182,10 +182,10 @@ class ShardedVocabulary(WholeVocabulary):
     def total(self, width: int) -> int:
         return sum(self.sizes)
 
-    def widest(self, width: int) -> int:
+    def max_shard_rows(self, width: int) -> int:
         return max(self.sizes)
 
-    def span(self, V: int) -> tuple[int, int]:
+    def row_range(self, V: int) -> tuple[int, int]:
         return self.start, self.width
 
     def columns(self, targets: Tensor, ignore_index: int) -> tuple[Tensor, int]:
@@ -204,22 +204,22 @@ class ShardedVocabulary(WholeVocabulary):
         return dist.all_reduce(x, group=self.group, async_op=True)
 
     def rows_of(self, weight: Tensor, ids: Tensor) -> Tensor:
-        column, here = self.find(ids, self.total(self.width))
+        column, here = self.locate(ids, self.total(self.width))
         return self.all_reduce(torch.where(here[:, None], weight[column], 0.0))
 
     def gathered(self, x: Tensor) -> Tensor:
         """All-gather: (...) -> (ranks, ...)."""
         return gather(x, self.group)
 
-    def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
-        kernels.combine(self._shards(stats), columns, stats, rank=self.rank, ignore_index=IGNORED)
+    def merge_stats(self, stats: TokenBuffers, columns: Tensor) -> None:
+        kernels.merge_stats(self._shards(stats), columns, stats, rank=self.rank, ignore_index=IGNORED)
 
-    def combine_gradient(
-        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: Head
+    def merge_gradient(
+        self, gradient: Tensor, columns: Tensor, stats: TokenBuffers, factor: Tensor, head: LogitTransform
     ) -> Tensor:
         options = {"rank": self.rank, "ignore_index": IGNORED, "head": head}
         options |= {"gradient": gradient, "factor": factor}
-        return kernels.combine_gradient(self._shards(stats), columns, stats, **options)
+        return kernels.merge_gradient(self._shards(stats), columns, stats, **options)
 
     def _shards(self, stats: TokenBuffers) -> Tensor:
         """(ranks, statistics, C): the statistics of all shards."""
@@ -251,11 +251,11 @@ class ShardedVocabulary(WholeVocabulary):
         values, ids = self.gathered(values), self.gathered(columns + self.start)
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
 
-    def find(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
-        return super().find(ids - self.start, self.width)
+    def locate(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:
+        return super().locate(ids - self.start, self.width)
 
-    def columns_of(self, ids: Tensor) -> Tensor:
-        columns, here = self.find(ids, self.width)
+    def to_local_ids(self, ids: Tensor) -> Tensor:
+        columns, here = self.locate(ids, self.width)
         return torch.where(here, columns, -1)
 
     def logits_of(self, ids: Tensor, z: Tensor, columns: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from logitless.engine.function import CallResult, Mode, replaced, run_calls
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.base import LinearLoss
 from logitless.losses.inputs import HeadWeight
 from logitless.tools.leaves import Leaves, flat
@@ -107,13 +107,17 @@ def check(
         TypeError: `loss` is no loss.
     """
     own, got = is_dataclass(loss) and hasattr(loss, "logits_budget"), type(loss).__name__
-    expect(own, "loss", "a loss", got, "pass an object such as CrossEntropyLoss()", TypeError)
+    if not own:
+        raise TypeError(message("loss", "a loss", got, "pass an object such as CrossEntropyLoss()"))
     remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
     for name in ("tp_group", "cp_group"):
-        expect(getattr(loss, name) is None, name, "None in a check", getattr(loss, name), remedy)
+        if getattr(loss, name) is not None:
+            raise ValueError(message(name, "None in a check", getattr(loss, name), remedy))
     given = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
-    into, remedy = given.get("accumulate_into"), "leave it out, and let the weight require a gradient"
-    expect(into is None, "accumulate_into", "None in a check", type(into).__name__, remedy)
+    into = given.get("accumulate_into")
+    remedy = "leave it out, and let the weight require a gradient"
+    if into is not None:
+        raise ValueError(message("accumulate_into", "None in a check", type(into).__name__, remedy))
     device = next((x.device for x in flat(given) if isinstance(x, Tensor)), torch.device("cpu"))
     with _undisturbed(device):
         whole = Passes()
@@ -122,8 +126,9 @@ def check(
         results[MANY_CHUNKS] = _run(replace(loss, logits_budget=whole.cutting_budget), given, cut)
         # Of kept ids alone there may be no chunk of logits.
         several = any(plan.chunks > 1 or plan.replay is not None for plan in cut.plans)
-        remedy = "give a batch that can be cut"
-        expect(several, "targets", "at least 2 supervised tokens", "fewer", remedy)
+        if not several:
+            remedy = "give a batch that can be cut"
+            raise ValueError(message("targets", "at least 2 supervised tokens", "fewer", remedy))
         naive = _run(loss, given, Oracle())
         wide = replace(loss, accum_dtype=None, logits_dtype=None)
         with torch.autocast(device.type, enabled=False):
@@ -151,9 +156,11 @@ class Passes:
     dtype: torch.dtype = torch.float32  # of the products
 
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
-        size, remedy = logits_bytes(heads), "check fewer tokens"
-        got = f"{size / 2**30:.1f} GiB"
-        expect(size <= MOST_LOGITS, "hidden", "at most 1 GiB of logits in fp64", got, remedy)
+        size = logits_bytes(heads)
+        remedy = "check fewer tokens"
+        if size > MOST_LOGITS:
+            got = f"{size / 2**30:.1f} GiB"
+            raise ValueError(message("hidden", "at most 1 GiB of logits in fp64", got, remedy))
         for call in unpack(*pack(heads)):
             self.cutting_budget, self.dtype = min(self.cutting_budget, _cutting_budget(call)), call.dtype
         with replaced(None):
@@ -165,7 +172,7 @@ class Passes:
 def _cutting_budget(call: HeadCall) -> int:
     """A budget with which the logits are cut into CHUNKS chunks or more."""
     rows = int((call.targets != call.loss.ignore_index).sum()) if call.loss.compact else call.targets.shape[0]
-    purpose = Pass.NUMBERS if call.loss.reduction == "none" else Pass.SOLVE
+    purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
     usable = budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
     # What is fixed depends on the budget, up to a quarter of it.

@@ -19,10 +19,10 @@ from logitless.engine.choose import resolve_rows
 from logitless.engine.function import CallResult, Mode, replaced
 from logitless.engine.gradients import sum_dtypes
 from logitless.engine.packing import pack, unpack
-from logitless.engine.passes import keeps_vectors, plan_for
+from logitless.engine.passes import keeps_dlogp_dhidden, plan_for
 from logitless.engine.plan import MIB, Kind, Pass, Plan
 from logitless.engine.sampling_mask import SamplingMask
-from logitless.errors import expect, message
+from logitless.errors import message
 from logitless.kernels import planned_for
 from logitless.losses import GRPOLoss, KTOLoss, MedusaHeads, MedusaLoss, MultiTokenLoss, SpeculatorLoss
 from logitless.losses.base import LinearLoss
@@ -40,7 +40,7 @@ class Estimate:
 
     Attributes:
         plan: what `LossOutput.plan` will be.
-        walks: the plans of all passes over the tokens: of each head, and of the backward pass that computes
+        plans: the plans of all passes over the tokens: of each head, and of the backward pass that computes
             gradients from those of per-token statistics.
         products: with the head and its gradients, per supervised token: 3 as in plain PyTorch, where the
             logits are projected once; of all heads together. The reference of an unreduced loss has a pass
@@ -60,7 +60,7 @@ class Estimate:
     """
 
     plan: Plan
-    walks: tuple[Plan, ...]
+    plans: tuple[Plan, ...]
     products: float
     other_products: float
     chunk_bytes: int
@@ -156,20 +156,32 @@ def estimate(
     sizes |= {"teacher_hidden_size": teacher_hidden_size, "teacher_vocab_size": teacher_vocab_size}
     sizes |= {"teacher_topk": teacher_topk, "reference_hidden_size": reference_hidden_size}
     for name, size in sizes.items():
-        expect(size is None or size > 0, name, "a positive number", size, "give the size of the call")
-    remedy = "pass that of hidden states and head"
-    expect(dtype.is_floating_point, "dtype", "a floating-point dtype", dtype, remedy)
+        if size is not None and size <= 0:
+            raise ValueError(message(name, "a positive number", size, "give the size of the call"))
+    if not dtype.is_floating_point:
+        remedy = "pass that of hidden states and head"
+        raise ValueError(message("dtype", "a floating-point dtype", dtype, remedy))
     several, got = isinstance(loss, MedusaLoss | MultiTokenLoss), repr(heads)
-    expected = "how many heads there are beside the model's own" if several else "None for one head"
-    expect((heads is not None) == several, "heads", expected, got, "they are of Medusa and MultiToken losses")
+    if (heads is not None) != several:
+        expected = "how many heads there are beside the model's own" if several else "None for one head"
+        raise ValueError(message("heads", expected, got, "they are of Medusa and MultiToken losses"))
     known = teacher_topk is None or (teacher_hidden_size is None and teacher_vocab_size is None)
-    expect(known, "teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
+    if not known:
+        raise ValueError(
+            message("teacher_topk", "None beside a teacher with a head", teacher_topk, "describe one teacher")
+        )
     speculates = isinstance(loss, SpeculatorLoss)
-    expected = "how many steps the draft has" if speculates else "None but for a SpeculatorLoss"
-    expect((steps is not None) == speculates, "steps", expected, steps, "they are of its call")
+    if (steps is not None) != speculates:
+        expected = "how many steps the draft has" if speculates else "None but for a SpeculatorLoss"
+        raise ValueError(message("steps", expected, steps, "they are of its call"))
     packed = inputs.get("cu_seqlens")
     alone = packed is None or sequences is None
-    expect(alone, "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are")
+    if not alone:
+        raise ValueError(
+            message(
+                "sequences", "None beside cu_seqlens", sequences, "the boundaries tell how many there are"
+            )
+        )
     gpu = card_of(card, memory)
     if gpu is None:
         device = _device(device)
@@ -182,7 +194,8 @@ def estimate(
     count = len(packed) - 1 if packed is not None else sequences or getattr(loss, "sequences_per_group", 1)
     expected = f"a multiple of {count} sequences"
     whole = packed is not None or tokens % count == 0
-    expect(whole, "tokens", expected, tokens, "count the padding, or pass cu_seqlens")
+    if not whole:
+        raise ValueError(message("tokens", expected, tokens, "count the padding, or pass cu_seqlens"))
     shape = (tokens,) if packed is not None else (count, tokens // count)
 
     # Loads more of torch than importing the library may.
@@ -233,16 +246,20 @@ def _check(loss: Callable, inputs: Mapping[str, object]) -> None:
     """What no estimate covers."""
     remedy = "pass an object such as CrossEntropyLoss(), or linear_logprobs"
     ours = callable(loss) and not isinstance(loss, type)
-    expect(ours, "loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy, TypeError)
+    if not ours:
+        raise TypeError(message("loss", "a loss", getattr(loss, "__name__", type(loss).__name__), remedy))
     options = getattr(loss, "keywords", None)  # a dict where the loss is a functools.partial
     options = options if isinstance(options, dict) else {}
     for name in ("tp_group", "cp_group"):
         group = getattr(loss, name, options.get(name))
         remedy = "estimate a rank's share: its rows of the head, or its tokens"
-        expect(group is None, name, "None in an estimate", group, remedy)
+        if group is not None:
+            raise ValueError(message(name, "None in an estimate", group, remedy))
     for name in REFUSED:
-        absent, remedy = name not in inputs, "leave it out"
-        expect(absent, name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy)
+        absent = name not in inputs
+        remedy = "leave it out"
+        if not absent:
+            raise ValueError(message(name, "nothing in an estimate", type(inputs.get(name)).__name__, remedy))
 
 
 def _with_budget_of(card: Card, loss: Callable) -> Callable:
@@ -261,7 +278,10 @@ def _device(given: torch.device | str | None) -> torch.device:
         there = torch.empty(0, dtype=torch.float32, device=device).device.type != "meta"
     except (RuntimeError, AssertionError):  # what torch raises for a device that is not there
         there = False
-    expect(there, "device", "a device of this machine", given, "estimate where the call will run")
+    if not there:
+        raise ValueError(
+            message("device", "a device of this machine", given, "estimate where the call will run")
+        )
     return device
 
 
@@ -295,7 +315,7 @@ class _Planner:
     """Replaces the engine's passes: makes the plans, and returns zeros."""
 
     card: Card | None = None  # a GPU that is not here
-    walks: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
+    planned: list[tuple[HeadCall, Plan, Pass]] = field(default_factory=list)
     # Rows of a teacher with rows of its own per projected row; None for another teacher, or none.
     teacher_share: float | None = None
     plan: Plan | None = None  # of the last call
@@ -306,40 +326,43 @@ class _Planner:
         with self._on_card():  # a HeadCall asks which kernels its device has
             calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
-        purpose = Pass.NUMBERS if mode is Mode.PER_TOKEN else Pass.SOLVE
-        numbers_alone, several = purpose is Pass.NUMBERS, len(heads) > 1
+        purpose = Pass.STATISTICS if mode is Mode.PER_TOKEN else Pass.SOLVE
+        statistics_alone, several = purpose is Pass.STATISTICS, len(heads) > 1
         for call, rows in map(resolve_rows, calls):
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
                 self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
-            self.walks.append((call, self.plan, purpose))
-        if numbers_alone and call.trainable and not keeps_vectors(call):
+            self.planned.append((call, self.plan, purpose))
+        if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
                 plan = plan_for(call, rows, Pass.GRADIENTS)
-            self.walks.append((call, plan, Pass.GRADIENTS))
-        loss, N, dtype, device = call.loss, call.targets.shape[0], call.stat_dtype, call.targets.device
+            self.planned.append((call, plan, Pass.GRADIENTS))
+        loss = call.loss
+        N = call.targets.shape[0]
+        dtype = call.stat_dtype
+        device = call.targets.device
         if purpose is Pass.SOLVE:
             zeros = torch.zeros(len(heads), 1 + len(loss.metric_names), dtype=dtype, device=device)
             return CallResult(zeros.sum(), zeros, {}, self.plan)
-        shapes = loss.objective.number_shapes(loss, N, call.inputs).items()
-        numbers = {
+        shapes = loss.objective.statistic_shapes(loss, N, call.inputs).items()
+        statistics = {
             name: torch.zeros(size, dtype=kind or dtype, device=device) for name, (size, kind) in shapes
         }
-        return CallResult(None, None, numbers, self.plan)
+        return CallResult(None, None, statistics, self.plan)
 
     def _on_card(self) -> AbstractContextManager:
         return nullcontext() if self.card is None else planned_for(self.card.generation)
 
     def estimate(self, logits_bytes: int, input_bytes: int) -> Estimate:
-        plans = tuple(plan for _, plan, _ in self.walks)
-        products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.walks]
+        plans = tuple(plan for _, plan, _ in self.planned)
+        products = [_products(call, plan, self.teacher_share) for call, plan, _ in self.planned]
         with self._on_card():
-            chunks, sums, peaks = map(max, zip(*(self._memory(*walk) for walk in self.walks)))
+            chunks, sums, peaks = map(max, zip(*(self._memory(*each) for each in self.planned)))
         own, others = map(sum, zip(*products))
         return Estimate(
             plan=self.plan,
-            walks=plans,
+            plans=plans,
             products=own,
             other_products=others,
             chunk_bytes=chunks,
@@ -356,7 +379,7 @@ class _Planner:
         chunk = plan.chunk_bytes + _fixed_bytes(call, purpose)
         if not any(step.write for step in plan.steps):
             return chunk, 0, chunk
-        solved = [x for x, _, why in self.walks if why is Pass.SOLVE]
+        solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
         several = len(solved) > 1
         dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
         sums = []
@@ -373,7 +396,7 @@ class _Planner:
         wider = sum(x.numel() * max(0, width.itemsize - x.itemsize) for x in hidden.values())
         # Numbers that are written have vectors in the place of a sum, and d_hidden is made of them.
         vectors = call.hidden.numel() * d_hidden_dtype(call.dtype).itemsize
-        later = vectors if purpose is Pass.NUMBERS else copies
+        later = vectors if purpose is Pass.STATISTICS else copies
         return chunk, held, self.gradient_bytes - copies + held + wider + max(chunk, later)
 
 
@@ -383,7 +406,7 @@ def _products(call: HeadCall, plan: Plan, teacher_share: float | None) -> tuple[
     read = sum(step.stop - step.start for step in projected if step.read)
     has_other = any(call.inputs.get(f"{model}_weight") is not None for model in ("teacher", "ref"))
     tokens = plan.rows if plan.replay is None else plan.replay.rows
-    # The later walk has a plan of its own.
+    # The later pass has a plan of its own.
     own = plan.products - plan.later * plan.rows / max(1, tokens) if plan.products else 0.0
     share = has_other if teacher_share is None else teacher_share
     return own, read / max(1, tokens) * share

@@ -23,7 +23,7 @@ from logitless.engine.reduction import metric_factors, unit_counts, unit_factors
 from logitless.engine.rows import Rows
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Factors, Terms, evaluate_terms, means, metric_sums, reduced, unreduced
-from logitless.kernels.ids.slots import once
+from logitless.kernels.ids.slots import dedupe
 
 # Statistics that the engine never differentiates.
 CONSTANT = ("lse_residual", "is_top1", "log_sum_sq_probs", "predictions")
@@ -39,7 +39,7 @@ class Oracle:
     def __call__(self, heads: Sequence[HeadCall], mode: Mode) -> CallResult:
         calls = unpack(*pack(heads))
         if mode is Mode.PER_TOKEN:
-            return CallResult(None, None, self._numbers(calls[0]), None)
+            return CallResult(None, None, self._named_statistics(calls[0]), None)
         losses, metrics = zip(*map(self._solve, calls), strict=True)
         return CallResult(sum(losses), torch.stack(metrics), {}, None)
 
@@ -52,12 +52,12 @@ class Oracle:
         settled = _settled(call, metrics, factors.metrics)
         return loss, torch.stack([loss.detach() / call.coefficient, *settled])
 
-    def _numbers(self, call: HeadCall) -> dict[str, Tensor]:
+    def _named_statistics(self, call: HeadCall) -> dict[str, Tensor]:
         """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
         rows, N = rows_in_order(call), call.targets.shape[0]
         if not issubclass(call.loss.objective, LogitsObjective):
-            numbers, _ = self._statistics(call, rows)
-            return {name: rows.scattered(x, N) for name, x in numbers.items()}
+            statistics, _ = self._statistics(call, rows)
+            return {name: rows.scattered(x, N) for name, x in statistics.items()}
         terms, metrics = self._terms(call, rows)
         counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
         settled = _settled(call, metrics, metric_factors(counts, call.stat_dtype))
@@ -67,8 +67,8 @@ class Oracle:
     def _terms(self, call: HeadCall, rows: Rows) -> Terms:
         """The loss's own terms on the whole call."""
         if not issubclass(call.loss.objective, LogitsObjective):
-            numbers, batch = self._statistics(call, rows)
-            return evaluate_terms(call.loss, numbers, batch)
+            statistics, batch = self._statistics(call, rows)
+            return evaluate_terms(call.loss, statistics, batch)
         z, batch = self._noted(logits(call, rows)), _whole_batch(call, rows)
         if call.inputs.get("teacher_hidden") is not None:
             batch.teacher_logits = other_logits(call, rows, "teacher").detach()
@@ -76,7 +76,9 @@ class Oracle:
 
     def _statistics(self, call: HeadCall, rows: Rows) -> tuple[dict[str, Tensor], Batch]:
         """(the statistics (rows,) that the engine computes for this loss, the batch of all rows)."""
-        loss, batch, z = call.loss, _whole_batch(call, rows), logits(call, rows)
+        loss = call.loss
+        batch = _whole_batch(call, rows)
+        z = logits(call, rows)
         weights = None if loss.sum_logits_weights is None else call.inputs[loss.sum_logits_weights]
         if issubclass(loss.objective, IdsObjective):
             given = call.inputs.get("teacher_hidden") is not None
@@ -84,14 +86,14 @@ class Oracle:
             found = ids_statistics(z, teacher, batch, loss)
         else:
             found = token_statistics(z, batch, weights)
-        numbers = {}
-        for name in loss.objective.number_names(loss):
+        statistics = {}
+        for name in loss.objective.statistic_names(loss):
             constant = name in CONSTANT and name not in loss.differentiates
-            numbers[name] = self._noted(found[name].detach() if constant else found[name])
+            statistics[name] = self._noted(found[name].detach() if constant else found[name])
         if call.inputs.get("ref_hidden") is not None:
             reference = token_statistics(other_logits(call, rows, "ref"), batch, None)
             batch.ref_logps = reference["logps"].detach()
-        return numbers, batch
+        return statistics, batch
 
     def _noted(self, x: Tensor) -> Tensor:
         if x.requires_grad:
@@ -109,7 +111,9 @@ def logits_bytes(heads: Sequence[HeadCall]) -> int:
 
 def rows_in_order(call: HeadCall) -> Rows:
     """The rows of a call in its own order: the supervised ones, or all with `compact=False`."""
-    loss, N, S = call.loss, call.targets.shape[0], call.sequence_count
+    loss = call.loss
+    N = call.targets.shape[0]
+    S = call.sequence_count
     supervised = call.targets != loss.ignore_index
     index = (supervised if loss.compact else torch.ones_like(supervised)).nonzero()[:, 0]
     count, tokens = index.shape[0], int(supervised.sum())
@@ -137,7 +141,9 @@ def _settled(call: HeadCall, metrics: Mapping, factors: Factors) -> list[Tensor]
 
 def logits(call: HeadCall, rows: Rows) -> Tensor:
     """(rows, V) logits after the head transform, from a product in the dtype of the call."""
-    x, weight, layers = call.hidden[rows.index].to(call.dtype), call.weight.to(call.dtype), call.layers
+    x = call.hidden[rows.index].to(call.dtype)
+    weight = call.weight.to(call.dtype)
+    layers = call.layers
     if call.frozen is not None:
         weight = torch.cat((call.frozen.to(call.dtype), weight), dim=1)
     if layers is not None:
@@ -212,7 +218,7 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     if given is not None:
         ids = torch.where(given == -torch.inf, -1, ids)
     if loss.teacher:
-        ids = once(ids)
+        ids = dedupe(ids)
     logps, rest = _of_ids(log_p, ids)
     found = {"ids": ids, "logps": logps, "lse": z.logsumexp(-1), "lse_residual": zero, "rest": rest}
     found["entropy"] = -(log_p.exp() * finite).sum(-1)
@@ -221,12 +227,12 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     if teacher is None:
         known = torch.where(ids >= 0, given.to(z.dtype), -torch.inf)
         found |= {"teacher_logps": known, "teacher_rest": zero}
-        favourite = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
+        argmax_id = ids.gather(1, found["teacher_logps"].argmax(1, keepdim=True))[:, 0]
     else:
-        favourite = best["teacher"][:, 0]
+        argmax_id = best["teacher"][:, 0]
         there = _of_ids(teacher.log_softmax(-1), ids)
         found |= dict(zip(("teacher_logps", "teacher_rest"), there, strict=True))
-    found |= {"agreement": (best["student"][:, 0] == favourite).to(z.dtype), "hard": zero}
+    found |= {"agreement": (best["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
     found |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
     if batch.labels is not None:
         known, warm = (batch.labels >= 0) & (batch.labels < z.shape[1]), z * loss.temperature

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.exchange import withdraw
 from logitless.models import fit_activations
 from logitless.models.activations import KEY, Fitted
@@ -33,33 +33,36 @@ def check_options(trainer: Any) -> None:
     args = trainer.args
     offloads = getattr(args, "activation_offloading", False)
     beside = "False with an activation_budget"
-    remedy = "both decide what saved tensors become: leave one of them out"
-    expect(not offloads, "activation_offloading", beside, offloads, remedy)
-    remedy = (
-        "Inductor decides what is saved, by torch._functorch.config.activation_memory_budget: leave one out"
-    )
-    expect(not args.torch_compile, "torch_compile", beside, args.torch_compile, remedy)
+    if offloads:
+        remedy = "both decide what saved tensors become: leave one of them out"
+        raise ValueError(message("activation_offloading", beside, offloads, remedy))
+    if args.torch_compile:
+        option = "torch._functorch.config.activation_memory_budget"
+        remedy = f"Inductor decides what is saved, by {option}: leave one out"
+        raise ValueError(message("torch_compile", beside, args.torch_compile, remedy))
     kwargs = getattr(args, "gradient_checkpointing_kwargs", None) or {}
     asked = {name: kwargs[name] for name in ("use_reentrant", *KWARGS) if kwargs.get(name)}
-    expected, remedy = (
-        f"none of {', '.join(asked)} with an activation_budget",
-        "the budget decides: leave it out",
-    )
-    expect(not asked, "gradient_checkpointing_kwargs", expected, asked, remedy)
+    expected = f"none of {', '.join(asked)} with an activation_budget"
+    remedy = "the budget decides: leave it out"
+    if asked:
+        raise ValueError(message("gradient_checkpointing_kwargs", expected, asked, remedy))
     sharding = getattr(args, "fsdp_config", None) or {}
     twice = sharding.get("activation_checkpointing", False)
-    remedy = "layers would be run again twice: leave it out"
-    expect(
-        not twice, "fsdp_config", "activation_checkpointing=False with an activation_budget", twice, remedy
-    )
+    if twice:
+        remedy = "layers would be run again twice: leave it out"
+        raise ValueError(
+            message("fsdp_config", "activation_checkpointing=False with an activation_budget", twice, remedy)
+        )
     state = trainer.accelerator.state
     fsdp = getattr(state, "fsdp_plugin", None)
     first = fsdp is not None and getattr(fsdp, "fsdp_version", 2) == 1
     remedy = "shard with FSDP2, or use gradient_checkpointing"
-    expect(not first, "fsdp_version", "2 with an activation_budget", 1, remedy)
+    if first:
+        raise ValueError(message("fsdp_version", "2 with an activation_budget", 1, remedy))
     deepspeed = getattr(state, "deepspeed_plugin", None)
     stage = getattr(deepspeed, "zero_stage", 0)
-    expect(stage != 3, "zero_stage", "at most 2 with an activation_budget", stage, remedy)
+    if stage == 3:
+        raise ValueError(message("zero_stage", "at most 2 with an activation_budget", stage, remedy))
 
 
 def fit(trainer: Any, activation_budget: int | str) -> Callable[[], None]:
@@ -82,7 +85,9 @@ def fit(trainer: Any, activation_budget: int | str) -> Callable[[], None]:
 
 def _explain_errors(trainer: Any, fitted: Fitted) -> Callable[[], None]:
     """Add a note to the error of a training step that runs out of memory outside of the layers too."""
-    had, stock, on = "training_step" in trainer.__dict__, trainer.training_step, True
+    had = "training_step" in trainer.__dict__
+    stock = trainer.training_step
+    on = True
 
     @functools.wraps(stock)
     def training_step(*args: Any, **kwargs: Any) -> Any:

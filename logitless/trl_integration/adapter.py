@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from logitless.engine.plan import Plan
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.losses.base import LossOutput
 from logitless.models import heads
 from logitless.models.logits import Deferral
@@ -94,7 +94,9 @@ class ChunkedLoss:
     """The chunked loss of one trainer, while it is switched on."""
 
     def __init__(self, trainer: Any, adapter: Adapter, budget: int | None):
-        self.trainer, self.adapter, self.budget = trainer, adapter, budget
+        self.trainer = trainer
+        self.adapter = adapter
+        self.budget = budget
         self.plan: Plan | None = None  # of the last loss that was trained on
         # Whether a loss was computed with and without gradients; bools, as a compiled graph sets them.
         self.trained = self.evaluated = False
@@ -109,8 +111,8 @@ class ChunkedLoss:
         self.mask: Tensor | None = None  # (B, T), of the tokens that a self-distillation counts
         self.patch: Patch | None = None  # of a trainer outside of TRL
         self.undo: Callable[[], None] = lambda: None
-        # By the trainer's attribute its model, and what is under that: Accelerate walks all modules to unwrap
-        # one.
+        # By the trainer's attribute its model, and the model inside of that: Accelerate visits all modules to
+        # unwrap one.
         self.bases: dict[str, tuple[Any, nn.Module]] = {}
         self.heads: dict[str, Callable[[PreTrainedModel], AbstractContextManager]] = {}
 
@@ -166,9 +168,10 @@ class ChunkedLoss:
             if stock is None:
                 raise moved(f"{adapter.stock}Trainer.{name}")
             own = not is_of_trl(stock) and name in patches and patches[name].replaces
-            remedy = "train without the chunked loss, or leave that method as it is"
-            found = getattr(stock, "__qualname__", repr(stock))
-            expect(not own, name, f"TRL's own in {adapter.name}Trainer", found, remedy)
+            if own:
+                remedy = "train without the chunked loss, or leave that method as it is"
+                found = getattr(stock, "__qualname__", repr(stock))
+                raise ValueError(message(name, f"TRL's own in {adapter.name}Trainer", found, remedy))
             ours = self._seam(name, patches[name], stock) if name in patches else self._looked_up(name, stock)
             yield name, self._during(ours, stock) if name in adapter.during else ours
         for name, step in (("training_step", self._train), ("prediction_step", self._evaluate)):
@@ -349,21 +352,22 @@ def base_of(trainer: Any, model: Any) -> PreTrainedModel:
 
 def any_loss(trainer: Any) -> None:
     """Check the options that no trainer's chunked loss supports."""
-    args, remedy = trainer.args, "start it with torchrun or accelerate launch, or show it one GPU"
-    found = f"nn.DataParallel over {args.n_gpu} GPUs"
-    expect(args.n_gpu <= 1, "model", "one process per GPU", found, remedy)
+    args = trainer.args
+    remedy = "start it with torchrun or accelerate launch, or show it one GPU"
+    if args.n_gpu > 1:
+        found = f"nn.DataParallel over {args.n_gpu} GPUs"
+        raise ValueError(message("model", "one process per GPU", found, remedy))
     own, found = getattr(trainer, "compute_loss_func", None), "a function of the full logits"
     # With transformers before 5.19, TRL sets it to a string, which says something else.
-    expect(not callable(own), "compute_loss_func", "None with the chunked loss", found, "leave it out")
-    found, remedy = "an encoder-decoder", "train it without the flag"
+    if callable(own):
+        raise ValueError(message("compute_loss_func", "None with the chunked loss", found, "leave it out"))
+    found = "an encoder-decoder"
+    remedy = "train it without the flag"
     config = getattr(trainer.model, "config", None)
-    expect(
-        not getattr(config, "is_encoder_decoder", False),
-        "model",
-        "a decoder with the chunked loss",
-        found,
-        remedy,
-    )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(message("model", "a decoder with the chunked loss", found, remedy))
     liger = (getattr(args, "liger_kernel_config", None) or {}).get(LIGER_LOSS, True) and args.use_liger_kernel
-    expected, remedy = f"{LIGER_LOSS}=False with the chunked loss", "Liger's layers stay, so pass that"
-    expect(not liger, "liger_kernel_config", expected, args.liger_kernel_config, remedy)
+    if liger:
+        expected = f"{LIGER_LOSS}=False with the chunked loss"
+        remedy = "Liger's layers stay, so pass that"
+        raise ValueError(message("liger_kernel_config", expected, args.liger_kernel_config, remedy))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.models.patch import checked_patch
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -49,18 +49,23 @@ def apply_to(
             whose loss is not covered, or has options that the flags would refuse; `fuse_layers` knows nothing
             in a model, or `fit_activations` refuses one.
     """
-    expected, found = "a transformers.Trainer, TRL's among them", type(trainer).__name__
-    remedy = "for a model there is patch_model(model)"
-    expect(isinstance(trainer, transformers.Trainer), "trainer", expected, found, remedy)
+    expected = "a transformers.Trainer, TRL's among them"
+    found = type(trainer).__name__
+    if not isinstance(trainer, transformers.Trainer):
+        remedy = "for a model there is patch_model(model)"
+        raise ValueError(message("trainer", expected, found, remedy))
     remedy = "ask for one of them, or leave apply_to out"
     fits = activation_budget is not None
     some = use_chunked_loss or use_fused_layers or fits
-    expected = "True, or use_fused_layers=True or an activation_budget"
-    expect(some, "use_chunked_loss", expected, use_chunked_loss, remedy)
+    if not some:
+        expected = "True, or use_fused_layers=True or an activation_budget"
+        raise ValueError(message("use_chunked_loss", expected, use_chunked_loss, remedy))
     asked = {"chunked_loss": use_chunked_loss, "fused_layers": use_fused_layers, "fitted_activations": fits}
     for name, wanted in asked.items():
-        expected, has = f"one without the {name.replace('_', ' ')}", f"a {found} that has it"
-        expect(not (wanted and name in trainer.__dict__), "trainer", expected, has, "leave apply_to out")
+        expected = f"one without the {name.replace('_', ' ')}"
+        has = f"a {found} that has it"
+        if wanted and name in trainer.__dict__:
+            raise ValueError(message("trainer", expected, has, "leave apply_to out"))
     check_budget(logits_budget, use_chunked_loss)
     adapter = adapter_of(type(trainer)) if use_chunked_loss else None
     asked = {"layers": use_fused_layers, "activations": activation_budget}
@@ -77,9 +82,10 @@ def remove_from(trainer: transformers.Trainer) -> None:
         ValueError: neither the chunked loss nor fused layers nor an activation budget are on in the trainer.
     """
     parts = [getattr(trainer, name, None) for name in ("chunked_loss", "fused_layers", "fitted_activations")]
-    expected = "one with the chunked loss, fused layers or an activation budget"
-    found = f"a {type(trainer).__name__} without"
-    expect(any(parts), "trainer", expected, found, "leave remove_from out")
+    if not any(parts):
+        expected = "one with the chunked loss, fused layers or an activation budget"
+        found = f"a {type(trainer).__name__} without"
+        raise ValueError(message("trainer", expected, found, "leave remove_from out"))
     for part in parts:
         if part is not None:
             part.undo()
@@ -90,9 +96,10 @@ def adapter_of(trainer: type) -> Adapter:
     for cls in trainer.__mro__:
         if cls.__module__.split(".")[0] == "trl":
             name = cls.__name__.removesuffix("Trainer")
-            expected = f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL"
-            remedy = "train it without the chunked loss"
-            expect(name in ADAPTERS, "trainer", expected, cls.__name__, remedy)
+            if name not in ADAPTERS:
+                expected = f"one of TRL's {', '.join(ADAPTERS)}, or a trainer outside of TRL"
+                remedy = "train it without the chunked loss"
+                raise ValueError(message("trainer", expected, cls.__name__, remedy))
             return ADAPTERS[name]
     return PLAIN
 
@@ -114,9 +121,11 @@ def model_loss(chunked: ChunkedLoss, stock: Callable, given: Any) -> Any:
 
 
 def no_smoothing(trainer: Any) -> None:
-    expected, found = "0 in a trainer outside of TRL", trainer.args.label_smoothing_factor
-    remedy = "it smooths full logits: use the SFTTrainer of logitless.trl_integration, or no smoothing"
-    expect(not found, "label_smoothing_factor", expected, found, remedy)
+    expected = "0 in a trainer outside of TRL"
+    found = trainer.args.label_smoothing_factor
+    if found:
+        remedy = "it smooths full logits: use the SFTTrainer of logitless.trl_integration, or no smoothing"
+        raise ValueError(message("label_smoothing_factor", expected, found, remedy))
 
 
 PLAIN = Adapter(

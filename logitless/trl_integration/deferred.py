@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless import DistillationLoss
-from logitless.errors import check_choice, expect
+from logitless.errors import check_choice, message
 from logitless.losses.base import LossOutput
 
 from .adapter import Adapter, ChunkedLoss, Seam
@@ -26,7 +26,7 @@ PICKED = {"heads": dict.fromkeys(("model", "teacher_model", "ref_model"), picked
 
 def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `selective_log_softmax`."""
-    return given.logits.numbers(given.index)["logps"]
+    return given.logits.statistics(given.index)["logps"]
 
 
 # --- ORPO, CPO, TPO, OnlineDPO and A2PO
@@ -35,14 +35,14 @@ def picked_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 def sequence_logps(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `get_batch_logps`, which would project the prompts too."""
     labels = given.labels[:, 1:]
-    logps = given.logits[:, :-1].numbers(labels)["logps"].sum(-1)
+    logps = given.logits[:, :-1].statistics(labels)["logps"].sum(-1)
     return logps / (labels != -100).sum(-1) if given.average_log_prob else logps
 
 
 def logps_and_entropy(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor]:
     """TRL's `selective_log_softmax_and_entropy`."""
     ids = given.index.masked_fill(given.row_mask == 0, -100)
-    found = given.logits.numbers(ids, entropy="metric")
+    found = given.logits.statistics(ids, entropy="metric")
     return found["logps"], found["entropy"]
 
 
@@ -93,8 +93,10 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
 
 
 def one_vocabulary(trainer: Any) -> None:
-    expected, remedy = "False with use_chunked_loss=True", "it sorts whole distributions: leave the flag out"
-    expect(not trainer.args.use_uld_loss, "use_uld_loss", expected, True, remedy)
+    if trainer.args.use_uld_loss:
+        expected = "False with use_chunked_loss=True"
+        remedy = "it sorts whole distributions: leave the flag out"
+        raise ValueError(message("use_uld_loss", expected, True, remedy))
 
 
 ALWAYS = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
@@ -117,8 +119,9 @@ def known_mode(trainer: Any) -> None:
     """Refuse before training a mode that TRL refuses in its first step."""
     mode, top_k = trainer.args.distillation_mode, trainer.args.distillation_topk
     check_choice("distillation_mode", mode, MODES)
-    expected = "a number of tokens with distillation_mode='topk_logits'"
-    expect(mode != "topk_logits" or top_k is not None, "distillation_topk", expected, top_k, "set it")
+    if mode == "topk_logits" and top_k is None:
+        expected = "a number of tokens with distillation_mode='topk_logits'"
+        raise ValueError(message("distillation_topk", expected, top_k, "set it"))
 
 
 def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
@@ -127,7 +130,7 @@ def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     chunked.mask = found.loss_mask.bool()
     if not chunked.mask.any():
         # TRL takes 0 times the sum of the student's logits, for the graph: any sum of them will do.
-        found = replace(found, student_logits=found.student_logits.numbers(found.completion_ids)["logps"])
+        found = replace(found, student_logits=found.student_logits.statistics(found.completion_ids)["logps"])
     return stock(distillation_logits=found)
 
 

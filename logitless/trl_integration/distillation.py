@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.models.heads import split_head
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -46,13 +46,15 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     """What TRL's `_chunked_jsd_loss` returns: sums of the loss, of its value for the log, of the student's
     entropies and of the teachers', and for each teacher how many tokens it scored and its share of the
     divergence and of the entropy."""
-    hidden, head, index = given.hidden_valid, given_head(given), given.teacher_id_idx
+    hidden = given.hidden_valid
+    head = given_head(given)
+    index = given.teacher_id_idx
     several = index is not None
     loss = DistillationLoss(
         beta=given.beta,
         temperature=given.temperature,
         topk_mode="tail" if given.add_tail_bucket else "renormalize",
-        # Each token's own value, which several teachers are logged by, costs a second walk.
+        # Each token's own value, which several teachers are logged by, costs a second projection.
         reduction="none" if several else "sum",
         logits_dtype=torch.float32,
         logits_budget=chunked.budget,
@@ -60,7 +62,7 @@ def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tens
     candidates = given.valid_candidate_mask
     teacher = given.teacher_target_logps.masked_fill(~candidates, -torch.inf)
     if several and hasattr(head.weight, "ds_id"):
-        # ZeRO-3 has emptied it again when the backward pass walks it.
+        # ZeRO-3 has emptied it again when the backward pass reads it.
         head = head._replace(weight=head.weight.clone())
     served = (teacher, given.target_ids)
     out = chunked.solved(loss, hidden.to(head.dtype), head, teacher_logprobs_topk=served)
@@ -89,8 +91,10 @@ def no_plan(trainer: Any) -> None:
     """Refuse a tensor-parallel plan: its ranks must have the same tokens, and these trainers' ranks do
     not."""
     whole = split_head(base_of(trainer, trainer.model)) is None
-    expected, remedy = f"no tensor-parallel plan in {type(trainer).__name__}", "shard it by FSDP2 or ZeRO-3"
-    expect(whole, "model", expected, "one", remedy)
+    if not whole:
+        expected = f"no tensor-parallel plan in {type(trainer).__name__}"
+        remedy = "shard it by FSDP2 or ZeRO-3"
+        raise ValueError(message("model", expected, "one", remedy))
 
 
 Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})

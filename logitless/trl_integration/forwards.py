@@ -42,7 +42,9 @@ class Forwards:
 
 def forwards_of(model: nn.Module) -> Forwards:
     found, original = instance_forward(model), vars(model).get("_original_forward")
-    prepared, fused, below = False, None, found
+    prepared = False
+    fused = None
+    below = found
     while below is not None:
         if is_fused(below):
             fused = fused or below

@@ -24,10 +24,10 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, unviewed
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.exchange import exchanged, instance_forward
-from logitless.losses.logprobs import TokenNumbers
-from logitless.losses.several_ids import IdsNumbers, TopkNumbers, logprobs_of_ids
+from logitless.losses.logprobs import TokenStatistics
+from logitless.losses.several_ids import IdsStatistics, TopkStatistics, logprobs_of_ids
 from logitless.models.heads import find_head, split_head
 from logitless.models.logits import Deferral, DeferredLogits, answering, deferred
 from logitless.parallel.groups import TENSOR_PARALLEL, split_over_vocabulary, whole
@@ -110,10 +110,11 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
     group = weight.device_mesh.get_group(TENSOR_PARALLEL)
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, ids.tolist(), group=group)
-    expected = "the same tokens on all ranks of its tensor-parallel plan"
-    got = f"others on each in {type(chunked.trainer).__name__}"
-    remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
-    expect(all(x == found[0] for x in found), "model", expected, got, remedy)
+    if not all(x == found[0] for x in found):
+        expected = "the same tokens on all ranks of its tensor-parallel plan"
+        got = f"others on each in {type(chunked.trainer).__name__}"
+        remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
+        raise ValueError(message("model", expected, got, remedy))
 
 
 def picked(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
@@ -268,15 +269,15 @@ class PickedLogits(DeferredLogits):
         hidden, head = tree_map_only(Tensor, Tensor.detach, (self.hidden, self.head))
         return replace(self, hidden=hidden, head=head)
 
-    def numbers(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
-        """Statistics by `TokenNumbers` of ids (B, T), or by `IdsNumbers` of (B, T, k); 0 where an id is
+    def statistics(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
+        """Statistics by `TokenStatistics` of ids (B, T), or by `IdsStatistics` of (B, T, k); 0 where an id is
         -100."""
         ids, head, options = ids.to(self.device), self.view_now(), self.budget | options
         with self.chunked.saving():
             if ids.dim() < self.dim():
-                found, plan = TokenNumbers(**options).numbers(self.hidden, head, ids)
+                found, plan = TokenStatistics(**options).statistics(self.hidden, head, ids)
             else:
-                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsNumbers(**options))
+                found, plan = logprobs_of_ids(self.hidden, head, ids, None, IdsStatistics(**options))
         self.chunked.note(plan)
         return found
 
@@ -284,7 +285,7 @@ class PickedLogits(DeferredLogits):
         if not self.normalized or dim not in (-1, self.dim() - 1):
             return self._refused(f"gather of dim {dim} with log_softmax={self.normalized}")
         one = index.shape[-1] == 1
-        return self.numbers(index[..., 0])["logps"][..., None] if one else self.numbers(index)["logps"]
+        return self.statistics(index[..., 0])["logps"][..., None] if one else self.statistics(index)["logps"]
 
     def take_along_dim(self, indices: Tensor, dim: int) -> Tensor:
         return self.gather(dim, indices)
@@ -299,10 +300,10 @@ class PickedLogits(DeferredLogits):
         """The best id of each token (B, T); of equal logits, which bf16 makes, the first in fp32."""
         if dim != -1:
             return self._refused(f"argmax over {dim}")
-        best = TopkNumbers(k=1, logits_dtype=torch.float32, **self.budget)
+        best = TopkStatistics(k=1, logits_dtype=torch.float32, **self.budget)
         nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            return best.numbers(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
+            return best.statistics(self.hidden, self.view_now(), nobody, None)[0]["ids"][..., 0]
 
     def mean(self, dim: int | None = None) -> Tensor:
         """Of each token's logits, or of all, detached. Without a softcap it is the product with the mean row
@@ -317,8 +318,8 @@ class PickedLogits(DeferredLogits):
             found = ((self.hidden.to(head.dtype) @ row).float() + bias) * head.logit_scale
         else:
             nobody = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device)
-            every = TokenNumbers(also=("sum_logits",), **self.budget)
-            found = every.numbers(self.hidden, head, nobody)[0]["sum_logits"] / self.rows
+            every = TokenStatistics(also=("sum_logits",), **self.budget)
+            found = every.statistics(self.hidden, head, nobody)[0]["sum_logits"] / self.rows
         return found if dim == -1 else found.mean()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.exchange import withdraw
 from logitless.layers.fuse import Report
 from logitless.layers.fused_forwards import KEY
@@ -75,8 +75,10 @@ def switch_on(
 
 
 def _fuse(trainer: Any) -> Callable[[], None]:
-    liger, remedy = trainer.args.use_liger_kernel, "both replace the same layers: leave one of them out"
-    expect(not liger, "use_liger_kernel", "False with use_fused_layers=True", liger, remedy)
+    liger = trainer.args.use_liger_kernel
+    remedy = "both replace the same layers: leave one of them out"
+    if liger:
+        raise ValueError(message("use_liger_kernel", "False with use_fused_layers=True", liger, remedy))
     models: dict[nn.Module, str] = {}
     for name in MODELS:
         if isinstance(model := getattr(trainer, name, None), nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from logitless import CrossEntropyLoss
-from logitless.errors import expect
+from logitless.errors import message
 from logitless.models.activation_plan import to_bytes
 
 from . import deferred, distillation, per_token
@@ -69,16 +69,20 @@ class ChunkedLossConfigMixin:
         # `Trainer.__init__` reads this overridable property of its arguments, and nothing else does: the one
         # moment at which a config can see that it came to a trainer that does not know the flags.
         flags = self._flags
-        expected, found = "a trainer that honours it", "one that would ignore it"
-        remedy = "import the trainer from logitless.trl_integration too"
-        expect(self._claimed or not flags, ", ".join(flags), expected, found, remedy)
+        if flags and not self._claimed:
+            expected = "a trainer that honours it"
+            found = "one that would ignore it"
+            remedy = "import the trainer from logitless.trl_integration too"
+            raise ValueError(message(", ".join(flags), expected, found, remedy))
         return super().place_model_on_device
 
 
 def check_budget(logits_budget: Any, use_chunked_loss: bool) -> None:
     CrossEntropyLoss(logits_budget=logits_budget)  # which refuses what is no number of bytes
-    alone, remedy = logits_budget is None or use_chunked_loss, "set use_chunked_loss=True"
-    expect(alone, "logits_budget", "None with use_chunked_loss=False", logits_budget, remedy)
+    alone = logits_budget is None or use_chunked_loss
+    remedy = "set use_chunked_loss=True"
+    if not alone:
+        raise ValueError(message("logits_budget", "None with use_chunked_loss=False", logits_budget, remedy))
 
 
 class ChunkedLossTrainerMixin:

@@ -23,8 +23,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from logitless import CrossEntropyLoss
 from logitless.engine.head_view import HeadView
-from logitless.errors import expect
-from logitless.losses.logprobs import TokenNumbers
+from logitless.errors import message
+from logitless.losses.logprobs import TokenStatistics
 
 from .adapter import Adapter, Attach, ChunkedLoss, Seam, base_of, is_of_trl, swapped
 from .forwards import forwards_of, fused_options
@@ -38,19 +38,19 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
     args = chunked.trainer.args
     fp32 = getattr(args, "cast_lm_head_to_fp32", False)
     rounds = follows_server(chunked.trainer)
-    numbers = functools.partial(
-        TokenNumbers,
+    statistics = functools.partial(
+        TokenStatistics,
         also=tuple("sum_logits" if name == "mean_logits" else name for name in asked if name != "entropy"),
         temperature=getattr(args, "temperature", 1.0),
         logits_budget=chunked.budget,
     )
 
-    def made(entropy: bool | str, dtype: torch.dtype) -> TokenNumbers:
+    def made(entropy: bool | str, dtype: torch.dtype) -> TokenStatistics:
         if fp32:
-            return numbers(entropy=entropy, logits_dtype=torch.float32)
+            return statistics(entropy=entropy, logits_dtype=torch.float32)
         # bf16 products alone are rounded to bf16: a server of another dtype has no such grid.
         rounded = rounds and dtype == torch.bfloat16
-        return numbers(entropy=entropy, logits_dtype=torch.bfloat16 if rounded else None)
+        return statistics(entropy=entropy, logits_dtype=torch.bfloat16 if rounded else None)
 
     made = functools.cache(made)
 
@@ -130,7 +130,7 @@ def truncated_sampling(trainer: Any) -> str | None:
 def _with_autocast(
     enabled: bool,
     device: str,
-    numbers: TokenNumbers,
+    statistics: TokenStatistics,
     hidden: Tensor,
     *,
     head: HeadView,
@@ -138,7 +138,7 @@ def _with_autocast(
     shift: bool,
 ) -> tuple[dict[str, Tensor], Any]:
     with torch.autocast(device, enabled=enabled):
-        return numbers.numbers(hidden, head, labels, shift=shift)
+        return statistics.statistics(hidden, head, labels, shift=shift)
 
 
 def entropy_mode(trainer: Any, hidden: Tensor, head: HeadView) -> bool | str:
@@ -206,15 +206,13 @@ def same_head(trainer: Any) -> None:
         return
     options = fused_options(fused)
     for name, default in (("temperature", 1.0), ("cast_lm_head_to_fp32", False)):
-        expected, found = options[name], getattr(trainer.args, name, default)
-        remedy = "another trainer or option has come since its constructor: construct it again"
-        expect(
-            expected == found,
-            name,
-            f"{expected!r}, which the fused head of its model has",
-            repr(found),
-            remedy,
-        )
+        expected = options[name]
+        found = getattr(trainer.args, name, default)
+        if expected != found:
+            remedy = "another trainer or option has come since its constructor: construct it again"
+            raise ValueError(
+                message(name, f"{expected!r}, which the fused head of its model has", repr(found), remedy)
+            )
 
 
 PER_TOKEN = {"checks": (same_head,), "during": ("compute_loss", "compute_ref_log_probs")}
@@ -279,11 +277,10 @@ def smoothing_of(trainer: Any) -> float:
     if smoother is None or trainer.args.loss_type != "nll":
         return 0.0
     known = type(smoother) is LabelSmoother and smoother.ignore_index == -100
-    expected, remedy = (
-        "transformers' LabelSmoother with the chunked loss",
-        "it takes full logits: leave the flag out",
-    )
-    expect(known, "label_smoother", expected, smoother, remedy)
+    if not known:
+        expected = "transformers' LabelSmoother with the chunked loss"
+        remedy = "it takes full logits: leave the flag out"
+        raise ValueError(message("label_smoother", expected, smoother, remedy))
     return smoother.epsilon
 
 
@@ -291,11 +288,13 @@ def smoothing_is_defined(trainer: Any) -> None:
     dft, smoother = trainer.args.loss_type == "dft", trainer.label_smoother
     remedy = "the DFT loss is not smoothed, so leave it out"
     smoothing = getattr(smoother, "epsilon", smoother)
-    expect(not (dft and smoother), "label_smoothing_factor", "0 with loss_type='dft'", smoothing, remedy)
+    if dft and smoother:
+        raise ValueError(message("label_smoothing_factor", "0 with loss_type='dft'", smoothing, remedy))
     expected = "0 for a model with a router loss"
     remedy = "TRL leaves that out of a smoothed loss: set router_aux_loss_coef=0.0, or no smoothing"
     router = trainer.aux_loss_enabled and smoother is not None
-    expect(not router, "label_smoothing_factor", expected, smoothing, remedy)
+    if router:
+        raise ValueError(message("label_smoothing_factor", expected, smoothing, remedy))
 
 
 SFT = Adapter(

@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from logitless.errors import expect
+from logitless.errors import message
 
 SUPPORTED = {"transformers": ">=5.17,<6", "trl": ">=1.15,<1.17"}
 MISSING = "no installation"
@@ -23,7 +23,8 @@ def require_supported() -> None:
             from packaging.specifiers import SpecifierSet
 
             fits = SpecifierSet(wanted).contains(found, prereleases=True)
-        expect(fits, package, wanted, found, f"pip install '{package}{wanted}'", ImportError)
+        if not fits:
+            raise ImportError(message(package, wanted, found, f"pip install '{package}{wanted}'"))
 
 
 def installed(package: str) -> str:

@@ -23,7 +23,7 @@ from logitless.engine import early_projection, passes, remembered
 from logitless.engine.early_projection import LIKELY, PATIENCE
 from logitless.engine.objectives.gathered import GatheredProjection
 from logitless.engine.projection import Projection
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 from tests.engine.calls import call
 from tests.support import DEVICE
 
@@ -351,11 +351,11 @@ def test_of_several_heads_none_is_guessed(begun):
 def test_losses_that_differ_learn_apart(begun):
     x = Operands()
     for _ in range(LIKELY + 2):
-        TokenNumbers().numbers(x.hidden, x.weight, x.targets)
+        TokenStatistics().statistics(x.hidden, x.weight, x.targets)
     count = len(begun)
     assert count == 2
     CrossEntropyLoss()(x.hidden, x.weight, x.targets)
-    TokenNumbers().numbers(x.hidden, x.weight[:-1], x.targets.clamp(max=V - 2))
+    TokenStatistics().statistics(x.hidden, x.weight[:-1], x.targets.clamp(max=V - 2))
     assert len(begun) == count
 
 

@@ -215,7 +215,7 @@ WIDE = CrossEntropyLoss(logits_dtype=FP32)
 
 
 @pytest.mark.parametrize(
-    ("loss", "dtype", "unrounded"),
+    ("loss", "dtype", "fp32_logits"),
     [
         (WIDE, BF16, True),
         (DPOLoss(logits_dtype=FP32), BF16, True),
@@ -236,27 +236,27 @@ WIDE = CrossEntropyLoss(logits_dtype=FP32)
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, CrossEntropyLoss) else str(x),
 )
-def test_which_logits_stay_unrounded(monkeypatch, loss, dtype, unrounded):
+def test_which_logits_are_fp32(monkeypatch, loss, dtype, fp32_logits):
     monkeypatch.setattr(fused_projection, "serves", lambda dtype, H, *heads: dtype == BF16)
     hidden, weight, targets = (x.to(dtype) if x.is_floating_point() else x for x in head(8))
     options = {"advantages": torch.ones(8)} if isinstance(loss, GRPOLoss) else {}
     made = call(loss, hidden, weight, targets, cu_seqlens=torch.tensor([0, 3, 8]), **options)
-    assert made.unrounded == unrounded
-    assert made.logits_dtype == (FP32 if unrounded else loss.logits_dtype or dtype)
+    assert made.fp32_logits == fp32_logits
+    assert made.logits_dtype == (FP32 if fp32_logits else loss.logits_dtype or dtype)
 
 
 @pytest.mark.parametrize("agreed", [True, False])
-def test_ranks_decide_together_on_unrounded_logits(monkeypatch, agreed):
+def test_ranks_decide_together_on_fp32_logits(monkeypatch, agreed):
     monkeypatch.setattr(fused_projection, "serves", lambda dtype, H, *heads: not agreed)
     hidden, weight, targets = (x.to(BF16) if x.is_floating_point() else x for x in head(8))
     made = call(CrossEntropyLoss(tp_group="tp"), hidden, weight, targets).with_shards(Shards((3, 5), agreed))
-    assert made.unrounded == agreed and made.logits_dtype == (FP32 if agreed else BF16)
+    assert made.fp32_logits == agreed and made.logits_dtype == (FP32 if agreed else BF16)
     assert (made.V, made.width, made.vocabulary.sizes) == (8, 5, (3, 5))
 
 
 @pytest.mark.parametrize("refused", [None, "weight", "ref_weight"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_all_heads_must_be_served_for_unrounded_logits(monkeypatch, refused, lora):
+def test_all_heads_must_be_served_for_fp32_logits(monkeypatch, refused, lora):
     """The weight or, of LoRA on the head, its frozen columns; and the reference's weight."""
     hidden, weight, targets = (x.to(BF16) if x.is_floating_point() else x for x in head(8))
     ref_weight = torch.randn(V, H, dtype=BF16)
@@ -272,5 +272,5 @@ def test_all_heads_must_be_served_for_unrounded_logits(monkeypatch, refused, lor
     wide = torch.cat((hidden, hidden[:, :2]), -1) if lora else hidden
     options = {"cu_seqlens": torch.tensor([0, 3, 8]), "ref_hidden": hidden, "ref_weight": ref_weight}
     made = call(DPOLoss(logits_dtype=FP32), wide, given_head, targets, **options)
-    assert made.unrounded == (refused is None)
+    assert made.fp32_logits == (refused is None)
     assert widths == [wide.shape[1]]

@@ -61,13 +61,13 @@ def expected_strategy(case: Case) -> str:
         if case.groups is None:
             return "fused"
         if frozen_linear:
-            return "row_scaled"
+            return "cached_grad"
         capacity = max(1, case.capacity)
         kinds = {"recompute" if size > capacity else "resident" for size in case.groups if size} or {
             "resident"
         }
         return kinds.pop() if len(kinds) == 1 else "mixed"
-    return "row_scaled" if case.purpose is Pass.NUMBERS and frozen_linear else "recompute"
+    return "cached_grad" if case.purpose is Pass.STATISTICS and frozen_linear else "recompute"
 
 
 def rows_where(steps: tuple[Step, ...], name: str) -> list[int]:
@@ -79,7 +79,7 @@ def check_coverage(case: Case, plan: Plan) -> None:
     reads, writes = everything, everything
     if case.purpose is Pass.GRADIENTS:
         reads = everything if case.rereads else nothing
-    elif plan.strategy == "loss_only" or (case.purpose is Pass.NUMBERS and plan.strategy == "recompute"):
+    elif plan.strategy == "loss_only" or (case.purpose is Pass.STATISTICS and plan.strategy == "recompute"):
         writes = nothing
     assert rows_where(plan.steps, "read") == reads
     assert rows_where(plan.steps, "write") == writes
@@ -103,7 +103,7 @@ def check_evaluation(case: Case, plan: Plan) -> None:
             assert bounds == (span.start, span.stop) or span.start == span.stop
         of_span = set(range(span.start, span.stop))
         assert of_span <= set(rows_where(plan.steps[: at + 1], "read"))
-        if plan.strategy != "row_scaled":
+        if plan.strategy != "cached_grad":
             assert not of_span & set(rows_where(plan.steps[:at], "write"))
 
 
@@ -146,7 +146,7 @@ def test_every_plan(purpose, groups):
 
 def test_all_strategies_are_met():
     found = {case.plan().strategy for case in CASES if case.purpose is Pass.SOLVE}
-    assert found == {"fused", "resident", "recompute", "row_scaled", "loss_only", "mixed"}
+    assert found == {"fused", "resident", "recompute", "cached_grad", "loss_only", "mixed"}
 
 
 def test_mixed():
@@ -281,7 +281,9 @@ def test_what_sums_d_weight(frozen):
         made, rows = resolve_rows(call(CrossEntropyLoss(accum_dtype=accum_dtype), h, w, targets))
         own_sum = dtype == torch.bfloat16 and accum_dtype is None and not wide
         assert plan_for(made, rows, Pass.SOLVE, wide=wide).chunks == (1 if own_sum and not frozen else 2)
-        first, then = (plan_for(made, rows, purpose, wide=wide) for purpose in (Pass.NUMBERS, Pass.GRADIENTS))
+        first, then = (
+            plan_for(made, rows, purpose, wide=wide) for purpose in (Pass.STATISTICS, Pass.GRADIENTS)
+        )
         assert [step[:2] for step in first.steps] == [step[:2] for step in then.steps]
 
 

@@ -252,24 +252,24 @@ def slot_combinations() -> Iterator[Combination]:
     few, both = {"K": FEWEST_SLOTS}, (False, True)
     for head in heads():
         for logits in TYPES:
-            yield combination("take_out_kernel", {"logits": logits}, few | head)
+            yield combination("pop_logits_kernel", {"logits": logits}, few | head)
         for extra in both:
-            yield combination("slot_numbers_kernel", {}, few | head | {"EXTRA": extra})
+            yield combination("slot_statistics_kernel", {}, few | head | {"EXTRA": extra})
     names = ("LOGPS", "LSE", "REST", "EXTRA", "HAS_SOFTCAP")
     for flags in itertools.product(both, repeat=5):
-        yield combination("entries_kernel", {}, few | dict(zip(names, flags, strict=True)))
+        yield combination("sparse_grad_kernel", {}, few | dict(zip(names, flags, strict=True)))
     for grad in TYPES:
-        yield combination("put_kernel", {"grad": grad}, few | {"SAME": False})
+        yield combination("scatter_kernel", {"grad": grad}, few | {"SAME": False})
     # In fp16, which holds no unnormalized exponentials, a frozen head's chunk is written in a second pass.
-    yield combination("put_kernel", {"grad": "fp16"}, few | {"SAME": True})
+    yield combination("scatter_kernel", {"grad": "fp16"}, few | {"SAME": True})
     # As many as the kernels hold.
     most = {"K": MOST_SLOTS}
     everything = dict.fromkeys(names, True)
-    yield combination("take_out_kernel", {"logits": "bf16"}, most | {"HAS_BIAS": True, "HAS_SOFTCAP": True})
+    yield combination("pop_logits_kernel", {"logits": "bf16"}, most | {"HAS_BIAS": True, "HAS_SOFTCAP": True})
     flags = {"HAS_BIAS": True, "HAS_SOFTCAP": True, "EXTRA": True}
-    yield combination("slot_numbers_kernel", {}, most | flags)
-    yield combination("entries_kernel", {}, most | everything)
-    yield combination("put_kernel", {"grad": "bf16"}, most | {"SAME": False})
+    yield combination("slot_statistics_kernel", {}, most | flags)
+    yield combination("sparse_grad_kernel", {}, most | everything)
+    yield combination("scatter_kernel", {"grad": "bf16"}, most | {"SAME": False})
 
 
 def combine_combinations() -> Iterator[Combination]:
@@ -283,9 +283,15 @@ def combine_combinations() -> Iterator[Combination]:
     # As for row_kernel, fp16 holds no unnormalized exponentials.
     writes = ((None, False), *itertools.product(("fp32", "bf16"), (False, True)))
     for (extra, total, squares, numbers), (grad, softcap) in itertools.product(levels, writes):
-        flags = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "NUMBERS": numbers, "BLOCK": COMBINE_BLOCK}
+        flags = {
+            "EXTRA": extra,
+            "SUM": total,
+            "SQUARES": squares,
+            "STATISTICS": numbers,
+            "BLOCK": COMBINE_BLOCK,
+        }
         flags |= {"WRITE": grad is not None, "HAS_SOFTCAP": softcap}
-        yield combination("combine_kernel", {"grad": grad or "fp32"}, flags)
+        yield combination("merge_kernel", {"grad": grad or "fp32"}, flags)
 
 
 def combinations() -> list[Combination]:

@@ -24,9 +24,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 def jitted(kernel: object) -> object:
     """As Triton made it: where torch is built for CUDA, it is held (`launch.py`)."""
-    from logitless.kernels.launch import Held
+    from logitless.kernels.launch import CachedLaunch
 
-    return kernel.kernel if isinstance(kernel, Held) else kernel
+    return kernel.kernel if isinstance(kernel, CachedLaunch) else kernel
 
 
 class Source(NamedTuple):

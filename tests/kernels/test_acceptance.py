@@ -5,7 +5,7 @@ import torch
 
 from logitless.kernels import uses_triton
 from logitless.kernels.head import divergence as kernels
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from tests.cases import covering_array
 from tests.kernels.support import DEVICE, Random
 from tests.support import relative_error
@@ -72,8 +72,8 @@ def test_options(case):
     labels[2] = -1
     factors = random.normal(C)
     factors[3] = 0.0
-    head = Head(case["softcap"] or None, 1.0, case["temperature"])
-    teacher_head = Head(case["softcap"] / 2 or None, 1.2, case["temperature"])
+    head = LogitTransform(case["softcap"] or None, 1.0, case["temperature"])
+    teacher_head = LogitTransform(case["softcap"] / 2 or None, 1.2, case["temperature"])
     (divergence, beta), eta, hard = MODES[case["mode"]], 2.5, case["hard"]
 
     x = student.double().clone().requires_grad_()
@@ -147,8 +147,8 @@ def test_a_draft_that_is_the_verifier(mode, twin):
         divergence=divergence,
         beta=beta,
         hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
+        head=LogitTransform(),
+        teacher_head=LogitTransform(),
         overlap=True,
     )
     assert not found.soft.any() and not gradient.any() and found.agreement.all()
@@ -175,8 +175,8 @@ def test_rates_near_one_and_near_nothing(divergence, gap):
         divergence=divergence,
         beta=0.5,
         hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
+        head=LogitTransform(),
+        teacher_head=LogitTransform(),
     )
     assert torch.allclose(found.soft.double(), expected[divergence].detach(), rtol=1e-5, atol=2e-7)
     assert torch.allclose(found.acceptance.double(), alpha.detach(), rtol=1e-5, atol=0)

@@ -179,10 +179,10 @@ def launches(monkeypatch):
         (sets_triton, "set_statistics_kernel"),
         (sets_triton, "set_gradient_kernel"),
         (sets_triton, "slot_rows_kernel"),
-        (slots_triton, "take_out_kernel"),
-        (slots_triton, "slot_numbers_kernel"),
-        (slots_triton, "entries_kernel"),
-        (slots_triton, "put_kernel"),
+        (slots_triton, "pop_logits_kernel"),
+        (slots_triton, "slot_statistics_kernel"),
+        (slots_triton, "sparse_grad_kernel"),
+        (slots_triton, "scatter_kernel"),
         (targets_triton, "mark_kernel"),
         (targets_triton, "count_kernel"),
         (targets_triton, "one_per_position_kernel"),
@@ -263,7 +263,7 @@ def run_everything(dtype, logits_dtype, bias, softcap, autocast) -> None:
 
 # Kernels that no call here launches; a guess takes more calls.
 ELSEWHERE = (
-    *("scale_kernel", "scale_all_kernel", "shard_kernel", "shard_columns_kernel", "combine_kernel"),
+    *("scale_kernel", "scale_all_kernel", "shard_kernel", "shard_columns_kernel", "merge_kernel"),
     "clamp_kernel",
     "sums_kernel",
 )

@@ -22,7 +22,7 @@ from logitless.kernels.head.cross_entropy import (
     single_pass,
     token_statistics,
 )
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from tests.cases import DTYPES, covering_array
 from tests.kernels.support import DEVICE, INTERPRETED, TWINS, Random, rounded
 from tests.support import assert_close, relative_error
@@ -52,7 +52,7 @@ class Chunk:
     logits: Tensor  # (C, V), every row a part of a wider one
     targets: Tensor  # (C,)
     gradient_dtype: torch.dtype
-    head: Head = Head()
+    head: LogitTransform = LogitTransform()
     bias: Tensor | None = None
     class_weights: Tensor | None = None
 
@@ -252,7 +252,7 @@ def test_options(case, dtype, gradient_dtype):
         targets,
         dtype,
         gradient_dtype,
-        head=Head(case["softcap"], case["logit_scale"], case["temperature"]),
+        head=LogitTransform(case["softcap"], case["logit_scale"], case["temperature"]),
         bias=random.normal(vocab).to(gradient_dtype) if case["bias"] else None,
         class_weights=random.uniform(vocab) if case["class_weights"] else None,
     )

@@ -9,7 +9,7 @@ import torch
 from logitless import JSDLoss
 from logitless.kernels import uses_triton
 from logitless.kernels.head import divergence as kernels
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.vocabulary import ShardedVocabulary
 from tests import reference
 from tests.cases import covering_array
@@ -50,7 +50,7 @@ def divergence_of(student, teacher, divergence: str, beta: float, *, labels=None
     """The kernel's numbers without a hard loss; with `gradient` written there, from ones in `factors`."""
     if options.setdefault("gradient") is not None and factors is None:
         factors = torch.ones(len(student), device=DEVICE)
-    options = {"head": Head(), "teacher_head": Head()} | options
+    options = {"head": LogitTransform(), "teacher_head": LogitTransform()} | options
     return kernels.fused_divergence(
         student, teacher, labels, factors, divergence=divergence, beta=beta, hard_weight=0.0, **options
     )
@@ -77,8 +77,8 @@ def test_options(case):
         labels[2] = -100
     factors = random.normal(C) * 2
     factors[3] = 0.0
-    head = Head(case["softcap"] or None, case["scale"], case["temperature"])
-    teacher_head = Head(case["softcap"] / 2 or None, 1.2, case["temperature"])
+    head = LogitTransform(case["softcap"] or None, case["scale"], case["temperature"])
+    teacher_head = LogitTransform(case["softcap"] / 2 or None, 1.2, case["temperature"])
     divergence, beta = MODES[case["mode"]]
 
     z = student.double().requires_grad_()
@@ -167,8 +167,8 @@ def test_equal_rows_give_exactly_nothing(mode):
         divergence=divergence,
         beta=beta,
         hard_weight=0.0,
-        head=Head(),
-        teacher_head=Head(),
+        head=LogitTransform(),
+        teacher_head=LogitTransform(),
     )
     assert not found.soft.any() and not gradient.any() and found.agreement.all()
 
@@ -321,7 +321,7 @@ def test_ids_that_a_bias_rules_out(mode, whose):
 @pytest.mark.parametrize("scales", [(-0.5, 1.0), (1.0, -0.5)])
 def test_a_negative_scale_turns_the_order(scales):
     student, teacher = Random().normal(2, 3, 1100)
-    heads = [Head(None, scale) for scale in scales]
+    heads = [LogitTransform(None, scale) for scale in scales]
     logits = [scale * x.double() for scale, x in zip(scales, (student, teacher))]
     expected = generalized_jsd(*(z.log_softmax(-1) for z in logits), 0.5)
     best = [z.argmax(-1) for z in logits]
@@ -388,14 +388,14 @@ def test_shards_are_the_whole(case):
         else torch.full((C,), -100, device=DEVICE)
     )
     factors = random.normal(C) * 2 if case["write"] else None
-    head = Head(case["softcap"] or None, 1.0, case["temperature"])
+    head = LogitTransform(case["softcap"] or None, 1.0, case["temperature"])
     divergence, beta = MODES[case["mode"]]
     options = {
         "divergence": divergence,
         "beta": beta,
         "hard_weight": case["hard"],
         "head": head,
-        "teacher_head": Head(None, 0.8, 1.0),
+        "teacher_head": LogitTransform(None, 0.8, 1.0),
     }
 
     def gradient_like(x):

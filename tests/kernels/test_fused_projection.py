@@ -12,7 +12,7 @@ import logitless
 from logitless import CrossEntropyLoss, DPOLoss, ORPOLoss, linear_logprobs
 from logitless.kernels import fused_projection as fused
 from logitless.kernels.head.cross_entropy import TokenBuffers, allocate_stats
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from tests.kernels.support import DEVICE, INTERPRETED
 from tests.support import relative_error
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(
     reason="needs a GPU with tensor copies, or the interpreter",
 )
 HEADS = {
-    "plain": Head(),
-    "softcap": Head(8.0, 1.5, 0.7),
-    "scale, bias": Head(None, -0.6, 1.3),
+    "plain": LogitTransform(),
+    "softcap": LogitTransform(8.0, 1.5, 0.7),
+    "scale, bias": LogitTransform(None, -0.6, 1.3),
 }
 # Of a tile. Its size is time and nothing else in the interpreter, where it is smaller.
 BM, BN, BK = (16, 32, 16) if INTERPRETED else (128, 256, 64)
@@ -123,7 +123,7 @@ def test_sums_of_logits_where_other_ranks_have_the_targets():
     """A shard's rows count, whose targets are beyond its vocabulary; ignored ones do not."""
     hidden, weight, targets, _ = given = problem(SHAPES[1], "plain")
     targets[2:] = weight.shape[0] + 7
-    out, _ = read(given, Head(), "sum_logits", sums=fused.head_sums(weight, None, Head()))
+    out, _ = read(given, LogitTransform(), "sum_logits", sums=fused.head_sums(weight, None, LogitTransform()))
     wanted = (hidden.double() @ weight.double().t()).sum(1) * (targets != -100)
     assert relative_error(out.sum_logits.double(), wanted) < 1e-5
 
@@ -158,14 +158,14 @@ def test_the_rounding_of_a_large_lse_is_made_up_for():
     hidden[:, 0], weight[:, 0] = 50, 30
     hidden, weight = hidden.to(DEVICE, DTYPE), weight.to(DEVICE, DTYPE)
     given = hidden, weight, torch.arange(C, device=DEVICE), None
-    _, z, log_p, _ = (None if x is None else x.detach() for x in truth(*given, Head()))
+    _, z, log_p, _ = (None if x is None else x.detach() for x in truth(*given, LogitTransform()))
     exact = z.logsumexp(1)
     lse, logps = exact.float(), log_p.gather(1, given[2][:, None])[:, 0].float()
     numbers = TokenBuffers(logps=logps, lse=lse, lse_residual=(exact - lse).float())
     assert numbers.lse_residual.abs().max() > 1e-5
     place = fused.new_place(weight, C)
     grads = TokenBuffers(lse=torch.ones(C, device=DEVICE))
-    fused.write(hidden, weight, given[2], numbers, grads, gradient=place, head=Head())
+    fused.write(hidden, weight, given[2], numbers, grads, gradient=place, head=LogitTransform())
     allowed = 2e-6 if DTYPE == torch.float32 else 4e-3
     assert relative_error(place.double(), log_p.exp()) < allowed
 
@@ -173,11 +173,11 @@ def test_the_rounding_of_a_large_lse_is_made_up_for():
 def test_rows_far_above_their_target_are_read_again():
     # Gaps of several hundred: exp of them is beyond fp32.
     given = problem(SHAPES[1], "plain", spread=60.0)
-    x, z, log_p, rows = truth(*given, Head())
+    x, z, log_p, rows = truth(*given, LogitTransform())
     targets = given[2]
     logps = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     assert logps[rows].min() < -150
-    out, gradient = read(given, Head(), "entropy", write=True)
+    out, gradient = read(given, LogitTransform(), "entropy", write=True)
     check_numbers(out, z.detach(), log_p.detach(), targets, rows, allowed=1e-5)
     (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
     assert gradient.isfinite().all() and relative_error(gradient, wanted) < 4e-3
@@ -188,10 +188,10 @@ def test_one_row_of_a_tile_is_read_again():
     given = problem((2 * BM, BK, 2 * BN), "plain")
     row = BM + 3
     given[0][row] *= 60.0
-    x, z, log_p, rows = truth(*given, Head())
+    x, z, log_p, rows = truth(*given, LogitTransform())
     logps = log_p.gather(1, given[2].clamp(min=0)[:, None])[:, 0]
     assert logps[row] < -60 and (logps[rows] > -20).sum() == rows.sum() - 1
-    out, gradient = read(given, Head(), "entropy", write=True)
+    out, gradient = read(given, LogitTransform(), "entropy", write=True)
     check_numbers(out, z.detach(), log_p.detach(), given[2], rows, allowed=1e-5)
     (wanted,) = torch.autograd.grad((logps * rows).sum(), x)
     assert relative_error(gradient, wanted) < 4e-3
@@ -202,8 +202,8 @@ def test_a_row_without_a_target_here():
     hidden, weight, targets, _ = problem(SHAPES[0], "plain")
     targets.fill_(len(weight))
     bias = torch.full((len(weight),), -300.0, device=DEVICE)
-    _, z, log_p, rows = truth(hidden, weight, targets.clamp(max=0), bias, Head())
-    out, _ = read((hidden, weight, targets, bias), Head(), "entropy")
+    _, z, log_p, rows = truth(hidden, weight, targets.clamp(max=0), bias, LogitTransform())
+    out, _ = read((hidden, weight, targets, bias), LogitTransform(), "entropy")
     assert (out.lse - z.logsumexp(1)).abs().max() < 1e-4
     entropy = -(log_p.exp() * log_p).sum(1)
     assert (out.entropy - entropy).abs().max() < 1e-4
@@ -227,7 +227,11 @@ def test_a_target_elsewhere_is_no_tie(monkeypatch):
     monkeypatch.setattr(fused_projection_triton, "finish_kernel", Watched())
     hidden, weight, targets, _ = problem((5, BK, 2 * BN), "plain")
     for elsewhere in (False, True):
-        read((hidden, weight, targets.fill_(2 * BN) if elsewhere else targets, None), Head(), "entropy")
+        read(
+            (hidden, weight, targets.fill_(2 * BN) if elsewhere else targets, None),
+            LogitTransform(),
+            "entropy",
+        )
     assert len(again) == 2 and not torch.stack(again).any()
 
 
@@ -236,8 +240,8 @@ def test_certain_tokens_keep_their_digits():
     targets.fill_(3)
     weight[3] = 0.0
     hidden[:, 0], weight[:, 0], weight[3, 0] = 4.0, 0.0, 5.0  # some 20 above the others
-    x, z, log_p, rows = truth(*given, Head())
-    out, gradient = read(given, Head(), write=True)
+    x, z, log_p, rows = truth(*given, LogitTransform())
+    out, gradient = read(given, LogitTransform(), write=True)
     wanted = log_p[:, 3].detach()
     assert (wanted > -1e-4).all() and ((out.logps.double() - wanted) / wanted).abs().max() < 1e-5
     (d,) = torch.autograd.grad(log_p[:, 3].sum(), x)
@@ -250,8 +254,8 @@ def test_a_bias_of_minus_infinity_takes_an_id_out():
     taken_out = [0, 7, len(bias) - 1]
     bias[taken_out] = -torch.inf
     targets.fill_(5)
-    x, z, log_p, rows = truth(hidden, weight, targets, bias, Head())
-    out, gradient = read((hidden, weight, targets, bias), Head(), "entropy", write=True)
+    x, z, log_p, rows = truth(hidden, weight, targets, bias, LogitTransform())
+    out, gradient = read((hidden, weight, targets, bias), LogitTransform(), "entropy", write=True)
     check_numbers(out, z.detach(), log_p.detach(), targets, rows)
     assert gradient.isfinite().all() and not gradient[:, taken_out].any()
 
@@ -278,13 +282,15 @@ def test_the_first_of_equal_logits_is_the_top():
         hidden, weight = torch.ones(len(targets), H, dtype=DTYPE), torch.zeros(V, H, dtype=DTYPE)
         weight[equal] = 1.0
         given = [x.to(DEVICE) for x in (hidden, weight, targets)]
-        out, _ = read((*given, None), Head(), "entropy")
+        out, _ = read((*given, None), LogitTransform(), "entropy")
         assert out.is_top1.tolist() == [1, *[0] * len(equal)]
 
 
 def test_same_bits_again():
     given = problem(SHAPES[1], "plain", spread=20.0)
-    (first, d_first), (second, d_second) = (read(given, Head(), "entropy", write=True) for _ in range(2))
+    (first, d_first), (second, d_second) = (
+        read(given, LogitTransform(), "entropy", write=True) for _ in range(2)
+    )
     assert torch.equal(d_first, d_second)
     assert all(torch.equal(x, getattr(second, name)) for name, x in first.items())
 

@@ -1,4 +1,4 @@
-"""What `held` launches: the kernel that Triton compiled for operands of the same kind, and no other."""
+"""`cached_launch` launches the kernel that Triton compiled for operands of the same kind, and no other."""
 
 import importlib
 from pathlib import Path
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 import logitless  # noqa: E402
 from logitless.kernels import launch  # noqa: E402
 from logitless.kernels.head import scale_triton  # noqa: E402
-from logitless.kernels.launch import OF_CHUNKS, Held  # noqa: E402
+from logitless.kernels.launch import OF_CHUNKS, CachedLaunch  # noqa: E402
 from tests.kernels.offline import INTERPRETED, jitted  # noqa: E402
 from tests.support import DEVICE  # noqa: E402
 
@@ -68,9 +68,9 @@ def kernel(monkeypatch):
 
 
 def test_a_second_launch_takes_what_the_first_compiled(kernel):
-    held, others = Held(kernel), (torch.ones(32), 40, -2.0, None)
-    held[(3,)](*OPERANDS, **CONSTANTS)
-    held[(5, 2)](*others, **CONSTANTS)
+    cached_launch, others = CachedLaunch(kernel), (torch.ones(32), 40, -2.0, None)
+    cached_launch[(3,)](*OPERANDS, **CONSTANTS)
+    cached_launch[(5, 2)](*others, **CONSTANTS)
     assert kernel.launched[0] == (1, (3,))
     number, grid, *operands = kernel.launched[1]
     assert (number, grid, kernel.compiled) == (1, (5, 2, 1), 1)
@@ -83,9 +83,9 @@ def test_a_profiler_is_told(kernel, monkeypatch, hook, kind):
     hooks = {"added": HookChain(), "set": lambda metadata: None, "none": None}
     hooks["added"].add(hooks["set"])
     monkeypatch.setattr(launch.knobs.runtime, hook, hooks[kind])
-    held = Held(kernel)
+    cached_launch = CachedLaunch(kernel)
     for _ in range(2):
-        held[(3,)](*OPERANDS, **CONSTANTS)
+        cached_launch[(3,)](*OPERANDS, **CONSTANTS)
     told = ["with hooks"] if kind != "none" else []
     assert kernel.launched[1][1:] == ((3, 1, 1), *OPERANDS, 64, True, *told)
 
@@ -107,40 +107,40 @@ def test_a_profiler_is_told(kernel, monkeypatch, hook, kind):
     ],
 )
 def test_operands_of_another_kind(kernel, others):
-    held = Held(kernel)
+    cached_launch = CachedLaunch(kernel)
     for operands in (OPERANDS, others, OPERANDS, others):
-        held[(1,)](*operands, **CONSTANTS)
+        cached_launch[(1,)](*operands, **CONSTANTS)
     assert kernel.compiled == 2 and [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
 
 
 def test_multiples_of_16_in_64_bits(kernel):
-    held = Held(kernel)
+    cached_launch = CachedLaunch(kernel)
     for n in (2**31 + 8, 2**31, 2**31 + 24, 2**31 + 16):
-        held[(1,)](MEMORY, n, *OPERANDS[2:], **CONSTANTS)
+        cached_launch[(1,)](MEMORY, n, *OPERANDS[2:], **CONSTANTS)
     assert [number for number, *_ in kernel.launched] == [1, 2, 1, 2]
 
 
 def test_descriptors_of_other_tiles_and_dtypes(kernel):
-    held = Held(kernel)
+    cached_launch = CachedLaunch(kernel)
     for x, tile in ((WIDE, [4, 16]), (WIDE, [2, 16]), (WIDE.bfloat16(), [4, 16]), (WIDE[:2], [4, 16])):
         described = TensorDescriptor(x, list(x.shape), list(x.stride()), tile)
-        held[(1,)](described, *OPERANDS[1:], **CONSTANTS)
+        cached_launch[(1,)](described, *OPERANDS[1:], **CONSTANTS)
     assert kernel.compiled == 3
 
 
 @pytest.mark.parametrize("changed", [{"BLOCK": 32}, {"FLAG": False}, {"num_warps": 8}])
 def test_other_constants(kernel, changed):
-    held = Held(kernel)
-    held[(1,)](*OPERANDS, **CONSTANTS)
-    held[(1,)](*OPERANDS, **CONSTANTS | changed)
+    cached_launch = CachedLaunch(kernel)
+    cached_launch[(1,)](*OPERANDS, **CONSTANTS)
+    cached_launch[(1,)](*OPERANDS, **CONSTANTS | changed)
     assert kernel.compiled == 2
 
 
 def test_another_device(kernel, monkeypatch):
-    held = Held(kernel)
-    held[(1,)](*OPERANDS, **CONSTANTS)
+    cached_launch = CachedLaunch(kernel)
+    cached_launch[(1,)](*OPERANDS, **CONSTANTS)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    held[(1,)](*OPERANDS, **CONSTANTS)
+    cached_launch[(1,)](*OPERANDS, **CONSTANTS)
     assert kernel.compiled == 2
 
 
@@ -164,13 +164,13 @@ def test_what_changes_from_chunk_to_chunk_compiles_nothing(name, kernel):
 
 def test_a_constant_among_the_operands(kernel):
     with pytest.raises(TypeError, match="expected 4 operands, got 5; pass constants by name"):
-        Held(kernel)[(1,)](*OPERANDS, 64, FLAG=True)
+        CachedLaunch(kernel)[(1,)](*OPERANDS, 64, FLAG=True)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_on_a_gpu():
     """Alignments and sizes in turns, for each of which Triton compiles a kernel of its own."""
-    assert isinstance(scale_triton.scale_kernel, Held)
+    assert isinstance(scale_triton.scale_kernel, CachedLaunch)
     memory = torch.randn(1 << 16, device=DEVICE)
     for _ in range(2):
         for start, columns in ((0, 1024), (1, 1024), (0, 1), (0, 48), (3, 5)):

@@ -6,7 +6,7 @@ import torch
 from logitless.kernels.head import select as file
 from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics
 from logitless.kernels.head.select import select
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from tests.cases import dtypes
 from tests.kernels.support import DEVICE, Random
 
@@ -26,15 +26,17 @@ def test_against_a_sort(V, k, dtype):
     logits[3] = -torch.inf
     logits[4, : V // 2] = -torch.inf
     logits[5, V // 3] = torch.inf
-    assert torch.equal(select(logits, k, head=Head()), expected(logits, k))
+    assert torch.equal(select(logits, k, head=LogitTransform()), expected(logits, k))
 
 
 def test_zeros_of_both_signs_are_equal():
     logits = torch.tensor([[-0.0, 0.0, -0.0, -1.0]], device=DEVICE)
-    assert select(logits, 3, head=Head()).tolist() == [[0, 1, 2]]
+    assert select(logits, 3, head=LogitTransform()).tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("head", [Head(None, -0.5, 0.7), Head(1.5, 0.8, 2.0)], ids=["negative", "softcap"])
+@pytest.mark.parametrize(
+    "head", [LogitTransform(None, -0.5, 0.7), LogitTransform(1.5, 0.8, 2.0)], ids=["negative", "softcap"]
+)
 def test_order_is_that_of_the_transformed_logits(head):
     random = Random(3)
     logits, bias = random.normal(5, 400), random.normal(400)
@@ -44,20 +46,22 @@ def test_order_is_that_of_the_transformed_logits(head):
 
 def test_rows_with_gaps_and_nan():
     logits = Random(4).normal(6, 500)
-    assert torch.equal(select(logits[::2, :300], 7, head=Head()), expected(logits[::2, :300], 7))
+    assert torch.equal(select(logits[::2, :300], 7, head=LogitTransform()), expected(logits[::2, :300], 7))
     logits[0, 40] = torch.nan
-    assert select(logits, 2, head=Head())[0, 0] == 40
+    assert select(logits, 2, head=LogitTransform())[0, 0] == 40
 
 
 def test_more_ids_than_the_kernel_takes(monkeypatch):
     logits = (Random(5).normal(3, 400) * 4).round()
     k = file.MOST_IDS + 7
-    assert torch.equal(select(logits, k, head=Head()), expected(logits, k))
+    assert torch.equal(select(logits, k, head=LogitTransform()), expected(logits, k))
 
 
 @dtypes
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("head", [Head(), Head(None, -0.5, 0.7), Head(1.5, 0.8, 2.0)], ids=str)
+@pytest.mark.parametrize(
+    "head", [LogitTransform(), LogitTransform(None, -0.5, 0.7), LogitTransform(1.5, 0.8, 2.0)], ids=str
+)
 def test_maxima_that_the_statistics_find_in_passing(head, bias, dtype):
     random = Random(6)
     logits, bias = random.normal(5, 3000).to(dtype), random.normal(3000) if bias else None
@@ -79,4 +83,4 @@ def test_more_columns_than_the_kernel_takes(monkeypatch):
     monkeypatch.setattr(file, "MOST_COLUMNS", 100)
     logits = Random(7).normal(3, 101)
     assert file.new_maxima(logits, 4) is None
-    assert torch.equal(select(logits, 4, head=Head()), expected(logits, 4))
+    assert torch.equal(select(logits, 4, head=LogitTransform()), expected(logits, 4))

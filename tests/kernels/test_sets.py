@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.ids import sets
 from tests.cases import dtypes
 from tests.kernels.support import DEVICE, INTERPRETED, Random, poisoned, strided
@@ -107,7 +107,7 @@ def test_no_rows_and_no_ids():
         assert found.counts.tolist() == [0, 0, 0] and not found.missing.any()
 
 
-HEADS = {"plain": Head(), "capped": Head(softcap=3.0, logit_scale=0.5, temperature=0.7)}
+HEADS = {"plain": LogitTransform(), "capped": LogitTransform(softcap=3.0, logit_scale=0.5, temperature=0.7)}
 
 
 def operands(slots, dtype, seed=1):
@@ -177,7 +177,7 @@ def test_statistics_and_gradients_of_a_chunk(dtype, head, biased):
     dense = torch.zeros(n, V, dtype=dtype, device=DEVICE)
     for start, stop in ((0, 5), (5, n)):
         rows = slice(start, stop)
-        sets.put_gradient(dense[rows], z, slots.of_rows(start, stop), out[rows], grads[rows], head)
+        sets.scatter_gradient(dense[rows], z, slots.of_rows(start, stop), out[rows], grads[rows], head)
     # The interpreter cuts fp32 off to bf16 where hardware rounds.
     rounding = torch.finfo(dtype).eps * (2 if INTERPRETED else 1)
     assert_close(dense, exact.grad, max(error, rounding), name="dense gradient")
@@ -204,7 +204,7 @@ def test_nearly_certain_tokens_keep_their_digits(gap):
     assert_close(out.entropy, entropy.detach()[None], 1e-6, name="entropy")
     (d,) = torch.autograd.grad(logp, exact, retain_graph=True)
     one = TokenBuffers(logps=z.new_ones(1))
-    found = sets.set_gradient(z, slots, out, one, Head())
+    found = sets.set_gradient(z, slots, out, one, LogitTransform())
     for i in range(3):
         # Below 2^-126 the kernels' exponentials may be 0.
         assert abs(found[i].item() - d[i].item()) <= 2e-6 * abs(d[i].item()) + 1e-37

@@ -13,8 +13,8 @@ from logitless.kernels.head.cross_entropy import (
     logprob_gradient,
     token_statistics,
 )
-from logitless.kernels.head.shards import combine, combine_gradient
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.shards import merge_gradient, merge_stats
+from logitless.kernels.head.transform import LogitTransform
 from tests.kernels.support import DEVICE, TWINS
 
 LEVELS = {
@@ -24,13 +24,17 @@ LEVELS = {
     "squares": ("log_sum_sq_probs",),
 }
 SIZES = {"one": (40,), "two": (30, 17), "five": (3, 20, 1, 9, 14)}
-HEADS = {"plain": Head(), "scaled": Head(None, -0.6, 1.3), "softcap": Head(4.0, 1.5, 0.7)}
+HEADS = {
+    "plain": LogitTransform(),
+    "scaled": LogitTransform(None, -0.6, 1.3),
+    "softcap": LogitTransform(4.0, 1.5, 0.7),
+}
 IGNORED = -100
 # What is done within a shard; the row kernels' twins lose the digits of confident tokens, in fp32 soon.
 WITHIN = torch.float64 if TWINS else torch.float32
 
 
-def columns_of(targets: Tensor, start: int, width: int) -> Tensor:
+def to_local_ids(targets: Tensor, start: int, width: int) -> Tensor:
     here = (targets >= start) & (targets < start + width)
     return torch.where(targets == IGNORED, IGNORED, torch.where(here, targets - start, width))
 
@@ -53,7 +57,7 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
     numbers, gradients, factors, columns = [], [], [], []
     for start, width in zip(bounds, sizes):
         logits = products[:, start : start + width].to(WITHIN, copy=True).contiguous()
-        columns.append(columns_of(targets, start, width))
+        columns.append(to_local_ids(targets, start, width))
         out = allocate_stats(LEVELS[level], C, WITHIN, DEVICE)
         options = {"head": head, "ignore_index": IGNORED}
         if write:
@@ -69,16 +73,16 @@ def combined(products, targets, sizes, level="entropy", head=HEADS["plain"], *, 
         options = {"rank": rank, "ignore_index": IGNORED}
         if write:
             options |= {"gradient": gradients[rank], "factor": factors[rank], "head": head}
-            gradients[rank] *= combine_gradient(shards, columns[rank], out, **options)[:, None]
+            gradients[rank] *= merge_gradient(shards, columns[rank], out, **options)[:, None]
         else:
-            combine(shards, columns[rank], out, **options)
+            merge_stats(shards, columns[rank], out, **options)
         found.append(out)
     for out in found[1:]:
         assert all(torch.equal(x, getattr(found[0], name)) for name, x in out.items())
     return found[0], torch.cat(gradients, 1) if write else None
 
 
-def truth(products: Tensor, targets: Tensor, head: Head) -> tuple[TokenBuffers, Tensor]:
+def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[TokenBuffers, Tensor]:
     x = products.double().requires_grad_()
     z, rows = head.logits(x)[0], targets != IGNORED
     log_p, index = z.log_softmax(1), targets.clamp(min=0)[:, None]
@@ -115,7 +119,7 @@ def test_equals_the_whole(level, sizes, head):
 
 def test_rows_of_two_programs():
     products, targets = problem(SIZES["two"], C=131)
-    wanted, d_products = truth(products, targets, Head())
+    wanted, d_products = truth(products, targets, LogitTransform())
     found, gradient = combined(products, targets, SIZES["two"], "logps", write=True)
     assert (found.logps.double() - wanted.logps).abs().max() < 1e-4
     assert (gradient.double() - d_products).norm() < 3e-6 * d_products.norm()
@@ -148,7 +152,7 @@ def test_a_shard_without_a_share():
     sizes, products = (3, 4), torch.randn(5, 7).to(DEVICE)
     products[0, :3], products[1, 3:], products[4, :3] = -1e4, -200.0, -1e3
     targets = torch.tensor([4, 1, 2, 6, 1], device=DEVICE)
-    wanted, d_products = truth(products, targets, Head())
+    wanted, d_products = truth(products, targets, LogitTransform())
     found, gradient = combined(products, targets, sizes, write=True)
     for name in ("logps", "lse", "entropy"):
         error = (getattr(found, name).double() - getattr(wanted, name)).abs()

@@ -20,7 +20,7 @@ from logitless.kernels.head.cross_entropy import (
     logits_gradient,
     token_statistics,
 )
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.ids import slots
 from logitless.kernels.ids.slots import Upstream
 from tests.cases import covering_array, dtypes
@@ -37,7 +37,7 @@ class Case:
 
     logits: Tensor  # (n, V)
     ids: Tensor  # (n, k)
-    head: Head = Head()
+    head: LogitTransform = LogitTransform()
     bias: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Case:
             wide = torch.full((len(self.ids), self.logits.shape[1] + 5), 3.25, device=DEVICE)
             logits = wide.to(self.logits.dtype)[:, : self.logits.shape[1]]
             logits.copy_(self.logits)
-        z = slots.take_out(logits, self.ids, **self.head_options)
+        z = slots.pop_logits(logits, self.ids, **self.head_options)
         stats = allocate_stats(("entropy",) if "entropy" in names else (), len(z), torch.float32, DEVICE)
         options = {**self.head_options, "ignore_index": IGNORED}
         token_statistics(logits, self.targets, stats, **options)
@@ -101,7 +101,7 @@ class Case:
             name: poisoned(*(z.shape if name == "logps" else z.shape[:1]), dtype=z.dtype) for name in names
         }
         options = {"logits": logits, "columns": self.ids, **self.head_options, **self.row_options}
-        slots.numbers(z, self.ids, stats, out, **options)
+        slots.statistics(z, self.ids, stats, out, **options)
         for name, x in out.items():
             assert x[~self.kept].eq(0).all(), f"{name} of an ignored row"
         return logits, out
@@ -111,7 +111,7 @@ class Case:
     ) -> Tensor:
         """d products of all kept rows."""
         known = {**out, "ids": self.ids}
-        columns, entries, factor = slots.entries(known, upstream, head=self.head, **self.row_options)
+        columns, entries, factor = slots.sparse_grad(known, upstream, head=self.head, **self.row_options)
         assert torch.equal(columns, torch.where(self.kept[:, None], firsts(self.ids), -1))
         assert not entries[columns < 0][(self.ids < 0)[columns < 0]].any()
         assert not factor[~self.kept].any() and not entries[~self.kept].any()
@@ -120,7 +120,7 @@ class Case:
         grads = TokenBuffers(lse=factor, entropy=upstream.entropy)
         options = {**self.head_options, "gradient": gradient, "ignore_index": IGNORED}
         logits_gradient(logits, self.targets, known, grads, **options)
-        slots.put(gradient, columns, entries)
+        slots.scatter(gradient, columns, entries)
         assert not gradient[~self.kept].any()
         return gradient[self.kept]
 
@@ -149,7 +149,7 @@ def ids_of(n: int, V: int, k: int, random: Random, empty: bool) -> Tensor:
 def made(case: dict, dtype: torch.dtype) -> tuple[Case, Upstream]:
     random, V = Random(case["seed"]), case["V"]
     k = V if case["k"] == "V" else case["k"]
-    head = Head(case["softcap"], case["logit_scale"], case["temperature"])
+    head = LogitTransform(case["softcap"], case["logit_scale"], case["temperature"])
     bias = random.normal(V) if case["bias"] else None
     ids = ids_of(ROWS, V, k, random, case["empty"])
     c = Case((3 * random.normal(ROWS, V)).to(dtype), ids, head, bias)
@@ -225,9 +225,9 @@ def test_many_slots_repeated(dtype):
     found, gradient = c.truth(torch.float64, upstream)
     filled = found["logps"] > -torch.inf
     assert_close(out["logps"][c.kept][filled], found["logps"][filled], 2e-7, name="logps")
-    _, entries, _ = slots.entries({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
+    _, entries, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
     assert (entries[0] == entries[0, 0]).all()
-    _, again, _ = slots.entries({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
+    _, again, _ = slots.sparse_grad({**out, "ids": c.ids}, upstream, head=c.head, **c.row_options)
     assert torch.equal(entries, again)
     error = torch.finfo(dtype).eps * (1 if INTERPRETED else 0.5)
     assert_close(c.gradient(logits, out, upstream, dtype).double(), gradient, error, name="gradient")
@@ -244,7 +244,7 @@ def test_more_slots_than_the_kernels_hold():
 def test_all_ids_of_a_soft_cap(V):
     """What was taken out then counts for all that is left, which rounding must not make more than nothing."""
     random = Random(V)
-    c = Case(random.normal(ROWS, V), random.normal(ROWS, V).argsort(1), Head(2.0), random.normal(V))
+    c = Case(random.normal(ROWS, V), random.normal(ROWS, V).argsort(1), LogitTransform(2.0), random.normal(V))
     _, out = c.read(*NAMES)
     found, _ = c.truth(torch.float64)
     assert (out["rest"][c.kept] == -torch.inf).all()
@@ -309,11 +309,14 @@ def test_layouts(dtype):
     """Ids, bias, gradients and logits anywhere in memory."""
     random = Random(8)
     c = Case(
-        random.normal(ROWS, 40).to(dtype), random.integers(40, ROWS, 5), Head(4.0, 0.5), random.normal(40)
+        random.normal(ROWS, 40).to(dtype),
+        random.integers(40, ROWS, 5),
+        LogitTransform(4.0, 0.5),
+        random.normal(40),
     )
     upstream = Upstream(*(random.normal(ROWS, *shape) for shape in ((5,), (), (), ())))
     plain = c.read(*NAMES)[1]
-    truth = slots.entries({**plain, "ids": c.ids}, upstream, head=c.head, **c.row_options)
+    truth = slots.sparse_grad({**plain, "ids": c.ids}, upstream, head=c.head, **c.row_options)
     for layout in (strided, offset):
         ids, targets, bias = c.ids, c.targets, c.bias
         c.ids, c.targets, c.bias = layout(ids), layout(targets), layout(bias)
@@ -322,12 +325,12 @@ def test_layouts(dtype):
         for name, x in plain.items():
             torch.testing.assert_close(out[name], x)
         known = {name: layout(x) for name, x in plain.items()} | {"ids": c.ids}
-        found = slots.entries(known, Upstream(*map(layout, upstream)), head=c.head, **c.row_options)
+        found = slots.sparse_grad(known, Upstream(*map(layout, upstream)), head=c.head, **c.row_options)
         for x, y in zip(found, truth, strict=True):
             torch.testing.assert_close(x, y)
         matrix, other = poisoned(ROWS, 40, dtype=dtype), poisoned(ROWS, 43, dtype=dtype)[:, 3:]
-        slots.put(matrix, truth[0], truth[1])
-        slots.put(other, layout(truth[0]), layout(truth[1]))
+        slots.scatter(matrix, truth[0], truth[1])
+        slots.scatter(other, layout(truth[0]), layout(truth[1]))
         assert torch.equal(matrix.nan_to_num(7.0), other.nan_to_num(7.0))
         c.ids, c.targets, c.bias = ids, targets, bias
 
@@ -340,7 +343,7 @@ def test_what_is_not_wanted_is_not_needed():
         torch.testing.assert_close(few[name], everything[name])
     matrix = torch.ones(ROWS, 20, device=DEVICE)
     c.ids[0], c.ids[1, 0] = -1, 25
-    slots.put(matrix, c.ids, 0.0)
+    slots.scatter(matrix, c.ids, 0.0)
     truth = torch.ones(ROWS, 20, device=DEVICE)
     for row, slot in itertools.product(range(ROWS), range(3)):
         if 0 <= c.ids[row, slot] < 20:
@@ -355,8 +358,8 @@ def test_take_out(dtype, scale):
     c = Case(
         Random(2).normal(4, 12).to(dtype), torch.tensor([[3, 3, -1], [0, 11, 0]], device=DEVICE).repeat(2, 1)
     )
-    c.head, logits = Head(logit_scale=scale), c.logits.clone()
-    z = slots.take_out(logits, c.ids, head=c.head)
+    c.head, logits = LogitTransform(logit_scale=scale), c.logits.clone()
+    z = slots.pop_logits(logits, c.ids, head=c.head)
     kept = c.kept[:, None] & (c.ids >= 0)
     assert torch.equal(z[kept], c.logits.gather(1, c.ids.clamp(min=0)).float()[kept] * scale)
     assert (z[c.ids < 0] == -torch.inf).all()
@@ -366,13 +369,13 @@ def test_take_out(dtype, scale):
 
 def test_once():
     ids = torch.tensor([[4, 4, -1, 2], [-3, 0, 1, 0], [5, 5, 5, 5]], device=DEVICE)
-    assert slots.once(ids).tolist() == [[4, -1, -1, 2], [-1, 0, 1, -1], [5, -1, -1, -1]]
+    assert slots.dedupe(ids).tolist() == [[4, -1, -1, 2], [-1, 0, 1, -1], [5, -1, -1, -1]]
 
 
 def test_fp64_keeps_its_digits():
     random = Random(11)
-    c = Case(random.normal(ROWS, 20).double(), random.integers(20, ROWS, 4), Head(3.0))
-    z = slots.take_out(c.logits.clone(), c.ids, head=c.head)
+    c = Case(random.normal(ROWS, 20).double(), random.integers(20, ROWS, 4), LogitTransform(3.0))
+    z = slots.pop_logits(c.logits.clone(), c.ids, head=c.head)
     truth = 3.0 * torch.tanh(c.logits.gather(1, c.ids) / 3.0)
     assert (z - truth)[c.kept].abs().max() < 1e-14
 
@@ -417,7 +420,7 @@ def test_few_launches(monkeypatch):
     monkeypatch.setattr(targets_triton, "mark_kernel", Marked("mark_kernel"))
     counts = lambda x, *packing: launched.append("count_kernel") or x.sum(1)  # noqa: E731
     monkeypatch.setattr(targets_triton, "counted", counts)
-    names = ("take_out_kernel", "row_kernel", "slot_numbers_kernel")
+    names = ("pop_logits_kernel", "row_kernel", "slot_statistics_kernel")
     for name in names:
         module = cross_entropy_triton if name == "row_kernel" else slots_triton
         monkeypatch.setattr(module, name, Launched(name))

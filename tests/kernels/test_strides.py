@@ -20,12 +20,12 @@ from logitless.kernels.head.cross_entropy import (
 )
 from logitless.kernels.head.divergence import fused_divergence, sharded_divergence
 from logitless.kernels.head.scale import scale
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
 from tests.kernels.support import DEVICE, LAYOUTS, Random, poisoned
 
 C, V, H, IGNORED = 6, 37, 5, -7
-HEAD, TEACHER_HEAD = Head(6.0, 0.8, 1.3), Head(None, 1.2, 1.0)
+HEAD, TEACHER_HEAD = LogitTransform(6.0, 0.8, 1.3), LogitTransform(None, 1.2, 1.0)
 PAIRS = {"fp32": (torch.float32, torch.float32), "to bf16": (torch.float32, torch.bfloat16)}
 pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS.values(), ids=PAIRS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,7 +161,7 @@ class Alone:
 
     width = V
 
-    def combine(self, stats: TokenBuffers, columns: Tensor) -> None:
+    def merge_stats(self, stats: TokenBuffers, columns: Tensor) -> None:
         pass
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -337,7 +337,9 @@ def test_fp64_logits_keep_the_digits_of_fp64_vectors():
 
     def sums(vectors: dict[str, Tensor]) -> Tensor:
         stats = allocate_stats(("sum_logits",), C, torch.float64, DEVICE)
-        token_statistics(x["logits"], x["targets"], stats, head=Head(), ignore_index=IGNORED, **vectors)
+        token_statistics(
+            x["logits"], x["targets"], stats, head=LogitTransform(), ignore_index=IGNORED, **vectors
+        )
         return stats.sum_logits
 
     kept = x["targets"] != IGNORED

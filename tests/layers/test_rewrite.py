@@ -432,7 +432,7 @@ def test_what_cannot_be_told_from_the_source():
     for cls, why in (
         (WithSuper, "depends on where it is defined"),
         (WithPrivateNames, "depends on where it is defined"),
-        (namespace["NoSource"], "its source is not at hand"),
+        (namespace["NoSource"], "its source is not available"),
     ):
         with pytest.raises(Unknown, match=why):
             rewrite(cls.forward, KNOWN, {})

@@ -1,13 +1,11 @@
 """`count_targets` against the tokens that calls with the same arguments report."""
 
-import doctest
 import itertools
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-import logitless.losses.counting as module
 from logitless import CrossEntropyLoss, count_targets, global_num_items
 from tests.support import DEVICE
 
@@ -114,8 +112,3 @@ def test_refused(given, message):
 def test_wrong_boundaries_are_asserted(bounds):
     with pytest.raises(RuntimeError, match="^cu_seqlens: expected non-decreasing boundaries from 0 to 12"):
         count_targets(labels(12), shift=True, cu_seqlens=torch.tensor(bounds, device=DEVICE))
-
-
-def test_the_example():
-    with torch.device("cpu"):  # a tensor of another device prints the device
-        assert doctest.testmod(module).failed == 0

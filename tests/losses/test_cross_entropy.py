@@ -112,7 +112,7 @@ def expected_strategy(case: dict) -> str:
         return "loss_only"
     if case["reduction"] != "none":
         return "fused"
-    return "row_scaled" if trainable == {"hidden"} and not case["label_smoothing"] else "recompute"
+    return "cached_grad" if trainable == {"hidden"} and not case["label_smoothing"] else "recompute"
 
 
 def check_case(case: dict, dtype: torch.dtype) -> None:

@@ -135,13 +135,13 @@ CASES = [
     pytest.param(PairLoss, True, 60, "resident", id="pairs-resident"),
     pytest.param(PairLoss, True, 2, "recompute", id="pairs-recompute"),
     pytest.param(PairLoss, True, 17, "mixed", id="pairs-mixed"),
-    pytest.param(PairLoss, False, 5, "row_scaled", id="pairs-frozen-head"),
+    pytest.param(PairLoss, False, 5, "cached_grad", id="pairs-frozen-head"),
     pytest.param(EntropyPairLoss, True, 60, "resident", id="entropy-resident"),
     pytest.param(EntropyPairLoss, True, 2, "recompute", id="entropy-recompute"),
     pytest.param(EntropyPairLoss, False, 2, "recompute", id="entropy-frozen-head"),
     pytest.param(SortedLoss, True, 1000, "resident", id="batch-resident"),
     pytest.param(SortedLoss, True, 10, "recompute", id="batch-recompute"),
-    pytest.param(SortedLoss, False, 10, "row_scaled", id="batch-frozen-head"),
+    pytest.param(SortedLoss, False, 10, "cached_grad", id="batch-frozen-head"),
 ]
 
 

@@ -17,7 +17,7 @@ STRATEGIES = {
     "none": ({"reduction": "none"}, "all", "recompute"),
     "none, frozen hidden": ({"reduction": "none"}, "head", "recompute"),
     "none, frozen weight": ({"reduction": "none"}, "all but weight", "recompute"),
-    "none, frozen head": ({"reduction": "none"}, "hidden", "row_scaled"),
+    "none, frozen head": ({"reduction": "none"}, "hidden", "cached_grad"),
     "none, frozen head, smoothing": ({"reduction": "none", "label_smoothing": 0.1}, "hidden", "recompute"),
     "everything frozen": ({}, "nothing", "loss_only"),
     "none, everything frozen": ({"reduction": "none"}, "nothing", "loss_only"),

@@ -28,7 +28,7 @@ from logitless import (
 from logitless.engine.terms import Term
 from logitless.losses.base import LogitsLoss
 from logitless.losses.distillation import NAMES
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 from logitless.parallel.vocabulary import IGNORED, ShardedVocabulary
 from tests.ranks import device_type, here, on_devices
 from tests.support import AllocationWatcher
@@ -45,11 +45,11 @@ RESIZED = {2: ((12, 30), (17, 30)), 4: ((11, 2, 19, 10), (11, 2, 24, 10))}
 LARGE, SMALL, SMALL_BESIDE_TWINS = 2**24, 14_000, 49_152 + 1_100
 
 
-class Numbers(TokenNumbers):
-    """`TokenNumbers` as a loss: a function of every number that it hands out."""
+class Numbers(TokenStatistics):
+    """`TokenStatistics` as a loss: a function of every number that it hands out."""
 
     def __call__(self, hidden, weight, targets, *, bias=None):
-        found, plan = self.numbers(hidden, weight, targets, bias=bias)
+        found, plan = self.statistics(hidden, weight, targets, bias=bias)
         values = (
             found["logps"].cos() + 0.1 * found["lse"].square() + found.get("entropy", torch.zeros(())) ** 2
         )

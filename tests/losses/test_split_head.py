@@ -8,7 +8,7 @@ import torch
 
 from logitless import CrossEntropyLoss, JSDLoss, ORPOLoss, linear_cross_entropy
 from logitless.engine.operands import SplitHead
-from logitless.losses.logprobs import TokenNumbers
+from logitless.losses.logprobs import TokenStatistics
 from tests.support import DEVICE, AllocationWatcher, GemmCounter
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -29,7 +29,7 @@ def operands(dtype=torch.float32):
 
 
 def logprobs(hidden, weight, targets, bias, *, entropy):
-    found, _ = TokenNumbers(softcap=3.0, logits_budget=BUDGET, entropy=entropy).numbers(
+    found, _ = TokenStatistics(softcap=3.0, logits_budget=BUDGET, entropy=entropy).statistics(
         hidden, weight, targets, bias=bias
     )
     return (

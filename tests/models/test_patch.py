@@ -338,7 +338,7 @@ def test_zero_3_gathers_the_head_for_the_calls_of_its_module(way):
             _, found = gradients(model, **INPUTS, **more)
     else:
         targets = INPUTS["labels"][:, 1:]
-        numbers = logits[:, :-1].numbers(targets)["logps"]
+        numbers = logits[:, :-1].statistics(targets)["logps"]
         (-numbers.sum() / (targets != -100).sum()).backward()
         found = {name: p.grad for name, p in model.named_parameters()}
     assert weight.numel() == 0 and (patch is None or patch.checked == "checked at step 1")

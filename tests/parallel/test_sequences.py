@@ -12,7 +12,7 @@ from logitless.parallel.sequences import WHOLE_SEQUENCES, SlicedSequences, Whole
 def test_whole_sequences_change_nothing():
     x = torch.randn(4, requires_grad=True)
     assert WHOLE_SEQUENCES.sum(x) is x and WHOLE_SEQUENCES.shared(x) is x
-    assert not WHOLE_SEQUENCES.sliced and WHOLE_SEQUENCES.everyones(x) is x
+    assert not WHOLE_SEQUENCES.sliced and WHOLE_SEQUENCES.all_gather_tokens(x) is x
     assert WHOLE_SEQUENCES.everywhere((True, False), x.device) == (True, False)
     for unit in ("tokens", "sequences", "pairs", "chosen_tokens", None, torch.ones(4)):
         assert WHOLE_SEQUENCES.sum_unless_whole(x, unit) is x

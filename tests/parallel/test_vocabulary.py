@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.parallel.vocabulary import (
     IGNORED,
     WHOLE_VOCABULARY,
@@ -42,16 +42,16 @@ ranks = pytest.mark.parametrize("rank", range(len(SIZES)))
 
 def test_the_whole_vocabulary_changes_nothing():
     whole, x = WHOLE_VOCABULARY, torch.randn(3, V)
-    assert not whole.sharded and whole.total(V) == whole.widest(V) == V
+    assert not whole.sharded and whole.total(V) == whole.max_shard_rows(V) == V
     targets = torch.tensor([3, -100, 10, 7])
     assert whole.columns(targets, 7) == (targets, 7)
     assert whole.local(None) is None and whole.local(x) is x and whole.reduce(x) is x
     assert whole.start_sum(x) is None
     stats = TokenBuffers(logps=x[:, 0].clone(), lse=x[:, 1].clone(), lse_residual=x[:, 2].clone())
-    whole.combine(stats, targets)
+    whole.merge_stats(stats, targets)
     assert torch.equal(stats.logps, x[:, 0])
     factor = torch.rand(3)
-    assert whole.combine_gradient(x, targets, stats, factor, Head()) is factor
+    assert whole.merge_gradient(x, targets, stats, factor, LogitTransform()) is factor
     weight = torch.randn(V, 4)
     assert torch.equal(whole.rows_of(weight, torch.tensor([2, 9])), weight[[2, 9]])
 
@@ -69,7 +69,7 @@ def test_functions_of_the_logits():
 def test_find():
     """Columns of ids, 0 where they have none, and whether they have one."""
     ids = torch.tensor([0, 10, 11, -100, -1, 5])
-    columns, here = WHOLE_VOCABULARY.find(ids, V)
+    columns, here = WHOLE_VOCABULARY.locate(ids, V)
     assert columns.tolist() == [0, 10, 0, 0, 0, 5]
     assert here.tolist() == [True, True, False, False, False, True]
 
@@ -79,7 +79,7 @@ def test_find_in_a_shard(rank):
     """Every id of the vocabulary is in one shard, and in the right place of it."""
     start = sum(SIZES[:rank])
     ids = torch.tensor([*range(V), -100, -1, V, V + 3])
-    columns, here = shard(rank).find(ids, V)
+    columns, here = shard(rank).locate(ids, V)
     expected = [start <= i < start + SIZES[rank] for i in ids.tolist()]
     assert here.tolist() == expected
     assert columns.tolist() == [i - start if inside else 0 for i, inside in zip(ids.tolist(), expected)]
@@ -104,7 +104,7 @@ def test_targets_as_columns_of_a_shard(rank, ignore_index):
 def test_sizes_of_a_shard(rank):
     mine, start = shard(rank), sum(SIZES[:rank])
     assert mine.sharded and (mine.rank, mine.width, mine.start) == (rank, SIZES[rank], start)
-    assert mine.total(SIZES[rank]) == V and mine.widest(SIZES[rank]) == 6
+    assert mine.total(SIZES[rank]) == V and mine.max_shard_rows(SIZES[rank]) == 6
     x = torch.arange(V)
     assert mine.local(x).tolist() == list(range(start, start + SIZES[rank])) and mine.local(None) is None
 
@@ -112,7 +112,7 @@ def test_sizes_of_a_shard(rank):
 def test_a_lone_shard_is_the_whole():
     """A shard without a process group: the arithmetic of shards must leave the only one as it is."""
     lone, z = LoneShard(None, (V,)), torch.randn(6, V, dtype=torch.float64, requires_grad=True)
-    assert lone.sharded and (lone.start, lone.width, lone.total(V), lone.widest(V)) == (0, V, V, V)
+    assert lone.sharded and (lone.start, lone.width, lone.total(V), lone.max_shard_rows(V)) == (0, V, V, V)
     for name in ("log_softmax", "norm", "argmax"):
         torch.testing.assert_close(getattr(lone, name)(z), getattr(WHOLE_VOCABULARY, name)(z))
     for name in ("log_softmax", "norm"):
@@ -144,7 +144,7 @@ def test_the_numbers_of_a_lone_shard_are_those_of_the_whole(names):
     kept = ("logps", "lse", "lse_residual", *names)
     expected = {name: torch.where(supervised, numbers[name], 0.0) for name in kept}
     stats = TokenBuffers(**{name: numbers[name].clone() for name in kept})
-    LoneShard(None, (V,)).combine(stats, torch.where(supervised, targets, IGNORED))
+    LoneShard(None, (V,)).merge_stats(stats, torch.where(supervised, targets, IGNORED))
     for name, x in expected.items():
         torch.testing.assert_close(getattr(stats, name), x, msg=name)
 

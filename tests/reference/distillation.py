@@ -11,7 +11,7 @@ from tests.reference.cross_entropy import head_logits, token_logprobs
 
 # Log-probability of what is not there. Its exponential is 0 in every dtype, and unlike -inf it makes no NaN
 # in a gradient.
-NOTHING = -1e4
+MIN_LOGPROB = -1e4
 
 
 def distillation(
@@ -154,14 +154,14 @@ def on_best_ids(student: Tensor, values: Tensor, ids: Tensor, mode: str) -> tupl
     """
     given = values > -math.inf
     rounding = torch.finfo(torch.promote_types(values.dtype, torch.float32)).eps
-    teacher = values.to(student.dtype).masked_fill(~given, NOTHING)
-    picked = student.gather(-1, ids).masked_fill(~given, NOTHING)
+    teacher = values.to(student.dtype).masked_fill(~given, MIN_LOGPROB)
+    picked = student.gather(-1, ids).masked_fill(~given, MIN_LOGPROB)
     if mode == "renormalize":
         return picked.log_softmax(-1), teacher.log_softmax(-1)
     covered = torch.zeros_like(student).scatter_add(-1, ids, given.to(student.dtype)) > 0
-    student_tail = student.masked_fill(covered, NOTHING).logsumexp(-1, keepdim=True)
+    student_tail = student.masked_fill(covered, MIN_LOGPROB).logsumexp(-1, keepdim=True)
     teacher_tail = (-teacher.logsumexp(-1, keepdim=True).clamp(max=-rounding).expm1()).log()
-    teacher_tail = teacher_tail.masked_fill(covered.all(-1, keepdim=True), NOTHING)
+    teacher_tail = teacher_tail.masked_fill(covered.all(-1, keepdim=True), MIN_LOGPROB)
     # Values that sum to more than 1 are brought back to it.
     return torch.cat([picked, student_tail], -1), torch.cat([teacher, teacher_tail], -1).log_softmax(-1)
 
@@ -176,10 +176,10 @@ def on_kept_ids(logprobs: Tensor, kept: Tensor, mode: str) -> Tensor:
     """Log-probabilities `(..., V)` over the kept ids `(..., V')`, as by `on_best_ids`; ids from `V'` on are
     others."""
     shared = logprobs[..., : kept.shape[-1]]
-    chosen = shared.masked_fill(~kept, NOTHING)
+    chosen = shared.masked_fill(~kept, MIN_LOGPROB)
     if mode == "renormalize":
         return chosen.log_softmax(-1)
-    others = torch.cat([shared.masked_fill(kept, NOTHING), logprobs[..., kept.shape[-1] :]], -1)
+    others = torch.cat([shared.masked_fill(kept, MIN_LOGPROB), logprobs[..., kept.shape[-1] :]], -1)
     return torch.cat([chosen, others.logsumexp(-1, keepdim=True)], -1)
 
 

@@ -97,7 +97,7 @@ def test_the_plan_is_the_one_that_runs(name, how):
 
     ran = plans_of(run)
     guess = logitless.estimate(loss, **SIZES, **sizes)
-    assert list(guess.walks) == ran
+    assert list(guess.plans) == ran
     if name != "logprobs":
         with torch.no_grad():
             assert logitless.estimate(loss, **SIZES, **sizes).plan == loss(*arguments, **inputs).plan
@@ -158,7 +158,7 @@ def test_products_and_bytes_are_those_that_are_counted(name, options, sizes):
 def test_gathered_columns_are_no_products_in_any_walk():
     loss = DistillationLoss(support="teacher", topk_mode="renormalize", reduction="none")
     found = logitless.estimate(loss, **SIZES | {"vocab_size": 400}, sequences=B, teacher_topk=1)
-    assert found.plan.columns == 1 and len(found.walks) == 2 and found.products == 0
+    assert found.plan.columns == 1 and len(found.plans) == 2 and found.products == 0
 
 
 def test_no_memory_is_taken():
@@ -283,12 +283,12 @@ def test_inputs_that_a_card_holds():
 
 def test_heads_and_groups():
     found = logitless.estimate(MedusaLoss(), **SIZES, heads=2)
-    assert found.products == 9 and len(found.walks) == 3
+    assert found.products == 9 and len(found.plans) == 3
     packed = torch.tensor([0, 20, 30, 40, B * T], device=DEVICE)
     found = logitless.estimate(DPOLoss(), **SIZES, cu_seqlens=packed)
     assert found.plan.rows == B * T and found.plan.strategy == "resident"
     kl = logitless.estimate(KTOLoss(), **SIZES, sequences=B)
-    assert kl.plan.strategy == "resident" and len(kl.walks) == 1
+    assert kl.plan.strategy == "resident" and len(kl.plans) == 1
     own = logitless.estimate(CrossEntropyLoss(), **SIZES, sequences=B)
     assert str(own).startswith(own.plan.describe()) and "3" in str(own)
 

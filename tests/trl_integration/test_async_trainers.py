@@ -168,7 +168,7 @@ LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weigh
     [
         ({}, {"recompute"}),
         ({"temperature": 0.7, "epsilon_high": 0.28, "gradient_accumulation_steps": 2}, {"recompute"}),
-        ({"token_budget": 40, "peft_config": LORA}, {"row_scaled"}),
+        ({"token_budget": 40, "peft_config": LORA}, {"cached_grad"}),
     ],
     ids=["default", "temperature", "lora"],
 )

@@ -30,7 +30,7 @@ from .test_sft import options
 from .tiny import SIZES, VOCAB, tiny_model
 
 LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-FROZEN = frozenset({"row_scaled", "loss_only"})
+FROZEN = frozenset({"cached_grad", "loss_only"})
 # TPO's latest loss is the cross-entropy of its gold answers, where these count.
 TPO = frozenset({"fused", "recompute", "loss_only"})
 

@@ -26,8 +26,8 @@ def test_rounding(name, dtype, monkeypatch):
     assert per_token.follows_server(trainer) == follows
     found = per_token.server_rounding(trainer)
     assert found is None if line is None else found.startswith(line)
-    made, numbers = [], per_token.TokenNumbers
-    monkeypatch.setattr(per_token, "TokenNumbers", lambda **given: made.append(given) or numbers(**given))
+    made, numbers = [], per_token.TokenStatistics
+    monkeypatch.setattr(per_token, "TokenStatistics", lambda **given: made.append(given) or numbers(**given))
     chunked = SimpleNamespace(trainer=trainer, budget=None, saving=nullcontext, note=lambda plan: None)
     score = per_token.per_token_score(chunked, "entropy")
     hidden, weight = torch.randn(2, 3, 8, dtype=dtype), torch.randn(20, 8, dtype=dtype)

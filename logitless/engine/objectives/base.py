@@ -45,11 +45,11 @@ class Objective(Protocol):
 
     rows: Rows
     reports: list[Report]
-    in_product: bool  # whether one kernel projects a chunk and reads it, without storing its logits
+    fused_epilogue: bool  # whether one kernel projects a chunk and reads it, without storing its logits
 
     @staticmethod
-    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
-        """Whether the loss takes unrounded logits in `dtype` if a kernel projects and reads in one launch."""
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
+        """Whether the loss takes fp32 logits in `dtype` if a kernel projects and reads in one launch."""
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         """Compute the reference's or teacher's values, product 1, and the statistics if the step reads.
@@ -66,39 +66,41 @@ class Objective(Protocol):
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         """(C,) each, at most two: the factors per row that the chunk's gradient lacks."""
 
-    def numbers(self) -> dict[str, Tensor]:
-        """The statistics by the names of `number_names`: (rows, ...) per token, or 0-d."""
+    def named_statistics(self) -> dict[str, Tensor]:
+        """The statistics by the names of `statistic_names`: (rows, ...) per token, or 0-d."""
 
-    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """(n, H) d loss / d hidden of some rows, from the vectors that strategy row_scaled kept."""
+    def scale_cached_grad(
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+    ) -> Tensor:
+        """(n, H) d loss / d hidden of some rows, from the kept d logp / d hidden (strategy cached_grad)."""
 
-    def vector_factor(self) -> Tensor | None:
-        """(rows,) factor that turns those vectors into d loss / d hidden; None: `scaled` must do it."""
+    def cached_grad_factor(self) -> Tensor | None:
+        """(rows,) factor from d logp / d hidden to d loss / d hidden; None: call `scale_cached_grad`."""
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         """The objective of `Pass.SOLVE`: loss and gradients."""
 
     @classmethod
-    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        """The objective of `Pass.NUMBERS`: statistics."""
+    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
+        """The objective of `Pass.STATISTICS`: statistics."""
 
     @classmethod
-    def writing(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    def for_backward(
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         """The objective of `Pass.GRADIENTS`: gradients from statistics (rows,) and their gradients."""
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
-        """Names of the statistics that `Pass.NUMBERS` returns, in order."""
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
+        """Names of the statistics that `Pass.STATISTICS` returns, in order."""
 
     @staticmethod
     def differentiable_names(loss: LossSpec) -> tuple[str, ...]:
         """Names of the statistics that carry a gradient."""
 
     @classmethod
-    def number_shapes(
+    def statistic_shapes(
         cls, loss: LossSpec, rows: int, inputs: Mapping[str, Tensor | None]
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Shape (rows, ...) or () and dtype of each statistic; None for `HeadCall.stat_dtype`."""

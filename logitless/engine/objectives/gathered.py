@@ -30,7 +30,7 @@ class GatheredProjection(Projection):
     columns: Tensor
     teacher: Tensor
 
-    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
+    def new_buffer(self, plan: Plan, *, fused_epilogue: bool) -> tuple[Tensor, Tensor]:
         k = self.call.inputs["ids"].shape[1]
         products = self.weight.new_empty((plan.token_chunk, k), dtype=self.call.stat_dtype)
         return products, products
@@ -38,8 +38,8 @@ class GatheredProjection(Projection):
     def take(self, chunk: Chunk) -> None:
         super().take(chunk)
         call, inputs = self.call, self.call.inputs
-        ids, values = inputs["ids"][chunk.at], inputs["teacher_logps"][chunk.at]
-        found = first_slots(ids, values, *call.vocabulary.span(call.V), call.stat_dtype)
+        ids, values = inputs["ids"][chunk.row_index], inputs["teacher_logps"][chunk.row_index]
+        found = first_slots(ids, values, *call.vocabulary.row_range(call.V), call.stat_dtype)
         self.columns, self.teacher = found
         chunk.features = chunk.features.contiguous()
         if not call.loss.compact:
@@ -65,16 +65,16 @@ class GatheredObjective(IdsObjective):
     """
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         shape, device = (rows.count, plan.columns), call.targets.device
         names = ("logps", "teacher_logps")
         stats = {name: torch.empty(shape, dtype=call.stat_dtype, device=device) for name in names}
         return cls(call, rows, stats, {}, factors)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         """The statistics; 0 for those that the loss does not use."""
         call, count = self.call, self.rows.count
-        shapes = call.loss.objective.number_shapes(call.loss, count, call.inputs)
+        shapes = call.loss.objective.statistic_shapes(call.loss, count, call.inputs)
         others = {name: shape for name, shape in shapes.items() if name not in self.stats}
         zeros = {
             name: torch.zeros(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
@@ -105,7 +105,9 @@ class GatheredObjective(IdsObjective):
         if not call.loss.has_kernel(logits.device, logits.dtype):
             super().evaluate(span)
             return
-        rows, factors, gradient = slice(span.start, span.stop), self.factors.loss["tokens"], None
+        rows = slice(span.start, span.stop)
+        factors = self.factors.loss["tokens"]
+        gradient = None
         if not isinstance(factors, Tensor):
             factors = torch.full((), factors, dtype=logits.dtype, device=logits.device)
         factors = factors.expand(span.stop - span.start)

@@ -30,7 +30,7 @@ from logitless.kernels.ids.gathered import weighted_rows
 from logitless.kernels.ids.slots import Upstream
 
 # A column beyond every head.
-NOWHERE = 2**31 - 1
+OUT_OF_RANGE_COLUMN = 2**31 - 1
 # Bytes of the statistics and temporaries of one slot of a row.
 SLOT_BYTES = 160
 
@@ -39,51 +39,51 @@ SLOT_BYTES = 160
 class IdsObjective:
     """The objective of a loss of the log-probabilities of given ids; see `objectives.base.Objective`."""
 
-    in_product: ClassVar = False
+    fused_epilogue: ClassVar = False
     statistics: ClassVar = ("ids", "logps", "lse", "lse_residual", "rest", "entropy")
     differentiable: ClassVar = ("logps", "lse", "rest", "entropy")
-    new_numbers: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
+    new_statistics: ClassVar = staticmethod(torch.empty)  # all rows are written before they are used
 
     call: HeadCall
     rows: Rows
-    stats: dict[str, Tensor]  # (rows, ...) each, by `number_names`: filled by `fill`, or given
+    stats: dict[str, Tensor]  # (rows, ...) each, by `statistic_names`: filled by `fill`, or given
     grads: dict[str, Tensor]  # (rows, ...) d loss / d statistic
     factors: UnitFactors | None = None
-    # Whether sum p_r W[r] over all other ids is kept and scaled afterwards (strategy row_scaled).
-    vectors: bool = False
+    # Whether sum p_r W[r] over all other ids is kept and scaled afterwards (strategy cached_grad).
+    keeps_dlogp_dhidden: bool = False
     reports: list[Report] = field(default_factory=list)
-    _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else NOWHERE
+    _targets: Tensor | None = None  # (N,) the ignored value in ignored rows, else OUT_OF_RANGE_COLUMN
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
             raise ValueError(
                 message("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
             )
-        shapes = cls.number_shapes(call.loss, rows.count, call.inputs)
+        shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
         stats = {
-            name: cls.new_numbers(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
+            name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
             for name, (shape, dtype) in shapes.items()
         }
-        return cls(call, rows, stats, {}, factors, plan.strategy == "row_scaled")
+        return cls(call, rows, stats, {}, factors, plan.strategy == "cached_grad")
 
     @classmethod
-    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        return cls.solving(call, rows, plan, None)
+    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
+        return cls.for_loss(call, rows, plan, None)
 
     @classmethod
-    def writing(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    def for_backward(
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        return cls(call, rows, dict(numbers), dict(upstream))
+        return cls(call, rows, dict(statistics), dict(upstream))
 
     @staticmethod
-    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         extra = ("entropy",) if "entropy" in (*loss.differentiates, *loss.observes) else ()
         return ("ids", "logps", "lse", "lse_residual", "rest", *extra)
 
@@ -92,10 +92,10 @@ class IdsObjective:
         return (*loss.differentiates, "lse")
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
         slots = {name: ((rows, loss.slots(inputs)), None) for name in ("logps",)}
         slots["ids"] = ((rows, loss.slots(inputs)), torch.int64)
-        return {name: slots.get(name, ((rows,), None)) for name in cls.number_names(loss)}
+        return {name: slots.get(name, ((rows,), None)) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -103,7 +103,9 @@ class IdsObjective:
 
     @classmethod
     def costs(cls, call: HeadCall, budget: int, purpose: Pass) -> Costs:
-        loss, device, dtype = call.loss, call.weight.device, call.logits_dtype
+        loss = call.loss
+        device = call.weight.device
+        dtype = call.logits_dtype
         row = loss.slots(call.inputs) * SLOT_BYTES
         fixed = kernels.twin_bytes(device, dtype, call.width, budget)
         if loss.k is not None:
@@ -113,35 +115,37 @@ class IdsObjective:
         logits, pieces = logits_bytes(call)
         return Costs(row + logits, fixed + pieces, cls.linear_in_logps(loss), rereads=False)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         return self.stats
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
         if not chunk.step.read:
             return
-        self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.at])
+        self._read(chunk, self._reader(chunk), self.call.inputs["ids"][chunk.row_index])
 
     def _read(self, chunk: Chunk, reader: Reader, ids: Tensor) -> None:
         """Compute and keep the statistics of ids (n, k); overwrites the logits of the ids in the chunk.
 
-        In a step that writes with strategy row_scaled, the same kernel writes the gradient of the other ids'
+        In a step that writes with strategy cached_grad, the same kernel writes the gradient of the other ids'
         logits, up to `chunk.factor`.
         """
         self._keep(chunk, {"ids": ids})
         stats = self._at(slice(chunk.step.start, chunk.step.stop))
         names = ("logps", "lse", "lse_residual", "rest", "entropy")
         out = {name: stats[name] for name in names if name in stats}
-        single = self.vectors and chunk.step.write and kernels.single_pass(chunk.place.dtype)
-        chunk.gradient = chunk.place if single else None
-        chunk.factor = reader.numbers(chunk.logits, ids, out, chunk.gradient)
+        single = (
+            self.keeps_dlogp_dhidden and chunk.step.write and kernels.single_pass(chunk.grad_buffer.dtype)
+        )
+        chunk.gradient = chunk.grad_buffer if single else None
+        chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
         call, ignored = self.call, chunk.ignored
         if self._targets is None:
-            nowhere = NOWHERE if ignored != NOWHERE else NOWHERE - 1
-            self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, nowhere)
-        targets = self._targets[chunk.at]
+            unused_column = OUT_OF_RANGE_COLUMN if ignored != OUT_OF_RANGE_COLUMN else OUT_OF_RANGE_COLUMN - 1
+            self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)
+        targets = self._targets[chunk.row_index]
         return Reader(call.loss.head, call.bias, call.vocabulary, call.V, targets, ignored, call.stat_dtype)
 
     def _keep(self, chunk: Chunk, found: Mapping[str, Tensor]) -> None:
@@ -168,14 +172,16 @@ class IdsObjective:
     def write(self, chunk: Chunk, head: Projection) -> None:
         reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
         stats, upstream = self._at(rows), Upstream(None)
-        if self.vectors:
-            ids, entries, factor = stats["ids"], 0.0, torch.ones_like(stats["lse"])
+        if self.keeps_dlogp_dhidden:
+            ids = stats["ids"]
+            entries = 0.0
+            factor = torch.ones_like(stats["lse"])
         else:
             upstream = self._upstream(rows)
-            ids, entries, factor = slots.entries(stats, upstream, **reader.kept)
+            ids, entries, factor = slots.sparse_grad(stats, upstream, **reader.kept)
         self._spread(chunk, reader, stats, TokenBuffers(lse=factor, entropy=upstream.entropy))
-        slots.put(chunk.place, reader.vocabulary.columns_of(ids), entries)
-        chunk.gradient = chunk.place
+        slots.scatter(chunk.grad_buffer, reader.vocabulary.to_local_ids(ids), entries)
+        chunk.gradient = chunk.grad_buffer
 
     def _spread(self, chunk: Chunk, reader: Reader, stats: dict[str, Tensor], grads: TokenBuffers) -> None:
         """Overwrite the logits with the part of their gradient that is a row factor times probabilities."""
@@ -183,7 +189,9 @@ class IdsObjective:
         logps = stats["hard" if grads.logps is not None else "lse"]
         known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
         options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
-        kernels.logits_gradient(chunk.logits, reader.targets, known, grads, gradient=chunk.place, **options)
+        kernels.logits_gradient(
+            chunk.logits, reader.targets, known, grads, gradient=chunk.grad_buffer, **options
+        )
 
     def _at(self, rows: slice) -> dict[str, Tensor]:
         """The statistics of some rows."""
@@ -196,23 +204,27 @@ class IdsObjective:
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         return () if chunk.factor is None else (chunk.factor,)
 
-    def vector_factor(self) -> Tensor | None:
+    def cached_grad_factor(self) -> Tensor | None:
         return None
 
-    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """d loss / d hidden of some rows, from `vectors` = sum p_r W[r] over the ids that are not an input.
+    def scale_cached_grad(
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+    ) -> Tensor:
+        """d loss / d hidden of some rows.
+
+        `dlogp_dhidden` is sum p_r W[r] over the ids that are not an input.
 
         The share of the input ids is computed from their rows of the head and added, so nothing cancels.
         """
         call, loss = self.call, self.call.loss
         options = {"head": loss.head, "targets": call.targets[at], "ignore_index": loss.ignore_index}
-        ids, entries, factor = slots.entries(self._at(rows), self._upstream(rows), **options)
-        columns = call.vocabulary.columns_of(ids)
+        ids, entries, factor = slots.sparse_grad(self._at(rows), self._upstream(rows), **options)
+        columns = call.vocabulary.to_local_ids(ids)
         if not call.vocabulary.sharded:
-            out = torch.empty_like(vectors)
-            return weighted_rows(head.weight, columns, entries, out, base=vectors, factor=factor)
+            out = torch.empty_like(dlogp_dhidden)
+            return weighted_rows(head.weight, columns, entries, out, base=dlogp_dhidden, factor=factor)
         own = call.vocabulary.reduce(weighted_rows(head.weight, columns, entries))
-        return torch.addcmul(own, vectors.to(own.dtype), factor[:, None])
+        return torch.addcmul(own, dlogp_dhidden.to(own.dtype), factor[:, None])
 
 
 class TopkObjective(IdsObjective):
@@ -222,7 +234,7 @@ class TopkObjective(IdsObjective):
     """
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         return ("ids", "logps", "lse", "entropy")
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
@@ -230,9 +242,9 @@ class TopkObjective(IdsObjective):
         reader, k = self._reader(chunk), self.call.loss.k
         maxima = selection.new_maxima(chunk.logits, min(k, chunk.logits.shape[1]))
         stats = reader.statistics(chunk.logits, ("entropy",), maxima)
-        reader.vocabulary.combine(stats, reader.targets)
+        reader.vocabulary.merge_stats(stats, reader.targets)
         ids = best(chunk.logits, k, reader, maxima)
-        logps = (reader.take_out(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
+        logps = (reader.pop_logits(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
         if not self.call.loss.compact:
             kept = (chunk.targets != chunk.ignored)[:, None]
             ids, logps = torch.where(kept, ids, 0), torch.where(kept, logps, 0.0)

@@ -31,7 +31,7 @@ from logitless.kernels.matmul import project
 class LogitsObjective:
     """The objective of a loss of logits; see `objectives.base.Objective`."""
 
-    in_product: ClassVar = False
+    fused_epilogue: ClassVar = False
     statistics: ClassVar = ()  # the loss gets the logits themselves
     differentiable: ClassVar = ()
 
@@ -45,26 +45,26 @@ class LogitsObjective:
     _gradient: Tensor | None = None  # gradient of the last chunk that was evaluated
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors) -> Self:
         return cls(call, rows, factors)
 
     @classmethod
-    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
+    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
         values = torch.zeros(rows.count, dtype=call.stat_dtype, device=call.targets.device)
         return cls(call, rows, _unreduced_factors(call, rows), values)
 
     @classmethod
-    def writing(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    def for_backward(
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         return cls(call, rows, _unreduced_factors(call, rows), upstream=upstream["values"])
 
     @staticmethod
-    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
         return False
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         return ("values", *loss.metric_names)
 
     @staticmethod
@@ -72,8 +72,8 @@ class LogitsObjective:
         return ("values",)
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
-        return {name: ((rows,) if name == "values" else (), None) for name in cls.number_names(loss)}
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        return {name: ((rows,) if name == "values" else (), None) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -84,7 +84,7 @@ class LogitsObjective:
         row, fixed = logits_bytes(call)
         return Costs(row + measured_row_bytes(call), fixed, linear_in_logps=False, rereads=True)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         loss = self.call.loss
         zeros = [self.values.new_zeros(())] * len(loss.metric_names)
         metrics = settled(self.call, self.reports, self.factors.metrics)[1] if self.reports else zeros
@@ -141,7 +141,7 @@ class LogitsObjective:
                 factors = torch.full(batch.targets.shape, factor, **options)
             if batch.ignored is not None:
                 factors = factors.masked_fill(batch.ignored, 0.0)
-            gradient = written.place
+            gradient = written.grad_buffer
         terms, metrics = self.call.loss.kernel(logits, self.call.bias, batch, factors, gradient)
         self._gradient = gradient
         return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)

@@ -21,7 +21,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.terms import UnitFactors
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.ids import sets
 from logitless.kernels.ids.sets import Slots
 from logitless.kernels.matmul import project
@@ -31,7 +31,7 @@ class ReplayProjection(Projection):
     """A projection whose gathered rows have a number per slot as gradient (S,), in the place of (C, V)."""
 
     def __init__(self, call: HeadCall, rows: Rows, *, gradients: bool):
-        super().__init__(call, rows.walk, gradients=gradients)
+        super().__init__(call, rows.chunked, gradients=gradients)
         self.replay: Replay = rows.replay
         self.local = {which: _local(call, slots) for which, slots in self.replay.slots.items()}
         self.gathers = False  # whether the current chunk is that of the gathered rows
@@ -40,9 +40,9 @@ class ReplayProjection(Projection):
         self._stored = True
         self._rows = 0
 
-    def new_buffer(self, plan: Plan, *, in_product: bool) -> tuple[Tensor, Tensor]:
-        self._stored, self._rows = not in_product, plan.token_chunk
-        return super().new_buffer(plan, in_product=in_product)
+    def new_buffer(self, plan: Plan, *, fused_epilogue: bool) -> tuple[Tensor, Tensor]:
+        self._stored, self._rows = not fused_epilogue, plan.token_chunk
+        return super().new_buffer(plan, fused_epilogue=fused_epilogue)
 
     def take(self, chunk: Chunk) -> None:
         super().take(chunk)
@@ -52,9 +52,9 @@ class ReplayProjection(Projection):
                 shape, dtype = (self._rows, self.weight.shape[0]), self.call.logits_dtype
                 self._picked = self.weight.new_empty(shape, dtype=dtype)
             chunk.logits = self._picked[: chunk.step.stop - chunk.step.start]
-            chunk.place = chunk.logits
+            chunk.grad_buffer = chunk.logits
             if chunk.logits.dtype != self.weight.dtype:
-                chunk.place = chunk.logits.view(self.weight.dtype)[:, : self.weight.shape[0]]
+                chunk.grad_buffer = chunk.logits.view(self.weight.dtype)[:, : self.weight.shape[0]]
 
     def backproject(self, chunk: Chunk) -> None:
         if not self.gathers:
@@ -74,7 +74,7 @@ def _local(call: HeadCall, slots: Slots) -> Slots:
     """The slots with the rows of this rank's head as ids; negative for ids of other ranks."""
     if not call.vocabulary.sharded:
         return slots
-    start, width = call.vocabulary.span(call.V)
+    start, width = call.vocabulary.row_range(call.V)
     ids = slots.ids - start
     return slots._replace(ids=torch.where((slots.ids >= 0) & (ids >= 0) & (ids < width), ids, -1))
 
@@ -82,12 +82,12 @@ def _local(call: HeadCall, slots: Slots) -> Slots:
 class ReplayObjective(TokenObjective):
     """The objective of a loss of per-token statistics, some of whose rows have a set of kept ids.
 
-    Its statistics and their gradients are in walk order (see `replay.Replay`), except inside `evaluate`.
+    Its statistics and their gradients are in chunk order (see `replay.Replay`), except inside `evaluate`.
     """
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        self = super().solving(call, rows, plan, factors)
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+        self = super().for_loss(call, rows, plan, factors)
         certain = slice(rows.count - rows.replay.certain, rows.count)
         for name, x in self.stats.items():
             x[certain] = float(name == "is_top1")
@@ -96,20 +96,21 @@ class ReplayObjective(TokenObjective):
         return self
 
     @classmethod
-    def writing(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    def for_backward(
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
         known, given = (
-            {name: rows.replay.in_walk_order(x) for name, x in found.items()} for found in (numbers, upstream)
+            {name: rows.replay.in_chunk_order(x) for name, x in found.items()}
+            for found in (statistics, upstream)
         )
-        return super().writing(call, rows, known, given)
+        return super().for_backward(call, rows, known, given)
 
     @property
     def replay(self) -> Replay:
         return self.rows.replay
 
-    def numbers(self) -> dict[str, Tensor]:
-        return {name: self.replay.in_row_order(x) for name, x in super().numbers().items()}
+    def named_statistics(self) -> dict[str, Tensor]:
+        return {name: self.replay.in_row_order(x) for name, x in super().named_statistics().items()}
 
     def fill(self, chunk: Chunk, head: ReplayProjection) -> None:
         kind = chunk.step.kind
@@ -121,7 +122,9 @@ class ReplayObjective(TokenObjective):
             self._fill_picked(chunk, head)
 
     def _fill_gathered(self, chunk: Chunk, head: ReplayProjection) -> None:
-        call, slots, known = self.call, head.local[GATHERED], self.replay.logits
+        call = self.call
+        slots = head.local[GATHERED]
+        known = self.replay.logits
         if GATHERED not in known:
             products = sets.slot_products(chunk.features, head.weight, slots, call.stat_dtype)
             known[GATHERED] = self._logits(products, slots, call.loss.head, call.bias)
@@ -130,12 +133,12 @@ class ReplayObjective(TokenObjective):
         sets.set_statistics(known[GATHERED], slots, self._stats(chunk))
         if self.ref_logps is not None:
             inputs = call.inputs
-            hidden = inputs["ref_hidden"][chunk.at].to(call.dtype).contiguous()
+            hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype).contiguous()
             products = sets.slot_products(hidden, self.ref_weight, slots, call.stat_dtype)
             z = self._logits(products, slots, call.loss.ref_head, inputs["ref_bias"])
             self._keep_reference(chunk, z, slots)
 
-    def _logits(self, products: Tensor, slots: Slots, head: Head, bias: Tensor | None) -> Tensor:
+    def _logits(self, products: Tensor, slots: Slots, head: LogitTransform, bias: Tensor | None) -> Tensor:
         """(S,) logits of slots on all ranks, from the products on this one, rounded as a chunk's are."""
         products = products.to(self.call.logits_dtype).to(products.dtype)
         bias = None if bias is None else bias[slots.ids.clamp(min=0)]
@@ -153,14 +156,14 @@ class ReplayObjective(TokenObjective):
         slots, stats = self._picked_slots(chunk, head), self._stats(chunk)
         if chunk.step.read and self.ref_logps is not None:
             inputs, rest = call.inputs, self._without_sets(chunk, slots)
-            hidden = inputs["ref_hidden"][chunk.at].to(call.dtype)
+            hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
             project(hidden, self.ref_weight, chunk.logits)
             z = self._picked_logits(chunk, slots, call.loss.ref_head, inputs["ref_bias"])
             if rest is not None:
                 found = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
                 options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
                 kernels.token_statistics(chunk.logits, rest, found, **options, ignore_index=chunk.ignored)
-                call.vocabulary.combine(found, rest)
+                call.vocabulary.merge_stats(found, rest)
                 self.ref_logps[chunk.step.start : chunk.step.stop] = found.logps
             self._keep_reference(chunk, z, slots)
         head.project(chunk)
@@ -172,10 +175,10 @@ class ReplayObjective(TokenObjective):
         if rest is not None:
             options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignored}
             kernels.token_statistics(chunk.logits, rest, stats, **options)
-            call.vocabulary.combine(stats, rest)
+            call.vocabulary.merge_stats(stats, rest)
         sets.set_statistics(z, slots, stats)
 
-    def _picked_logits(self, chunk: Chunk, slots: Slots, head: Head, bias: Tensor | None) -> Tensor:
+    def _picked_logits(self, chunk: Chunk, slots: Slots, head: LogitTransform, bias: Tensor | None) -> Tensor:
         """(S,) logits of the chunk's slots; those of other chunks are arbitrary."""
         z = torch.zeros(slots.ids.shape[0], dtype=self.call.stat_dtype, device=slots.ids.device)
         sets.picked_logits(chunk.logits, slots, z, head=head, bias=bias)
@@ -214,7 +217,7 @@ class ReplayObjective(TokenObjective):
             self.ref_logps = replay.in_row_order(ref_logps)
         super().evaluate(span)
         self.stats, self.ref_logps = stats, ref_logps
-        self.grads = TokenBuffers(**{name: replay.in_walk_order(x) for name, x in self.grads.items()})
+        self.grads = TokenBuffers(**{name: replay.in_chunk_order(x) for name, x in self.grads.items()})
 
     def write(self, chunk: Chunk, head: ReplayProjection) -> None:
         kind, loss = chunk.step.kind, self.call.loss
@@ -226,11 +229,11 @@ class ReplayObjective(TokenObjective):
             z, slots = self.replay.logits[GATHERED], head.local[GATHERED]
             chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.head)
             return
-        slots, chunk.gradient = self._picked_slots(chunk, head), chunk.place
+        slots, chunk.gradient = self._picked_slots(chunk, head), chunk.grad_buffer
         rest = self._without_sets(chunk, slots)
         if rest is None:
-            chunk.place.zero_()
+            chunk.grad_buffer.zero_()
         else:
             options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
-            kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.place, **options)
-        sets.put_gradient(chunk.place, self.replay.logits[PICKED], slots, stats, grads, loss.head)
+            kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.grad_buffer, **options)
+        sets.scatter_gradient(chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.head)

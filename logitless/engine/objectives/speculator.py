@@ -50,7 +50,9 @@ class SpeculatorObjective(LogitsObjective):
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         row, fixed = logits_bytes(call)
-        dtype, device, D = call.logits_dtype, call.weight.device, call.width
+        dtype = call.logits_dtype
+        device = call.weight.device
+        D = call.width
         teacher = call.inputs["teacher_weight"]
         V = _verifier_width(call)
         teacher_bytes = V * dtype.itemsize
@@ -70,7 +72,7 @@ class SpeculatorObjective(LogitsObjective):
             teacher_bytes=teacher_bytes + VECTOR_BYTES,
         )
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         metrics = dict(zip(self.call.loss.metric_names, self._metrics().unbind(), strict=True))
         return {"values": self.values, **metrics}
 
@@ -85,16 +87,18 @@ class SpeculatorObjective(LogitsObjective):
 
     def _compare(self, chunk: Chunk) -> None:
         """Compare a chunk of logits with the verifier's, and write the gradient over them."""
-        call, loss, step = self.call, self.call.loss, chunk.step
+        call = self.call
+        loss = self.call.loss
+        step = chunk.step
         rows, inputs = slice(step.start, step.stop), call.inputs
         first, last = self.rows.teacher.between(step.start, step.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
         own = self.rows.teacher.ranks[rows] - first
         labels = None
         if loss.hard_loss_weight:
-            labels = verifier.label[own] if inputs["labels"] is None else inputs["labels"][chunk.at]
+            labels = verifier.label[own] if inputs["labels"] is None else inputs["labels"][chunk.row_index]
         covered = None if verifier.covered is None else verifier.covered[own]
-        weights = inputs["pair_weights"][chunk.at]
+        weights = inputs["pair_weights"][chunk.row_index]
         if loss.drop_outside and covered is not None:
             weights = torch.where(covered, weights, 0.0)
         factors = gradient = None
@@ -102,7 +106,7 @@ class SpeculatorObjective(LogitsObjective):
             factor = self.factors.loss["tokens"] if self.upstream is None else self.upstream[rows]
             factors, gradient = (
                 (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32)),
-                chunk.place,
+                chunk.grad_buffer,
             )
         found = self._divergence(chunk, verifier, labels, factors, gradient, own)
         self._gradient = gradient
@@ -247,7 +251,7 @@ def chain_metrics(
 def _verifier_width(call: HeadCall) -> int:
     """Columns of the verifier's logits that are multiplied."""
     drawn = call.inputs["draft_ids"] is not None and call.loss.teacher_softmax == "draft"
-    return call.width if drawn else call.vocabulary.widest(call.inputs["teacher_weight"].shape[0])
+    return call.width if drawn else call.vocabulary.max_shard_rows(call.inputs["teacher_weight"].shape[0])
 
 
 def _reads_all_ids(call: HeadCall) -> bool:

@@ -50,23 +50,23 @@ class SupportObjective(IdsObjective):
 
     statistics: ClassVar = (*IdsObjective.statistics, *TEACHER, *LABEL)
     differentiable: ClassVar = ("logps", "rest", "hard")
-    new_numbers: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
+    new_statistics: ClassVar = staticmethod(torch.zeros)  # without labels, some statistics are never written
 
     _teacher_buffer: Tensor | None = None
 
     @classmethod
-    def solving(
+    def for_loss(
         cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None
     ) -> "SupportObjective | GatheredObjective":
-        kind = GatheredObjective.solving if plan.columns else super().solving
+        kind = GatheredObjective.for_loss if plan.columns else super().for_loss
         return kind(call, rows, plan, factors)
 
     @classmethod
-    def writing(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    def for_backward(
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> "SupportObjective | GatheredObjective":
-        kind = GatheredObjective.writing if gathered_columns(call) else super().writing
-        return kind(call, rows, numbers, upstream)
+        kind = GatheredObjective.for_backward if gathered_columns(call) else super().for_backward
+        return kind(call, rows, statistics, upstream)
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -74,12 +74,12 @@ class SupportObjective(IdsObjective):
         return not loss.cancels and IdsObjective.linear_in_logps(loss)
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
-        return (*IdsObjective.number_names(loss), *TEACHER, *LABEL)
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
+        return (*IdsObjective.statistic_names(loss), *TEACHER, *LABEL)
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
-        shapes = super().number_shapes(loss, rows, inputs)
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+        shapes = super().statistic_shapes(loss, rows, inputs)
         return shapes | {"teacher_logps": shapes["logps"]}
 
     @staticmethod
@@ -95,7 +95,7 @@ class SupportObjective(IdsObjective):
         row = costs.row_bytes + loss.slots(call.inputs) * SLOT_BYTES
         teacher = call.inputs["teacher_weight"]
         if teacher is not None:
-            row += call.vocabulary.widest(teacher.shape[0]) * teacher_dtype(call).itemsize
+            row += call.vocabulary.max_shard_rows(teacher.shape[0]) * teacher_dtype(call).itemsize
         if "hard" in loss.differentiates and loss.temperature != 1.0:
             row += call.width * call.dtype.itemsize
         return costs._replace(row_bytes=row)
@@ -105,37 +105,42 @@ class SupportObjective(IdsObjective):
         if not chunk.step.read:
             return
         reader, inputs = self._reader(chunk), self.call.inputs
-        found, favourites = self._read_label(chunk, reader), {"student": best(chunk.logits, 1, reader)[:, 0]}
+        found, argmax_ids = self._read_label(chunk, reader), {"student": best(chunk.logits, 1, reader)[:, 0]}
         if inputs["ids"] is None:
-            teacher, taught = self._taught(chunk, reader)
-            ids, favourites["teacher"] = self._support(chunk.logits, reader, taught, teacher)
+            teacher, taught = self._teacher_logits(chunk, reader)
+            ids, argmax_ids["teacher"] = self._support(chunk.logits, reader, taught, teacher)
             stats = self._at(slice(chunk.step.start, chunk.step.stop))
-            teacher.numbers(taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]})
+            teacher.ids_statistics(
+                taught, ids, {"logps": stats["teacher_logps"], "rest": stats["teacher_rest"]}
+            )
         else:
             ids, found["teacher_logps"] = self._given(chunk)
             at = found["teacher_logps"].argmax(1, keepdim=True)
-            favourites["teacher"] = ids.gather(1, at)[:, 0]
-        found["agreement"] = favourites["student"] == favourites["teacher"]
+            argmax_ids["teacher"] = ids.gather(1, at)[:, 0]
+        found["agreement"] = argmax_ids["student"] == argmax_ids["teacher"]
         labels = inputs["labels"]
         if labels is not None:
-            found["token_accuracy"] = favourites["student"] == labels[chunk.at]
+            found["token_accuracy"] = argmax_ids["student"] == labels[chunk.row_index]
         self._keep(chunk, found)
         self._read(chunk, reader, ids)
 
     def _given(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """The teacher's ids (n, k), duplicates replaced by -1, and their log-probabilities."""
-        ids, given = self.call.inputs["ids"][chunk.at], self.call.inputs["teacher_logps"][chunk.at]
-        ids = slots.once(torch.where(given == -torch.inf, -1, ids))
+        ids, given = (
+            self.call.inputs["ids"][chunk.row_index],
+            self.call.inputs["teacher_logps"][chunk.row_index],
+        )
+        ids = slots.dedupe(torch.where(given == -torch.inf, -1, ids))
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
-    def _taught(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
+    def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
         """(reader of the teacher's head, the teacher's logits of a chunk in a buffer of their own)."""
         call, (rows, _) = self.call, chunk.logits.shape
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
         columns = weight.shape[0]
         if self._teacher_buffer is None or self._teacher_buffer.shape[0] < rows:
             self._teacher_buffer = chunk.logits.new_empty(rows, columns, dtype=teacher_dtype(call))
-        logits = project(hidden[chunk.at].to(weight.dtype), weight, self._teacher_buffer[:rows])
+        logits = project(hidden[chunk.row_index].to(weight.dtype), weight, self._teacher_buffer[:rows])
         vocabulary, V = (call.vocabulary, call.V) if call.vocabulary.sharded else (WHOLE_VOCABULARY, columns)
         teacher = reader._replace(
             head=call.loss.teacher_head,
@@ -157,11 +162,11 @@ class SupportObjective(IdsObjective):
                 z, own = z[:, :common], own._replace(bias=None if own.bias is None else own.bias[:common])
             wanted = loss.support in (name, "union")
             found[name] = best(z, loss.k if wanted else 1, own)
-        favourite = found["teacher"][:, 0]
+        argmax_id = found["teacher"][:, 0]
         if loss.support != "union":
-            return found[loss.support], favourite
+            return found[loss.support], argmax_id
         ids = torch.cat((found["teacher"], found["student"]), 1)
-        return slots.once(ids), favourite
+        return slots.dedupe(ids), argmax_id
 
     def _read_label(self, chunk: Chunk, reader: Reader) -> dict[str, Tensor]:
         """log p of the label at temperature 1, with the log-sum-exp at that temperature."""
@@ -171,7 +176,7 @@ class SupportObjective(IdsObjective):
         stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
         options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignored}
         kernels.token_statistics(chunk.logits, columns, stats, **options)
-        reader.vocabulary.combine(stats, columns)
+        reader.vocabulary.merge_stats(stats, columns)
         return {
             "hard": torch.where(known, stats.logps, 0.0),
             "hard_lse": stats.lse,
@@ -184,8 +189,8 @@ class SupportObjective(IdsObjective):
         The column is the ignored value for ignored tokens, and the chunk's width for a label on another rank
         or outside the vocabulary.
         """
-        labels, width = self.call.inputs["labels"][chunk.at].long(), chunk.logits.shape[1]
-        columns, here = self.call.vocabulary.find(labels, self.call.V)
+        labels, width = self.call.inputs["labels"][chunk.row_index].long(), chunk.logits.shape[1]
+        columns, here = self.call.vocabulary.locate(labels, self.call.V)
         ignored = chunk.targets == chunk.ignored
         known = (labels >= 0) & (labels < self.call.V) & ~ignored
         return torch.where(ignored, chunk.targets, torch.where(here, columns, width)), known
@@ -202,28 +207,28 @@ class SupportObjective(IdsObjective):
         reader, stats = self._reader(chunk), self._at(rows)
         (columns, known), warm = self._labels(chunk), self._warm(reader)
         g = torch.where(known, given[rows], 0.0)
-        ids, entries, factor = slots.entries(stats, self._upstream(rows), **reader.kept)
+        ids, entries, factor = slots.sparse_grad(stats, self._upstream(rows), **reader.kept)
         if warm == reader.head:
             both = TokenBuffers(logps=g, lse=factor)
             self._spread(chunk, reader._replace(targets=columns), stats, both)
         else:
             # The softmax at temperature 1, before `_spread` overwrites the logits.
-            own, other = self._of_label(stats), torch.empty_like(chunk.place)
+            own, other = self._of_label(stats), torch.empty_like(chunk.grad_buffer)
             options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignored}
             kernels.logits_gradient(
                 chunk.logits, columns, own, TokenBuffers(logps=g), gradient=other, **options
             )
             self._spread(chunk, reader, stats, TokenBuffers(lse=factor))
-            chunk.place.add_(other)
+            chunk.grad_buffer.add_(other)
         # The label's gradient at the support's ids, whose logits were taken out of the chunk.
-        labels = torch.where(known, self.call.inputs["labels"][chunk.at].long(), -2)
+        labels = torch.where(known, self.call.inputs["labels"][chunk.row_index].long(), -2)
         z = (stats["logps"] + stats["lse"][:, None]) * reader.head.temperature
         rounding = stats["lse_residual"] - stats["hard_lse_residual"]
         p = (z - stats["hard_lse"][:, None] + rounding[:, None]).exp()
         own = torch.where(ids == labels[:, None], -torch.expm1(stats["hard"])[:, None], -p)
         own = torch.where(ids >= 0, own * g[:, None] * warm.derivative_at(z), 0.0)
-        slots.put(chunk.place, reader.vocabulary.columns_of(ids), entries + own)
-        chunk.gradient = chunk.place
+        slots.scatter(chunk.grad_buffer, reader.vocabulary.to_local_ids(ids), entries + own)
+        chunk.gradient = chunk.grad_buffer
 
     def _of_label(self, stats: Mapping[str, Tensor]) -> TokenBuffers:
         return TokenBuffers(stats["hard"], stats["hard_lse"], stats["hard_lse_residual"])

@@ -42,12 +42,12 @@ class TokenObjective:
     stats: TokenBuffers  # (rows,) each, filled by `fill`, or given
     grads: TokenBuffers  # (rows,) each, d loss / d statistic; filled by `evaluate`, or given
     factors: UnitFactors | None = None
-    # Whether d logp / d hidden is kept and scaled afterwards (strategy row_scaled).
-    vectors: bool = False
+    # Whether d logp / d hidden is kept and scaled afterwards (strategy cached_grad).
+    keeps_dlogp_dhidden: bool = False
     # Whether a chunk's gradient is a multiple of d logp / d logits, which one kernel writes while it reads.
     is_multiple: bool = False
     # Whether one kernel projects a chunk and reads it, without storing its logits.
-    in_product: bool = False
+    fused_epilogue: bool = False
     ref_weight: Tensor | None = None  # (V, H') head of the reference model, in the dtype of the products
     ref_logps: Tensor | None = None  # (rows,) log-probs under the reference model, filled by `fill`
     predictions: Tensor | None = None  # (rows,) int64 ids of the largest logits, filled by `fill`
@@ -55,17 +55,28 @@ class TokenObjective:
     reports: list[Report] = field(default_factory=list)
 
     @classmethod
-    def solving(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        loss, device, dtype = call.loss, call.weight.device, call.stat_dtype
+    def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
+        loss = call.loss
+        device = call.weight.device
+        dtype = call.stat_dtype
         stats = kernels.allocate_stats((*loss.differentiates, *loss.observes), rows.count, dtype, device)
-        vectors = plan.strategy == "row_scaled"
-        of_logps = vectors or tuple(loss.differentiates) == ("logps",)
+        keeps_dlogp_dhidden = plan.strategy == "cached_grad"
+        of_logps = keeps_dlogp_dhidden or tuple(loss.differentiates) == ("logps",)
         is_multiple = of_logps and kernels.single_pass(call.dtype)
-        purpose = Pass.NUMBERS if factors is None else Pass.SOLVE
-        in_product = call.unrounded and reads_in_product(call, purpose)
+        purpose = Pass.STATISTICS if factors is None else Pass.SOLVE
+        fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, purpose)
         # Allocated here, as `evaluate` may run on a side stream.
         grads = {name: torch.empty(rows.count, dtype=dtype, device=device) for name in loss.differentiates}
-        self = cls(call, rows, stats, TokenBuffers(**grads), factors, vectors, is_multiple, in_product)
+        self = cls(
+            call,
+            rows,
+            stats,
+            TokenBuffers(**grads),
+            factors,
+            keeps_dlogp_dhidden,
+            is_multiple,
+            fused_epilogue,
+        )
         if loss.return_predictions:
             self.predictions = torch.empty(rows.count, dtype=torch.int64, device=device)
         if call.inputs.get("ref_hidden") is not None:
@@ -74,19 +85,19 @@ class TokenObjective:
         return self
 
     @classmethod
-    def reading(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
-        return cls.solving(call, rows, plan, None)
+    def for_stats(cls, call: HeadCall, rows: Rows, plan: Plan) -> Self:
+        return cls.for_loss(call, rows, plan, None)
 
     @classmethod
-    def writing(
-        cls, call: HeadCall, rows: Rows, numbers: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
+    def for_backward(
+        cls, call: HeadCall, rows: Rows, statistics: Mapping[str, Tensor], upstream: Mapping[str, Tensor]
     ) -> Self:
-        in_product = call.unrounded and reads_in_product(call, Pass.GRADIENTS)
-        known = {name: x for name, x in numbers.items() if name != "predictions"}
-        return cls(call, rows, TokenBuffers(**known), TokenBuffers(**upstream), in_product=in_product)
+        fused_epilogue = call.fp32_logits and can_fuse_epilogue(call, Pass.GRADIENTS)
+        known = {name: x for name, x in statistics.items() if name != "predictions"}
+        return cls(call, rows, TokenBuffers(**known), TokenBuffers(**upstream), fused_epilogue=fused_epilogue)
 
     @staticmethod
-    def takes_unrounded(loss: LossSpec, dtype: torch.dtype) -> bool:
+    def takes_fp32_logits(loss: LossSpec, dtype: torch.dtype) -> bool:
         """Whether `logits_dtype` asks for it. If that is None: for unreduced losses, whose log-probabilities
         are compared with those of other calls, and for losses without the gradient of lse, for which one
         kernel does everything or an fp32 chunk is taken."""
@@ -95,7 +106,7 @@ class TokenObjective:
         return loss.reduction == "none" or "lse" not in loss.differentiates
 
     @staticmethod
-    def number_names(loss: LossSpec) -> tuple[str, ...]:
+    def statistic_names(loss: LossSpec) -> tuple[str, ...]:
         names = kernels.stat_names((*loss.differentiates, *loss.observes))
         return (*names, "predictions") if loss.return_predictions else names
 
@@ -104,9 +115,9 @@ class TokenObjective:
         return (*loss.differentiates, "lse")  # lse is differentiable at no extra cost
 
     @classmethod
-    def number_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
+    def statistic_shapes(cls, loss: LossSpec, rows: int, inputs: Mapping) -> dict[str, tuple]:
         kinds = {"predictions": torch.int64}
-        return {name: ((rows,), kinds.get(name)) for name in cls.number_names(loss)}
+        return {name: ((rows,), kinds.get(name)) for name in cls.statistic_names(loss)}
 
     @staticmethod
     def linear_in_logps(loss: LossSpec) -> bool:
@@ -115,13 +126,15 @@ class TokenObjective:
     @staticmethod
     def costs(call: HeadCall, budget: int, purpose: Pass) -> Costs:
         linear = set(call.loss.differentiates) <= {"logps", "lse"}
-        if call.unrounded and reads_in_product(call, purpose):
-            keeps_vectors = linear and not (call.needs.weight or call.needs.bias)
-            stored = call.trainable and (purpose is not Pass.NUMBERS or keeps_vectors)
+        if call.fp32_logits and can_fuse_epilogue(call, purpose):
+            keeps_dlogp_dhidden = linear and not (call.needs.weight or call.needs.bias)
+            stored = call.trainable and (purpose is not Pass.STATISTICS or keeps_dlogp_dhidden)
             return Costs(
                 fused.row_bytes(call.weight.device, call.width, stored=stored), 0, linear, rereads=False
             )
-        device, dtype, width = call.weight.device, call.logits_dtype, call.width
+        device = call.weight.device
+        dtype = call.logits_dtype
+        width = call.width
         fixed = kernels.twin_bytes(device, dtype, width, budget)
         fixed += piece_bytes(device, call.dtype, dtype, width, call.hidden.shape[1])
         row = width * dtype.itemsize
@@ -130,19 +143,19 @@ class TokenObjective:
             fixed = max(fixed, selection.fixed_bytes(device, dtype, width, 1, budget))
         return Costs(row, fixed, linear, rereads=False)
 
-    def numbers(self) -> dict[str, Tensor]:
+    def named_statistics(self) -> dict[str, Tensor]:
         predicted = {} if self.predictions is None else {"predictions": self.predictions}
         return dict(self.stats.items()) | predicted
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         if not chunk.step.read:
-            if not self.in_product:
+            if not self.fused_epilogue:
                 head.project(chunk)
             return
         loss, vocabulary = self.call.loss, self.call.vocabulary
         if self.ref_logps is not None:
             self._read_reference(chunk)
-        if not self.in_product:
+        if not self.fused_epilogue:
             head.project(chunk)
         stats = self.stats[chunk.step.start : chunk.step.stop]
         if self.predictions is not None:
@@ -150,24 +163,26 @@ class TokenObjective:
             ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
             self.predictions[chunk.step.start : chunk.step.stop] = ids[:, 0]
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
-        if self.in_product:
+        if self.fused_epilogue:
             options["sums"] = self._head_sums(head)
         if chunk.step.write and self.is_multiple:
-            chunk.gradient = options["gradient"] = chunk.place
-            if self.in_product:
+            chunk.gradient = options["gradient"] = chunk.grad_buffer
+            if self.fused_epilogue:
                 factor = fused.read(chunk.features, head.weight, chunk.targets, stats, **options)
             else:
                 factor = kernels.logprob_gradient(chunk.logits, chunk.targets, stats, **options)
-            chunk.factor = vocabulary.combine_gradient(chunk.place, chunk.targets, stats, factor, loss.head)
-            if self.vectors and target_apart(loss):
+            chunk.factor = vocabulary.merge_gradient(
+                chunk.grad_buffer, chunk.targets, stats, factor, loss.head
+            )
+            if self.keeps_dlogp_dhidden and target_apart(loss):
                 _clear_target(chunk)
             return
-        if self.in_product:
+        if self.fused_epilogue:
             fused.read(chunk.features, head.weight, chunk.targets, stats, gradient=None, **options)
         else:
             weights = self._sum_weights()
             kernels.token_statistics(chunk.logits, chunk.targets, stats, class_weights=weights, **options)
-        vocabulary.combine(stats, chunk.targets)
+        vocabulary.merge_stats(stats, chunk.targets)
 
     def _head_sums(self, head: Projection) -> Tensor | None:
         """`fused_projection.head_sums`, computed with the first chunk if the loss observes `sum_logits`."""
@@ -178,15 +193,15 @@ class TokenObjective:
     def _read_reference(self, chunk: Chunk) -> None:
         """Compute the reference model's log-probabilities of the chunk's rows, in the chunk's buffer."""
         call, inputs = self.call, self.call.inputs
-        hidden = inputs["ref_hidden"][chunk.at].to(call.dtype)
+        hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
         options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignored}
-        if self.in_product:
+        if self.fused_epilogue:
             fused.read(hidden, self.ref_weight, chunk.targets, stats, gradient=None, **options)
         else:
             logits = project(hidden, self.ref_weight, chunk.logits)
             kernels.token_statistics(logits, chunk.targets, stats, **options)
-        call.vocabulary.combine(stats, chunk.targets)
+        call.vocabulary.merge_stats(stats, chunk.targets)
         self.ref_logps[chunk.step.start : chunk.step.stop] = stats.logps
 
     def _sum_weights(self) -> Tensor | None:
@@ -218,39 +233,43 @@ class TokenObjective:
     def write(self, chunk: Chunk, head: Projection) -> None:
         step, loss = chunk.step, self.call.loss
         stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
-        if self.vectors:
+        if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
         options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
-        options |= {"gradient": chunk.place, "class_weights": self._sum_weights()}
-        if self.in_product:
+        options |= {"gradient": chunk.grad_buffer, "class_weights": self._sum_weights()}
+        if self.fused_epilogue:
             fused.write(chunk.features, head.weight, chunk.targets, stats, grads, **options)
         else:
             kernels.logits_gradient(chunk.logits, chunk.targets, stats, grads, **options)
-        chunk.gradient = chunk.place
-        if self.vectors and target_apart(loss):
+        chunk.gradient = chunk.grad_buffer
+        if self.keeps_dlogp_dhidden and target_apart(loss):
             _clear_target(chunk)
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         if chunk.factor is None:
             return ()
-        if self.vectors:
+        if self.keeps_dlogp_dhidden:
             return (chunk.factor,)
         return chunk.factor, self.grads.logps[chunk.step.start : chunk.step.stop]
 
-    def vector_factor(self) -> Tensor | None:
+    def cached_grad_factor(self) -> Tensor | None:
         if self.grads.lse is not None or target_apart(self.call.loss):
             return None
         return torch.zeros_like(self.stats.lse) if self.grads.logps is None else self.grads.logps
 
-    def scaled(self, vectors: Tensor, at: slice | Tensor, rows: slice, head: Projection) -> Tensor:
-        """d loss / d hidden of some rows, from `vectors`.
+    def scale_cached_grad(
+        self, dlogp_dhidden: Tensor, at: slice | Tensor, rows: slice, head: Projection
+    ) -> Tensor:
+        """d loss / d hidden of some rows, from `dlogp_dhidden`.
 
-        `vectors` holds d logp / d hidden = W[target] - E_p[W], for a loss of logps. For a loss that also
-        differentiates lse, it holds the same sum without the target's term, -sum_{v != target} p_v W[v]
+        `dlogp_dhidden` holds d logp / d hidden = W[target] - E_p[W], for a loss of logps. For a loss that
+        also differentiates lse, it holds the same sum without the target's term, -sum_{v != target} p_v W[v]
         (`target_apart`), and the target's terms of d logp and of d lse are added here. Otherwise
         d lse / d hidden = W[target] - d logp / d hidden would lose digits by cancellation where it is small.
         """
-        call, stats, grads = self.call, self.stats[rows], self.grads[rows]
+        call = self.call
+        stats = self.stats[rows]
+        grads = self.grads[rows]
         g_logp = torch.zeros_like(stats.lse) if grads.logps is None else grads.logps
         g_lse = torch.zeros_like(stats.lse) if grads.lse is None else grads.lse
         own = g_lse
@@ -261,11 +280,11 @@ class TokenObjective:
         own = torch.where(supervised, own * call.loss.head.derivative_at(stats.logps + stats.lse), 0.0)
         head_rows = call.vocabulary.rows_of(head.weight, torch.where(supervised, targets, 0))
         # In the dtype of the statistics, the wider one, by type promotion: no copies of vectors and rows.
-        return (vectors * (g_logp - g_lse)[:, None]).addcmul_(own[:, None], head_rows)
+        return (dlogp_dhidden * (g_logp - g_lse)[:, None]).addcmul_(own[:, None], head_rows)
 
 
-def reads_in_product(call: HeadCall, purpose: Pass) -> bool:
-    """Whether a pass over unrounded logits projects and reads them in one kernel.
+def can_fuse_epilogue(call: HeadCall, purpose: Pass) -> bool:
+    """Whether a pass over fp32 logits projects and reads them in one kernel.
 
     The kernel cannot do it if the loss is evaluated between reading and writing a chunk, for a weighted sum
     of logits, or for predictions; then the pass stores logits in fp32.
@@ -278,7 +297,7 @@ def reads_in_product(call: HeadCall, purpose: Pass) -> bool:
 
 
 def target_apart(loss: LossSpec) -> bool:
-    """Whether row_scaled keeps d logp / d hidden without the target's row of the head; see `scaled`."""
+    """Whether d logp / d hidden is kept without the target's row of the head; see `scale_cached_grad`."""
     return "lse" in loss.differentiates
 
 

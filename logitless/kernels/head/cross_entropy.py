@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from logitless.kernels import uses_triton
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 
 @dataclass
@@ -95,7 +95,7 @@ def token_statistics(
     targets: Tensor,  # (C,) int64; beyond V for a token that these logits do not have (a shard's)
     out: TokenBuffers,  # (C,) each, written
     *,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     class_weights: Tensor | None = None,  # (V,) of sum_logits; None means ones
     ignore_index: int = -100,
@@ -104,7 +104,7 @@ def token_statistics(
     """Write the statistics to `out`; 0 in ignored rows.
 
     A target beyond V belongs to another shard of the vocabulary. Its row gets -inf as logps, and the row's
-    largest logit in the place of is_top1; `shards.combine` merges these.
+    largest logit in the place of is_top1; `shards.merge_stats` merges these.
     """
     if uses_triton(logits.device, logits.dtype):
         from logitless.kernels.head import cross_entropy_triton
@@ -130,7 +130,7 @@ def logprob_gradient(
     out: TokenBuffers,
     *,
     gradient: Tensor,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
@@ -163,7 +163,7 @@ def logits_gradient(
     grads: TokenBuffers,  # d loss / d statistic, each (C,); None for a statistic without gradient
     *,
     gradient: Tensor,  # (C, V), written
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,
@@ -213,7 +213,7 @@ def twin_rows(logits: Tensor) -> int:
     return max(1, min(TWIN_BYTES // row, max(logits.shape[0] // 36, SMALL_CHUNK // row)))
 
 
-def _row_blocks(logits: Tensor, head: Head, bias: Tensor | None):
+def _row_blocks(logits: Tensor, head: LogitTransform, bias: Tensor | None):
     step = twin_rows(logits)
     for start in range(0, logits.shape[0], step):
         rows = slice(start, start + step)

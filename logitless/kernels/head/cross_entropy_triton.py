@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.exponentials_triton import exp
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Exponentials reach exp(DRIFT) above the shift: squares of them, summed over any vocabulary, stay inside
@@ -39,7 +39,7 @@ TILE = 64
 def head_logits(
     x, bias_ptr, cols, mask, gain, squash, cap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 ):
-    """Logits and d logits / d x: the Triton form of `Head.logits`. `gain` = scale/T, `squash` =
+    """Logits and d logits / d x: the Triton form of `LogitTransform.logits`. `gain` = scale/T, `squash` =
     scale/softcap, `cap` = softcap/T.
 
     Results beyond the mask are arbitrary, as -inf would not survive: tanh(-inf) is finite, and a negative
@@ -96,7 +96,7 @@ def complement(logp):
 
 
 @triton.jit
-def numbers_of_row(others, others_z, drop_y, shift):
+def statistics_of_row(others, others_z, drop_y, shift):
     """(total, log total, log p(target), lse, lse_residual, entropy) of a row.
 
     `others` and `others_z` are the sums of e = exp(z - shift) and of e (z - shift) without the target,
@@ -119,7 +119,7 @@ def numbers_of_row(others, others_z, drop_y, shift):
     return total, log_total, logp, lse, residual, entropy
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def row_kernel(
     logits_ptr,
@@ -267,7 +267,7 @@ def row_kernel(
 
     others = tl.sum(rest, 0)
     sum_z = tl.sum(rest_z, 0) if EXTRA else 0.0
-    total, log_total, logp, lse, residual, entropy = numbers_of_row(others, sum_z, z_y - shift, shift)
+    total, log_total, logp, lse, residual, entropy = statistics_of_row(others, sum_z, z_y - shift, shift)
     e_y = tl.exp(z_y - shift)
     tl.store(logps_ptr + row, logp)
     tl.store(lse_ptr + row, lse)
@@ -285,7 +285,7 @@ def row_kernel(
         tl.store(grad_ptr + y, (-others * slope_y).to(grad_ptr.dtype.element_ty), mask=known)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def logits_gradient_kernel(
     logits_ptr,

@@ -41,11 +41,11 @@ from logitless.kernels.head.cross_entropy import (
     twin_bytes,
     twin_rows,
 )
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 # Log-probability of an id that is ruled out (-inf): exp() of it is 0 in every dtype, and unlike -inf it makes
 # no NaN. It is below every finite log-probability, which stays as it is.
-NOTHING = -1e30
+MIN_LOGPROB = -1e30
 # Functions of the acceptance rate.
 OF_ACCEPTANCE = ("total_variation", "neg_log_acceptance", "lk_hybrid")
 FUSED = ("jsd", "forward_kl", "reverse_kl", *OF_ACCEPTANCE)
@@ -62,7 +62,7 @@ def kl_terms(p: Tensor, q: Tensor, r: Tensor) -> Tensor:
 
 def kl(logp: Tensor, logq: Tensor) -> Tensor:
     """KL(p||q) of rows of log-probabilities."""
-    logp, logq = logp.clamp(min=NOTHING), logq.clamp(min=NOTHING)
+    logp, logq = logp.clamp(min=MIN_LOGPROB), logq.clamp(min=MIN_LOGPROB)
     return kl_terms(logp.exp(), logq.exp(), logq - logp).sum(-1)
 
 
@@ -84,7 +84,7 @@ def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     reverse KL."""
     if beta in (0.0, 1.0):
         return kl(student, teacher) if beta else kl(teacher, student)
-    student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
+    student, teacher = student.clamp(min=MIN_LOGPROB), teacher.clamp(min=MIN_LOGPROB)
     to_student, to_teacher = mixture(student, teacher, beta)
     s, t = student.exp(), teacher.exp()
     m = torch.lerp(s, t, beta)
@@ -95,7 +95,7 @@ def skewed_kl(student: Tensor, teacher: Tensor, alpha: float) -> Tensor:
     """KL(t||alpha t + (1 - alpha) s); at 0 the forward KL, at 1 nothing."""
     if alpha == 0.0:
         return kl(teacher, student)
-    student, teacher = student.clamp(min=NOTHING), teacher.clamp(min=NOTHING)
+    student, teacher = student.clamp(min=MIN_LOGPROB), teacher.clamp(min=MIN_LOGPROB)
     if alpha == 1.0:
         return (0.0 * student).sum(-1)
     _, to_teacher = mixture(student, teacher, alpha)
@@ -129,8 +129,8 @@ def fused_divergence(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head: Head,
-    teacher_head: Head,
+    head: LogitTransform,
+    teacher_head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     teacher_bias: Tensor | None = None,  # (V',)
     overlap: bool = False,
@@ -181,8 +181,8 @@ def _divergence_twin(
     factors: Tensor | None,
     *,
     gradient: Tensor | None,
-    head: Head,
-    teacher_head: Head,
+    head: LogitTransform,
+    teacher_head: LogitTransform,
     bias: Tensor | None,
     teacher_bias: Tensor | None,
     overlap: bool,
@@ -217,7 +217,7 @@ def _divergence_twin(
         out["soft"][rows] = soft
         if overlap:
             out["acceptance"][rows] = acceptance
-        out["entropy"][rows] = -(log_s.clamp(min=NOTHING).mul_(log_s.exp())).sum(1)
+        out["entropy"][rows] = -(log_s.clamp(min=MIN_LOGPROB).mul_(log_s.exp())).sum(1)
         del log_s
         if labels is not None:
             label = labels[rows]
@@ -281,7 +281,7 @@ def _compared(
     """(divergence (n,), its gradient with respect to the student's logits, acceptance rate (n,) or None)."""
     if divergence == "jsd" and beta in (0.0, 1.0):
         divergence = "reverse_kl" if beta else "forward_kl"
-    log_s, log_t = log_s.clamp(min=NOTHING), log_t.clamp(min=NOTHING)
+    log_s, log_t = log_s.clamp(min=MIN_LOGPROB), log_t.clamp(min=MIN_LOGPROB)
     s, t = log_s.exp(), log_t.exp()
     shared = excess = None
     if overlap:
@@ -320,7 +320,7 @@ class Ranks(Protocol):
 
     width: int
 
-    def combine(self, stats: TokenBuffers, columns: Tensor) -> object: ...
+    def merge_stats(self, stats: TokenBuffers, columns: Tensor) -> object: ...
 
     def all_reduce(self, x: Tensor) -> Tensor: ...
 
@@ -342,8 +342,8 @@ def sharded_divergence(
     divergence: str,
     beta: float,
     hard_weight: float,
-    head: Head,
-    teacher_head: Head,
+    head: LogitTransform,
+    teacher_head: LogitTransform,
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     overlap: bool = False,
@@ -358,34 +358,34 @@ def sharded_divergence(
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
 
-    def numbers(
-        logits: Tensor, ids: Tensor, names: tuple[str, ...], head: Head, bias: Tensor | None
+    def statistics(
+        logits: Tensor, ids: Tensor, names: tuple[str, ...], head: LogitTransform, bias: Tensor | None
     ) -> TokenBuffers:
         found = allocate_stats(names, len(ids), torch.float32, logits.device)
         token_statistics(logits, ids, found, head=head, bias=bias, ignore_index=-1)
-        ranks.combine(found, ids)
+        ranks.merge_stats(found, ids)
         return found
 
-    cold = numbers(student, targets, ("entropy",), head, bias)
+    cold = statistics(student, targets, ("entropy",), head, bias)
     # Of the teacher, one column per row of its own.
     elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
-    taught = numbers(
+    taught = statistics(
         teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias
     )
     taught = taught if teacher_rows is None else taught[teacher_rows]
     plain = (
         cold
         if head.temperature == 1.0
-        else numbers(student, targets, (), head._replace(temperature=1.0), bias)
+        else statistics(student, targets, (), head._replace(temperature=1.0), bias)
     )
     known = torch.stack([x for found in (cold, taught, plain) for x in (found.lse, found.lse_residual)])
 
-    def arg_max(logits: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+    def arg_max(logits: Tensor, head: LogitTransform, bias: Tensor | None) -> Tensor:
         found = [head.logits(x, bias)[0].max(-1) for x in logits.split(ARG_MAX_ROWS)]
         return ranks.best_id(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
-    best, favourite = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
-    favourite = favourite if teacher_rows is None else favourite[teacher_rows]
+    best, argmax_id = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
+    argmax_id = argmax_id if teacher_rows is None else argmax_id[teacher_rows]
     options = {
         "divergence": divergence,
         "beta": beta,
@@ -408,5 +408,5 @@ def sharded_divergence(
             student, teacher, labels, factors, known, sums, gradient=gradient, **options
         )
     hard = torch.where(labels < 0, 0.0, -plain.logps)
-    top1, agreement = torch.where(labels < 0, 0.0, cold.is_top1), (best == favourite).float()
+    top1, agreement = torch.where(labels < 0, 0.0, cold.is_top1), (best == argmax_id).float()
     return DivergenceStats(soft, hard, cold.entropy, top1, agreement, acceptance)

@@ -12,7 +12,7 @@ from logitless.kernels.head.divergence_triton import (
     BLOCK,
     FORWARD,
     LOG2E,
-    NOTHING,
+    MIN_LOGPROB,
     TV,
     WARPS,
     biases,
@@ -21,11 +21,11 @@ from logitless.kernels.head.divergence_triton import (
     scored,
     unit_of,
 )
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def shard_kernel(
     student_ptr,
@@ -105,9 +105,9 @@ def shard_kernel(
         )
         # Normalizers that others have found: their last digits would go with a multiplication of each part.
         log_s, log_t = ((z * cold - lse_s) - rest_s) * LOG2E, ((t * cold - lse_t) - rest_t) * LOG2E
-        log_s = tl.maximum(log_s, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        log_t = tl.maximum(log_t, NOTHING, propagate_nan=tl.PropagateNan.ALL)
-        log_s, log_t = tl.where(mask, log_s, NOTHING), tl.where(mask, log_t, NOTHING)
+        log_s = tl.maximum(log_s, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
+        log_t = tl.maximum(log_t, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
+        log_s, log_t = tl.where(mask, log_s, MIN_LOGPROB), tl.where(mask, log_t, MIN_LOGPROB)
         s, p_t, terms, score, means = scored(log_s, log_t, beta, MODE)
         if WRITE:
             if MODE >= TV:

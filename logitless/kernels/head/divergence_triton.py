@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
 BLOCK, WARPS = 1024, 4
@@ -39,7 +39,7 @@ MODES = {
 # The least acceptance whose negative logarithm has a gradient.
 LEAST = tl.constexpr(1e-5)
 # Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
-NOTHING, DRIFT = tl.constexpr(-1e30), tl.constexpr(80.0)
+MIN_LOGPROB, DRIFT = tl.constexpr(-1e30), tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -90,7 +90,7 @@ def first_best(best, best_start, lane):
 
 @triton.jit
 def log2_probability(z, rate, shift, log_sum):
-    return tl.maximum(tl.fma(z, rate, -shift) - log_sum, NOTHING, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(tl.fma(z, rate, -shift) - log_sum, MIN_LOGPROB, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def of_acceptance(shared, excess, kl, eta, MODE: tl.constexpr):
     return alpha, loss, a, b
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def divergence_kernel(
     student_ptr,
@@ -238,7 +238,7 @@ def divergence_kernel(
     top_s, top_t = tl.max(z, 0), tl.max(t, 0)
     top_1 = top_s
     shift_s, shift_t, shift_1 = rate_s * top_s, rate_t * top_t, rate_1 * top_s
-    favourite, taught, favourite_1 = 0, 0, 0
+    argmax_id, teacher_argmax_id, argmax_id_1 = 0, 0, 0
     zeros = tl.zeros([BLOCK], tl.float32)
     sum_s, sum_t, sum_1 = zeros, zeros, zeros
     again = 1
@@ -261,23 +261,23 @@ def divergence_kernel(
                 z = tl.where(shared, z, -float("inf"))
             sum_s, best_s, start_s = added(z, rate_s, start, shift_s, sum_s, best_s, start_s)
             sum_t, best_t, start_t = added(t, rate_t, start, shift_t, sum_t, best_t, start_t)
-        top_s, favourite = first_best(best_s, start_s, lane)
-        top_t, taught = first_best(best_t, start_t, lane)
+        top_s, argmax_id = first_best(best_s, start_s, lane)
+        top_t, teacher_argmax_id = first_best(best_t, start_t, lane)
         rises = (rate_s * top_s > shift_s + DRIFT) | (rate_t * top_t > shift_t + DRIFT)
         if SPLIT:
-            top_1, favourite_1 = first_best(best_1, start_1, lane)
+            top_1, argmax_id_1 = first_best(best_1, start_1, lane)
             rises |= rate_1 * top_1 > shift_1 + DRIFT
         shift_s = tl.where(rises, rate_s * top_s, shift_s)
         shift_t = tl.where(rises, rate_t * top_t, shift_t)
         shift_1 = tl.where(rises, rate_1 * top_1, shift_1)
         again = rises.to(tl.int32)
     log_sum_s, log_sum_t = tl.log2(tl.sum(sum_s, 0)), tl.log2(tl.sum(sum_t, 0))
-    tl.store(agreement_ptr + row, (favourite == taught).to(tl.float32))
+    tl.store(agreement_ptr + row, (argmax_id == teacher_argmax_id).to(tl.float32))
     if SPLIT:
         log_sum_1 = tl.log2(tl.sum(sum_1, 0))
     else:
-        favourite_1, shift_1, log_sum_1 = favourite, shift_s, log_sum_s
-    tl.store(is_top1_ptr + row, (favourite_1 == y).to(tl.float32))
+        argmax_id_1, shift_1, log_sum_1 = argmax_id, shift_s, log_sum_s
+    tl.store(is_top1_ptr + row, (argmax_id_1 == y).to(tl.float32))
     z_y, slope_y = values(student_ptr, y, known, bias_ptr, scale, softcap, PLAIN)
     tl.store(hard_ptr + row, tl.where(known, (log_sum_1 - tl.fma(z_y, rate_1, -shift_1)) * LN2, 0.0))
 
@@ -334,7 +334,7 @@ def divergence_kernel(
             )
             log_s = log2_probability(z, rate_s, shift_s, log_sum_s)
             if SPLIT:
-                log_s = tl.where(shared, log_s, NOTHING)
+                log_s = tl.where(shared, log_s, MIN_LOGPROB)
             log_t = log2_probability(t, rate_t, shift_t, log_sum_t)
             s, t, terms, score, means = scored(log_s, log_t, beta, MODE)
             if MODE == FORWARD:

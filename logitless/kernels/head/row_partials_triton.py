@@ -3,15 +3,15 @@
     shift_kernel    before: the shift of each row, relative to which its exponentials are taken
     finish_kernel   after: the statistics of each row from the partial sums of its tiles
 
-Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^(log2(e) z - shift). `own` is
-the target's scaled logit minus the shift.
+Everything is to the base 2: a scaled logit is log2(e) z, and its exponential 2^(log2(e) z - shift).
+`target_logit` is the target's scaled logit minus the shift.
 """
 
 import triton
 import triton.language as tl
 
-from logitless.kernels.head.cross_entropy_triton import head_logits, numbers_of_row
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.head.cross_entropy_triton import head_logits, statistics_of_row
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -45,7 +45,7 @@ def above_shift(
     return d, slope
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def shift_kernel(
     x_ptr,
@@ -53,7 +53,7 @@ def shift_kernel(
     bias_ptr,
     targets_ptr,
     shift_ptr,
-    own_ptr,
+    target_logit_ptr,
     sums_ptr,
     sum_logits_ptr,
     x_stride,
@@ -69,41 +69,41 @@ def shift_kernel(
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store each row's shift, and `own` = log2(e) z_target - shift.
+    """Store each row's shift, and `target_logit` = log2(e) z_target - shift.
 
     The shift is log2(e) z_target rounded to an integer. It is 0 if that is 3,000 or more in magnitude, and if
-    the row has no target in these columns (a sharded vocabulary), where `own` is -inf. The shift of an
-    ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum of the row's
+    the row has no target in these columns (a sharded vocabulary), where `target_logit` is -inf. The shift of
+    an ignored row is +inf, so that all of its exponentials are 0. With SUMS, also store the sum of the row's
     logits, computed from the sum of the head's rows (`fused_projection.head_sums`)."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(targets_ptr + row)
     supervised = y != ignore_index
     known = (y >= 0) & (y < V) & supervised
     wanted = supervised if SUMS else known
-    total, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    total, logit_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, H, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * x_stride + at, mask=(at < H) & wanted, other=0.0).to(tl.float32)
         total += x * tl.load(w_ptr + y * w_stride + at, mask=(at < H) & known, other=0.0).to(tl.float32)
         if SUMS:
-            plain += x * tl.load(sums_ptr + at, mask=at < H, other=0.0)
+            logit_sum += x * tl.load(sums_ptr + at, mask=at < H, other=0.0)
     if SUMS:
-        sum_z = gain * (tl.sum(plain, 0) + tl.load(sums_ptr + H))
+        sum_z = gain * (tl.sum(logit_sum, 0) + tl.load(sums_ptr + H))
         tl.store(sum_logits_ptr + row, tl.where(supervised, sum_z, 0.0))
     x = tl.sum(total, 0)
     z, _ = above_shift(x, 0.0, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     # For integers of this size, shift * LN2_HIGH is exact.
     shift = tl.where(known & (tl.abs(z) < 3000.0), tl.floor(z + 0.5), 0.0)
-    own, _ = above_shift(x, shift, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
+    target_logit, _ = above_shift(x, shift, bias_ptr, y, known, gain, squash, cap, HAS_BIAS, HAS_SOFTCAP)
     tl.store(shift_ptr + row, tl.where(supervised, shift, float("inf")))
-    tl.store(own_ptr + row, tl.where(known, own, -float("inf")))
+    tl.store(target_logit_ptr + row, tl.where(known, target_logit, -float("inf")))
 
 
 @triton.jit
-def chosen_again(y, total, top, own, shift, tie, ignore_index):
+def chosen_again(y, total, top, target_logit, shift, tie, ignore_index):
     """Per row: the flag DRIFTED, TIE or 0 (no recomputation), and how much a DRIFTED row's shift rises."""
-    highest = tl.maximum(top, own)
-    sum_e = total + tl.exp2(own)
+    highest = tl.maximum(top, target_logit)
+    sum_e = total + tl.exp2(target_logit)
     # Below 2^-DRIFT: a row without a target in these columns has shift 0, and all of its logits may be far
     # below 0.
     drifted = (y != ignore_index) & ((sum_e > tl.exp2(DRIFT)) | (sum_e < tl.exp2(-DRIFT)))
@@ -114,13 +114,13 @@ def chosen_again(y, total, top, own, shift, tie, ignore_index):
     return tl.where(drifted, DRIFTED, tl.where(tied, TIE, 0)), rise
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def finish_kernel(
     grad_ptr,
     targets_ptr,
     shift_ptr,
-    own_ptr,
+    target_logit_ptr,
     again_ptr,
     partials_ptr,
     logps_ptr,
@@ -166,10 +166,10 @@ def finish_kernel(
     here = rows < C
     y = tl.load(targets_ptr + rows, mask=here, other=ignore_index)
     known = here & (y >= 0) & (y < V) & (y != ignore_index)
-    own = tl.load(own_ptr + rows, mask=here, other=-float("inf"))
+    target_logit = tl.load(target_logit_ptr + rows, mask=here, other=-float("inf"))
     shift = tl.load(shift_ptr + rows, mask=here, other=0.0)
     rest = tl.zeros([TILES, ROWS], tl.float32)
-    rest_d, rest_sq, plain = rest, rest, rest
+    rest_d, rest_sq, logit_sum = rest, rest, rest
     top = tl.full([TILES, ROWS], -float("inf"), tl.float32)
     tie = tl.zeros([TILES, ROWS], tl.int32)
     beaten = rows < 0
@@ -185,23 +185,25 @@ def finish_kernel(
             top = tl.maximum(top, tops)
         if EXTRA:
             earlier = ((tile + 1) * BN)[:, None] <= y[None, :]
-            above = (tops > own[None, :]) | (earlier & (tops == own[None, :]))
+            above = (tops > target_logit[None, :]) | (earlier & (tops == target_logit[None, :]))
             beaten = beaten | (tl.max((above & mask).to(tl.int32), 0) > 0)
             if not AGAIN:
-                tie |= (mask & (tops == own[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(tl.int32)
+                tie |= (mask & (tops == target_logit[None, :]) & (tile[:, None] == (y // BN)[None, :])).to(
+                    tl.int32
+                )
             rest_d += tl.load(at + 2 * partial_stride, mask=mask, other=0.0)
         if SUM:
-            plain += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
+            logit_sum += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
         if SQUARES:
             rest_sq += tl.load(at + (3 + SUM) * partial_stride, mask=mask, other=0.0)
     others, supervised = tl.sum(rest, 0), y != ignore_index
     if not AGAIN:
-        why, rise = chosen_again(y, others, tl.max(top, 0), own, shift, tl.max(tie, 0), ignore_index)
+        why, rise = chosen_again(y, others, tl.max(top, 0), target_logit, shift, tl.max(tie, 0), ignore_index)
         tl.store(again_ptr + rows, why, mask=here)
         tl.store(shift_ptr + rows, shift + rise, mask=here)
-        tl.store(own_ptr + rows, own - rise, mask=here)
-    total, log_total, logp, lse, residual, entropy = numbers_of_row(
-        others, tl.sum(rest_d, 0) * LN2, own * LN2, shift * LN2_HIGH
+        tl.store(target_logit_ptr + rows, target_logit - rise, mask=here)
+    total, log_total, logp, lse, residual, entropy = statistics_of_row(
+        others, tl.sum(rest_d, 0) * LN2, target_logit * LN2, shift * LN2_HIGH
     )
     left_out = shift * LN2_LOW + residual
     whole = lse + left_out
@@ -216,17 +218,17 @@ def finish_kernel(
         tl.store(entropy_ptr + rows, tl.where(supervised, entropy, 0.0), mask=here)
         tl.store(is_top1_ptr + rows, tl.where(supervised, hit, 0.0), mask=here)
     if SUM:
-        sum_z = (tl.sum(plain, 0) + V * shift) * LN2
+        sum_z = (tl.sum(logit_sum, 0) + V * shift) * LN2
         tl.store(sum_logits_ptr + rows, tl.where(supervised, sum_z, 0.0), mask=here)
     if SQUARES:
-        e_y = tl.exp2(own)
+        e_y = tl.exp2(target_logit)
         log_sum_sq = tl.log(tl.sum(rest_sq, 0) + e_y * e_y) - 2.0 * log_total
         tl.store(log_sum_sq_ptr + rows, tl.where(supervised, log_sum_sq, 0.0), mask=here)
     if WRITE:
         slope = 1.0
         if HAS_SOFTCAP:
             # The stored gradient contains log2(e) d z / d product; the target's slope follows from its logit.
-            squashed = (shift + own) * LN2 / cap
+            squashed = (shift + target_logit) * LN2 / cap
             slope = gain * LOG2E * (1.0 - squashed * squashed)
             scale = -1.0 / (total * LOG2E)
         else:

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.operands import multiprocessors
 
 BLOCK, WARPS = 2048, 4
 # Programs for each multiprocessor where all numbers share a factor: as many as run at once, each of which
-# walks many blocks. Where a factor of 1 leaves nothing to do, only they are launched: one program per block
+# scales many blocks. Where a factor of 1 leaves nothing to do, only they are launched: one program per block
 # took 0.2 ms for a d_weight of 151,936 x 4,096.
 PROGRAMS = 16
 
@@ -27,7 +27,7 @@ def scale_block(x_ptr, out_ptr, cols, columns, factor, IN_PLACE: tl.constexpr):
     tl.store(out_ptr + cols, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def scale_kernel(
     x_ptr,
@@ -80,7 +80,7 @@ def scale_flat(x_ptr, out_ptr, numel, factor, IN_PLACE: tl.constexpr, BLOCK: tl.
         tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def scale_all_kernel(
     x_ptr,

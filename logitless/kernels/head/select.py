@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import twin_bytes, twin_rows
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 # The kernel holds this many candidates' tiles in registers; beyond, the twin selects.
 MOST_IDS = 128
@@ -35,7 +35,7 @@ def select(
     logits: Tensor,  # (C, V) products with the head
     k: int,  # at most V
     *,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
     maxima: Tensor | None = None,  # from `new_maxima`, filled by whoever has read the logits before
 ) -> Tensor:
@@ -52,11 +52,11 @@ def select(
     return ids
 
 
-def _sign(head: Head) -> float:
+def _sign(head: LogitTransform) -> float:
     return 1.0 if head.logit_scale > 0 else -1.0
 
 
-def compared(x: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+def compared(x: Tensor, head: LogitTransform, bias: Tensor | None) -> Tensor:
     """Sort keys of the products x: the larger the logit, the larger the key."""
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     z = z if bias is None else z + bias.to(z.dtype)

@@ -17,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.cross_entropy_triton import TILE
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
 # A row of tiles, and the candidates of k tiles, are in registers: 4,096 numbers each for 64 ids and a
 # vocabulary of 262,144.
 BLOCK, WARPS, SELECT_WARPS = 2048, 4, 8
 # Below the integer of every number.
-NOWHERE = tl.constexpr(-2147483648)
+OUT_OF_RANGE_COLUMN = tl.constexpr(-2147483648)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def first_largest(key, k, low):
     return (counts & 65535) + tl.minimum(equals, missing) - 1, chosen, low
 
 
-@held
+@cached_launch
 @triton.jit
 def tile_max_kernel(
     logits_ptr,
@@ -96,7 +96,7 @@ def tile_max_kernel(
         tl.store(maxima_ptr + number, top, mask=number * TILE < V)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def select_kernel(
     logits_ptr,
@@ -123,9 +123,9 @@ def select_kernel(
     tile = tl.arange(0, TILES)
     exists = tile * TILE < V
     maxima = tl.load(maxima_ptr + tile, mask=exists, other=0.0)
-    key = tl.where(exists, ordered(maxima), NOWHERE)
+    key = tl.where(exists, ordered(maxima), OUT_OF_RANGE_COLUMN)
     # With fewer tiles than k, tiles beyond the vocabulary fill up.
-    low = tl.where(V > (k - 1) * TILE, tl.min(tl.where(exists, key, 2147483647), 0), NOWHERE)
+    low = tl.where(V > (k - 1) * TILE, tl.min(tl.where(exists, key, 2147483647), 0), OUT_OF_RANGE_COLUMN)
     place, chosen, low = first_largest(key, k, low)
     tl.store(scratch_ptr + place, tile, mask=chosen)
     tl.debug_barrier()
@@ -136,7 +136,7 @@ def select_kernel(
     mask = cols < V
     x = tl.load(logits_ptr + cols, mask=mask, other=0.0)
     z = compared(x, bias_ptr, cols, mask, sign, HAS_BIAS)
-    key = tl.where(mask, ordered(z), NOWHERE)
+    key = tl.where(mask, ordered(z), OUT_OF_RANGE_COLUMN)
     place, chosen, low = first_largest(key, k, low)
     # Everybody has read the tiles.
     tl.debug_barrier()
@@ -144,7 +144,7 @@ def select_kernel(
     tl.store(scratch_ptr + K + place, cols, mask=chosen)
     tl.debug_barrier()
 
-    mine = tl.load(scratch_ptr + slot, mask=slot < k, other=NOWHERE)
+    mine = tl.load(scratch_ptr + slot, mask=slot < k, other=OUT_OF_RANGE_COLUMN)
     columns = tl.load(scratch_ptr + K + slot, mask=slot < k, other=0)
     # Places rise with the ids.
     earlier = (mine[None, :] == mine[:, None]) & (slot[None, :] < slot[:, None])

@@ -1,8 +1,8 @@
 """Merge the per-token statistics of all shards of a vocabulary to those of the whole vocabulary.
 
-    combine            the statistics; `parallel/vocabulary.py` has the formulas
-    combine_gradient   the statistics and the result of `logprob_gradient`, which becomes that of the whole
-                       vocabulary
+    merge_stats      the statistics; `parallel/vocabulary.py` has the formulas
+    merge_gradient   the statistics and the result of `logprob_gradient`, which becomes that of the whole
+                     vocabulary
 
 Every rank computes the same result. There are up to seven statistics per token; on a GPU one kernel replaces
 about fifty PyTorch launches between two products.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers, stat_names
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 # Logits of different shards count as equal if they differ by at most this many rounding errors of lse.
 TIE = 4
@@ -26,7 +26,7 @@ LEAST_LOG_SHARE = -40.0
 LIMITS = {"tie": TIE * torch.finfo(torch.float32).eps, "least_share": math.exp(LEAST_LOG_SHARE)}
 
 
-def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ignore_index: int) -> None:
+def merge_stats(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ignore_index: int) -> None:
     """Write the statistics of the whole vocabulary to `out`; zeros in ignored rows.
 
     Args:
@@ -40,12 +40,12 @@ def combine(shards: Tensor, columns: Tensor, out: TokenBuffers, *, rank: int, ig
     if _has_kernel(shards, out):
         from logitless.kernels.head import shards_triton
 
-        shards_triton.combine(shards, columns, out, rank, ignore_index, **LIMITS)
+        shards_triton.merge_stats(shards, columns, out, rank, ignore_index, **LIMITS)
     else:
-        _combine_twin(shards, columns, out, rank, ignore_index)
+        _merge_twin(shards, columns, out, rank, ignore_index)
 
 
-def combine_gradient(
+def merge_gradient(
     shards: Tensor,
     columns: Tensor,
     out: TokenBuffers,
@@ -54,9 +54,9 @@ def combine_gradient(
     ignore_index: int,
     gradient: Tensor,  # (C, columns) d log p(target) / d logits within the shard, up to the row factor
     factor: Tensor,  # (C,) row factor
-    head: Head,
+    head: LogitTransform,
 ) -> Tensor:
-    """`combine`, for the result of `logprob_gradient`: also set the target's entry of `gradient`.
+    """`merge_stats`, for the result of `logprob_gradient`: also set the target's entry of `gradient`.
 
     Returns:
         row factor (C,): d log p(target) / d logits in the whole vocabulary is the factor times `gradient`.
@@ -65,8 +65,8 @@ def combine_gradient(
         from logitless.kernels.head import shards_triton
 
         options = {"gradient": gradient, "factor": factor, "head": head}
-        return shards_triton.combine(shards, columns, out, rank, ignore_index, **LIMITS, **options)
-    share = _combine_twin(shards, columns, out, rank, ignore_index)
+        return shards_triton.merge_stats(shards, columns, out, rank, ignore_index, **LIMITS, **options)
+    share = _merge_twin(shards, columns, out, rank, ignore_index)
     factor = factor * share.clamp(min=LEAST_LOG_SHARE).exp()
     here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != ignore_index)
     at = torch.where(here, columns, 0)[:, None]
@@ -81,7 +81,7 @@ def _has_kernel(shards: Tensor, out: TokenBuffers) -> bool:
     return uses_triton(shards.device, shards.dtype) and names == stat_names(names)
 
 
-def _combine_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
+def _merge_twin(shards: Tensor, columns: Tensor, out: TokenBuffers, rank: int, ignore_index: int) -> Tensor:
     """Write `out`, and return (C,) the log-probability of this rank's shard."""
     found = dict(zip((name for name, _ in out.items()), shards.unbind(1), strict=True))
     lse_r, logps_r = found["lse"], found["logps"]

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.cross_entropy_triton import complement, left_out_of_log, log1p
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_written, dense
 
 BLOCK, WARPS = 128, 4
@@ -21,9 +21,9 @@ def of_softmax(at, C, here):
     return logp, lse, tl.where(tl.abs(lse) < float("inf"), residual, 0.0)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
-def combine_kernel(
+def merge_kernel(
     shards_ptr,
     columns_ptr,
     logps_ptr,
@@ -51,7 +51,7 @@ def combine_kernel(
     SUM: tl.constexpr,
     SQUARES: tl.constexpr,
     WRITE: tl.constexpr,
-    NUMBERS: tl.constexpr,
+    STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def combine_kernel(
     top, z_y = tl.full([BLOCK], -float("inf"), tl.float32), tl.full([BLOCK], -float("inf"), tl.float32)
     owner = tl.full([BLOCK], 0, tl.int32)
     for r in range(ranks):
-        logp, lse_r, residual_r = of_softmax(shards_ptr + r * NUMBERS * C + rows, C, here)
+        logp, lse_r, residual_r = of_softmax(shards_ptr + r * STATISTICS * C + rows, C, here)
         top = tl.maximum(top, lse_r)
         owner = tl.where((logp > -float("inf")) & (z_y == -float("inf")), r, owner)
         z_y = tl.maximum(z_y, logp + lse_r + residual_r)
@@ -70,7 +70,7 @@ def combine_kernel(
     whole, others = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     own = whole
     for r in range(ranks):
-        logp, lse_r, residual_r = of_softmax(shards_ptr + r * NUMBERS * C + rows, C, here)
+        logp, lse_r, residual_r = of_softmax(shards_ptr + r * STATISTICS * C + rows, C, here)
         share = tl.exp(lse_r - top + residual_r)
         whole += share
         own = tl.where(r == rank, share, own)
@@ -94,14 +94,14 @@ def combine_kernel(
         squares = total
         slack = tie * (1.0 + tl.abs(lse))
         for r in range(ranks):
-            at = shards_ptr + r * NUMBERS * C + rows
+            at = shards_ptr + r * STATISTICS * C + rows
             logp_r, lse_r, residual_r = of_softmax(at, C, here)
             log_share = lse_r - top + residual_r - log_whole
             share = tl.exp(log_share)
             inner = tl.load(at + 3 * C, mask=here, other=0.0)
             entropy += tl.where(share > 0.0, share * (inner - log_share), 0.0)
             # Of a shard without the target, its largest logit. The first of equal logits wins.
-            hit = tl.load(at + (NUMBERS - 1) * C, mask=here, other=0.0)
+            hit = tl.load(at + (STATISTICS - 1) * C, mask=here, other=0.0)
             above = tl.where(r < owner, hit >= z_y - slack, hit > z_y + slack)
             beaten = beaten | tl.where(logp_r > -float("inf"), hit <= 0.0, above)
             if SUM:
@@ -136,7 +136,7 @@ def combine_kernel(
         tl.store(target, entry.to(grad_ptr.dtype.element_ty), mask=mine)
 
 
-def combine(
+def merge_stats(
     shards: Tensor,
     columns: Tensor,
     out,
@@ -150,11 +150,11 @@ def combine(
     head=None,
 ) -> Tensor | None:
     check_written(**dict(out.items()))
-    (ranks, numbers, C), write = shards.shape, gradient is not None
+    (ranks, statistics, C), write = shards.shape, gradient is not None
     softcap = head.softcap if write else None
     result = torch.empty_like(out.lse) if write else out.lse
     optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
-    combine_kernel[(triton.cdiv(C, BLOCK),)](
+    merge_kernel[(triton.cdiv(C, BLOCK),)](
         dense(shards),
         dense(columns),
         out.logps,
@@ -179,7 +179,7 @@ def combine(
         SUM=out.sum_logits is not None,
         SQUARES=out.log_sum_sq_probs is not None,
         WRITE=write,
-        NUMBERS=numbers,
+        STATISTICS=statistics,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

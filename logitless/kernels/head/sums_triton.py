@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 
 BLOCK, WARPS = 2048, 8
 # Vectors of a launch.
@@ -22,7 +22,7 @@ def sum_one(x_ptr, sums_ptr, number, rows, BLOCK: tl.constexpr):
     tl.store(sums_ptr + number, tl.sum(total, 0))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def sums_kernel(
     x0_ptr, x1_ptr, x2_ptr, x3_ptr, x4_ptr, x5_ptr, x6_ptr, x7_ptr, sums_ptr, rows, BLOCK: tl.constexpr

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import dense
 
 BLOCK, COUNTED, WARPS = 1024, 4096, 4
@@ -13,7 +13,7 @@ BLOCK, COUNTED, WARPS = 1024, 4096, 4
 POSITIONS, SLOTS = 16, 64
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def mark_kernel(
     targets_ptr,
@@ -48,7 +48,7 @@ def marked(targets: Tensor, V: int, ignore_index: int, others: Tensor | None) ->
     return marks.view(torch.bool)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def mask_kernel(
     targets_ptr, mask_ptr, masked_ptr, rows, ignore_index, WRONG: tl.constexpr, BLOCK: tl.constexpr
@@ -70,7 +70,7 @@ def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tens
     return out
 
 
-@held
+@cached_launch
 @triton.jit(do_not_specialize=["rows", "length", "bounds", "N"])
 def count_kernel(
     marks_ptr, bounds_ptr, counts_ptr, rows, length, bounds, N, PACKED: tl.constexpr, COUNTED: tl.constexpr
@@ -106,7 +106,7 @@ def counted(marks: Tensor, N: int, cu_seqlens: Tensor | None) -> Tensor:
     return counts
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def one_per_position_kernel(
     ids_ptr, found_ptr, rows, k, ignore_index, POSITIONS: tl.constexpr, SLOTS: tl.constexpr
@@ -137,7 +137,7 @@ def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
     return found
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def shard_columns_kernel(
     targets_ptr, columns_ptr, rows, start, width, ignore_index, ignored, BLOCK: tl.constexpr
@@ -156,7 +156,7 @@ def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ig
     return columns
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def clamp_kernel(
     targets_ptr,

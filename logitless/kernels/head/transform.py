@@ -3,8 +3,8 @@
     z = softcap * tanh(logit_scale * (x + bias) / softcap) / temperature        (with a softcap)
     z = logit_scale * (x + bias) / temperature                                  (without)
 
-`Head` holds the three numbers; `Head.logits` is the PyTorch form, `cross_entropy_triton.py` holds the
-Triton one.
+`LogitTransform` holds the three numbers; `LogitTransform.logits` is the PyTorch form, the Triton form is in
+`cross_entropy_triton.py`.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Head(NamedTuple):
+class LogitTransform(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     temperature: float = 1.0

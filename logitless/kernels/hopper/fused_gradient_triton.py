@@ -17,7 +17,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
     place_of_tile,
     programs_of,
 )
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, dense
 
 
@@ -53,7 +53,7 @@ def gradient_half(
     grad.store([m0, n0], tl.where(ignored[:, None], 0.0, g * slope).to(grad.dtype))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def gradient_kernel(
     x,
@@ -112,10 +112,12 @@ def gradient_kernel(
             offset = entropy - residual
         # p = exp(z - lse) exp(-residual)
         correction, a, ignored = 1.0 - complement(-residual), g_lse - g_logp, y == ignore_index
-        numbers = (y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum)
+        statistics = (y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum)
         given = (grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap)
-        gradient_half(left, n0, numbers, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
-        gradient_half(right, n0 + BN // 2, numbers, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
+        gradient_half(left, n0, statistics, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
+        gradient_half(
+            right, n0 + BN // 2, statistics, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS
+        )
 
 
 def write(
@@ -136,14 +138,14 @@ def write(
     extra = grads.entropy is not None or grads.sum_logits is not None
     zeros = torch.zeros_like(stats.lse)
     pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if extra else None, zeros)
-    numbers = (stats.lse, stats.lse_residual, stats.logps, stats.entropy)
+    statistics = (stats.lse, stats.lse_residual, stats.logps, stats.entropy)
     upstream = (grads.logps, grads.lse, grads.entropy, grads.sum_logits)
     programs = programs_of(features)
     gradient_kernel[(programs,)](
         *described(aligned(features), weight, gradient),
         *pointers,
         dense(targets),
-        *(zeros if x is None else dense(x) for x in (*numbers, *upstream)),
+        *(zeros if x is None else dense(x) for x in (*statistics, *upstream)),
         *(C, V, H, ignore_index, *scalars),
         **flags,
         EXTRA=extra,

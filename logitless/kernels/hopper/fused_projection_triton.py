@@ -37,7 +37,7 @@ from logitless.kernels.hopper.product_tiles_triton import (
     place_of_tile,
     programs_of,
 )
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_written, dense
 
 ROWS, TILES = 4, 128  # per program and turn of `finish_kernel`
@@ -102,7 +102,7 @@ def any_again(again_ptr, C, BLOCK: tl.constexpr):
     return tl.max(found, 0) > 0
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def read_kernel(
     x,
@@ -222,7 +222,7 @@ def read(
     results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
     results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
-    numbers = (
+    statistics = (
         grad,
         *found[:-1],
         *(out.lse if x is None else x for x in results),
@@ -234,5 +234,5 @@ def read(
     few |= {"ROWS": ROWS, "TILES": TILES, "num_warps": 4}
     for again in (False, True):
         read_kernel[(programs,)](*operands, **options, AGAIN=again)
-        finish_kernel[grid](*numbers, **few, AGAIN=again)
+        finish_kernel[grid](*statistics, **few, AGAIN=again)
     return row_scale

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Slots of a turn and numbers of each, where the rows that are read lie anywhere and where most ids have but a
@@ -22,7 +22,7 @@ SLOTS, BLOCK, RUN_SLOTS, RUN_BLOCK, WARPS = 8, 1024, 2, 2048, 4
 COMPARED = 64
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def wrong_slots_kernel(ids_ptr, values_ptr, wrong_ptr, n, k, V, largest, SLOTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +38,7 @@ def wrong_slots_kernel(ids_ptr, values_ptr, wrong_ptr, n, k, V, largest, SLOTS: 
     tl.store(wrong_ptr + n + row, tl.max(above, 0).to(tl.int8))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def first_slots_kernel(
     ids_ptr,
@@ -68,7 +68,7 @@ def first_slots_kernel(
     tl.store(kept_ptr + token + slot, tl.where(first, values, -float("inf")), mask=slot < k)
 
 
-@held
+@cached_launch
 @triton.jit
 def gathered_logits_kernel(
     hidden_ptr,
@@ -95,7 +95,7 @@ def gathered_logits_kernel(
     tl.store(out_ptr + row * k + slot, total, mask=slot < k)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def weighted_rows_kernel(
     weight_ptr,
@@ -165,7 +165,7 @@ def slots_sum(
     return total
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def piece_kernel(
     hidden_ptr,
@@ -207,7 +207,7 @@ def piece_kernel(
         tl.store(pieces_ptr + piece * H + cols, total, mask=cols < H)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def run_kernel(
     hidden_ptr,

@@ -5,7 +5,7 @@
     picked_logits      z[s] = the logit of slot s, from a chunk of logits
     set_statistics     logits of the slots -> log p(target), log-sum-exp, entropy and arg-max hit of each row
     set_gradient       gradients of the statistics -> d loss / d product of each slot
-    put_gradient       the same, stored in the columns of a chunk's gradient
+    scatter_gradient       the same, stored in the columns of a chunk's gradient
     slot_rows          d_hidden[n] = sum over the slots of row n of g[s] weight[id of s]
     add_slot_rows      d_weight[v] += sum over the slots with the id v of g[s] hidden[row of s]
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 # Bytes of the rows of the head that a twin copies at a time.
 TWIN_BYTES = 4 * 2**20
@@ -68,7 +68,9 @@ def distinct_slots(
     add_targets: bool,  # whether a missing target becomes a slot
 ) -> Distinct:
     """Sort the ids of all rows by row and id, and mark the first of equal ids. No host sync."""
-    N, S, device = targets.shape[0], ids.shape[0], targets.device
+    N = targets.shape[0]
+    S = ids.shape[0]
+    device = targets.device
     place = torch.arange(S, device=device)
     row = (torch.searchsorted(starts, place, right=True) - 1).clamp(0, max(0, N - 1))
     ids = ids.long()
@@ -163,7 +165,7 @@ def picked_logits(
     slots: Slots,  # of the chunk's rows
     z: Tensor,  # (S,), written in these slots
     *,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
 ) -> None:
     """Write the logits of a chunk's slots to `z`; 0 for negative ids."""
@@ -224,7 +226,9 @@ def _summed(x: Tensor, rows: Tensor, n: int) -> Tensor:
     return x.new_zeros(n).index_put_((rows,), x, accumulate=True)
 
 
-def set_gradient(z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: Head) -> Tensor:
+def set_gradient(
+    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: LogitTransform
+) -> Tensor:
     """(S,) d loss / d product of each slot."""
     out = torch.zeros_like(z)
     if not z.shape[0]:
@@ -239,13 +243,13 @@ def set_gradient(z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffe
     return out
 
 
-def put_gradient(
+def scatter_gradient(
     gradient: Tensor,  # (C, V), of which the entries of the slots are written
     z: Tensor,
     slots: Slots,  # of the chunk's rows
     stats: TokenBuffers,  # (C,) each
     grads: TokenBuffers,
-    head: Head,
+    head: LogitTransform,
 ) -> None:
     """Store d loss / d product of the slots in the columns of their ids."""
     if not z.shape[0]:
@@ -262,7 +266,7 @@ def put_gradient(
 
 
 def _entries(
-    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: Head
+    z: Tensor, slots: Slots, stats: TokenBuffers, grads: TokenBuffers, head: LogitTransform
 ) -> tuple[slice, Tensor]:
     """(the slots of these rows, their d loss / d product)."""
     part, rows = _of_chunk(slots)

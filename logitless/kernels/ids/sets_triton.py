@@ -18,7 +18,7 @@ from logitless.kernels.head.cross_entropy_triton import (
     log1p,
     vocabulary_arguments,
 )
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 # Slots of a turn and numbers of each where rows of the head are read, and slots of a turn where only their
@@ -26,7 +26,7 @@ from logitless.kernels.layout import check_rows, check_written, dense
 SLOTS, BLOCK, READ, WARPS = 8, 1024, 64, 4
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def slot_products_kernel(
     hidden_ptr,
@@ -58,7 +58,7 @@ def slot_products_kernel(
     tl.store(out_ptr + slot, total, mask=here)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def picked_logits_kernel(
     logits_ptr,
@@ -87,7 +87,7 @@ def picked_logits_kernel(
         tl.store(z_ptr + slot, tl.where(there, z, 0.0), mask=here)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def set_statistics_kernel(
     z_ptr,
@@ -144,7 +144,7 @@ def set_statistics_kernel(
             tl.store(is_top1_ptr + row, 1.0 - tl.max(beaten, 0).to(tl.float32))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def set_gradient_kernel(
     z_ptr,
@@ -203,7 +203,7 @@ def set_gradient_kernel(
                 tl.store(out_ptr + slot, found, mask=here)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
 def slot_rows_kernel(
     weight_ptr,

@@ -12,10 +12,10 @@ a confident token is -log(1 + all others / its own). With g the gradients of log
 
     d z_s = g_s - (G + g_rest - g_lse) p_s      d z_r = (g_lse - G + g_rest (1 - P_R) / P_R) p_r
 
-    take_out    read the logits of the ids, and overwrite them in the chunk
-    numbers     these logits and the statistics of R -> the statistics of the whole vocabulary
-    entries     gradients of the statistics -> d products of the ids, and the row factor of p for R
-    put         write a value per id to its column of the chunk
+    pop_logits    read the logits of the ids, and overwrite them in the chunk
+    statistics    these logits and the statistics of R -> the statistics of the whole vocabulary
+    sparse_grad   gradients of the statistics -> d products of the ids, and the row factor of p for R
+    scatter       write a value per id to its column of the chunk
 
 A row has k slots, each with an id; a negative id is an empty slot, and an id may occur twice. The Triton
 kernels (`slots_triton.py`) compare all pairs of up to MOST_SLOTS slots; the twins sort.
@@ -29,13 +29,13 @@ from torch import Tensor
 
 from logitless.kernels import uses_triton
 from logitless.kernels.head.cross_entropy import TokenBuffers
-from logitless.kernels.head.transform import Head
+from logitless.kernels.head.transform import LogitTransform
 
 MOST_SLOTS = 256
 # Value in the chunk of a logit that was taken out: its exponential is 0 relative to any other logit. It is
 # exact in its dtype.
-TAKEN_OUT = {torch.float16: -3e4}
-FAR_BELOW = -(2.0**96)
+POPPED_LOGITS = {torch.float16: -3e4}
+MASKED_LOGIT = -(2.0**96)
 # log P_R below which its gradient is cut: exp(-LEAST_REST) is still far inside fp32.
 LEAST_REST = -60.0
 
@@ -53,18 +53,18 @@ def _runs(x: Tensor, ids: Tensor) -> bool:
     return uses_triton(x.device, x.dtype) and ids.shape[1] <= MOST_SLOTS and ids.numel() > 0
 
 
-def taken_out(dtype: torch.dtype, head: Head) -> float:
-    return TAKEN_OUT.get(dtype, FAR_BELOW) * (1 if head.logit_scale > 0 else -1)
+def taken_out(dtype: torch.dtype, head: LogitTransform) -> float:
+    return POPPED_LOGITS.get(dtype, MASKED_LOGIT) * (1 if head.logit_scale > 0 else -1)
 
 
-def take_out(
+def pop_logits(
     logits: Tensor,  # (n, V) products with the head, written
     columns: Tensor,  # (n, k) int64
     *,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None = None,  # (V,)
 ) -> Tensor:
-    """Read the columns' logits, and overwrite them in the chunk with `taken_out`.
+    """Read the columns' logits, and overwrite them in the chunk with `popped_value`.
 
     Returns:
         (n, k) logits after the head transform, -inf in empty slots and for columns of other shards.
@@ -72,20 +72,20 @@ def take_out(
     if _runs(logits, columns):
         from logitless.kernels.ids import slots_triton
 
-        return slots_triton.take_out(logits, columns, taken_out(logits.dtype, head), head=head, bias=bias)
+        return slots_triton.pop_logits(logits, columns, taken_out(logits.dtype, head), head=head, bias=bias)
     there, at = _found(columns, logits.shape[1])
     z, _ = head.logits(logits.gather(1, at), None if bias is None else bias[at])
-    put(logits, columns, taken_out(logits.dtype, head))
+    scatter(logits, columns, taken_out(logits.dtype, head))
     return torch.where(there, z, -torch.inf)
 
 
-def numbers(
+def statistics(
     z: Tensor,  # (n, k) logits of the ids on all ranks, -inf in empty slots
     ids: Tensor,  # (n, k) int64
     stats: TokenBuffers,  # (n,) lse, lse_residual, entropy if wanted, of this rank's chunk without the ids
     out: Mapping[str, Tensor],  # logps (n, k), and of lse, lse_residual, rest, entropy (n,) those wanted
     *,
-    head: Head,
+    head: LogitTransform,
     bias: Tensor | None,  # (V,)
     logits: Tensor,  # (n, V) from which they were taken
     targets: Tensor,  # (n,) int64
@@ -100,7 +100,7 @@ def numbers(
         from logitless.kernels.ids import slots_triton
 
         options |= {"targets": targets, "ignore_index": ignore_index}
-        slots_triton.numbers(z, ids, stats, out, taken, width, **options)
+        slots_triton.statistics(z, ids, stats, out, taken, width, **options)
         return
     first, kept = distinct(ids), targets != ignore_index
     there, at = _found(columns, width)
@@ -113,11 +113,11 @@ def numbers(
         x.copy_(torch.where(kept if x.dim() == 1 else kept[:, None], found[name], 0.0))
 
 
-def entries(
-    known: Mapping[str, Tensor],  # ids (n, k), and what `numbers` found
+def sparse_grad(
+    known: Mapping[str, Tensor],  # ids (n, k), and what `statistics` found
     upstream: Upstream,
     *,
-    head: Head,
+    head: LogitTransform,
     targets: Tensor,  # (n,) int64
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +133,7 @@ def entries(
         from logitless.kernels.ids import slots_triton
 
         options = {"head": head, "targets": targets, "ignore_index": ignore_index, "least": LEAST_REST}
-        return slots_triton.entries(known, upstream, **options)
+        return slots_triton.sparse_grad(known, upstream, **options)
     kept, first = targets != ignore_index, distinct(ids)
     p, g = logps.exp(), torch.zeros_like(logps)
     if upstream.logps is not None:
@@ -156,14 +156,14 @@ def entries(
     return torch.where(first & kept[:, None], ids, -1), d_x, torch.where(kept, factor, 0.0)
 
 
-def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
+def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
     """Write a value per slot (n, k), or one value for all, to the slot's column of `matrix` (n, V).
 
     Slots with equal columns must have equal values; slots with a negative column write nothing."""
     if _runs(matrix, columns):
         from logitless.kernels.ids import slots_triton
 
-        slots_triton.put(matrix, columns, values)
+        slots_triton.scatter(matrix, columns, values)
         return
     there, at = _found(columns, matrix.shape[1])
     # An empty slot repeats the write of another slot of its row, so no two writes to a column differ.
@@ -175,7 +175,7 @@ def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
     matrix.scatter_(1, at, torch.where(there.any(1, keepdim=True), values, matrix.gather(1, at)))
 
 
-def once(ids: Tensor) -> Tensor:
+def dedupe(ids: Tensor) -> Tensor:
     """(n, k) ids without duplicates: each id in its first slot, -1 in its other slots."""
     return torch.where(distinct(ids), ids, -1)
 

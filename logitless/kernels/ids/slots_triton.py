@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.kernels.head.cross_entropy_triton import complement, head_logits, log1p, vocabulary_arguments
-from logitless.kernels.launch import OF_CHUNKS, held
+from logitless.kernels.launch import OF_CHUNKS, cached_launch
 from logitless.kernels.layout import check_rows, check_written, dense
 
 PIECE = tl.constexpr(16)
@@ -51,9 +51,9 @@ def finite(x):
     return tl.abs(x) < float("inf")  # nor is a NaN
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
-def take_out_kernel(
+def pop_logits_kernel(
     logits_ptr,
     ids_ptr,
     bias_ptr,
@@ -81,9 +81,9 @@ def take_out_kernel(
     tl.store(place, tl.full([K], taken, tl.float32).to(logits_ptr.dtype.element_ty), mask=there)
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
-def slot_numbers_kernel(
+def slot_statistics_kernel(
     z_ptr,
     ids_ptr,
     bias_ptr,
@@ -163,9 +163,9 @@ def slot_numbers_kernel(
         tl.store(entropy_ptr + row, tl.where(P == 0.0, 0.0, P * (of_others - rest)) - tl.sum(surprise, 0))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
-def entries_kernel(
+def sparse_grad_kernel(
     ids_ptr,
     targets_ptr,
     logps_ptr,
@@ -225,9 +225,9 @@ def entries_kernel(
     tl.store(factor_ptr + row, tl.where(kept, factor, 0.0))
 
 
-@held
+@cached_launch
 @triton.jit(**OF_CHUNKS)
-def put_kernel(
+def scatter_kernel(
     grad_ptr,
     ids_ptr,
     values_ptr,
@@ -261,17 +261,17 @@ def _transform(head, bias: Tensor | None, unused: Tensor):
     return bias, scalars, {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
 
 
-def take_out(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor | None) -> Tensor:
+def pop_logits(logits: Tensor, ids: Tensor, taken: float, *, head, bias: Tensor | None) -> Tensor:
     check_rows(logits=logits)
     n, k = ids.shape
     z = torch.empty((n, k), dtype=torch.float32, device=logits.device)
     bias, scalars, flags = _transform(head, bias, z)
     given = logits, dense(ids), bias, z, logits.stride(0), logits.shape[1], k, taken, *scalars
-    take_out_kernel[(n,)](*given, **flags, **sizes(k))
+    pop_logits_kernel[(n,)](*given, **flags, **sizes(k))
     return z
 
 
-def numbers(
+def statistics(
     z: Tensor,
     ids: Tensor,
     stats,
@@ -288,7 +288,7 @@ def numbers(
     n, k = ids.shape
     bias, scalars, flags = _transform(head, bias, z)
     extra = "entropy" in out
-    slot_numbers_kernel[(n,)](
+    slot_statistics_kernel[(n,)](
         dense(z),
         dense(ids),
         bias,
@@ -311,7 +311,7 @@ def numbers(
     )
 
 
-def entries(
+def sparse_grad(
     known: Mapping[str, Tensor], upstream, *, head, targets, ignore_index, least: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     ids, logps = dense(known["ids"]), dense(known["logps"])
@@ -320,7 +320,7 @@ def entries(
     factor = logps.new_empty(n)
     _, (gain, _, cap), flags = _transform(head, None, logps)
     used = {"rest": upstream.rest is not None, "entropy": upstream.entropy is not None}
-    entries_kernel[(n,)](
+    sparse_grad_kernel[(n,)](
         ids,
         dense(targets),
         logps,
@@ -345,9 +345,9 @@ def entries(
     return columns, found, factor
 
 
-def put(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
+def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
     check_rows(matrix=matrix)
     (n, k), same = columns.shape, not isinstance(values, Tensor)
     value, values = (values, matrix.new_empty(1, dtype=torch.float32)) if same else (0.0, values)
     operands = matrix, dense(columns), dense(values, torch.float32), matrix.stride(0), matrix.shape[1]
-    put_kernel[(n,)](*operands, k, value, SAME=same, **sizes(k))
+    scatter_kernel[(n,)](*operands, k, value, SAME=same, **sizes(k))
