@@ -95,7 +95,7 @@ class SamplingMask:
         sets = [[] if ids is None else list(ids) for ids in kept]
         offsets = [0, *accumulate(map(len, sets))]
         ids = torch.tensor(list(chain.from_iterable(sets)), dtype=torch.int64, device=device)
-        return cls(ids, torch.tensor(offsets, device=device), missing=missing)
+        return cls(ids, torch.tensor(offsets, dtype=torch.int64, device=device), missing=missing)
 
     @classmethod
     def from_completions(
@@ -130,7 +130,7 @@ class SamplingMask:
         for row, (mask, start) in enumerate(zip(masks, starts, strict=True)):
             if mask is None:
                 continue
-            given, offsets = (torch.as_tensor(x).to("cpu", torch.int64) for x in mask)
+            given, offsets = (torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in mask)
             tokens = offsets.shape[0] - 1
             if start < 0 or start + tokens > length:
                 raise ValueError(

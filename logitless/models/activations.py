@@ -8,6 +8,7 @@ level that the plan of this pass has for it. Before and after, the layers are as
 import functools
 import inspect
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -21,10 +22,22 @@ from logitless.exchange import exchange, state_of
 from logitless.layers.fused_forwards import KEY as FUSED
 from logitless.models.activation_plan import ActivationPlan, Batch, Counts, choose, in_gib, to_bytes
 from logitless.models.heads import base_of
-from logitless.models.saved_tensors import Autocast, Graph, Held, LayerRun, Sizes, Storage, storages
+from logitless.models.saved_tensors import (
+    Autocast,
+    Graph,
+    Held,
+    Kept,
+    LayerRun,
+    Sizes,
+    Storage,
+    run_kept,
+    storages,
+)
 
 logger = logging.getLogger(__name__)
 KEY = "activations"
+# Passes from one check of a kept layer's bytes to the next.
+CHECK_EVERY = 4
 SWITCHES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
@@ -43,7 +56,8 @@ class Fitted:
         self.costs: tuple[list[dict[str, int]], int] | None = None
         self._names, self._layers = list(layers), list(layers.values())
         self._held, self._counts = Held(), Counts(_widths(backbone))
-        self._kinds: list[Hashable] = []
+        self._kinds: list[int] = []  # of each layer; layers of one kind have one number
+        self._passes = 0
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._most_graphs = 1  # that were alive together
         self._count_again = self._logged = False
@@ -75,7 +89,7 @@ class Fitted:
                 reports[name] = f"cheap level open: it holds {counted[0] / counted[1]:.0%} of what keep holds"
         return reports
 
-    def _largest(self, kind: Hashable, level: str) -> int | None:
+    def _largest(self, kind: int | None, level: str) -> int | None:
         found = (
             count for (key, _), count in self._counts.exact.items() if key[0] == kind and key[-1] == level
         )
@@ -106,7 +120,10 @@ class Pass:
         self.batch: Batch | None = None
         self.held_before = fitted.held_bytes
         self.counting = False
+        self.has_changed = False
         self.shared: dict[int, Storage] = {}  # of the keyword arguments of all layers
+        self.shared_values: list[Any] = []
+        self.shared_kept: list[Kept] = []
 
     def run(self, index: int, function: functools.partial, *args: Any) -> Any:
         """Runs one layer; in the place of transformers' `_gradient_checkpointing_func`."""
@@ -114,6 +131,32 @@ class Pass:
             return function(*args)
         if self.graph.plan is None:
             self.begin(function, args)
+        if self.graph.plan.levels[index] == "keep" and not self.counting:
+            return self.run_kept(index, function, args)
+        return self.run_under_hooks(index, function, args)
+
+    def run_kept(self, index: int, function: functools.partial, args: tuple) -> Any:
+        """Runs a kept layer whose bytes are known, or counts them, to see whether they have changed."""
+        fitted = self.fitted
+        nbytes = self.costs[index]["keep"]
+        self.keep_shared(function)
+        if index != self.checked:
+            return run_kept(self.graph, nbytes, self.shared_kept, function, *args)
+        held_before = fitted.held_bytes
+        out = LayerRun(self.graph, "keep", self.autocast, None)(function, *args, device=self.device)
+        self.has_changed = fitted.held_bytes - held_before > nbytes
+        return out
+
+    def keep_shared(self, function: functools.partial) -> None:
+        """Counts what the layer shares with those before it once."""
+        values = list(function.keywords.values())
+        same = len(values) == len(self.shared_values) and all(map(operator.is_, values, self.shared_values))
+        if not same:
+            self.shared_values = values
+            self.shared_kept = [Kept(self.graph, x) for x in shared_by(function)]
+
+    def run_under_hooks(self, index: int, function: functools.partial, args: tuple) -> Any:
+        """Runs a layer with hooks for each tensor that it saves."""
         layer, level = self.fitted._layers[index], self.graph.plan.levels[index]
         sizes = None
         if self.counting:
@@ -156,7 +199,8 @@ class Pass:
         names = tuple(name for name, value in function.keywords.items() if tensors(value))
         self.mode = self.autocast.state, hidden.dtype, names
         if not fitted._kinds:
-            fitted._kinds = [kind_of(layer) for layer in fitted._layers]
+            numbers: dict[Hashable, int] = {}
+            fitted._kinds = [numbers.setdefault(kind_of(layer), len(numbers)) for layer in fitted._layers]
         given = sum(s.nbytes() for x in tensors(args) for s in storages(x))
         shared = {s._cdata: s.nbytes() for x in shared_by(function) for s in storages(x)}
         self.make_plan(given, sum(shared.values()))
@@ -183,6 +227,7 @@ class Pass:
         least = sum(cost["full"] for cost in costs) if known else layers * given
         if least + shared > budget and least + shared <= left:
             budget = left
+        self.costs = costs
         if known:
             fitted.costs = costs, shared
         least += shared
@@ -204,6 +249,10 @@ class Pass:
         keys = [("shared", self.mode), *(self.key(i, "keep") for i in range(layers))]
         sure = known and all(key in counts.rates or (key, self.batch) in counts.exact for key in keys)
         self.counting = fitted._count_again or not sure
+        # Some passes count one layer, in turn, if it is kept.
+        turn, rest = divmod(fitted._passes, CHECK_EVERY)
+        self.checked = turn % layers if rest == 0 else None
+        fitted._passes += 1
         fitted._graphs.add(self.graph)
 
     def too_small(self, least: int) -> ValueError:
@@ -224,7 +273,7 @@ class Pass:
         if self.counting:
             fitted._counts.add(("shared", self.mode), self.batch, self.shared.values(), ())
         # Adapters that were added after the first pass, say.
-        fitted._count_again = not self.counting and held > plan.bytes
+        fitted._count_again = not self.counting and (self.has_changed or held > plan.bytes)
         if self.counting and held > plan.budget >= plan.bytes:
             # In the first pass the masks of later layers are not known before these run.
             raise self.too_small(held)
@@ -234,6 +283,10 @@ class Pass:
 
 
 def tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if x is None or isinstance(x, bool):
+        return []
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 

@@ -5,8 +5,12 @@ that an operator saves, the hook hands autograd one of these:
 
     the tensor     a parameter or a view of one: nothing is held that would not be there anyway
     Kept           the tensor; its storage is counted until the object dies
+    KeptLayer      the first tensor of a kept layer; the known bytes of the layer are counted until it dies
     FromRecipe     nothing; a fused operator's output, made again from what that operator saves ("cheap")
     FromLayer      nothing; the whole layer is run again from its inputs ("full")
+
+Hooks cost host time for each saved tensor. Where the bytes of a kept layer are known, its hooks are removed
+after the first tensor.
 
 All of them check, as autograd does without hooks, that no operation in place has changed a tensor meanwhile.
 """
@@ -14,7 +18,7 @@ All of them check, as autograd does without hooks, that no operation in place ha
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +53,11 @@ class Held:
         self._counts: dict[int, list[int]] = {}  # storage -> [number of Kept, bytes]
         # Tensors are let go by autograd's threads too, and where the garbage collector runs.
         self._lock = threading.RLock()
+
+    def change(self, nbytes: int) -> None:
+        """Count bytes whose storages are not told apart; negative: no more."""
+        with self._lock:
+            self.bytes += nbytes
 
     def add(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
@@ -90,13 +99,13 @@ class Graph:
 
 class Kept:
     # Detached: with its node of the graph, a tensor that its own node saves would never be freed.
-    __slots__ = ("graph", "key", "tensor", "version")
+    __slots__ = ("graph", "keys", "tensor", "version")
 
     def __init__(self, graph: Graph, x: Tensor) -> None:
         self.tensor = x.detach()
         self.version = x._version
         self.graph = graph
-        self.key = [graph.held.add(storage) for storage in storages(x)]
+        self.keys = [graph.held.add(storage) for storage in storages(x)]
 
     def get(self) -> Tensor:
         if self.tensor._version != self.version:
@@ -104,8 +113,34 @@ class Kept:
         return self.tensor
 
     def __del__(self) -> None:
-        for key in getattr(self, "key", ()):
+        for key in getattr(self, "keys", ()):
             self.graph.held.remove(key)
+
+
+class KeptLayer:
+    """The first tensor that a layer saves, and the bytes of all that it saves.
+
+    The backward pass of the layer ends at the operator that saved this tensor; autograd frees it there.
+    """
+
+    __slots__ = ("bytes", "graph", "shared", "tensor", "version")
+
+    def __init__(self, graph: Graph, x: Tensor, nbytes: int, shared: Sequence[Kept]) -> None:
+        self.tensor = x.detach()
+        self.version = None if is_parameter(x) else x._version
+        self.bytes = nbytes
+        self.shared = shared
+        self.graph = graph
+        graph.held.change(nbytes)
+
+    def get(self) -> Tensor:
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(CHANGED.format(tuple(self.tensor.shape), self.tensor._version, self.version))
+        return self.tensor
+
+    def __del__(self) -> None:
+        if hasattr(self, "graph"):
+            self.graph.held.change(-self.bytes)
 
 
 def storages(x: Tensor) -> list[torch.UntypedStorage]:
@@ -394,6 +429,21 @@ class LayerRun:
         if not is_parameter(x):
             self.sizes.saved(x, self.recipes)
         return pack(x)
+
+
+def run_kept(
+    graph: Graph, nbytes: int, shared: Sequence[Kept], function: functools.partial, *args: Any
+) -> Any:
+    """The forward pass of a kept layer that is known to hold `nbytes`, and `shared` with other layers."""
+
+    def pack(x: Tensor) -> KeptLayer:
+        # Autograd calls the innermost hooks: these are the ones that are removed.
+        hooks.close()
+        return KeptLayer(graph, x, nbytes, shared)
+
+    with ExitStack() as hooks:
+        hooks.enter_context(saved_tensors_hooks(pack, unpack))
+        return function(*args)
 
 
 class Sizes:

@@ -344,7 +344,10 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
     """The transformers model inside of the wrappers of distribution and PEFT."""
-    return heads.base_of(trainer.accelerator.unwrap_model(model))
+    model = trainer.accelerator.unwrap_model(model)
+    if type(model).__name__ == "OptimizedModule" and not hasattr(model, "get_base_model"):
+        return model  # the module under torch.compile's wrapper runs uncompiled
+    return heads.base_of(model)
 
 
 def any_loss(trainer: Any) -> None:

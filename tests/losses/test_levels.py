@@ -7,7 +7,7 @@ from logitless import DPOLoss, GRPOLoss, KTOLoss, PPOLoss, REINFORCELoss, RLOOLo
 from tests.support import DEVICE
 
 generator = torch.Generator().manual_seed(0)
-HIDDEN, WEIGHT = (torch.randn(n, 3, generator=generator).to(DEVICE) for n in (2, 5))
+HIDDEN, WEIGHT = (torch.randn(n, 3, generator=generator, device="cpu").to(DEVICE) for n in (2, 5))
 # Sequences of 2 tokens and of none, which have targets 1 and 3.
 CALL = HIDDEN, WEIGHT, torch.tensor([1, 3], device=DEVICE)
 CU_SEQLENS = torch.tensor([0, 2, 2], device=DEVICE)

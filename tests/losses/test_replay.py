@@ -217,7 +217,7 @@ def test_shift(name, packed):
 
 def test_replay_in_an_own_loop():
     """Sampled with top-p, GRPO with replay has the loss and gradients of a masked GRPO on full logits."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     hidden, weight = torch.randn(4, 6, H, generator=generator), torch.randn(V, H, generator=generator)
     probs = (hidden @ weight.t()).softmax(-1)
     order = probs.argsort(-1, descending=True)
@@ -251,7 +251,7 @@ def test_replay_in_an_own_loop():
 
 def test_repeated_rows_are_summed_alike_whatever_the_budget():
     """One id in a fifth of all sets, as text has them: the same bits in every run and with every budget."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     N, width = 400, 500
     hidden, weight = torch.randn(1, N, H, generator=generator), torch.randn(width, H, generator=generator)
     targets = torch.randint(3, 20, (1, N), generator=generator)
@@ -270,7 +270,7 @@ def test_repeated_rows_are_summed_alike_whatever_the_budget():
 
 def test_memory():
     N, width = 256, 4000
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     h, w = torch.randn(2, N // 2, 16, generator=generator), torch.randn(width, 16, generator=generator)
     targets = torch.randint(width, (2, N // 2), generator=generator)
     few = sets_for(targets, (1, 1, 2, 8, 30), width)
@@ -291,6 +291,8 @@ def test_memory():
 @pytest.mark.parametrize("name", ["old_logps", "sampling_logps"])
 @pytest.mark.parametrize("compact", [True, False])
 def test_raw_log_probabilities_beside_sets(name, compact):
+    if not compact and DEVICE.type == "cuda":
+        pytest.skip("a device-side assertion ends the process's use of the GPU")
     case = Case(GRPOLoss, {}, "small")
     raw = case.inputs["old_logps"].clone()
     row = (case.certain & (case.targets >= 0)).view(-1).nonzero()[1].item()
@@ -410,7 +412,7 @@ def test_two_slices_of_the_sequences(name):
 @pytest.mark.parametrize("rounded", [True, False])
 def test_every_path_rounds_alike(rounded):
     """Logits that bf16 cannot hold, of sums that fp32 holds exactly: projected, picked and gathered."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     hidden = torch.randint(-8, 9, (60, H), generator=generator).bfloat16()
     weight = torch.randint(-8, 9, (V, H), generator=generator).bfloat16()
     targets = torch.randint(V, (60,), generator=generator)

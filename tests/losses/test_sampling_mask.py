@@ -204,7 +204,10 @@ def test_all_forms_are_the_same_sets():
     assert zeros.token_ids[:2].tolist() == [4, 3] and zeros.offsets.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("starts", [2, [2, 2], torch.tensor([2, 2])], ids=["int", "list", "tensor"])
+STARTS = {"int": 2, "list": [2, 2], "tensor": torch.tensor([2, 2], device=DEVICE)}
+
+
+@pytest.mark.parametrize("starts", STARTS.values(), ids=STARTS)
 def test_completions(starts):
     completions = [([4, 5, 6], [0, 1, 3]), (torch.tensor([9, 8]), torch.tensor([0, 2], dtype=torch.int32))]
     mask = SamplingMask.from_completions(completions, starts, 5, missing="add")

@@ -33,7 +33,7 @@ class World:
             rows = (6,) if packed else (3, 4)
             limit = total if packed else 7
             picks = [
-                torch.randperm(limit, generator=self.generator)[: rows[-1]]
+                torch.randperm(limit, generator=self.generator, device="cpu")[: rows[-1]]
                 for _ in range(math.prod(rows[:-1]))
             ]
             self.starts = torch.stack(picks).view(rows).to(DEVICE)
@@ -44,15 +44,16 @@ class World:
         self.teacher_hidden = self.normal(*tokens, HV, dtype=dtype)
         self.teacher_weight = self.normal(vocab, HV, dtype=dtype) / 2
         self.teacher_bias = self.normal(vocab, dtype=dtype)
-        self.draft_ids = torch.randperm(vocab, generator=self.generator)[:draft].to(DEVICE)
-        self.targets = torch.randint(vocab, tokens, generator=self.generator).to(DEVICE)
+        self.draft_ids = torch.randperm(vocab, generator=self.generator, device="cpu")[:draft].to(DEVICE)
+        self.targets = torch.randint(vocab, tokens, generator=self.generator, device="cpu").to(DEVICE)
         self.targets.view(-1)[::8] = -100
-        self.mask = (torch.rand(tokens, generator=self.generator) < 0.8).to(DEVICE)
+        self.mask = (torch.rand(tokens, generator=self.generator, device="cpu") < 0.8).to(DEVICE)
         bounds = torch.tensor([0, *torch.tensor(self.lengths).cumsum(0).tolist()], device=DEVICE)
         self.packing = {"cu_seqlens": bounds} if packed else {}
 
     def normal(self, *shape, dtype=torch.float64):
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(DEVICE, dtype)
+        options = {"dtype": torch.float64, "device": "cpu"}
+        return torch.randn(shape, generator=self.generator, **options).to(DEVICE, dtype)
 
     def trained(self):
         return [*self.hiddens, self.weight, self.bias]

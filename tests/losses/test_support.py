@@ -512,7 +512,7 @@ def test_best_ids_where_a_softcap_saturates(support):
     capped, exact = (
         (x @ w.T / 2.5).tanh() for x, w in ((hidden, weight), (hidden.double(), weight.double()))
     )
-    assert (capped.sort(descending=True).values.diff()[:, 2] == 0).sum() == 2
+    assert (capped.sort(descending=True).values.diff()[:, 2] == 0).sum() >= 2
     assert not (exact.sort(descending=True).values.diff()[:, 2] == 0).any()
     truth, _ = reference.distillation(
         hidden.double(),
