@@ -109,7 +109,7 @@ def liger_fp32():
 @PEERS.add("Liger, CuTe", package="liger-kernel", needs_cuda=True)
 def liger_cute():
     if not of_cute():
-        raise Absent("needs a process of its own, with LIGER_KERNEL_IMPL=cutedsl")
+        raise Absent("needs a separate process with LIGER_KERNEL_IMPL=cutedsl")
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return liger_fused_linear_cross_entropy

@@ -49,14 +49,19 @@ def in_processes(world: int, function: Callable[..., Any], *args: Any, backend: 
     `function` is one that a module holds. A rank that raises or dies ends the others; what it raised is in
     the error.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = world, backend, folder, function, args
-        try:
-            # A process that has looked for GPUs must not be forked.
-            (forked if backend == "gloo" else spawned)(_run, arguments, world)
-        except ProcessException as error:
-            raise RuntimeError(_cause(folder, error)) from None
-        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
+    for is_last in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = world, backend, folder, function, args
+            try:
+                # A process that has looked for GPUs must not be forked.
+                (forked if backend == "gloo" else spawned)(_run, arguments, world)
+            except ProcessException as error:
+                cause = _cause(folder, error)
+                # Gloo connects the ranks before `function` runs, which may fail on a busy machine.
+                if "connectFullMesh failed" in cause and not is_last:
+                    continue
+                raise RuntimeError(cause) from None
+            return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
 def forked(function: Callable[..., None], args: tuple, nprocs: int) -> None:
