@@ -69,11 +69,11 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def strided(x: Tensor) -> Tensor:
-    """`x` as every second number of a tensor whose others are wrong: no index for integers, NaN for the
+def strided(x: Tensor, step: int = 2) -> Tensor:
+    """`x` as every `step`-th number of a tensor whose others are wrong: no index for integers, NaN for the
     rest."""
     junk = torch.full_like(x, float("nan")) if x.is_floating_point() else ~x
-    return torch.stack((x, junk), dim=-1)[..., 0]
+    return torch.stack((x, *[junk] * (step - 1)), dim=-1)[..., 0]
 
 
 def offset(x: Tensor) -> Tensor:
@@ -86,7 +86,3 @@ def expanded(x: Tensor) -> Tensor:
     """The first number of every row of `x`, seen as a whole row of them (of a vector: the first number of
     all)."""
     return x[..., :1].expand(x.shape)
-
-
-# How an operand may lie in memory. `strided` and `offset` keep its values, `expanded` does not.
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"strided": strided, "offset": offset, "expanded": expanded}

@@ -234,13 +234,14 @@ FACTORS = {
     "logit_scale": [1.0, 0.5, -1.5],
     "temperature": [1.0, 0.7],
     "ignored": ["", "some", "all but one"],
+    "dtypes": list(PAIRS.values()),
 }
 
 
-@pairs
 @pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
-def test_options(case, dtype, gradient_dtype):
+def test_options(case):
     vocab, rows = case["vocab"], 7
+    dtype, gradient_dtype = (DTYPES[name] for name in case["dtypes"])
     random = Random(case["seed"])
     logits = random.normal(rows, vocab) * 2
     # The first and the last column, columns at the edges of blocks, and whatever comes.
@@ -435,12 +436,18 @@ def test_impossible_target():
     assert_close(written, truth, 1e-7, name="logits_gradient")
 
 
-@pairs
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("column", [0, 9, 1030, LAST])
-def test_nan_stays_nan_and_in_its_row(column, value, dtype, gradient_dtype):
+NOT_FINITE = {
+    "value": [float("nan"), float("inf")],
+    "column": [0, 9, 1030, LAST],
+    "dtypes": list(PAIRS.values()),
+}
+
+
+@pytest.mark.parametrize("case", covering_array(NOT_FINITE, lambda case: True))
+def test_nan_stays_nan_and_in_its_row(case):
+    dtype, gradient_dtype = (DTYPES[name] for name in case["dtypes"])
     rows = Random().normal(3, V)
-    rows[1, column] = value
+    rows[1, case["column"]] = case["value"]
     c = chunk(rows, [9, 9, 10], dtype, gradient_dtype)
     healthy = [0, 2]
     stats = statistics(c, "entropy")
@@ -498,13 +505,13 @@ def test_a_row_of_the_gradient_adds_up_to_nothing(center):
 
     Half a unit in the last place of a log-sum-exp of 8 to 16 is 5e-7, and a whole row has it in common.
     """
-    rows = torch.stack([ramp(center - 1 + i / 70, center + 1 + i / 50) for i in range(40)])
-    c = chunk(rows, [77 + 100 * i for i in range(40)], torch.float32, torch.float32)
+    rows = torch.stack([ramp(center - 1 + i / 28, center + 1 + i / 20) for i in range(16)])
+    c = chunk(rows, [77 + 300 * i for i in range(16)], torch.float32, torch.float32)
     stats = statistics(c)
     lse = rows.double().logsumexp(1)
     assert (stats.lse.double() + stats.lse_residual.double() - lse).abs().max() < 3e-7
     single, _ = single_pass_gradient(c)
-    for gradient in (gradient_of(c, stats, {"logps": torch.ones(40, device=DEVICE)}), single):
+    for gradient in (gradient_of(c, stats, {"logps": torch.ones(16, device=DEVICE)}), single):
         assert gradient.double().sum(1).square().mean().sqrt() < 2e-7
 
 

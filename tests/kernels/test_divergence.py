@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -150,27 +153,6 @@ def check_numbers(found, z, teacher, labels, head, teacher_head, bias, teacher_b
     cold = head._replace(temperature=1.0).logits(z, bias)[0].log_softmax(-1)
     hard = torch.where(labels >= 0, -cold.gather(1, labels.clamp(min=0)[:, None])[:, 0], 0.0)
     assert relative_error(found.hard, hard) < 1e-5
-
-
-@needs_triton
-@pytest.mark.parametrize("mode", MODES)
-def test_equal_rows_give_exactly_nothing(mode):
-    divergence, beta = MODES[mode]
-    student = Random().normal(3, 2100) * 5
-    gradient = poisoned(3, 2100, dtype=torch.float32)
-    found = kernels.fused_divergence(
-        student,
-        student.clone(),
-        None,
-        torch.ones(3, device=DEVICE),
-        gradient=gradient,
-        divergence=divergence,
-        beta=beta,
-        hard_weight=0.0,
-        head=LogitTransform(),
-        teacher_head=LogitTransform(),
-    )
-    assert not found.soft.any() and not gradient.any() and found.agreement.all()
 
 
 @needs_triton
@@ -341,24 +323,45 @@ def test_the_first_of_equal_maxima_counts():
     assert found.is_top1.tolist() == [1, 0, 0, 1]
 
 
-class Echo(ShardedVocabulary):
-    """A rank whose collectives answer with what the others gave to the same call of the round before."""
+class ThreadVocabulary(ShardedVocabulary):
+    """A rank that is a thread of this process."""
 
     def gathered(self, x):
-        said, call = self.group.said, next(self.group.calls)
-        said[call, self.rank] = x.clone()
-        return torch.stack([said.get((call, rank), x) for rank in range(len(self.sizes))])
+        return torch.stack(self.group.exchange(x.clone()))
 
     def all_reduce(self, x):
         return x.copy_(self.gathered(x).sum(0))
 
 
-class Round:
-    def __init__(self, rank, said):
-        self.said, self.calls, self._rank = said, itertools.count(), rank
+class ThreadGroup:
+    """A rank's view of a group of threads. One runs at a time: Triton's interpreter has one state."""
 
-    def rank(self):
+    def __init__(self, rank: int, given: list, running: threading.Lock, barrier: threading.Barrier) -> None:
+        self._rank, self._given, self._running, self._barrier = rank, given, running, barrier
+
+    def rank(self) -> int:
         return self._rank
+
+    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._given[self._rank] = x
+        self._running.release()
+        self._barrier.wait()
+        everything = list(self._given)
+        self._barrier.wait()
+        self._running.acquire()
+        return everything
+
+
+def on_threads(world: int, function: Callable[[ThreadGroup], object]) -> list:
+    """What `function` returns on each rank."""
+    given, running, barrier = [None] * world, threading.Lock(), threading.Barrier(world, timeout=60)
+
+    def run(rank: int) -> object:
+        with running:
+            return function(ThreadGroup(rank, given, running, barrier))
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
 
 
 SHARDED = {
@@ -405,27 +408,23 @@ def test_shards_are_the_whole(case):
     truth = kernels.fused_divergence(
         student, teacher, labels, factors, gradient=whole, bias=bias, teacher_bias=teacher_bias, **options
     )
-    said: dict = {}
-    # As many rounds as collectives depend on one another, and one in which everybody hears the same again.
-    for _ in range(8):
-        before, pieces, numbers = dict(said), [], []
-        for rank in range(len(sizes)):
-            shard = Echo(Round(rank, said), sizes)
-            cut = slice(shard.start, shard.start + shard.width)
-            pieces.append(gradient_like(student[:, cut]))
-            columns = torch.where(labels < 0, -1, shard.columns(labels, -100)[0])
-            own = {
-                "bias": None if bias is None else bias[cut],
-                "teacher_bias": None if teacher_bias is None else teacher_bias[cut],
-            }
-            logits = student[:, cut].contiguous(), teacher[:, cut].contiguous()
-            numbers.append(
-                kernels.sharded_divergence(
-                    *logits, columns, factors, ranks=shard, gradient=pieces[-1], **own, **options
-                )
-            )
-        if before.keys() == said.keys() and all(torch.equal(x, before[call]) for call, x in said.items()):
-            break
+
+    def on_rank(group):
+        shard = ThreadVocabulary(group, sizes)
+        cut = slice(shard.start, shard.start + shard.width)
+        piece = gradient_like(student[:, cut])
+        columns = torch.where(labels < 0, -1, shard.columns(labels, -100)[0])
+        biases = {
+            "bias": None if bias is None else bias[cut],
+            "teacher_bias": None if teacher_bias is None else teacher_bias[cut],
+        }
+        logits = student[:, cut].contiguous(), teacher[:, cut].contiguous()
+        found = kernels.sharded_divergence(
+            *logits, columns, factors, ranks=shard, gradient=piece, **biases, **options
+        )
+        return found, piece
+
+    numbers, pieces = zip(*on_threads(len(sizes), on_rank))
     for found in numbers:
         for name, x, expected in zip(truth._fields, found, truth, strict=True):
             assert (

@@ -98,8 +98,11 @@ def check_numbers(out, z, log_p, targets, rows, allowed=2e-6):
         assert (out.is_top1 == (z.argmax(1) == targets))[rows].all()
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape, name",
+    [(SHAPES[0], "softcap"), *((SHAPES[1], name) for name in HEADS), (SHAPES[2], "scale, bias")],
+    ids=str,
+)
 def test_reads_and_writes(shape, name):
     head, given = HEADS[name], problem(shape, name)
     x, z, log_p, rows = truth(*given, head)

@@ -7,8 +7,12 @@ from logitless.kernels.head import select as file
 from logitless.kernels.head.cross_entropy import allocate_stats, token_statistics
 from logitless.kernels.head.select import select
 from logitless.kernels.head.transform import LogitTransform
-from tests.cases import dtypes
+from tests.cases import DTYPES, covering_array, dtypes
 from tests.kernels.support import DEVICE, Random
+
+NEGATIVE, CAPPED = LogitTransform(None, -0.5, 0.7), LogitTransform(1.5, 0.8, 2.0)
+# A second block, ragged in its last tile of 64.
+V = 2100
 
 
 def expected(z: torch.Tensor, k: int) -> torch.Tensor:
@@ -34,9 +38,7 @@ def test_zeros_of_both_signs_are_equal():
     assert select(logits, 3, head=LogitTransform()).tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(
-    "head", [LogitTransform(None, -0.5, 0.7), LogitTransform(1.5, 0.8, 2.0)], ids=["negative", "softcap"]
-)
+@pytest.mark.parametrize("head", [NEGATIVE, CAPPED], ids=["negative", "softcap"])
 def test_order_is_that_of_the_transformed_logits(head):
     random = Random(3)
     logits, bias = random.normal(5, 400), random.normal(400)
@@ -57,25 +59,25 @@ def test_more_ids_than_the_kernel_takes(monkeypatch):
     assert torch.equal(select(logits, k, head=LogitTransform()), expected(logits, k))
 
 
-@dtypes
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(
-    "head", [LogitTransform(), LogitTransform(None, -0.5, 0.7), LogitTransform(1.5, 0.8, 2.0)], ids=str
-)
-def test_maxima_that_the_statistics_find_in_passing(head, bias, dtype):
-    random = Random(6)
-    logits, bias = random.normal(5, 3000).to(dtype), random.normal(3000) if bias else None
+HEADS = {"plain": LogitTransform(), "negative": NEGATIVE, "softcap": CAPPED}
+FACTORS = {"head": list(HEADS), "bias": [False, True], "dtype": list(DTYPES)}
+
+
+@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
+def test_maxima_that_the_statistics_find_in_passing(case):
+    random, head = Random(6), HEADS[case["head"]]
+    logits, bias = random.normal(5, V).to(DTYPES[case["dtype"]]), random.normal(V) if case["bias"] else None
     logits[1, 70] = torch.nan
     maxima = file.new_maxima(logits, 9)
     if maxima is None:
-        pytest.skip("the kernel's")
+        pytest.skip("maxima are found by the kernel alone")
     stats = allocate_stats(("entropy",), 5, torch.float32, logits.device)
-    targets = torch.full((5,), 3000, device=DEVICE)
+    targets = torch.full((5,), V, device=DEVICE)
     token_statistics(logits, targets, stats, head=head, bias=bias, maxima=maxima)
     ids = select(logits, 9, head=head, bias=bias, maxima=maxima)
     assert torch.equal(ids, select(logits, 9, head=head, bias=bias))
     z = file.compared(logits, head, bias)
-    tiles = torch.nn.functional.pad(z, (0, -3000 % 64), value=-torch.inf).view(5, -1, 64)
+    tiles = torch.nn.functional.pad(z, (0, -V % 64), value=-torch.inf).view(5, -1, 64)
     assert torch.equal(maxima, tiles.amax(2))
 
 

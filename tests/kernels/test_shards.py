@@ -15,6 +15,7 @@ from logitless.kernels.head.cross_entropy import (
 )
 from logitless.kernels.head.shards import merge_gradient, merge_stats
 from logitless.kernels.head.transform import LogitTransform
+from tests.cases import covering_array
 from tests.kernels.support import DEVICE, TWINS
 
 LEVELS = {
@@ -100,10 +101,12 @@ def truth(products: Tensor, targets: Tensor, head: LogitTransform) -> tuple[Toke
     return TokenBuffers(**{name: x * rows for name, x in found.items()}), gradient
 
 
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_equals_the_whole(level, sizes, head):
+FACTORS = {"level": list(LEVELS), "sizes": list(SIZES), "head": list(HEADS)}
+
+
+@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
+def test_equals_the_whole(case):
+    level, sizes, head = case["level"], SIZES[case["sizes"]], HEADS[case["head"]]
     products, targets = problem(sizes)
     wanted, d_products = truth(products, targets, head)
     found, _ = combined(products, targets, sizes, level, head)

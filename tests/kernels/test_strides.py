@@ -1,7 +1,7 @@
-"""Every pointer that a launcher hands over, one at a time, as indexing leaves it: `x[:, 0]`, `x[1:-1]`, one
-number expanded.
+"""Every pointer that a launcher hands over, as indexing leaves it: `x[:, 0]`, `x[1:-1]`, one number expanded.
 
-No layout changes a result, with every option switched on and with none, as twins and as kernels.
+No layout changes a result, with every option switched on and with none, as twins and as kernels. All operands
+change at once, each to a stride that no other one has.
 """
 
 import functools
@@ -22,12 +22,14 @@ from logitless.kernels.head.divergence import fused_divergence, sharded_divergen
 from logitless.kernels.head.scale import scale
 from logitless.kernels.head.transform import LogitTransform
 from logitless.kernels.matmul import accumulate, hidden_gradient, project
-from tests.kernels.support import DEVICE, LAYOUTS, Random, poisoned
+from tests.cases import covering_array
+from tests.kernels.support import DEVICE, Random, expanded, offset, poisoned, strided
 
 C, V, H, IGNORED = 6, 37, 5, -7
 HEAD, TEACHER_HEAD = LogitTransform(6.0, 0.8, 1.3), LogitTransform(None, 1.2, 1.0)
 PAIRS = {"fp32": (torch.float32, torch.float32), "to bf16": (torch.float32, torch.bfloat16)}
 pairs = pytest.mark.parametrize(("dtype", "gradient_dtype"), PAIRS.values(), ids=PAIRS)
+LAYOUTS = ["strided", "offset", "expanded, even", "expanded, odd"]
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 triton_runs = uses_triton(DEVICE, torch.float32)
 needs_triton = pytest.mark.skipif(not triton_runs, reason="no Triton; the twins are functions of autograd")
@@ -50,12 +52,21 @@ def operands(dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def laid_out(x: dict[str, Tensor], name: str, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The operands with one of them in a layout, and the same numbers without gaps."""
-    changed = x | {name: LAYOUTS[layout](x[name])}
-    return changed, {
-        key: value.clone(memory_format=torch.contiguous_format) for key, value in changed.items()
-    }
+def laid_out(x: dict[str, Tensor], names: tuple, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The operands with those of `names` in a layout, and the same numbers without gaps.
+
+    "expanded" changes the values; the operands beside an expanded one are strided.
+    """
+    changed = dict(x)
+    for i, name in enumerate(names):
+        if layout == "offset":
+            changed[name] = offset(x[name])
+        elif layout == "strided" or i % 2 == (layout == "expanded, odd"):
+            changed[name] = strided(x[name], step=i + 2)
+        else:
+            changed[name] = expanded(x[name])
+    plain = {key: value.clone(memory_format=torch.contiguous_format) for key, value in changed.items()}
+    return changed, plain
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -79,18 +90,16 @@ def statistics(x: dict[str, Tensor], *names: str) -> TokenBuffers:
 
 
 @layouts
-@pytest.mark.parametrize("operand", ["targets", "bias", "class_weights"])
 @pytest.mark.parametrize("names", [(), ("entropy",), ("sum_logits",)], ids=str)
-def test_token_statistics(names, operand, layout):
-    changed, plain = laid_out(operands(torch.float32), operand, layout)
+def test_token_statistics(names, layout):
+    changed, plain = laid_out(operands(torch.float32), ("targets", "bias", "class_weights"), layout)
     same(dict(statistics(changed, *names).items()), dict(statistics(plain, *names).items()))
 
 
 @pairs
 @layouts
-@pytest.mark.parametrize("operand", ["targets", "bias"])
 @pytest.mark.parametrize("names", [(), ("entropy",)], ids=str)
-def test_logprob_gradient(names, operand, layout, dtype, gradient_dtype):
+def test_logprob_gradient(names, layout, dtype, gradient_dtype):
     def call(x: dict[str, Tensor]) -> dict[str, Tensor]:
         stats = allocate_stats(names, C, torch.float32, DEVICE)
         gradient = poisoned(C, V, dtype=gradient_dtype)
@@ -105,7 +114,7 @@ def test_logprob_gradient(names, operand, layout, dtype, gradient_dtype):
         )
         return {"gradient": gradient, "row_scale": row_scale, **dict(stats.items())}
 
-    changed, plain = laid_out(operands(dtype), operand, layout)
+    changed, plain = laid_out(operands(dtype), ("targets", "bias"), layout)
     same(call(changed), call(plain))
 
 
@@ -118,21 +127,8 @@ GRADIENTS = {
 
 @pairs
 @layouts
-@pytest.mark.parametrize(
-    ("names", "operand"),
-    [
-        pytest.param(names, operand, id=f"{label}: {operand}")
-        for label, names in GRADIENTS.items()
-        for operand in (
-            "targets",
-            "bias",
-            *(f"d {name}" for name in names),
-            *("logps", "lse", "lse_residual"),
-            *(("class_weights", "entropy") if "entropy" in names else ()),
-        )
-    ],
-)
-def test_logits_gradient(names, operand, layout, dtype, gradient_dtype):
+@pytest.mark.parametrize("names", GRADIENTS.values(), ids=GRADIENTS)
+def test_logits_gradient(names, layout, dtype, gradient_dtype):
     x = operands(dtype)
     x |= dict(statistics(x, "entropy").items()) | {f"d {name}": random(C, seed=9) for name in names}
 
@@ -149,7 +145,10 @@ def test_logits_gradient(names, operand, layout, dtype, gradient_dtype):
         logits_gradient(x["logits"], x["targets"], stats, grads, gradient=gradient, **options)
         return {"gradient": gradient}
 
-    changed, plain = laid_out(x, operand, layout)
+    changing = ["targets", "bias", "logps", "lse", "lse_residual", *(f"d {name}" for name in names)]
+    if "entropy" in names:
+        changing += ["class_weights", "entropy"]
+    changed, plain = laid_out(x, tuple(changing), layout)
     same(call(changed), call(plain))
 
 
@@ -193,15 +192,22 @@ def divergence_of(
     return found._asdict() | ({"gradient": gradient} if write else {})
 
 
+FACTORS = {
+    "layout": LAYOUTS,
+    "divergence": list(DIVERGENCES),
+    "write": [True, False],
+    "shard": [False, True],
+}
+
+
 @needs_triton
-@layouts
-@pytest.mark.parametrize("write", [True, False], ids=["gradient", "numbers"])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("operand", ["targets", "factors", "bias", "teacher_bias"])
-@pytest.mark.parametrize("ranks", [None, Alone()], ids=["whole", "shard"])
-def test_divergence(ranks, operand, divergence, write, layout):
-    changed, plain = laid_out(operands(torch.float32), operand, layout)
-    found, expected = (divergence_of(x, divergence, write=write, ranks=ranks) for x in (changed, plain))
+@pytest.mark.parametrize("case", covering_array(FACTORS, lambda case: True))
+def test_divergence(case):
+    names = ("targets", "factors", "bias", "teacher_bias")
+    found, expected = (
+        divergence_of(x, case["divergence"], write=case["write"], ranks=Alone() if case["shard"] else None)
+        for x in laid_out(operands(torch.float32), names, case["layout"])
+    )
     same(found, expected)
 
 
@@ -274,8 +280,7 @@ def test_numbers_with_gaps_are_not_written():
 
 @layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operand", ["hidden", "weight", "d_logits"])
-def test_products(operand, dtype, layout):
+def test_products(dtype, layout):
     def call(x: dict[str, Tensor]) -> list[Tensor]:
         logits, d_hidden = poisoned(C, V, dtype=dtype), poisoned(C, H, dtype=dtype)
         total = poisoned(V, H, dtype=torch.float32)
@@ -286,7 +291,7 @@ def test_products(operand, dtype, layout):
         return [logits, d_hidden, total]
 
     x = {"hidden": random(C, H), "weight": random(V, H, seed=1), "d_logits": random(C, V, seed=2)}
-    changed, plain = laid_out({name: value.to(dtype) for name, value in x.items()}, operand, layout)
+    changed, plain = laid_out({name: value.to(dtype) for name, value in x.items()}, tuple(x), layout)
     # A matrix product may add up in another order.
     torch.testing.assert_close(
         call(changed), call(plain), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5
@@ -295,10 +300,9 @@ def test_products(operand, dtype, layout):
 
 @layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operand", ["x", "factor"])
-def test_scale(operand, dtype, layout):
+def test_scale(dtype, layout):
     x = {"x": random(C, V).to(dtype), "factor": random(C, seed=1)}
-    changed, plain = laid_out(x, operand, layout)
+    changed, plain = laid_out(x, ("x", "factor"), layout)
     found, expected = (scale(y["x"], y["factor"], poisoned(C, V, dtype=dtype)) for y in (changed, plain))
     same({"scaled": found}, {"scaled": expected})
 
