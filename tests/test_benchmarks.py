@@ -27,18 +27,15 @@ from benchmarks import (
     medusa,
     objective,
     own_rows,
-    peers,
     policy,
     preference,
     report,
     steps,
     summary,
     tensor_parallel,
-    timing,
     topk,
     trainer_steps,
     trainers,
-    usecase,
     yardstick,
 )
 from benchmarks.__main__ import app
@@ -170,15 +167,6 @@ def test_every_row_of_compare_runs(tmp_path, uncompiled):
         assert all(math.isfinite(norm) and norm > 0 for norm in row["norms"])
 
 
-@pytest.mark.parametrize("name", usecase.SHAPES)
-def test_models_of_the_use_case(name):
-    """Their configurations accept these sizes."""
-    transformers = pytest.importorskip("transformers")
-    config, sizes = usecase.SHAPES[name]
-    made = getattr(transformers, config)(**sizes)
-    assert {key: getattr(made, key) for key in sizes} == sizes
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -197,13 +185,6 @@ def test_bad_arguments_end_in_one_message(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
-    "shape", [*ce.SHAPES, *distillation.SHAPES, *preference.SHAPES, *policy.SHAPES, *medusa.SHAPES], ids=str
-)
-def test_shapes_read_what_they_print(shape):
-    assert type(shape).parse(str(shape)) == shape
 
 
 # -- a wrong result is refused
@@ -579,38 +560,6 @@ def test_the_yardstick_is_the_products(taught, frozen, monkeypatch):
     expected += [((11, 5), (5, 4))] * (not frozen)
     assert products == expected
     assert bare.flops == sum(2 * a[0] * a[1] * b[1] for a, b in products)
-
-
-def test_rounds_are_interleaved_and_rotate():
-    calls = []
-    cases = {name: lambda name=name: lambda: calls.append(name) for name in "abc"}
-    times = timing.interleave(cases, CPU, seconds=0.0, least=3)
-    assert "".join(calls) == "abc" + "bca" + "cab" + "abc"
-    assert all(len(ms) == 3 for ms in times.values())
-
-
-def test_targets_are_judged():
-    row = {"verdict": "ok", "ratio": 1.06, "budget_bytes": 2**30, "beyond_gradients_bytes": 3 * 2**30}
-    for goal, meets_target, meets_limit in (
-        (objective.Goal(ratio=1.06, extra_bytes=2**31), True, True),
-        (objective.Goal(ratio=1.05, extra_bytes=2**31 - 1), False, False),
-    ):
-        judged = dict(row)
-        objective.judge(judged, goal)
-        assert (judged["meets_target"], judged["meets_memory_limit"]) == (meets_target, meets_limit)
-
-
-def test_absent_peers_say_why():
-    registry = peers.Peers()
-    registry.add("here")(lambda: eager_loss)
-    registry.add("elsewhere", package="no-such-distribution")(lambda: eager_loss)
-    registry.add("on a GPU", needs_cuda=True)(lambda: eager_loss)
-    present, absent = registry.load(CPU)
-    assert list(present) == ["here"]
-    assert absent == {
-        "elsewhere": "no-such-distribution is not installed",
-        "on a GPU": "needs CUDA, the device is cpu",
-    }
 
 
 # -- pages

@@ -22,7 +22,7 @@ def test_default_budget():
     assert default_budget(torch.device("meta")) == 512 * MIB  # nothing is known of its memory
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="of a GPU")
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_default_budget_of_a_gpu():
     memory = torch.cuda.get_device_properties(DEVICE).total_memory
     large = memory >= 60 * 1024 * MIB  # cards of 64 GiB show a little less

@@ -251,7 +251,7 @@ def test_not_a_number_stays_in_its_row(kind):
     assert y[1].isnan().any() and y[[0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reason="a kernel's own")
+@pytest.mark.skipif(not (INTERPRETED or DEVICE.type == "cuda"), reason="needs a GPU, or the interpreter")
 @pytest.mark.parametrize("shape", [(1, 5), (256, 16), (300, 33), (1025, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_column_sum(dtype, shape):

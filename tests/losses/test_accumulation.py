@@ -305,7 +305,7 @@ def test_a_frozen_weight_is_refused():
 @pytest.mark.parametrize("now", [False, True], ids=["", "now"])
 def test_another_upstream_gradient_is_refused(compact, error, now):
     if DEVICE.type != "cpu" and not compact:
-        pytest.skip("an assertion on the device ends the process")
+        pytest.skip("a device-side assertion ends the process's use of the GPU")
     main = torch.zeros(every_loss.V, every_loss.H)
     options = {"accumulate_into": main, "accumulate_now": now, "compact": compact}
     value = LOSSES["cross-entropy"](every_loss.given(6), None, **options)[0]

@@ -372,7 +372,7 @@ def test_the_group_by_mesh_and_an_averaged_head(ranks):
 
 def test_beside_a_sharded_head(ranks):
     if len(ranks) < 4:
-        pytest.skip("takes four ranks")
+        pytest.skip("needs four ranks: two slices of two shards")
     truth = run(*call_of("dpo", "some"), "all")
     for name, x in truth.items():
         found = [rank["grid"][name] for rank in ranks]  # slices by shards

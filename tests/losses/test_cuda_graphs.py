@@ -35,10 +35,13 @@ def refill(x: Given, seed: int) -> None:
 PACKED = [(name, True) for name in every_loss.SEQUENCES]
 
 
-@pytest.mark.skipif(
+on_cpu = pytest.mark.skipif(
     DEVICE.type != "cpu",
-    reason="fake tensors take the twins on every device; what the kernels do is seen by test_no_host_sync",
+    reason="fake tensors take the twins on every device; test_no_host_sync tests the kernels",
 )
+
+
+@on_cpu
 @pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in LOSSES), *PACKED])
 @pytest.mark.usefixtures("uncompiled")
 def test_nothing_is_read_back(name, packed):
@@ -51,7 +54,7 @@ def test_nothing_is_read_back(name, packed):
         assert {"hidden", "weight"} <= every_loss.gradients(value, x, heads).keys()
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="as above")
+@on_cpu
 def test_nothing_is_read_back_in_fp16():
     """There a power of two waits for the backward pass, which the device alone knows."""
     with FakeTensorMode():

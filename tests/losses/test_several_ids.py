@@ -346,7 +346,7 @@ def on_a_rank():
     return found, ties, low.ids.tolist(), errors
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="processes of gloo, on the CPU")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are on the CPU, and the truth must be too")
 def test_two_processes_equal_one():
     truth, ranks = numbers(None, 0), in_processes(2, on_a_rank)
     for case, whole in enumerate(truth):

@@ -536,7 +536,7 @@ def test_divergences_stay_within_the_budget(ranks):
 )
 def test_bad_input(ranks, what, message):
     if what == "one target, all rows" and torch.cuda.device_count() >= len(ranks):
-        pytest.skip("asserts on the device")
+        pytest.skip("a device-side assertion ends the process's use of the GPU")
     for rank in ranks:
         assert re.search(message, rank["errors"][what]), rank["errors"][what]
 

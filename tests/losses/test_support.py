@@ -487,7 +487,7 @@ def on_a_rank():
         return solved(group, rank), str(error)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="processes of gloo, on the CPU")
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the ranks are on the CPU, and the truth must be too")
 def test_two_processes_equal_one():
     truth, ranks = solved(None, 0), in_processes(2, on_a_rank)
     assert {case["plan"] for case in truth} == {0, 3}
