@@ -167,7 +167,8 @@ def prepare(
     """Check a public call and flatten it to one row per token."""
     frozen = None
     if isinstance(weight, SplitHead):
-        frozen, weight = local_parameter("weight", weight.frozen.detach(), loss.tp_group), weight.trained
+        frozen = local_parameter("weight", weight.frozen.detach(), loss.tp_group)
+        weight = weight.trained
     if type(weight) not in PLAIN:
         weight = local_parameter("weight", weight, loss.tp_group)
     if bias is not None and type(bias) not in PLAIN:
@@ -232,7 +233,8 @@ def prepare(
 
 def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence_count: int) -> None:
     """Check type and shape of an input of the loss against its role."""
-    role, shape = loss.roles[name], targets.shape
+    role = loss.roles[name]
+    shape = targets.shape
     if role is Role.WHOLE:
         return
     if not isinstance(x, Tensor):
@@ -292,10 +294,8 @@ def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -
         if loss.scope != "batch" or Role.SEQUENCE in loss.roles.values():
             raise ValueError(message("hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens"))
         return 1
-    count, group = (
-        hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        loss.sequences_per_group,
-    )
+    count = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    group = loss.sequences_per_group
     if count % group != 0:
         raise ValueError(
             message(

@@ -101,7 +101,9 @@ class Gradients:
 
     def open(self, call: HeadCall, deferred: float | Tensor, *, several_chunks: bool) -> None:
         """Begin a head: allocate the sums of its d_weight and d_bias, or find those of an earlier head."""
-        needs, (V, H), (_, weight, bias, _) = call.needs, call.weight.shape, call.slots
+        needs = call.needs
+        V, H = call.weight.shape
+        _, weight, bias, _ = call.slots
         dtypes = sum_dtypes(call, several_heads=self._several, wide=several_chunks or self._static)
         if needs.weight and self._main is not None:
             self._weight = Sum(self._main, written=True)
@@ -132,7 +134,8 @@ class Gradients:
             factor = math.prod(chunk.factors[1:], start=chunk.factors[0])
         else:
             factor = gradient.new_ones(chunk.features.shape[0])
-        column, total = factor.to(gradient.dtype), self._bias.total
+        column = factor.to(gradient.dtype)
+        total = self._bias.total
         if column.dtype == factor.dtype:
             head.accumulate(total, gradient, column[:, None], first=not self._bias.written)
         else:

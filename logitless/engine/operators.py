@@ -177,7 +177,8 @@ def _sums(gradients: Gradients, calls: Sequence[HeadCall], key: str, like: Tenso
 
 def _fake_sums(calls: Sequence[HeadCall], count: int) -> list[Tensor]:
     """The sums of gradients by slot of `count` trained tensors; empty where a tensor needs none."""
-    like, sums = calls[0].hidden, finished_sums(calls)
+    like = calls[0].hidden
+    sums = finished_sums(calls)
     nothing = torch.Size((0,)), calls[0].stat_dtype
     return [
         like.new_empty(shape, dtype=dtype) for shape, dtype in (sums.get(i, nothing) for i in range(count))
@@ -196,7 +197,8 @@ def solve_op(tensors: Sequence[Tensor | None], sequences: int, key: str) -> list
 
 @solve_op.register_fake
 def _(tensors, sequences, key):
-    signature, calls = signature_of(key), _calls(tensors, sequences, key)
+    signature = signature_of(key)
+    calls = _calls(tensors, sequences, key)
     loss = signature.loss
     stat = calls[0].stat_dtype
     N = calls[0].targets.shape
@@ -260,7 +262,8 @@ def token_gradients(
     call: HeadCall, statistics, upstream, dlogp_dhidden, rows, *, static: bool
 ) -> tuple[Tensor, Gradients]:
     """`passes.token_gradients`, from statistics and upstream gradients in the order of `statistic_names`."""
-    objective, loss = call.loss.objective, call.loss
+    loss = call.loss
+    objective = loss.objective
     named = list(zip(objective.statistic_names(loss), statistics, upstream, strict=True))
     known = {name: x for name, x, _ in named if x.dim()}
     differentiable = objective.differentiable_names(loss)

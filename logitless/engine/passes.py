@@ -214,7 +214,8 @@ def projection_of(plan: Plan) -> type[Projection]:
 def scale_cached_grad(dlogp_dhidden: Tensor, out: Tensor, objective: Objective, head: Projection) -> None:
     """Strategy cached_grad: write d_hidden to `out` (N, H), from `dlogp_dhidden` (N, H) and the gradients of
     the objective. `out` may be `dlogp_dhidden`."""
-    rows, factor = objective.rows, objective.cached_grad_factor()
+    rows = objective.rows
+    factor = objective.cached_grad_factor()
     if factor is not None:
         # Rows that were not projected get a factor of 0.
         scale(dlogp_dhidden, rows.scattered(factor, dlogp_dhidden.shape[0]), out)
@@ -268,7 +269,8 @@ def plan_for(call: HeadCall, rows: Rows, purpose: Pass, heads: int = 1, *, wide:
             f"temporaries, got {budget} bytes; working one row at a time, set "
             f"logits_budget={256 * row_bytes + fixed} (bytes) or more for speed.",
         )
-    usable, trainable_head = max(budget - fixed, row_bytes), needs.weight or needs.bias
+    usable = max(budget - fixed, row_bytes)
+    trainable_head = needs.weight or needs.bias
     backward = (needs.hidden or needs.layers) + needs.weight
     twice = purpose is Pass.STATISTICS and call.trainable and not keeps_dlogp_dhidden(call)
     spared = 0

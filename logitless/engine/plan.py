@@ -253,24 +253,29 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
     cached_grad = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
-    strategy, parts = "recompute", ()
+    strategy = "recompute"
+    parts = ()
     if purpose is Pass.GRADIENTS:
         steps = _chunks(0, rows, C, read=rereads, write=True)
     elif not differentiable:
-        strategy, steps = "loss_only", _chunks(0, rows, C, read=True)
+        strategy = "loss_only"
+        steps = _chunks(0, rows, C, read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif cached_grad and (purpose is Pass.STATISTICS or groups is not None):
-        strategy, steps = "cached_grad", _chunks(0, rows, C, read=True, write=True)
+        strategy = "cached_grad"
+        steps = _chunks(0, rows, C, read=True, write=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif purpose is Pass.STATISTICS:
         steps = _chunks(0, rows, C, read=True)
     elif groups is None:
         steps = _chunks(0, rows, C, read=True, write=True) or [Step(0, 0)]
-        strategy, steps = "fused", [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
+        strategy = "fused"
+        steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
     else:
         strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
     sizes = [step.stop - step.start for step in steps if step.stop > step.start]
-    chunks, longest = len(sizes), max(sizes, default=0)
+    chunks = len(sizes)
+    longest = max(sizes, default=0)
     return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *told)
 
 
@@ -282,7 +287,8 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     evaluation, then the gradients, for which the projected rows are projected again.
     """
     plain, picked, gathered, certain, *_ = replay
-    projected, chunked = plain + picked, plain + picked + gathered
+    projected = plain + picked
+    chunked = plain + picked + gathered
     rows = chunked + certain
     C = chunk_rows(max(plain, picked), row_bytes, budget)
 
@@ -294,23 +300,27 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
         return found
 
     everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
-    strategy, parts = "recompute", ()
+    strategy = "recompute"
+    parts = ()
     if purpose is Pass.GRADIENTS:
         steps = steps_of(write=True)
     elif not facts.differentiable:
-        strategy, steps = "loss_only", steps_of(read=True)
+        strategy = "loss_only"
+        steps = steps_of(read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif purpose is Pass.STATISTICS:
         steps = steps_of(read=True)
     elif facts.groups is None:
-        strategy, steps = "fused", steps_of(read=True, write=True)
+        strategy = "fused"
+        steps = steps_of(read=True, write=True)
         steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
         if certain or not steps:
             steps.append(Step(chunked, chunked, evaluate=Span(chunked, rows)))
     elif projected:
         steps = _evaluating(steps_of(read=True), everything) + steps_of(write=True)
     else:
-        strategy, steps = "resident", _evaluating(steps_of(read=True, write=True), everything)
+        strategy = "resident"
+        steps = _evaluating(steps_of(read=True, write=True), everything)
     sizes = [x.stop - x.start for x in steps if x.stop > x.start and x.kind is not Kind.GATHERED]
     told = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
     return Plan(
@@ -360,7 +370,8 @@ def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, li
                 start, stop, C, write=True
             )
             parts.append("recompute")
-            start, first = stop, group + 1
+            start = stop
+            first = group + 1
             continue
         if stop + size - start > min(capacity, C):
             flush(group)

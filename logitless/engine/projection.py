@@ -89,7 +89,8 @@ class Projection:
                 isinstance(chunk.row_index, Tensor) or x.dtype != self.call.hidden.dtype
             )
             if self.frozen_columns:
-                x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
+                x = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format)
+                own = True
             chunk.trained = x if own or not chunk.factors else torch.empty_like(x)
             pairs.append((x, chunk.trained))
         if chunk.d_features is not None:

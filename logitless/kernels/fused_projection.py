@@ -47,7 +47,8 @@ def row_bytes(device: torch.device, V: int, *, stored: bool) -> int:
 
 def new_place(weight: Tensor, rows: int) -> Tensor:
     """Empty gradient (rows, V) in the dtype of the products, whose rows start at multiples of 16 bytes."""
-    V, step = weight.shape[0], 16 // weight.itemsize
+    V = weight.shape[0]
+    step = 16 // weight.itemsize
     room = weight.new_empty((rows, -(-V // step) * step))
     return room if room.shape[1] == V else room[:, :V]
 

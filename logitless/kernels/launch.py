@@ -69,8 +69,10 @@ class CachedLaunch:
             compiled[(*grid, 1, 1)[:3]](*operands, *rest)
             return
         # The same call as `compiled[grid]`, without launch metadata and hooks.
-        stream, unheard = driver.active.get_current_stream(device), (None, None, None)
-        launch, loaded = compiled.run, (compiled.function, compiled.packed_metadata)
+        stream = driver.active.get_current_stream(device)
+        unheard = (None, None, None)
+        launch = compiled.run
+        loaded = (compiled.function, compiled.packed_metadata)
         launch(*(*grid, 1, 1)[:3], stream, *loaded, *unheard, *operands, *rest)
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:

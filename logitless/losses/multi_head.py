@@ -160,7 +160,8 @@ class MultiHeadLoss(CrossEntropyLoss):
                     )
                 )
             if part.constant_head:
-                weight, bias = weight.detach(), None if bias is None else bias.detach()
+                weight = weight.detach()
+                bias = None if bias is None else bias.detach()
             given = prepare(
                 loss, part.hidden, weight, labels, bias, {}, num_items=num_items, cu_seqlens=cu_seqlens
             )

@@ -177,8 +177,10 @@ class SpeculatorLoss(LogitsLoss):
         if self.teacher_softmax == "draft":
             everything = taught
         log_q, log_p = logits.log_softmax(-1), taught.log_softmax(-1)
-        q, p_of_alpha = log_q.exp(), (taught - everything.logsumexp(-1, keepdim=True)).exp()
-        shared, excess = torch.minimum(q, p_of_alpha).sum(-1), (q - p_of_alpha).clamp(min=0).sum(-1)
+        q = log_q.exp()
+        p_of_alpha = (taught - everything.logsumexp(-1, keepdim=True)).exp()
+        shared = torch.minimum(q, p_of_alpha).sum(-1)
+        excess = (q - p_of_alpha).clamp(min=0).sum(-1)
         kl = kernels.kl(log_p, log_q)
         if self.divergence == "reverse_kl":
             kl = kernels.kl(log_q, log_p)
@@ -320,7 +322,9 @@ class SpeculatorLoss(LogitsLoss):
         return each[:, None].expand(counted.shape).reshape(-1)
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        columns, labels, counted = inputs["draft_columns"], inputs["labels"], inputs["counted"].reshape(-1)
+        columns = inputs["draft_columns"]
+        labels = inputs["labels"]
+        counted = inputs["counted"].reshape(-1)
         V = V if columns is None else columns.shape[0]
         outside = counted.new_zeros((), dtype=torch.int64)
         if labels is not None:
@@ -344,13 +348,15 @@ IDS = "d2t + torch.arange(len(d2t)), or t2d.nonzero()[:, 0]"
 
 def check_hiddens(hiddens: Sequence[Tensor]) -> None:
     if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
-        expected, got = "a list or tuple of tensors", type(hiddens).__name__
+        expected = "a list or tuple of tensors"
+        got = type(hiddens).__name__
         raise TypeError(message("hiddens", expected, got, "pass [hidden] for a single step"))
     if not hiddens:
         raise ValueError(message("hiddens", "at least one step", 0, "pass the draft's hidden states"))
     shapes = {tuple(x.shape) for x in hiddens}
     if len(shapes) > 1 or hiddens[0].dim() < 2:
-        expected, got = "tensors of one shape (B, T, H)", ", ".join(map(str, sorted(shapes)))
+        expected = "tensors of one shape (B, T, H)"
+        got = ", ".join(map(str, sorted(shapes)))
         raise ValueError(message("hiddens", expected, got, "give every step all of its rows"))
 
 
@@ -367,12 +373,14 @@ def check_verifier(
         raise TypeError(message("teacher_hidden", expected, None, "pass them with teacher_weight"))
     if starts is None:
         if hidden.shape[:-1] != rows:
-            expected, got = f"shape {tuple(rows)} + (H',)", tuple(hidden.shape)
+            expected = f"shape {tuple(rows)} + (H',)"
+            got = tuple(hidden.shape)
             remedy = "give one row per position of hiddens, or say with starts where the rows stand"
             raise ValueError(message("teacher_hidden", expected, got, remedy))
     else:
         if starts.shape != rows or starts.is_floating_point() or starts.dtype == torch.bool:
-            expected, got = f"integers of shape {tuple(rows)}", f"{starts.dtype} {tuple(starts.shape)}"
+            expected = f"integers of shape {tuple(rows)}"
+            got = f"{starts.dtype} {tuple(starts.shape)}"
             raise ValueError(message("starts", expected, got, "give one position per row of hiddens"))
         if hidden.dim() != len(rows) + 1 or hidden.shape[:-2] != rows[:-1]:
             expected = f"shape {(*rows[:-1], 'T', 'H_')}".replace("'", "").replace("H_", "H'")
@@ -388,7 +396,8 @@ def check_draft_ids(ids: Tensor | None, D: int, V: int) -> None:
             raise ValueError(message("draft_ids", expected, None, f"pass {IDS}"))
         return
     if ids.shape != (D,) or ids.is_floating_point() or ids.dtype == torch.bool:
-        expected, got = f"integers of shape ({D},)", f"{ids.dtype} {tuple(ids.shape)}"
+        expected = f"integers of shape ({D},)"
+        got = f"{ids.dtype} {tuple(ids.shape)}"
         raise ValueError(message("draft_ids", expected, got, f"pass {IDS}"))
 
 
@@ -451,7 +460,8 @@ class Tokens(NamedTuple):
         shape = hidden.shape[:-1]
         for name, x in (("targets", targets), ("mask", mask)):
             if x is not None and x.shape != shape:
-                expected, got = f"shape {tuple(shape)}", tuple(x.shape)
+                expected = f"shape {tuple(shape)}"
+                got = tuple(x.shape)
                 raise ValueError(message(name, expected, got, "give one entry per token of teacher_hidden"))
         any_id = 0 if loss.ignore_index != 0 else 1
         if targets is None:
@@ -469,10 +479,12 @@ class Tokens(NamedTuple):
 
     def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None) -> Pairs:
         """The pairs of the steps; `starts` are the positions of step 0, default every position."""
-        N, device = self.labels.shape[0], self.labels.device
+        N = self.labels.shape[0]
+        device = self.labels.device
         problems = self.labels.new_zeros(2)
         if starts is None:
-            positions, known = torch.arange(N, device=device), torch.ones(N, dtype=torch.bool, device=device)
+            positions = torch.arange(N, device=device)
+            known = torch.ones(N, dtype=torch.bool, device=device)
         else:
             at = starts.reshape(-1, starts.shape[-1]).long()
             known = (at >= 0) & (at < self.length)
@@ -480,9 +492,11 @@ class Tokens(NamedTuple):
             repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
             problems = torch.stack(((~known & (at != -1)).sum(), repeated.sum()))
             first = torch.arange(at.shape[0], device=device)[:, None] * self.length
-            positions, known = torch.where(known, at + first, 0).view(-1), known.view(-1)
+            positions = torch.where(known, at + first, 0).view(-1)
+            known = known.view(-1)
         if self.boundaries is None:
-            ends, wrong = (positions // max(1, self.length) + 1) * self.length, problems.new_zeros(())
+            ends = (positions // max(1, self.length) + 1) * self.length
+            wrong = problems.new_zeros(())
         else:
             bounds = self.boundaries
             wrong = (bounds.diff() < 0).sum() + (bounds[0] != 0) + (bounds[-1] != N)

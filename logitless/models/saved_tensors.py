@@ -186,7 +186,8 @@ class Recipe:
     def __init__(self, outputs: Sequence[Tensor | None], make: Callable, inputs: Sequence[Any]) -> None:
         # Until the layer has run, so that no other storage takes the address of one of these.
         self.outputs = [None if x is None else x.detach() for x in outputs]
-        self.make, self.inputs = make, [None if x is None else x.detach() for x in inputs]
+        self.make = make
+        self.inputs = [None if x is None else x.detach() for x in inputs]
         self.versions = [None if x is None else x._version for x in inputs]
         self.parameters = [x is not None and is_parameter(x) for x in inputs]
         self.uses = self.left = 0
@@ -294,7 +295,8 @@ class LayerAgain:
         self.given = tree_map_only(
             Tensor, lambda x: x if is_parameter(x) else Input(graph, x), (args, function.keywords)
         )
-        self.autocast, self.rng = Autocast(device.type), RandomState(device)
+        self.autocast = Autocast(device.type)
+        self.rng = RandomState(device)
         self.count = 0
         self.made: dict[int, Tensor] = {}
 
@@ -336,7 +338,8 @@ class Input:
     """A tensor that a layer was called with."""
 
     def __init__(self, graph: Graph, x: Tensor) -> None:
-        self.kept, self.requires_grad = Kept(graph, x), x.requires_grad
+        self.kept = Kept(graph, x)
+        self.requires_grad = x.requires_grad
 
     def get(self) -> Tensor:
         return self.kept.get().detach().requires_grad_(self.requires_grad)
@@ -370,7 +373,8 @@ class RandomState:
     """The random state of the CPU and of a device, to run dropout in again."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cpu = device, torch.get_rng_state()
+        self.device = device
+        self.cpu = torch.get_rng_state()
         self.module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
         self.state = None if self.module is None else self.module.get_rng_state(device)
 

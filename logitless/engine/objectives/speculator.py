@@ -97,7 +97,8 @@ class SpeculatorObjective(LogitsObjective):
         call = self.call
         loss = self.call.loss
         step = chunk.step
-        rows, inputs = slice(step.start, step.stop), call.inputs
+        rows = slice(step.start, step.stop)
+        inputs = call.inputs
         first, last = self.rows.teacher.between(step.start, step.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
         own = self.rows.teacher.ranks[rows] - first
@@ -109,10 +110,8 @@ class SpeculatorObjective(LogitsObjective):
         factors = gradient = None
         if step.write:
             factor = self.factors.loss["tokens"] if self.upstream is None else self.upstream[rows]
-            factors, gradient = (
-                (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32)),
-                chunk.grad_buffer,
-            )
+            factors = (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32))
+            gradient = chunk.grad_buffer
         found = self._divergence(chunk, verifier, labels, factors, gradient, own)
         self._gradient = gradient
         pair_loss = found.soft
@@ -137,7 +136,8 @@ class SpeculatorObjective(LogitsObjective):
         gradient: Tensor | None,
         own: Tensor,
     ) -> divergence.DivergenceStats:
-        call, loss = self.call, self.call.loss
+        call = self.call
+        loss = call.loss
         options = {
             "gradient": gradient,
             "divergence": loss.divergence,
@@ -164,19 +164,20 @@ class SpeculatorObjective(LogitsObjective):
 
     def _labels(self, chunk: Chunk, verifier: Verifier, own: Tensor) -> Tensor:
         """(C,) columns of the labels among the logits; negative for a label that the draft lacks."""
-        inputs, vocabulary = self.call.inputs, self.call.vocabulary
+        inputs = self.call.inputs
         if inputs["labels"] is None:
             columns = verifier.label[own]
         else:
             columns = inputs["labels"][chunk.row_index]
             if inputs["draft_columns"] is not None:
                 columns = inputs["draft_columns"][columns]
-        return vocabulary.columns(columns, -1)[0]
+        return self.call.vocabulary.columns(columns, -1)[0]
 
     @cached_property
     def _teacher(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The verifier's head: (rows to multiply with, their bias, bias of the draft's ids alone)."""
-        inputs, ids = self.call.inputs, self.call.inputs["draft_ids"]
+        inputs = self.call.inputs
+        ids = inputs["draft_ids"]
         weight, bias = inputs["teacher_weight"], inputs["teacher_bias"]
         if ids is None:
             return weight, bias, bias
@@ -195,7 +196,8 @@ class SpeculatorObjective(LogitsObjective):
         if not _reads_all_ids(call):
             label = self._best(logits, bias) if _labels_itself(call) else None
             return Verifier(logits, label=label)
-        ids, head = call.inputs["draft_ids"], call.loss.teacher_head
+        ids = call.inputs["draft_ids"]
+        head = call.loss.teacher_head
         stats = allocate_stats((), len(index), torch.promote_types(like.dtype, torch.float32), like.device)
         token_statistics(logits, torch.zeros_like(index), stats, head=head, bias=bias, ignore_index=-1)
         label = call.inputs["draft_columns"][self._best(logits, bias)]
@@ -206,7 +208,8 @@ class SpeculatorObjective(LogitsObjective):
 
     def _best(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         """(R,) ids of the largest logits of the verifier."""
-        head, ranks = self.call.loss.teacher_head, self.call.vocabulary
+        head = self.call.loss.teacher_head
+        ranks = self.call.vocabulary
         if ranks.sharded:
             return divergence.sharded_best(logits, head, bias, ranks)
         return select.select(logits, 1, head=head, bias=bias)[:, 0]
@@ -225,7 +228,8 @@ class SpeculatorObjective(LogitsObjective):
 
     def _metrics(self) -> Tensor:
         """(metrics,) in the order of `metric_names`."""
-        N, dtype = self.call.targets.shape[0], self.call.stat_dtype
+        N = self.call.targets.shape[0]
+        dtype = self.call.stat_dtype
         device = self.call.targets.device
         counted = self.rows.scattered(torch.ones(self.rows.count, dtype=dtype, device=device), N)
         zero = torch.zeros(self.rows.count, dtype=dtype, device=device)

@@ -192,7 +192,8 @@ class TokenObjective:
 
     def _read_reference(self, chunk: Chunk) -> None:
         """Compute the reference model's log-probabilities of the chunk's rows, in the chunk's buffer."""
-        call, inputs = self.call, self.call.inputs
+        call = self.call
+        inputs = call.inputs
         hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
         options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignored}
@@ -210,7 +211,8 @@ class TokenObjective:
         return None if name is None else self.call.vocabulary.local(self.call.inputs[name])
 
     def evaluate(self, span: Span) -> None:
-        call, stats = self.call, self.stats[span.start : span.stop]
+        call = self.call
+        stats = self.stats[span.start : span.stop]
         batch = batch_of(call, self.rows, span)
         if self.ref_logps is not None:
             batch.ref_logps = self.ref_logps[span.start : span.stop]
@@ -231,7 +233,8 @@ class TokenObjective:
         self.reports.append(Report(*reported(result, self.factors, sequences)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        step, loss = chunk.step, self.call.loss
+        step = chunk.step
+        loss = self.call.loss
         stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))

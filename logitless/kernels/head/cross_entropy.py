@@ -225,7 +225,8 @@ def _token_statistics_twin(
 ) -> None:
     """Write the statistics to `out` and, if it is given, d logp / d logits to `gradient`."""
     for rows, z, slope in _row_blocks(logits, head, bias):
-        supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
+        supervised = targets[rows] != ignore_index
+        known = targets[rows] < z.shape[1]
         target = torch.where(supervised & known, targets[rows], 0)[:, None]
         top, arg_max = z.max(1)
         log_p = torch.log_softmax(z, 1)
@@ -259,7 +260,8 @@ def _logits_gradient_twin(
     # At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel.
     g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
     for rows, z, slope in _row_blocks(logits, head, bias):
-        supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
+        supervised = targets[rows] != ignore_index
+        known = targets[rows] < z.shape[1]
         log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])
         here = (supervised & known)[:, None]
         target = torch.where(here, targets[rows, None], 0)

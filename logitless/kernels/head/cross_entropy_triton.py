@@ -383,7 +383,8 @@ def vocabulary_arguments(head, bias: Tensor | None, class_weights: Tensor | None
 def row_pass(
     logits: Tensor, targets: Tensor, out, *, bias, class_weights, head, ignore_index, gradient, maxima=None
 ):
-    write, total = gradient is not None, out.sum_logits is not None
+    write = gradient is not None
+    total = out.sum_logits is not None
     check_rows(logits=logits, gradient=gradient if write else logits)
     check_written(**dict(out.items()))
     pointers, scalars, flags = vocabulary_arguments(head, bias, class_weights if total else None, out.lse)

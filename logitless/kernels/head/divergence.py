@@ -194,7 +194,8 @@ def _divergence_twin(
 ) -> DivergenceStats:
     """`fused_divergence` in PyTorch, a few rows at a time."""
     C, V = student.shape
-    common, dtype = min(V, teacher.shape[1]), torch.promote_types(student.dtype, torch.float32)
+    common = min(V, teacher.shape[1])
+    dtype = torch.promote_types(student.dtype, torch.float32)
     names = DivergenceStats._fields if overlap else DivergenceStats._fields[:-1]
     out = {name: torch.zeros(C, dtype=dtype, device=student.device) for name in names}
     taught = teacher_head._replace(temperature=head.temperature)
@@ -256,7 +257,8 @@ def of_acceptance(
         lk_eta: as in `fused_divergence`.
     """
     is_near = excess < 0.5
-    alpha, tv = torch.where(is_near, 1 - excess, shared), torch.where(is_near, excess, 1 - shared)
+    alpha = torch.where(is_near, 1 - excess, shared)
+    tv = torch.where(is_near, excess, 1 - shared)
     none, one = torch.zeros_like(alpha), torch.ones_like(alpha)
     if divergence == "total_variation":
         return alpha, tv, none, one
@@ -285,7 +287,8 @@ def _compared(
     shared = excess = None
     if overlap:
         p = t if isinstance(outside, float) else (log_t + outside).exp()
-        shared, excess = torch.minimum(s, p).sum(1), (s - p).clamp(min=0.0).sum(1)
+        shared = torch.minimum(s, p).sum(1)
+        excess = (s - p).clamp(min=0.0).sum(1)
     if divergence in OF_ACCEPTANCE:
         hybrid = divergence == "lk_hybrid"
         kl = kl_terms(t, s, log_s - log_t).sum(1) if hybrid else shared
@@ -404,14 +407,16 @@ def sharded_divergence(
     sums = torch.empty(4 if overlap else 2, len(labels), dtype=dtype, device=student.device)
     shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
-    soft, acceptance = sums[0], None
+    soft = sums[0]
+    acceptance = None
     if overlap:
         acceptance, soft, a, b = of_acceptance(sums[2], sums[3], sums[0], divergence, lk_eta)
         known = torch.cat((known, torch.stack((a, b))))
     if factors is not None:
         shard_pass(student, teacher, labels, factors, known, sums, gradient=gradient, **options)
     hard = torch.where(labels < 0, 0.0, -plain.logps)
-    top1, agreement = torch.where(labels < 0, 0.0, cold.is_top1), (best == argmax_id).to(dtype)
+    top1 = torch.where(labels < 0, 0.0, cold.is_top1)
+    agreement = (best == argmax_id).to(dtype)
     return DivergenceStats(soft, hard, cold.entropy, top1, agreement, acceptance)
 
 

@@ -90,7 +90,8 @@ def merge_kernel(
 
     if EXTRA:
         entropy, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-        beaten, most = here & False, tl.full([BLOCK], -float("inf"), tl.float32)
+        beaten = here & False
+        most = tl.full([BLOCK], -float("inf"), tl.float32)
         squares = total
         slack = tie * (1.0 + tl.abs(lse))
         for r in range(ranks):
@@ -150,7 +151,8 @@ def merge_stats(
     head=None,
 ) -> Tensor | None:
     check_written(**dict(out.items()))
-    (ranks, statistics, C), write = shards.shape, gradient is not None
+    ranks, statistics, C = shards.shape
+    write = gradient is not None
     softcap = head.softcap if write else None
     result = torch.empty_like(out.lse) if write else out.lse
     optional = (out.entropy, out.sum_logits, out.log_sum_sq_probs, out.is_top1)
