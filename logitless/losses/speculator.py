@@ -404,9 +404,7 @@ def check_draft_ids(ids: Tensor | None, D: int, V: int) -> None:
 def check_sharded(ids: Tensor | None, teacher_weight: Tensor, weight: Tensor) -> None:
     """Check the heads and `draft_ids` of a call with `tp_group`."""
     if ids is not None:
-        remedy = (
-            "pass this rank's part of teacher_weight[draft_ids] as teacher_weight, and labels as rows of weight"
-        )
+        remedy = "pass its part of teacher_weight[draft_ids] as teacher_weight, and labels as rows of weight"
         raise ValueError(message("draft_ids", "None with tp_group", "a tensor", remedy))
     check_alike("teacher_weight", teacher_weight, weight)
 

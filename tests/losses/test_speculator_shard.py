@@ -59,7 +59,8 @@ def run(name: str, budget: int | None, rank: int | None = None, dtype=torch.floa
     )
     assert budget is None or out.plan.chunks > 1
     upstream = 1.7 if out.loss.dim() == 0 else w.normal(*out.loss.shape)
-    gradients = torch.autograd.grad((out.loss * upstream).sum(), [*w.hiddens, weight, bias], allow_unused=True)
+    trained = [*w.hiddens, weight, bias]
+    gradients = torch.autograd.grad((out.loss * upstream).sum(), trained, allow_unused=True)
     names = [*(f"d_hidden {k}" for k in range(w.steps)), "d_weight", "d_bias"]
     found = {"loss": out.loss.detach(), **out.metrics}
     return found | {name: x for name, x in zip(names, gradients, strict=True) if x is not None}
@@ -129,5 +130,5 @@ def test_refusals(ranks):
         errors = rank["errors"]
         assert errors["draft ids"].startswith("draft_ids: expected None with tp_group, got a tensor")
         assert errors["whole verifier"].startswith("teacher_weight: expected a plain tensor of")
-        assert errors["targets"].startswith(f"targets: expected ids in [0, {V}) or ignore_index, got others in")
+        assert errors["targets"].startswith(f"targets: expected ids in [0, {V}) or ignore_index, got others")
         assert errors["targets of one rank"].split("; ")[0].endswith("on rank 1")
