@@ -154,13 +154,13 @@ CLAIMS = (
     ),
     Claim(
         README,
-        "takes {} ms in stock TRL, {} ms with our loss, {} ms with our layers and {} ms with both",
+        "takes {} ms with TRL alone, {} ms with our loss, {} ms with our layers and {} ms with both",
         tuple(STEP_OF.values()),
     ),
     *(
         Claim(INDEX, f"| {step} | {{}} ms |", (source,))
         for step, source in zip(
-            ("stock TRL", "with the loss of logitless", "with its layers", "with both"),
+            ("TRL alone", "with the loss of logitless", "with its layers", "with both"),
             STEP_OF.values(),
             strict=True,
         )

@@ -20,6 +20,7 @@ from logitless.losses.declarations import cached_loss
 from logitless.losses.heads import resolve_heads
 from logitless.losses.inputs import HeadWeight
 from logitless.losses.teachers import check_teacher
+from logitless.parallel.groups import check_alike
 
 SpeculatorDivergence = Literal[
     "forward_kl", "reverse_kl", "jsd", "total_variation", "neg_log_acceptance", "lk_hybrid"
@@ -70,6 +71,7 @@ class SpeculatorLoss(LogitsLoss):
         teacher_weight: (V, H'), the verifier's head.
         teacher_bias: (V,), the bias of that head.
         draft_ids: (D,), the verifier's id of each row of `weight`; required if the heads differ in size.
+            Refused with `tp_group`, with which each rank passes the same rows of both heads.
         bias: (D,).
         mask: (B, T), like targets; where it is off, the token is not predicted.
         starts: (B, A) int64, for blocks, whose hidden states are (B, A, H): the positions of the rows of step
@@ -113,6 +115,7 @@ class SpeculatorLoss(LogitsLoss):
     objective: ClassVar[type] = SpeculatorObjective
     teacher: ClassVar = True
     teacher_rows: ClassVar = "teacher_rows"
+    vocab_parallel: ClassVar = True
     prediction_inputs: ClassVar = ("labels", "teacher_rows", "pair_weights")
     shared_inputs: ClassVar = ("draft_ids", "draft_columns", "counted", "problems")
     internal_inputs: ClassVar = (
@@ -190,7 +193,10 @@ class SpeculatorLoss(LogitsLoss):
         best = everything.argmax(-1)
         if ids is not None and self.teacher_softmax == "full":
             best = batch.draft_columns[best]
-        labels = best if batch.labels is None else batch.labels
+        if batch.labels is None:
+            labels = best
+        else:
+            labels = batch.labels if ids is None else batch.draft_columns[batch.labels]
         log_q_at_one = (logits * self.temperature).log_softmax(-1)
         hard = -log_q_at_one.gather(-1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(labels < 0, 0.0)
         weight = self.hard_loss_weight
@@ -248,9 +254,12 @@ class SpeculatorLoss(LogitsLoss):
         rows = hidden.shape[1:-1]
         check_verifier(teacher_hidden, heads["teacher_weight"], heads["teacher_bias"], rows, starts)
         V = heads["teacher_weight"].shape[0]
-        check_draft_ids(draft_ids, weight.shape[0], V)
+        if loss.tp_group is None:
+            check_draft_ids(draft_ids, weight.shape[0], V)
+        else:
+            check_sharded(draft_ids, heads["teacher_weight"], weight)
         tokens = Tokens.of(loss, teacher_hidden, targets, mask, cu_seqlens)
-        pairs = tokens.pairs(loss, chosen, starts, V)
+        pairs = tokens.pairs(loss, chosen, starts)
         ids = DraftIds.of(draft_ids, V, hidden.device)
         inputs = {
             "teacher_hidden": teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
@@ -258,7 +267,7 @@ class SpeculatorLoss(LogitsLoss):
             "teacher_bias": heads["teacher_bias"],
             "draft_ids": ids.ids,
             "draft_columns": ids.columns,
-            "labels": None if targets is None else ids.column_of(pairs.labels).reshape(-1),
+            "labels": None if targets is None else pairs.labels.reshape(-1),
             "teacher_rows": pairs.teacher_rows.reshape(-1),
             "pair_weights": loss._pair_weights(pairs.counted, num_items, hidden.dtype),
             "counted": pairs.counted,
@@ -313,7 +322,13 @@ class SpeculatorLoss(LogitsLoss):
         return each[:, None].expand(counted.shape).reshape(-1)
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        V = inputs["teacher_weight"].shape[0]
+        columns = inputs["draft_columns"]
+        labels = inputs["labels"]
+        counted = inputs["counted"].reshape(-1)
+        V = V if columns is None else columns.shape[0]
+        outside = counted.new_zeros((), dtype=torch.int64)
+        if labels is not None:
+            outside = (((labels < 0) | (labels >= V)) & (labels != WRONG_MASK) & counted).sum()
         texts = (
             ("targets", f"ids in [0, {V}) or ignore_index", "others in {count} pairs", "fix the labels"),
             ("mask", "0 and 1", "{count} others", "pass which tokens count, such as mask != 0"),
@@ -323,7 +338,7 @@ class SpeculatorLoss(LogitsLoss):
             ("draft_ids", f"ids in [0, {V})", "{count} outside", "give the verifier's ids: " + IDS),
             ("draft_ids", "different ids", "{count} repeated", "give one id per row of weight: " + IDS),
         )
-        problems = inputs["problems"].unbind()
+        problems = (outside, *inputs["problems"].unbind())
         return [Fault(count, *text) for count, text in zip(problems, texts, strict=True)]
 
 
@@ -386,6 +401,14 @@ def check_draft_ids(ids: Tensor | None, D: int, V: int) -> None:
         raise ValueError(message("draft_ids", expected, got, f"pass {IDS}"))
 
 
+def check_sharded(ids: Tensor | None, teacher_weight: Tensor, weight: Tensor) -> None:
+    """Check the heads and `draft_ids` of a call with `tp_group`."""
+    if ids is not None:
+        remedy = "pass its part of teacher_weight[draft_ids] as teacher_weight, and labels as rows of weight"
+        raise ValueError(message("draft_ids", "None with tp_group", "a tensor", remedy))
+    check_alike("teacher_weight", teacher_weight, weight)
+
+
 class DraftIds(NamedTuple):
     """The draft's vocabulary."""
 
@@ -406,14 +429,6 @@ class DraftIds(NamedTuple):
         repeated = len(ids) - (columns >= 0).sum()
         return cls(ids, columns, torch.stack((outside.sum(), torch.where(outside.any(), 0, repeated))))
 
-    def column_of(self, labels: Tensor) -> Tensor:
-        """The draft's columns of ids; -1 for an id that the draft lacks, or that is none."""
-        if self.columns is None:
-            return labels
-        V = self.columns.shape[0]
-        known = (labels >= 0) & (labels < V)
-        return torch.where(known, self.columns[torch.where(known, labels, 0)], -1)
-
 
 class Pairs(NamedTuple):
     """The pairs of a call, (steps, rows) each."""
@@ -421,7 +436,7 @@ class Pairs(NamedTuple):
     counted: Tensor  # bool
     teacher_rows: Tensor  # row of the verifier, flat
     labels: Tensor  # id of the predicted token
-    problems: Tensor  # (5,) counts of wrong targets, mask, boundaries and starts
+    problems: Tensor  # (4,) counts of wrong mask, boundaries and starts
 
 
 class Tokens(NamedTuple):
@@ -458,7 +473,7 @@ class Tokens(NamedTuple):
             cu_seqlens = checked_boundaries(cu_seqlens, hidden)
         return cls(labels.reshape(-1), shape[-1], cu_seqlens)
 
-    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None, V: int) -> Pairs:
+    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None) -> Pairs:
         """The pairs of the steps; `starts` are the positions of step 0, default every position."""
         N = self.labels.shape[0]
         device = self.labels.device
@@ -488,6 +503,5 @@ class Tokens(NamedTuple):
         labels = torch.where(inside, self.labels[predicted], loss.ignore_index)
         counted = inside & (labels != loss.ignore_index)
         masked = (self.labels == WRONG_MASK).sum()
-        outside = (((labels < 0) | (labels >= V)) & counted & (labels != WRONG_MASK)).sum()
-        problems = torch.cat((torch.stack((outside, masked, wrong)), problems))
+        problems = torch.cat((torch.stack((masked, wrong)), problems))
         return Pairs(counted, torch.where(inside, predicted - 1, 0), labels, problems)

@@ -27,6 +27,8 @@ from logitless.kernels.matmul import piece_bytes, project
 
 # Bytes of a pair's or a verifier row's vectors: statistics, factors, labels, indices.
 VECTOR_BYTES = 64
+# The same of the statistics that the ranks of a sharded vocabulary exchange.
+SHARD_BYTES = 256
 
 
 class Verifier(NamedTuple):
@@ -36,7 +38,8 @@ class Verifier(NamedTuple):
     # Log-sum-exp of all of the verifier's ids, and its rounding error; None: there are no others, or they
     # do not count.
     lse: tuple[Tensor, Tensor] | None = None
-    label: Tensor | None = None  # (R,) the draft's column of the best id, -1 where it has none
+    # (R,) the draft's id of the verifier's best one, -1 where it has none.
+    label: Tensor | None = None
     covered: Tensor | None = None  # (R,) bool, whether the draft has the best id; None: always
 
 
@@ -61,7 +64,11 @@ class SpeculatorObjective(LogitsObjective):
         if _reads_all_ids(call):
             teacher_bytes += D * dtype.itemsize
             temporaries.append(twin_bytes(device, dtype, V, budget))
-        if _reads_all_ids(call) or _labels_itself(call):
+        if call.vocabulary.sharded:
+            row += select.row_bytes(D, 1) + SHARD_BYTES
+            teacher_bytes += select.row_bytes(V, 1) + SHARD_BYTES
+            temporaries.append(select.fixed_bytes(device, dtype, max(D, V), 1, budget))
+        elif _reads_all_ids(call) or _labels_itself(call):
             teacher_bytes += select.row_bytes(V, 1)
             temporaries.append(select.fixed_bytes(device, dtype, V, 1, budget))
         return Costs(
@@ -95,9 +102,7 @@ class SpeculatorObjective(LogitsObjective):
         first, last = self.rows.teacher.between(step.start, step.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
         own = self.rows.teacher.ranks[rows] - first
-        labels = None
-        if loss.hard_loss_weight:
-            labels = verifier.label[own] if inputs["labels"] is None else inputs["labels"][chunk.row_index]
+        labels = self._labels(chunk, verifier, own) if loss.hard_loss_weight else None
         covered = None if verifier.covered is None else verifier.covered[own]
         weights = inputs["pair_weights"][chunk.row_index]
         if loss.drop_outside and covered is not None:
@@ -146,9 +151,27 @@ class SpeculatorObjective(LogitsObjective):
             "teacher_rows": own,
             "lk_eta": loss.lk_eta,
         }
-        return divergence.fused_divergence(
-            chunk.logits, verifier.logits, labels, factors, teacher_lse=verifier.lse, **options
+        ranks = call.vocabulary
+        if not ranks.sharded:
+            return divergence.fused_divergence(
+                chunk.logits, verifier.logits, labels, factors, teacher_lse=verifier.lse, **options
+            )
+        if labels is None:
+            labels = torch.full_like(own, -1)
+        return divergence.sharded_divergence(
+            chunk.logits, verifier.logits, labels, factors, ranks=ranks, **options
         )
+
+    def _labels(self, chunk: Chunk, verifier: Verifier, own: Tensor) -> Tensor:
+        """(C,) columns of the labels among the logits; negative for a label that the draft lacks."""
+        inputs = self.call.inputs
+        if inputs["labels"] is None:
+            columns = verifier.label[own]
+        else:
+            columns = inputs["labels"][chunk.row_index]
+            if inputs["draft_columns"] is not None:
+                columns = inputs["draft_columns"][columns]
+        return self.call.vocabulary.columns(columns, -1)[0]
 
     @cached_property
     def _teacher(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -184,8 +207,12 @@ class SpeculatorObjective(LogitsObjective):
         return Verifier(selected, (stats.lse, stats.lse_residual), label, label >= 0)
 
     def _best(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        """(R,) columns of the largest logits of the verifier."""
-        return select.select(logits, 1, head=self.call.loss.teacher_head, bias=bias)[:, 0]
+        """(R,) ids of the largest logits of the verifier."""
+        head = self.call.loss.teacher_head
+        ranks = self.call.vocabulary
+        if ranks.sharded:
+            return divergence.sharded_best(logits, head, bias, ranks)
+        return select.select(logits, 1, head=head, bias=bias)[:, 0]
 
     def _keep(self, rows: slice, found: Mapping[str, Tensor]) -> None:
         for name, x in found.items():
