@@ -30,7 +30,7 @@ from logitless.engine.call import HeadCall
 from logitless.engine.gradients import finish
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import value_error
 
 
 class Mode(Enum):
@@ -302,13 +302,11 @@ def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
     expected = "an upstream gradient of 1 with accumulate_into"
     if on_host:
         if upstream.item() != 1:
-            raise ValueError(
-                message(
-                    "loss",
-                    expected,
-                    upstream.item(),
-                    "leave the loss unscaled, and pass the factor as grad_scale",
-                )
+            raise value_error(
+                "loss",
+                expected,
+                upstream.item(),
+                "leave the loss unscaled, and pass the factor as grad_scale",
             )
     else:
         torch._assert_async(

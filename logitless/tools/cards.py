@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 
 GIB = 2**30
 
@@ -55,5 +55,5 @@ def card_of(card: str | None, memory: int | None) -> Card | None:
         return None if card is None else CARDS[card]
     if memory < GIB:
         remedy = "pass bytes, such as 80 * 2**30; 80GiB on the command line"
-        raise ValueError(message("memory", "at least 1 GiB in bytes", memory, remedy))
+        raise value_error("memory", "at least 1 GiB in bytes", memory, remedy)
     return Card("GPU", memory, 0) if card is None else CARDS[card]._replace(memory=memory)

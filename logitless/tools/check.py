@@ -15,7 +15,7 @@ from logitless.engine.function import CallResult, Mode, replaced, run_calls
 from logitless.engine.packing import pack, unpack
 from logitless.engine.plan import BudgetWarning, Pass, Plan
 from logitless.engine.spec import LossSpec
-from logitless.errors import message
+from logitless.errors import type_error, value_error
 from logitless.losses.base import LinearLoss
 from logitless.losses.inputs import HeadWeight
 from logitless.tools.leaves import Leaves, flat
@@ -109,16 +109,16 @@ def check(
     own = is_dataclass(loss) and hasattr(loss, "logits_budget")
     got = type(loss).__name__
     if not own:
-        raise TypeError(message("loss", "a loss", got, "pass an object such as CrossEntropyLoss()"))
+        raise type_error("loss", "a loss", got, "pass an object such as CrossEntropyLoss()")
     remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
     for name in ("tp_group", "cp_group"):
         if getattr(loss, name) is not None:
-            raise ValueError(message(name, "None in a check", getattr(loss, name), remedy))
+            raise value_error(name, "None in a check", getattr(loss, name), remedy)
     given = {"hidden": hidden, "weight": weight, "targets": targets, **inputs}
     into = given.get("accumulate_into")
     remedy = "leave it out, and let the weight require a gradient"
     if into is not None:
-        raise ValueError(message("accumulate_into", "None in a check", type(into).__name__, remedy))
+        raise value_error("accumulate_into", "None in a check", type(into).__name__, remedy)
     device = next((x.device for x in flat(given) if isinstance(x, Tensor)), torch.device("cpu"))
     with _undisturbed(device):
         whole = Passes()
@@ -129,7 +129,7 @@ def check(
         several = any(plan.chunks > 1 or plan.replay is not None for plan in cut.plans)
         if not several:
             remedy = "give a batch that can be cut"
-            raise ValueError(message("targets", "at least 2 supervised tokens", "fewer", remedy))
+            raise value_error("targets", "at least 2 supervised tokens", "fewer", remedy)
         naive = _run(loss, given, Oracle())
         wide = replace(loss, accum_dtype=None, logits_dtype=None)
         with torch.autocast(device.type, enabled=False):
@@ -161,7 +161,7 @@ class Passes:
         remedy = "check fewer tokens"
         if size > MOST_LOGITS:
             got = f"{size / 2**30:.1f} GiB"
-            raise ValueError(message("hidden", "at most 1 GiB of logits in fp64", got, remedy))
+            raise value_error("hidden", "at most 1 GiB of logits in fp64", got, remedy)
         for call in unpack(*pack(heads)):
             self.cutting_budget = min(self.cutting_budget, _cutting_budget(call))
             self.dtype = call.dtype

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.engine.head_view import HeadView, unviewed
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.exchange import exchanged, instance_forward
 from logitless.losses.logprobs import TokenStatistics
 from logitless.losses.several_ids import IdsStatistics, TopkStatistics, logprobs_of_ids
@@ -115,7 +115,7 @@ def compare_tokens(chunked: ChunkedLoss, model: PreTrainedModel, ids: Tensor | N
         expected = "the same tokens on all ranks of its tensor-parallel plan"
         got = f"others on each in {type(chunked.trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3, whose ranks have sequences of their own"
-        raise ValueError(message("model", expected, got, remedy))
+        raise value_error("model", expected, got, remedy)
 
 
 def picked(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
