@@ -140,7 +140,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
     solved = passes.solve(calls, fixed_dtypes=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
-    # None stands for a factor of 1 that the host knows: it needs no multiplication.
+    # None: the factor is 1, and the host knows it, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 

@@ -172,7 +172,7 @@ def _change_rest(module: nn.Module) -> tuple[tuple[str, ...], Callable[[], None]
     known = Known(*map(frozenset, (bodies, rms_norms, activations, rotations)))
     new = _rewritten(function, known, tuple(rotations.items())) if any(known) else None
     if new is None:
-        # What is to be said of a norm has been said.
+        # The report already names the norm.
         is_norm = "Norm" in type(module).__name__
         return (), None, reason or ("" if is_norm else "no statements that we could fuse")
     return new.replaced, exchange(module, KEY, fused_forwards.rewritten, new.function), reason

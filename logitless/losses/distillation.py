@@ -123,7 +123,7 @@ class DistillationLoss(LogitsLoss):
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
-        if type(self).support is None:  # else a subclass has a support of its own
+        if type(self).support is None:  # a subclass may define another support
             check_support(self)
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:

@@ -30,7 +30,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(BlockHeads):
-    """K heads for the tokens beyond the next: `num_layers` residual blocks each, and a projection of its own.
+    """K heads for the tokens beyond the next: `num_layers` residual blocks and a projection each.
 
     The state dict has the layout of the reference implementation:
     `medusa_head.{k}.{layer}.linear.{weight,bias}` and `medusa_head.{k}.{num_layers}.weight`.
@@ -40,7 +40,7 @@ class MedusaHeads(BlockHeads):
         vocab_size: V.
         num_heads: K, at least 1.
         num_layers: residual blocks per head.
-        shared: use the base model's head in place of projections of their own.
+        shared: use the base model's head in place of a projection per head.
         device: of the parameters; default torch's.
         dtype: of the parameters; default torch's.
 
@@ -133,7 +133,7 @@ class MedusaLoss(MultiHeadLoss):
         targets: (B, T) int64, or (N,) with `cu_seqlens`: unshifted labels, as with `shift=True` in other
             losses.
         base_weight: (V, H), or the base model's LM head; required unless base_coefficient is 0 and the heads
-            have projections of their own.
+            have projections.
         base_bias: (V,).
         mask: like targets; where it is off, the label is not supervised.
         num_items: replaces the number of targets of every head.

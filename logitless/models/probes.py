@@ -90,7 +90,7 @@ def check_call(model: nn.Module, forward: Callable[..., Any], deferred: Callable
         try:
             theirs = forward(input_ids=ids, labels=ids).loss.item()
         except Exception as error:
-            # It wants pixels, or ids of its own: anything may come of that.
+            # A model that needs pixels or special ids may raise any exception.
             return f"{type(error).__name__}: {error}"
         ours = deferred(input_ids=ids, labels=ids).loss.item()
     if not math.isfinite(theirs):

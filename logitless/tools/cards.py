@@ -47,7 +47,7 @@ CARDS = {
 def card_of(card: str | None, memory: int | None) -> Card | None:
     """The card that is asked for by name, by its memory in bytes or by both; None if by neither.
 
-    Memory alone stands for a GPU with the portable Triton kernels and none for its own generation.
+    Memory alone describes a GPU that runs the portable Triton kernels and has none for its generation.
     """
     if card is not None:
         check_choice("card", card, CARDS)

@@ -93,7 +93,7 @@ def check(
     they require one when given; their `grad` and the state of the random number generators stay as they are.
 
     Args:
-        loss: what is checked; without tp_group and cp_group.
+        loss: the loss to check; without tp_group and cp_group.
         hidden: as in a call of the loss; at most 1 GiB of logits in fp64, 8 * tokens * V bytes.
         weight: as in a call of the loss: a head, or a module of heads.
         targets: as in a call of the loss; short sequences with some ignored tokens show most.
@@ -177,7 +177,7 @@ def _cutting_budget(call: HeadCall) -> int:
     purpose = Pass.STATISTICS if call.loss.reduction == "none" else Pass.SOLVE
     costs = functools.partial(call.loss.objective.costs, call, purpose=purpose)
     usable = budget = max(1, -(-rows // CHUNKS)) * costs(AMPLE_BUDGET).row_bytes
-    # What is fixed depends on the budget, up to a quarter of it.
+    # The fixed temporaries depend on the budget, and take up to a quarter of it.
     for _ in range(3):
         budget = usable + costs(budget).fixed_bytes
     return budget
@@ -194,7 +194,7 @@ class Result:
 
 
 def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wide: bool = False) -> Result:
-    """Call the loss on leaves of its own; with `wide`, in fp64."""
+    """Call the loss on new leaves; with `wide`, in fp64."""
     leaves = Leaves(wide)
     hidden, weight, targets, *_ = made = [leaves.made(name, x) for name, x in given.items()]
     inputs = dict(list(zip(given, made, strict=True))[3:])
@@ -224,7 +224,7 @@ def _upstream(value: Tensor) -> Tensor:
 def _compared(results: Mapping[str, Result], naive: Result, truth: Result, dtype: torch.dtype) -> CheckReport:
     errors: dict[str, float] = {}
     allowed: dict[str, float] = {}
-    # Of fp64 operands the truth itself is no better than what is checked.
+    # For fp64 operands the oracle is as accurate as the loss that is checked.
     slack = torch.finfo(dtype).eps ** 0.5
     least = slack if dtype == torch.float64 else 0.0
     for how, result in results.items():

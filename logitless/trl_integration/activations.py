@@ -103,7 +103,7 @@ def _explain_errors(trainer: Any, fitted: Fitted) -> Callable[[], None]:
     def undo() -> None:
         nonlocal on
         on = False
-        # What was put on top of it meanwhile goes on calling it, and it does nothing of its own any more.
+        # A function that was put on top of it in between still calls it; it then only calls the original.
         if trainer.__dict__.get("training_step") is training_step:
             if had:
                 trainer.__dict__["training_step"] = stock

@@ -45,9 +45,9 @@ def apply_to(
         everything.
 
     Raises:
-        ValueError: nothing is asked for; it is no trainer, has what is asked for already, is one of TRL's
-            whose loss is not covered, or has options that the flags would refuse; `fuse_layers` knows nothing
-            in a model, or `fit_activations` refuses one.
+        ValueError: no option is set; `trainer` is no transformers.Trainer, has one of the options already, is
+            a trainer of TRL whose loss is not supported, or has options that the config's flags refuse;
+            `fuse_layers` finds no layer to fuse, or `fit_activations` refuses a model.
     """
     expected = "a transformers.Trainer, TRL's among them"
     found = type(trainer).__name__
@@ -73,7 +73,7 @@ def apply_to(
 
 
 def remove_from(trainer: transformers.Trainer) -> None:
-    """Switch off again what is on in a trainer, by the flags of its config or by `apply_to`.
+    """Switch off all options of a trainer, those of its config's flags and those of `apply_to`.
 
     The trainer then computes TRL's own loss, with the models, optimizer and state that it has; the models are
     as TRL has made them.

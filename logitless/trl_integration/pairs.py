@@ -60,7 +60,7 @@ class ChunkedLossConfigMixin:
 
     @property
     def _flags(self) -> list[str]:
-        """Names of what is asked for."""
+        """Names of the options that are set."""
         flags = [name for name in ("use_chunked_loss", "use_fused_layers") if getattr(self, name)]
         return flags + ["activation_budget"] * (self.activation_budget is not None)
 
@@ -78,7 +78,7 @@ class ChunkedLossConfigMixin:
 
 
 def check_budget(logits_budget: Any, use_chunked_loss: bool) -> None:
-    CrossEntropyLoss(logits_budget=logits_budget)  # which refuses what is no number of bytes
+    CrossEntropyLoss(logits_budget=logits_budget)  # raises for a value that is no number of bytes
     alone = logits_budget is None or use_chunked_loss
     remedy = "set use_chunked_loss=True"
     if not alone:

@@ -96,7 +96,7 @@ def uses_server(args: Any) -> bool:
 
 
 def server_rounding(trainer: Any) -> str | None:
-    """What is logged once about logits and a vLLM server; None where there is no server."""
+    """The line that is logged once about logits and a vLLM server; None without a server."""
     if follows_server(trainer):
         return (
             "logits of bf16 heads are rounded to bf16, as vLLM rounds them by default; fp32 on both sides is "
@@ -112,7 +112,7 @@ def server_rounding(trainer: Any) -> str | None:
 
 
 def truncated_sampling(trainer: Any) -> str | None:
-    """What is logged once about a sampler that truncates; None where it does not."""
+    """The line that is logged once about a sampler that truncates; None for one that does not."""
     args = trainer.args
     cuts = {
         "top_p": (getattr(args, "top_p", None) or 1.0) < 1,
