@@ -31,8 +31,11 @@ def cross_entropy(earlier: tuple[Path, dict] | None, results: Path = RESULTS) ->
     for shape in shapes:
         found = [s for run in RUNS for s in document[run]["cross-entropy"] if s["shape"] == shape]
         rows = {row["name"]: row for section in reversed(found) for row in section["rows"]}
+        # Variants of one library are adjacent rows: "Liger", "Liger, accum_dtype fp32".
+        libraries = list(dict.fromkeys(library(name) for name in rows))
+        ordered = sorted(rows.values(), key=lambda row: libraries.index(library(row["name"])))
         yardstick = {"name": "three bare GEMMs", "ms": found[0]["bare_ms"]}
-        sections.append({"shape": shape, "yardstick": yardstick, "rows": list(rows.values())})
+        sections.append({"shape": shape, "yardstick": yardstick, "rows": ordered})
     whole = document | {"device": "NVIDIA H200"}
     few = sorted((s for s in sections if s["shape"]["N"] < LARGE), key=lambda s: s["shape"]["N"])
     tables = {
@@ -44,6 +47,10 @@ def cross_entropy(earlier: tuple[Path, dict] | None, results: Path = RESULTS) ->
         ignored = [section for section in old["sections"] if section["shape"]["ignored"]]
         tables["ce-ignored"] = (old_path, old | {"sections": ignored})
     return tables
+
+
+def library(name: str) -> str:
+    return name.partition(",")[0]
 
 
 def with_ours(document: dict, results: Path = RESULTS) -> tuple[dict, list[tuple[Path, dict]]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
+from logitless.engine.operands import SplitHead, check_operands, check_packed, checked_boundaries, shifted
 from logitless.engine.sampling_mask import AlignedMask, Sets
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
@@ -183,15 +183,7 @@ def prepare(
     sequence_count = 0
     if cu_seqlens is not None:
         cu_seqlens = checked_boundaries(cu_seqlens, hidden, loss.boundaries_argument)
-        if hidden.dim() != 2:
-            raise ValueError(
-                message(
-                    "hidden",
-                    f"shape (N, H) with {loss.boundaries_argument}",
-                    tuple(hidden.shape),
-                    "flatten the tokens or leave it out",
-                )
-            )
+        check_packed("hidden", hidden, 2, loss.boundaries_argument)
     if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if shift:

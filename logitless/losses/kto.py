@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
+from logitless.engine.operands import MASKS, check_packed, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, check_number, message
@@ -239,14 +239,6 @@ class KTOLoss(ReferencedLoss):
                     )
                 )
             return targets.shape[0], None
-        if targets.dim() != 1:
-            raise ValueError(
-                message(
-                    "kl_targets",
-                    "shape (N',) with kl_cu_seqlens",
-                    tuple(targets.shape),
-                    "flatten the tokens or leave kl_cu_seqlens out",
-                )
-            )
+        check_packed("kl_targets", targets, 1, "kl_cu_seqlens")
         starts = checked_boundaries(starts, targets, "kl_cu_seqlens")
         return starts.shape[0] - 1, starts

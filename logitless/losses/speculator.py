@@ -10,7 +10,7 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.objectives.speculator import SpeculatorObjective, chain_metrics
-from logitless.engine.operands import WRONG_MASK, checked_boundaries, sequence_numbers
+from logitless.engine.operands import WRONG_MASK, check_packed, checked_boundaries, sequence_numbers
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, message
@@ -469,9 +469,7 @@ class Tokens(NamedTuple):
         if mask is not None:
             labels = loss.masked(labels, mask)
         if cu_seqlens is not None:
-            if len(shape) != 1:
-                expected, remedy = "shape (N, H') with cu_seqlens", "flatten the tokens or leave it out"
-                raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+            check_packed("teacher_hidden", hidden, 2)
             cu_seqlens = checked_boundaries(cu_seqlens, hidden)
         return cls(labels.reshape(-1), shape[-1], cu_seqlens)
 

@@ -336,7 +336,7 @@ class _Planner:
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
+                self.plan = plan_for(call, rows, purpose, len(heads), fp32_d_weight=several)
             self.planned.append((call, self.plan, purpose))
         if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
@@ -385,7 +385,7 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
         several = len(solved) > 1
-        dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
+        dtypes = sum_dtypes(call, multi_head=several, fp32_d_weight=several or plan.chunks > 1)
         sums = []
         if call.needs.weight:
             sums.append((call.weight.numel(), dtypes.weight))

@@ -348,10 +348,7 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
     """The transformers model inside of the wrappers of distribution and PEFT."""
-    model = trainer.accelerator.unwrap_model(model)
-    if type(model).__name__ == "OptimizedModule" and not hasattr(model, "get_base_model"):
-        return model  # the module under torch.compile's wrapper runs uncompiled
-    return heads.base_of(model)
+    return heads.base_of(trainer.accelerator.unwrap_model(model), keep_compiled=True)
 
 
 def any_loss(trainer: Any) -> None:

@@ -180,7 +180,7 @@ class SupportObjective(IdsObjective):
             return {}
         columns, known = self._labels(chunk)
         stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
-        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignored}
+        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.token_statistics(chunk.logits, columns, stats, **options)
         reader.vocabulary.merge_stats(stats, columns)
         return {
@@ -198,7 +198,7 @@ class SupportObjective(IdsObjective):
         labels = self.call.inputs["labels"][chunk.row_index].long()
         width = chunk.logits.shape[1]
         columns, here = self.call.vocabulary.locate(labels, self.call.V)
-        ignored = chunk.targets == chunk.ignored
+        ignored = chunk.targets == chunk.ignore_index
         known = (labels >= 0) & (labels < self.call.V) & ~ignored
         return torch.where(ignored, chunk.targets, torch.where(here, columns, width)), known
 
@@ -222,7 +222,7 @@ class SupportObjective(IdsObjective):
             # The softmax at temperature 1, before `_spread` overwrites the logits.
             own = self._of_label(stats)
             other = torch.empty_like(chunk.grad_buffer)
-            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignored}
+            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
                 chunk.logits, columns, own, TokenBuffers(logps=g), gradient=other, **options
             )
