@@ -11,6 +11,7 @@ from benchmarks import (
     activation_budgets,
     compare_trees,
     fsdp,
+    head_speed,
     layers,
     model_commands,
     numbers,
@@ -58,7 +59,8 @@ app = typer.Typer(help="Measure logitless beside its peers.", add_completion=Fal
 app.add_typer(model_commands.app)
 
 # The benchmarks with a table in docs/benchmarks.md, and what writes it.
-TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.table) | {
+CE_TABLES = ("ce", "ce-few", "ce-ignored")
+TABLES = dict.fromkeys((*CE_TABLES, "distillation", "preference", "policy"), pages.table) | {
     "medusa": multi_head.by_length,
     "trl": trainers.by_trainer,
     "tensor-parallel": shards.by_loss,
@@ -498,10 +500,16 @@ def plot(
         raise typer.BadParameter(
             f"--results: expected a complete result ({names}) in {results}; run `python -m benchmarks ce`."
         )
+    runs = {name: [pair] for name, pair in found.items()}
     documents = {name: document for name, (_, document) in found.items()}
+    for name in {"preference", "policy", "distillation"} & documents.keys():
+        documents[name], later = head_speed.with_ours(documents[name], results)
+        runs[name] += later
+    for name, (path, document) in head_speed.cross_entropy(found.get("ce"), results).items():
+        documents[name], runs[name] = document, [(path, document)]
     tables = {
-        (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, (path, document)))
-        for name, (path, document) in found.items()
+        (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, *runs[name]))
+        for name, document in documents.items()
         if name in TABLES
     }
     if "ce" in documents:

@@ -39,7 +39,9 @@ def check_number(
 
 def warn(message: str, category: type[Warning]) -> None:
     """A warning at the line that called the library: the first frame outside of it and of torch."""
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, category, stacklevel=level)

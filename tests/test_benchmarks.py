@@ -21,12 +21,14 @@ from benchmarks import (
     compare_trees,
     distillation,
     fsdp,
+    head_speed,
     layer_tiles,
     layers,
     measure,
     medusa,
     objective,
     own_rows,
+    pages,
     peers,
     policy,
     preference,
@@ -639,6 +641,42 @@ def test_the_comparison_counts_each_loss_in_the_products_that_it_needs():
     table = summary.implementations({"preference": document})
     (cells,) = [line.split("|") for line in table.splitlines() if "logitless" in line]
     assert cells[3].split("x")[0].strip() == f"{expected:.2f}"
+
+
+def test_the_latest_runs_stand_in_the_tables_until_a_later_result_exists(tmp_path):
+    """A row of the newer run before one of the older, the older where the newer has none."""
+    shutil.copy(report.RESULTS / head_speed.NAME, tmp_path)
+    latest = json.loads((tmp_path / head_speed.NAME).read_text())
+    newer, older = (latest[run]["cross-entropy"][1]["rows"] for run in head_speed.RUNS)
+    earlier = report.newest("ce")
+    tables = head_speed.cross_entropy(earlier, tmp_path)
+    rows = {row["name"]: row for row in tables["ce"][1]["sections"][1]["rows"]}
+    assert rows["logitless"] == newer[0] != older[0]
+    assert rows["CCE (exact)"] in older and "CCE (exact)" not in [row["name"] for row in newer]
+    assert [section["shape"]["N"] for section in tables["ce-few"][1]["sections"]] == [256, 512, 2048]
+    assert [section["shape"]["ignored"] for section in tables["ce-ignored"][1]["sections"]] == [0.5]
+
+    _, document = report.newest("policy")
+    replaced, files = head_speed.with_ours(document, tmp_path)
+    ours, *others = replaced["sections"][0]["rows"]
+    assert ours == latest[head_speed.RUNS[0]]["policy"][0]["rows"][0]
+    assert [row["name"] for row in others] == [
+        "eager, fp32 upcast",
+        "torch.compile",
+        "Liger",
+        "TRL ChunkedLogProb",
+    ]
+    assert files[0][0].name == head_speed.NAME and "2026-11-23" in replaced["note"]
+
+    tomorrow = {"date": "2026-11-24T00:00:00+00:00"}
+    assert head_speed.cross_entropy((earlier[0], earlier[1] | tomorrow), tmp_path) == {}
+    assert head_speed.with_ours(document | tomorrow, tmp_path) == (document | tomorrow, [])
+
+
+def test_a_loss_that_is_off_shows_its_error_in_the_place_of_a_time():
+    row = {"verdict": "wrong", "loss_error": 0.08, "d_hidden_error": 1e-3}
+    assert pages.cell(row) == "loss off by 8.0%"
+    assert pages.cell(row | {"loss_error": 1e-4, "d_hidden_error": 0.5}) == "wrong"
 
 
 def test_newest_result_is_the_latest_complete_one(tmp_path):

@@ -26,18 +26,18 @@ class TokenStats:
         lse_residual: rounding error of lse: exp((z - lse) - lse_residual) is accurate also for large lse.
             Always available.
         entropy: entropy of the distribution, in nats.
+        is_top1: 1 where the target has the largest logit, else 0.
         sum_logits: sum of the logits, weighted by the loss's `sum_logits_weights` if it has any.
         log_sum_sq_probs: log of the sum of the squared probabilities.
-        is_top1: 1 where the target has the largest logit, else 0.
     """
 
     logps: Tensor
     lse: Tensor
     lse_residual: Tensor
     entropy: Tensor
+    is_top1: Tensor
     sum_logits: Tensor
     log_sum_sq_probs: Tensor
-    is_top1: Tensor
 
     if not TYPE_CHECKING:  # for a checker, other names are errors
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from logitless.engine.operands import SplitHead, check_operands, checked_boundaries, shifted
+from logitless.engine.operands import SplitHead, check_operands, check_packed, checked_boundaries, shifted
 from logitless.engine.sampling_mask import AlignedMask, Sets
 from logitless.engine.spec import PER_TOKEN, LossSpec, Role, looks_at_sequences
 from logitless.errors import check_number, message
@@ -167,7 +167,8 @@ def prepare(
     """Check a public call and flatten it to one row per token."""
     frozen = None
     if isinstance(weight, SplitHead):
-        frozen, weight = local_parameter("weight", weight.frozen.detach(), loss.tp_group), weight.trained
+        frozen = local_parameter("weight", weight.frozen.detach(), loss.tp_group)
+        weight = weight.trained
     if type(weight) not in PLAIN:
         weight = local_parameter("weight", weight, loss.tp_group)
     if bias is not None and type(bias) not in PLAIN:
@@ -182,15 +183,7 @@ def prepare(
     sequence_count = 0
     if cu_seqlens is not None:
         cu_seqlens = checked_boundaries(cu_seqlens, hidden, loss.boundaries_argument)
-        if hidden.dim() != 2:
-            raise ValueError(
-                message(
-                    "hidden",
-                    f"shape (N, H) with {loss.boundaries_argument}",
-                    tuple(hidden.shape),
-                    "flatten the tokens or leave it out",
-                )
-            )
+        check_packed("hidden", hidden, 2, loss.boundaries_argument)
     if looks_at_sequences(loss):
         sequence_count = _sequence_count(loss, hidden, cu_seqlens)
     if shift:
@@ -232,7 +225,8 @@ def prepare(
 
 def _check_input(loss: LossSpec, name: str, x: object, targets: Tensor, sequence_count: int) -> None:
     """Check type and shape of an input of the loss against its role."""
-    role, shape = loss.roles[name], targets.shape
+    role = loss.roles[name]
+    shape = targets.shape
     if role is Role.WHOLE:
         return
     if not isinstance(x, Tensor):
@@ -292,10 +286,8 @@ def _sequence_count(loss: LossSpec, hidden: Tensor, cu_seqlens: Tensor | None) -
         if loss.scope != "batch" or Role.SEQUENCE in loss.roles.values():
             raise ValueError(message("hidden", "shape (B, T, H)", tuple(hidden.shape), "or pass cu_seqlens"))
         return 1
-    count, group = (
-        hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        loss.sequences_per_group,
-    )
+    count = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    group = loss.sequences_per_group
     if count % group != 0:
         raise ValueError(
             message(

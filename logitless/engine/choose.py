@@ -94,13 +94,15 @@ def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
     Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
     teacher's row of every row, as it does where the width of the logits is not known before the sync.
     """
-    loss, piece = call.loss, 1
+    loss = call.loss
+    piece = 1
     if not call.vocabulary.sharded:
         budget = loss.logits_budget or default_budget(call.weight.device)
         costs = loss.objective.costs(call, budget, Pass.SOLVE)
         needed = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1]
         piece = TILE if needed <= budget - costs.fixed_bytes else 1
-    rows, count = call.inputs[loss.teacher_rows], call.inputs["teacher_hidden"].shape[0]
+    rows = call.inputs[loss.teacher_rows]
+    count = call.inputs["teacher_hidden"].shape[0]
     return Ordered.of(supervised, rows, count, piece)
 
 
@@ -111,7 +113,8 @@ def every_row(call: HeadCall) -> Rows:
 
 def _grouping(call: HeadCall) -> Grouping:
     loss = call.loss
-    grouped, packed = loss.scope != "token", call.cu_seqlens is not None
+    grouped = loss.scope != "token"
+    packed = call.cu_seqlens is not None
     # With cp_group, ranks may have different numbers of chunks. All sequences form one group, so that every
     # rank evaluates the loss, and runs its collectives, exactly once.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)

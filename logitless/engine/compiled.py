@@ -122,7 +122,8 @@ def _compiled(loss: LossSpec, differentiate: bool) -> ChunkFunction:
             if run is plain or not _is_of_the_compiler(error):
                 raise
             run = plain
-            name, message = type(loss).__name__, str(error).strip().partition("\n")[0]
+            name = type(loss).__name__
+            message = str(error).strip().partition("\n")[0]
             warn(
                 f"{name} runs uncompiled, slower and in more memory: {type(error).__name__}: {message}",
                 UserWarning,

@@ -93,8 +93,10 @@ class EarlyProjection:
         num_items = call.num_items if loss.reduction == "mean" else None
         targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
         inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
-        self.call, self.rows = replace(call, targets=targets, inputs=inputs), every_row(call)
-        self._wrong, self._copied = wrong.to("cpu", non_blocking=True), None
+        self.call = replace(call, targets=targets, inputs=inputs)
+        self.rows = every_row(call)
+        self._wrong = wrong.to("cpu", non_blocking=True)
+        self._copied = None
         if targets.is_cuda:
             self._copied = torch.cuda.current_stream(targets.device).record_event()
 

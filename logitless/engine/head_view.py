@@ -107,7 +107,8 @@ class HeadView(NamedTuple):
         if not self.columns:
             return hidden, weight, bias
         weight, bias = local_parameter("weight", weight, None), local_parameter("bias", bias, None)
-        wide, trained = [hidden], []
+        wide = [hidden]
+        trained = []
         for columns in self.columns:
             down, up, extra = (
                 local_parameter("weight", x, None) for x in (columns.down, columns.up, columns.bias)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.levels import is_per_sequence, per_token_shape
-from logitless.engine.operands import sequence_numbers, shifted
+from logitless.engine.operands import check_packed, sequence_numbers, shifted
 from logitless.engine.sampling_mask import AlignedMask
 from logitless.engine.segments import cached_property
 from logitless.errors import message
@@ -30,15 +30,7 @@ class SequenceLayout:
         self.kept = kept  # the sampling mask of the call
         self.packed = cu_seqlens is not None
         if self.packed:
-            if targets.dim() != 1:
-                raise ValueError(
-                    message(
-                        "targets",
-                        "shape (N,) with cu_seqlens",
-                        tuple(targets.shape),
-                        "flatten the tokens or leave it out",
-                    )
-                )
+            check_packed("targets", targets, 1)
         elif targets.dim() != 2:
             remedy = "or pass flat tokens with cu_seqlens"
             raise ValueError(message("targets", "shape (B, T)", tuple(targets.shape), remedy))

@@ -33,7 +33,8 @@ def is_per_sequence(
         ValueError: a packed call has as many tokens as sequences, and x has shape (N,), which is both.
     """
     packed = targets.dim() == 1
-    flat, aligned = x.shape == (sequences,), x.shape == targets.shape
+    flat = x.shape == (sequences,)
+    aligned = x.shape == targets.shape
     if x.shape == (sequences, 1):
         one = sequences == 1 and targets.shape == (1,)
         return (packed or not slices.sliced) and not (sums and (aligned or one))

@@ -11,7 +11,8 @@ from logitless.errors import message
 
 def check_main_gradient(given: HeadCall, weight: object, main: object, grad_scale: float) -> None:
     """Raise unless this call's backward pass can add the gradient of `weight` to `main`."""
-    name, shape = "accumulate_into", tuple(given.weight.shape)
+    name = "accumulate_into"
+    shape = tuple(given.weight.shape)
     stat = torch.promote_types(given.dtype, torch.float32)
     if not isinstance(main, Tensor):
         raise TypeError(message(name, "a tensor", type(main).__name__, "pass the main gradient"))

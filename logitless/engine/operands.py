@@ -252,6 +252,21 @@ def checked_boundaries(cu_seqlens: Tensor, like: Tensor, name: str = "cu_seqlens
     return cu_seqlens.to(like.device, torch.int64)
 
 
+def check_packed(name: str, x: Tensor, dims: int, boundaries: str = "cu_seqlens") -> None:
+    """Raise ValueError unless the tokens of packed sequences are flat: targets (N,), hidden states (N, H).
+
+    Args:
+        name: name of the argument.
+        x: its value.
+        dims: 1 for targets, 2 for hidden states.
+        boundaries: name of the argument with the boundaries of the sequences.
+    """
+    if x.dim() != dims:
+        expected = f"shape {'(N,)' if dims == 1 else '(N, H)'} with {boundaries}"
+        remedy = f"flatten the tokens or leave {boundaries} out"
+        raise ValueError(message(name, expected, tuple(x.shape), remedy))
+
+
 def sequence_numbers(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
     """The index of each packed position's sequence, in [0, sequences) even if the boundaries are wrong."""
     number = torch.searchsorted(cu_seqlens[1:], positions, right=True)

@@ -178,7 +178,8 @@ def reported(
     """(reduced loss of a slice, as `reduced` computes it; sums of its metrics), without gradient."""
     terms, metrics = result
     _check_num_items(terms, factors)
-    units, losses = _by_unit(metrics), [term.values for term in terms.values()]
+    units = _by_unit(metrics)
+    losses = [term.values for term in terms.values()]
     table = _Table([*(x for values in units.values() for x in values), *losses])
     found = {
         key: table.take(values).view(2, -1) if key[0] == OWN else table.take(values)
@@ -258,7 +259,8 @@ def evaluate_terms(loss: "LossSpec", seen: Tensor | Mapping[str, Tensor], batch:
     Shapes of the terms are checked until a slice has passed in which every wrong shape would show.
     """
     if not isinstance(seen, Tensor):
-        stats, declared = TokenStats(), (*ALWAYS_THERE, *loss.differentiates, *loss.observes)
+        stats = TokenStats()
+        declared = (*ALWAYS_THERE, *loss.differentiates, *loss.observes)
         for name, x in seen.items():
             # Some kernels compute several statistics together; pass on those that the loss declares.
             if name in declared:

@@ -83,7 +83,8 @@ class LogitlessCallback(TrainerCallback):
 
 def check(args: Any, trainer: Any) -> None:
     """Raise ValueError if this trainer computes its loss from logits."""
-    kind, template = type(trainer).__name__, trainer.template
+    kind = type(trainer).__name__
+    template = trainer.template
     remedy = "take logitless out of --callbacks"
     if kind != "Seq2SeqTrainer":
         raise ValueError(message("callbacks", "swift sft or swift pt for logitless", kind, remedy))

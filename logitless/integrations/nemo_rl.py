@@ -81,7 +81,8 @@ def from_parallel_hidden_states_to_logprobs(
     contexts = 1 if cp_group is None else cp_group.size()
     if contexts != 1:
         raise ValueError(message("cp_group", "1 rank", contexts, "set use_fused_linear_logprobs to false"))
-    rows, start = len(weight), tp_group.rank() * len(weight)
+    rows = len(weight)
+    start = tp_group.rank() * len(weight)
     got = (vocab_start_index, vocab_end_index)
     expected = (start, start + rows)
     if got != expected:

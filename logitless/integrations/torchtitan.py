@@ -87,7 +87,8 @@ class LogitlessLoss(stock.ChunkedLossWrapper):
             raise ValueError(message("lm_head", "a DTensor in shards", "a shard of spmd_types", remedy))
         if isinstance(self.lm_head, FSDPModule):
             self.lm_head.unshard()
-        weight, tp_group = self.lm_head.weight, None
+        weight = self.lm_head.weight
+        tp_group = None
         if isinstance(weight, DTensor) and "tp" in weight.device_mesh.mesh_dim_names:
             tp_group = weight.device_mesh["tp"]
         if isinstance(pred, DTensor):

@@ -113,7 +113,8 @@ def fuse_layers(model: nn.Module) -> Fused:
         raise ValueError(
             message("model", "one that is not fused", f"{len(again)} fused modules", "undo that first")
         )
-    report, undos = Report(), []
+    report = Report()
+    undos = []
     try:
         for change in (_change_norm, _change_rest):
             for name, module in model.named_modules():

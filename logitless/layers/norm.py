@@ -282,7 +282,8 @@ def _forward_twin(x, residual, weight, bias, config: NormConfig):
     if config.added == "before":
         h = residual.to(wide) + config.multiplier * x.to(wide)
         h = h.to(torch.promote_types(x.dtype, residual.dtype))
-    z, mean = h.to(wide), None
+    z = h.to(wide)
+    mean = None
     if config.center:
         mean = z.mean(-1, keepdim=True)
         z = z - mean

@@ -71,7 +71,8 @@ def _shard(weight: Tensor) -> dict:
         return {"numbers": _numbers(local), "rows": local.shape[0]}
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mine, start = local.to_local(), None
+    mine = local.to_local()
+    start = None
     if local.device_mesh.ndim == 1:
         _, (start, *_) = compute_local_shape_and_global_offset(
             local.shape, local.device_mesh, local.placements

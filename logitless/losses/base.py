@@ -24,7 +24,7 @@ class TokenLoss(LinearLoss):
     """A loss of per-token statistics of the logits: `terms(stats: TokenStats, batch)`.
 
     `differentiates` names the statistics that carry a gradient, `observes` those that the loss or its metrics
-    use as constants: logps, lse, entropy, sum_logits, log_sum_sq_probs and is_top1. logps and lse are always
+    use as constants: logps, lse, entropy, is_top1, sum_logits and log_sum_sq_probs. logps and lse are always
     available.
 
     Args:

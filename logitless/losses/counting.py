@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from logitless.engine.operands import INTEGERS, checked_boundaries, masked, shifted
+from logitless.engine.operands import INTEGERS, check_packed, checked_boundaries, masked, shifted
 from logitless.engine.rows import boundary_fault
 from logitless.errors import message
 from logitless.kernels.head.targets import wrong_boundaries
@@ -58,15 +58,7 @@ def count_targets(
     if mask is not None:
         targets = masked(targets, mask, ignore_index)
     if cu_seqlens is not None:
-        if targets.dim() != 1:
-            raise ValueError(
-                message(
-                    "targets",
-                    "shape (N,) with cu_seqlens",
-                    tuple(targets.shape),
-                    "flatten the tokens or leave it out",
-                )
-            )
+        check_packed("targets", targets, 1)
         cu_seqlens = checked_boundaries(cu_seqlens, targets)
         N = targets.shape[0]
         boundary_fault(cu_seqlens, N, "cu_seqlens").assert_async(~wrong_boundaries(cu_seqlens, N)[0])

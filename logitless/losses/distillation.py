@@ -129,7 +129,8 @@ class DistillationLoss(LogitsLoss):
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         if batch.topk_ids is None:
             common = min(logits.shape[-1], batch.teacher_logits.shape[-1])
-            z, t = logits[:, :common], batch.teacher_logits[:, :common]
+            z = logits[:, :common]
+            t = batch.teacher_logits[:, :common]
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
             best, argmax_id = batch.argmax(z), batch.argmax(t)
         else:
@@ -138,7 +139,8 @@ class DistillationLoss(LogitsLoss):
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
-            best, argmax_id = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
+            best = logits.argmax(-1)
+            argmax_id = ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
             # Leave out ids whose logit is -inf.
             ruled_out = (z == -torch.inf) | (t == -torch.inf)
@@ -187,7 +189,8 @@ class DistillationLoss(LogitsLoss):
             "bias": bias,
             "teacher_bias": batch.teacher_bias,
         }
-        rows, labels = (logits, batch.teacher_logits), batch.labels
+        rows = (logits, batch.teacher_logits)
+        labels = batch.labels
         if not batch.vocabulary.sharded:
             found = kernels.fused_divergence(*rows, labels, factors, **options)
             return self._mixed(*found[: len(self.metric_names)])
@@ -244,7 +247,8 @@ class DistillationLoss(LogitsLoss):
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
         """The teacher's head, cut to the ids that both vocabularies share (`shared_vocabulary`)."""
-        rows, shared = teacher["teacher_weight"].shape[0], self.shared_vocabulary
+        rows = teacher["teacher_weight"].shape[0]
+        shared = self.shared_vocabulary
         if shared is None:
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
                 warn_of_sizes(V, rows)

@@ -20,7 +20,8 @@ from logitless.losses.policy import ClippedLoss
 from logitless.losses.reference_model import ComparedLoss
 
 # VESPO's bounds on the log of a sequence's weight.
-SMALLEST_LOG_WEIGHT, LARGEST_LOG_WEIGHT = math.log(1e-8), 20.0
+SMALLEST_LOG_WEIGHT = math.log(1e-8)
+LARGEST_LOG_WEIGHT = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)

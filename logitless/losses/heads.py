@@ -27,9 +27,11 @@ def resolve_heads(loss, arguments: dict) -> tuple:
         TypeError: a module that cannot be read.
         ValueError: a bias beside a head's, or an option of the loss that contradicts the view.
     """
-    arguments, split = dict(arguments), None
+    arguments = dict(arguments)
+    split = None
     for prefix in PREFIXES:
-        name, hidden = f"{prefix}weight", arguments.get(f"{prefix}hidden")
+        name = f"{prefix}weight"
+        hidden = arguments.get(f"{prefix}hidden")
         head = arguments.get(name)
         if head is None or isinstance(head, Tensor | SplitHead):
             continue
@@ -43,7 +45,8 @@ def resolve_heads(loss, arguments: dict) -> tuple:
         if view.of_model:
             loss = _with_options(loss, prefix, view.softcap, view.logit_scale)
         if prefix == "" and view.in_shards:
-            loss, split = _in_shards(loss), view.weight
+            loss = _in_shards(loss)
+            split = view.weight
         elif split is not None:
             view = view.split_like(split)
         wide, weight, bias = view.operands(view.weight[:0] if hidden is None else hidden)
@@ -84,7 +87,8 @@ def _in_shards(loss):
 
 @_kept
 def _with_options(loss, prefix: str, softcap: float | None, logit_scale: float):
-    defaults, changes = {field.name: field.default for field in fields(loss)}, {}
+    defaults = {field.name: field.default for field in fields(loss)}
+    changes = {}
     for option, value, without in (("softcap", softcap, None), ("logit_scale", logit_scale, 1.0)):
         name = f"{prefix}{option}"
         default = defaults.get(name, without)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
+from logitless.engine.operands import MASKS, check_packed, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
 from logitless.errors import check_choice, check_number, message
@@ -103,13 +103,15 @@ class KTOLoss(ReferencedLoss):
             raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, labels = batch.sum_by_sequence(stats.logps), batch.labels.bool()
+        logps = batch.sum_by_sequence(stats.logps)
+        labels = batch.labels.bool()
         reward = self.beta * (logps - self.sequence_ref_logps(batch))
         margin = KTO_MARGINS[self.loss_type](reward, self.beta * batch.kl)
         losses = sigmoid(torch.where(labels, -margin, margin))
         losses = torch.where(labels, self.desirable_weight * losses, self.undesirable_weight * losses)
         metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
-        mean_logits, tokens = stats.sum_logits / batch.V, batch.spread(labels)
+        mean_logits = stats.sum_logits / batch.V
+        tokens = batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):
             metrics[f"rewards/{side}"] = mean_over(reward, these, of="sequences")
             metrics[f"logps/{side}"] = mean_over(logps, these, of="sequences")
@@ -189,7 +191,8 @@ class KTOLoss(ReferencedLoss):
             # The reference's head is that of the reference point alone.
             call.inputs |= {"ref_weight": None, "ref_bias": None}
         sequences, starts = self._check_kl(kl)
-        targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
+        targets = kl["kl_targets"].long()
+        reference = kl.get("ref_logps")
         per_token = True
         if reference is not None:
             per_token, reference = self.read_ref_logps(reference, targets, sequences, " in kl")
@@ -223,7 +226,8 @@ class KTOLoss(ReferencedLoss):
                 )
             )
         self.check_call((), **kl)
-        targets, starts = kl["kl_targets"], kl.get("kl_cu_seqlens")
+        targets = kl["kl_targets"]
+        starts = kl.get("kl_cu_seqlens")
         if starts is None:
             if targets.dim() != 2:
                 raise ValueError(
@@ -235,14 +239,6 @@ class KTOLoss(ReferencedLoss):
                     )
                 )
             return targets.shape[0], None
-        if targets.dim() != 1:
-            raise ValueError(
-                message(
-                    "kl_targets",
-                    "shape (N',) with kl_cu_seqlens",
-                    tuple(targets.shape),
-                    "flatten the tokens or leave kl_cu_seqlens out",
-                )
-            )
+        check_packed("kl_targets", targets, 1, "kl_cu_seqlens")
         starts = checked_boundaries(starts, targets, "kl_cu_seqlens")
         return starts.shape[0] - 1, starts

@@ -363,7 +363,8 @@ class LinearLoss(CheckedCall):
         self.check_call(others, hidden=hidden, targets=targets, mask=mask, **boundaries)
         inputs = {**inputs, **others}
         kept = inputs.pop("sampling_mask", None)
-        loss, heads = self, {}
+        loss = self
+        heads = {}
         if is_head(weight, *inputs.values()) or not isinstance(weight, Tensor | SplitHead):
             bias = shared.pop("bias", None)
             given = {"hidden": hidden, "weight": weight, "bias": bias, **inputs}

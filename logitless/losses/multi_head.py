@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from logitless.engine.call import Layers, prepare
 from logitless.engine.function import Mode, run_calls
-from logitless.engine.operands import SplitHead, checked_boundaries, sequence_numbers
+from logitless.engine.operands import SplitHead, check_packed, checked_boundaries, sequence_numbers
 from logitless.engine.operators import constant_in_graphs, register_module
 from logitless.errors import message
 from logitless.losses.agreement import check_agreement
@@ -112,15 +112,7 @@ class MultiHeadLoss(CrossEntropyLoss):
                 message("targets", "shape (B, T)", tuple(targets.shape), "pass the labels of whole sequences")
             )
         if cu_seqlens is not None:
-            if targets.dim() != 1:
-                raise ValueError(
-                    message(
-                        "targets",
-                        "shape (N,) with cu_seqlens",
-                        tuple(targets.shape),
-                        "flatten the tokens or leave it out",
-                    )
-                )
+            check_packed("targets", targets, 1)
             cu_seqlens = checked_boundaries(cu_seqlens, targets)
         loss = self.resolved(parts[0].weight)
         if loss.tp_group is not None and debugging():
@@ -160,7 +152,8 @@ class MultiHeadLoss(CrossEntropyLoss):
                     )
                 )
             if part.constant_head:
-                weight, bias = weight.detach(), None if bias is None else bias.detach()
+                weight = weight.detach()
+                bias = None if bias is None else bias.detach()
             given = prepare(
                 loss, part.hidden, weight, labels, bias, {}, num_items=num_items, cu_seqlens=cu_seqlens
             )

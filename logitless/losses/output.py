@@ -68,9 +68,7 @@ class LossOutput(NamedTuple):
     def _asked_for(self, name: str, option: str) -> Tensor:
         if name not in self.tokens:
             remedy = f"make the loss with {option}=True (a LogitsLoss has no such option)"
-            raise AttributeError(
-                f"{name}: expected a loss that hands them out, got {option}=False; {remedy}."
-            )
+            raise AttributeError(f"{name}: expected a loss that returns them, got {option}=False; {remedy}.")
         return self.tokens[name]
 
 

@@ -207,7 +207,8 @@ def mean_logits_over_positions(
     """
     with torch.no_grad():
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        flat, row = hidden.reshape(-1, hidden.shape[-1]), _whole(weight.mean(0, dtype=dtype))
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        row = _whole(weight.mean(0, dtype=dtype))
         half = flat.shape[0] // 2 if cu_seqlens is None else cu_seqlens[cu_seqlens.shape[0] // 2]
         is_chosen = torch.arange(flat.shape[0], device=flat.device) < half
         logits = (flat @ row.to(flat.dtype)).to(dtype) + (

@@ -74,7 +74,8 @@ class ComparedLoss(TokenLoss):
     def _check_one_reference(self, inputs: Mapping[str, Tensor | None]) -> None:
         """Raise unless there is one reference, or none if the loss needs none."""
         names = [name for name in ("ref_logps", *MODEL) if inputs.get(name) is not None]
-        got, name = " and ".join(names) or "neither", type(self).__name__
+        got = " and ".join(names) or "neither"
+        name = type(self).__name__
         if not self.needs_reference:
             if names:
                 raise ValueError(
@@ -129,7 +130,8 @@ def check_reference(
         raise ValueError(
             message("ref_weight", "the reference's head (V, H)", None, "pass it with ref_hidden")
         )
-    V, H = weight.shape[0], ref_hidden.shape[-1]
+    V = weight.shape[0]
+    H = ref_hidden.shape[-1]
     if ref_weight.shape != (V, H):
         raise ValueError(
             message(

@@ -54,7 +54,8 @@ class RLOOLoss(ClippedLoss):
     metric_names: ClassVar = ("entropy", "importance_ratio", *FLAGS[clipped])
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, advantages = batch.sum_by_sequence(stats.logps), batch.sequence_advantages
+        logps = batch.sum_by_sequence(stats.logps)
+        advantages = batch.sequence_advantages
         old = logps.detach()
         if batch.old_sums is not None:
             old = batch.old_sums

@@ -141,7 +141,8 @@ class SupportDistillation(LinearLoss):
         soft = DIVERGENCES[self.divergence](self, student, teacher)
         if self.cancels:
             return {"distillation": Term(soft)}, {"soft_loss": Term(soft)}
-        weight, hard = self.hard_loss_weight, -stats.hard
+        weight = self.hard_loss_weight
+        hard = -stats.hard
         loss = weight * hard + (1 - weight) * soft if weight else soft
         statistics = (soft, hard, stats.entropy, stats.token_accuracy, stats.agreement)
         metrics = zip(self.metric_names, statistics, strict=True)

@@ -175,7 +175,8 @@ def choose(costs: Sequence[dict[str, int]], shared: int, budget: int) -> tuple[t
     It stops at the first upgrade that does not fit, also where a later one would. So a larger budget has all
     upgrades of a smaller one, and its step takes no longer.
     """
-    levels, total = ["full"] * len(costs), shared + sum(cost["full"] for cost in costs)
+    levels = ["full"] * len(costs)
+    total = shared + sum(cost["full"] for cost in costs)
     for layer, level in ladder([cost["cheap"] < cost["keep"] for cost in costs]):
         upgraded = total - costs[layer][levels[layer]] + costs[layer][level]
         if upgraded > budget:

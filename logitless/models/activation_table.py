@@ -54,7 +54,8 @@ class ActivationTable:
 
     def rungs(self) -> Iterator[tuple[str, int]]:
         """(levels, bytes) along the ladder, each an upgrade of the one before."""
-        levels, total = ["full"] * len(self.costs), self.total("full")
+        levels = ["full"] * len(self.costs)
+        total = self.total("full")
         yield _counted(levels), total
         for layer, level in ladder([cost["cheap"] < cost["keep"] for cost in self.costs]):
             total += self.costs[layer][level] - self.costs[layer][levels[layer]]

@@ -61,10 +61,13 @@ class Fitted:
     """
 
     def __init__(self, backbone: nn.Module, layers: dict[str, nn.Module], budget: int) -> None:
-        self.budget, self.last_plan = budget, None
+        self.budget = budget
+        self.last_plan = None
         self.costs: tuple[list[dict[str, int]], int] | None = None
-        self._names, self._layers = list(layers), list(layers.values())
-        self._held, self._counts = Held(), Counts(_widths(backbone))
+        self._names = list(layers)
+        self._layers = list(layers.values())
+        self._held = Held()
+        self._counts = Counts(_widths(backbone))
         self._kinds: list[int] = []  # of each layer; layers of one kind have one number
         self._numbers: dict[Hashable, int] = {}  # of kinds
         self._structures: list[Structure] = []
@@ -145,7 +148,8 @@ class Pass:
     """One training forward pass."""
 
     def __init__(self, fitted: Fitted) -> None:
-        self.fitted, self.graph = fitted, Graph(fitted._held, fitted._explain)
+        self.fitted = fitted
+        self.graph = Graph(fitted._held, fitted._explain)
         self.batch: Batch | None = None
         self.held_before = fitted.held_bytes
         self.counting = False
@@ -189,7 +193,8 @@ class Pass:
 
     def run_under_hooks(self, index: int, function: functools.partial, args: tuple) -> Any:
         """Runs a layer with hooks for each tensor that it saves."""
-        layer, level = self.fitted._layers[index], self.graph.plan.levels[index]
+        layer = self.fitted._layers[index]
+        level = self.graph.plan.levels[index]
         sizes = None
         if self.counting:
             mine = {
@@ -227,8 +232,10 @@ class Pass:
             )
         hidden = tensors(args)[0]
         tokens = hidden.numel() // hidden.shape[-1]
-        self.batch, self.device = Batch(tokens, hidden.shape[-2]), hidden.device
-        self.autocast, self.input_has_gradient = Autocast(hidden.device.type), hidden.requires_grad
+        self.batch = Batch(tokens, hidden.shape[-2])
+        self.device = hidden.device
+        self.autocast = Autocast(hidden.device.type)
+        self.input_has_gradient = hidden.requires_grad
         by_name = {name: tensors(value) for name, value in function.keywords.items()}
         self.mode = self.autocast.state, hidden.dtype, tuple(name for name in by_name if by_name[name])
         if not fitted._kinds or any(structure.has_changed() for structure in fitted._structures):
@@ -240,7 +247,8 @@ class Pass:
         self.make_plan(given, sum(shared.values()))
 
     def make_plan(self, given: int, shared: int) -> None:
-        fitted, counts = self.fitted, self.fitted._counts
+        fitted = self.fitted
+        counts = fitted._counts
         layers, others = len(fitted._layers), len(fitted._graphs)
         surprise = others >= fitted._most_graphs
         fitted._most_graphs = max(fitted._most_graphs, others + 1)
@@ -279,7 +287,8 @@ class Pass:
         if known and least <= budget:
             levels, total = choose(costs, shared, budget)
         else:
-            levels, total = ("full",) * layers, least
+            levels = ("full",) * layers
+            total = least
         self.graph.plan = fitted.last_plan = ActivationPlan(levels, total, budget, self.batch.tokens)
         keys = [("shared", self.mode), *((*kind, "keep") for kind in by_kind)]
         sure = known and all(key in counts.rates or (key, self.batch) in counts.exact for key in keys)
@@ -291,7 +300,8 @@ class Pass:
         fitted._graphs.add(self.graph)
 
     def too_small(self, least: int) -> ValueError:
-        fitted, others = self.fitted, len(self.fitted._graphs - {self.graph})
+        fitted = self.fitted
+        others = len(fitted._graphs - {self.graph})
         beside = f" beside {self.held_before:,} of other graphs alive" if others else ""
         return ValueError(
             f"activation_budget: expected at least {least:,} bytes{beside}, the inputs of "
@@ -301,7 +311,8 @@ class Pass:
 
     def end(self) -> None:
         """After the last layer."""
-        fitted, plan = self.fitted, self.graph.plan
+        fitted = self.fitted
+        plan = self.graph.plan
         if plan is None:
             return
         held = fitted.held_bytes - self.held_before

@@ -6,11 +6,12 @@ from logitless.engine.head_view import HeadView, view_of
 from logitless.errors import message
 from logitless.parallel.groups import split_over_vocabulary
 
-# The attribute with the wrapped module, by class of the wrapper. Those of packages that the library does not
-# import are known by name.
+COMPILED = "OptimizedModule"
+# The attribute with the wrapped module, by class of the wrapper. Classes of packages that the library does
+# not import are recognized by name.
 WRAPPERS = {
     "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
+    COMPILED: "_orig_mod",
     "_FabricModule": "module",
     "DeepSpeedEngine": "module",
 }
@@ -37,8 +38,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def base_of(model: nn.Module) -> nn.Module:
-    """The transformers model under its wrappers and under PEFT's adapters."""
+def base_of(model: nn.Module, *, keep_compiled: bool = False) -> nn.Module:
+    """The transformers model under its wrappers and under PEFT's adapters.
+
+    With `keep_compiled`, the wrapper of torch.compile around a model without adapters is returned, because
+    the module under it runs uncompiled.
+    """
+    if keep_compiled and type(model).__name__ == COMPILED and not hasattr(model, "get_base_model"):
+        return model
     model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

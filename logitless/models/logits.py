@@ -164,7 +164,8 @@ class DeferredLogits:
         It is whole, unless tensor parallelism splits its rows.
         """
         view = self.view_now()
-        hidden, weight = hidden.to(view.device), view.weight
+        hidden = hidden.to(view.device)
+        weight = view.weight
         if is_dtensor(weight):
             # Mixed precision of FSDP2 has cast the inputs, and would cast the parameters.
             like = [None if x is None else x.to(hidden.dtype) for x in (weight, view.bias)]

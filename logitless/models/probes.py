@@ -45,7 +45,8 @@ def check_head(head: nn.Module, forward: Callable[[Tensor], Tensor], hidden: Ten
         ValueError: they differ.
     """
     with undisturbed(head):
-        view, autocast = view_of(head, called=True), torch.is_autocast_enabled(hidden.device.type)
+        view = view_of(head, called=True)
+        autocast = torch.is_autocast_enabled(hidden.device.type)
         dtype = hidden.dtype if autocast else view.dtype
         x = torch.randn(TOKENS, hidden.shape[-1], dtype=dtype, device=hidden.device)
         first = forward(x).float()

@@ -194,7 +194,8 @@ class Recipe:
     """Outputs of a fused operator that are made again, once for all that use them."""
 
     def __init__(self, make: Callable, inputs: Sequence[Any]) -> None:
-        self.make, self.inputs = make, inputs
+        self.make = make
+        self.inputs = inputs
         self.versions = [None if x is None else x._version for x in inputs]
         self.uses = self.left = 0
         self.made: Sequence[Tensor | None] | None = None
@@ -301,7 +302,8 @@ class LayerAgain:
         self.given = tree_map_only(
             Tensor, lambda x: x if is_parameter(x) else Input(graph, x), (args, function.keywords)
         )
-        self.autocast, self.rng = Autocast(device.type), RandomState(device)
+        self.autocast = Autocast(device.type)
+        self.rng = RandomState(device)
         self.count = 0
         self.made: dict[int, Tensor] = {}
 
@@ -343,7 +345,8 @@ class Input:
     """A tensor that a layer was called with."""
 
     def __init__(self, graph: Graph, x: Tensor) -> None:
-        self.kept, self.requires_grad = Kept(graph, x), x.requires_grad
+        self.kept = Kept(graph, x)
+        self.requires_grad = x.requires_grad
 
     def get(self) -> Tensor:
         return self.kept.get().detach().requires_grad_(self.requires_grad)
@@ -377,7 +380,8 @@ class RandomState:
     """The random state of the CPU and of a device, to run dropout in again."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.cpu = device, torch.get_rng_state()
+        self.device = device
+        self.cpu = torch.get_rng_state()
         self.module = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
         self.state = None if self.module is None else self.module.get_rng_state(device)
 

@@ -33,9 +33,11 @@ def debugging() -> bool:
 
 def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
     """The facts of each rank of a group about this call, by rank; ValueError if a rank does not make it."""
-    store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(group)
     place = f"logitless/{','.join(map(str, members))}"
-    number, rank = next(_CALLS[place]), dist.get_rank()
+    number = next(_CALLS[place])
+    rank = dist.get_rank()
     store.set(f"{place}/{number}/{rank}", json.dumps(facts))
     found = {}
     for member in members:

@@ -106,7 +106,8 @@ def check(
         ValueError: the inputs do not fit together, or cannot be cut into chunks.
         TypeError: `loss` is no loss.
     """
-    own, got = is_dataclass(loss) and hasattr(loss, "logits_budget"), type(loss).__name__
+    own = is_dataclass(loss) and hasattr(loss, "logits_budget")
+    got = type(loss).__name__
     if not own:
         raise TypeError(message("loss", "a loss", got, "pass an object such as CrossEntropyLoss()"))
     remedy = "check the loss on one rank, with the whole vocabulary and whole sequences"
@@ -162,7 +163,8 @@ class Passes:
             got = f"{size / 2**30:.1f} GiB"
             raise ValueError(message("hidden", "at most 1 GiB of logits in fp64", got, remedy))
         for call in unpack(*pack(heads)):
-            self.cutting_budget, self.dtype = min(self.cutting_budget, _cutting_budget(call)), call.dtype
+            self.cutting_budget = min(self.cutting_budget, _cutting_budget(call))
+            self.dtype = call.dtype
         with replaced(None):
             outcome = run_calls(heads, mode)
         self.plans.append(outcome.plan)
@@ -202,7 +204,8 @@ def _run(loss: LossSpec, given: Mapping[str, object], stand_in: Callable, *, wid
     starts = getattr(stand_in, "starts", [])
     gradients = [None] * (len(leaves.trained) + len(starts))
     if value.requires_grad:
-        wanted, upstream = [*leaves.trained.values(), *starts], _upstream(value)
+        wanted = [*leaves.trained.values(), *starts]
+        upstream = _upstream(value)
         gradients = torch.autograd.grad(value, wanted, upstream, allow_unused=True)
     trained = dict(zip(leaves.trained, gradients))
     with_gradients = list(zip([x.detach() for x in starts], gradients[len(trained) :], strict=True))
@@ -227,7 +230,8 @@ def _compared(results: Mapping[str, Result], naive: Result, truth: Result, dtype
     for how, result in results.items():
 
         def note(name: str, error: float, most: float, how: str = how) -> None:
-            errors[f"{how}: {name}"], allowed[f"{how}: {name}"] = error, max(most, least)
+            errors[f"{how}: {name}"] = error
+            allowed[f"{how}: {name}"] = max(most, least)
 
         expected = max(_error(naive.loss, truth.loss), _rounding(naive, truth))
         note("loss", _error(result.loss, truth.loss), allowed_error(expected, result.loss.dtype))

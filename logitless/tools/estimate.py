@@ -161,7 +161,8 @@ def estimate(
     if not dtype.is_floating_point:
         remedy = "pass that of hidden states and head"
         raise ValueError(message("dtype", "a floating-point dtype", dtype, remedy))
-    several, got = isinstance(loss, MedusaLoss | MultiTokenLoss), repr(heads)
+    several = isinstance(loss, MedusaLoss | MultiTokenLoss)
+    got = repr(heads)
     if (heads is not None) != several:
         expected = "how many heads there are beside the model's own" if several else "None for one head"
         raise ValueError(message("heads", expected, got, "they are of Medusa and MultiToken losses"))
@@ -209,7 +210,8 @@ def estimate(
 
         hidden = made(*shape, hidden_size).requires_grad_()
         weight = made(vocab_size, hidden_size).requires_grad_(not frozen_head)
-        given, second = {}, weight
+        given = {}
+        second = weight
         if speculates:
             hidden = [made(*shape, hidden_size).requires_grad_() for _ in range(steps)]
         elif isinstance(loss, MultiTokenLoss):
@@ -290,7 +292,8 @@ def _any_targets(shape: tuple[int, ...], mask: SamplingMask | None, device: torc
     targets = torch.zeros(shape, dtype=torch.int64, device=device)
     if not isinstance(mask, SamplingMask) or len(mask) != targets.numel() or not mask.token_ids.numel():
         return targets  # the call refuses what is wrong
-    starts, ids = mask.offsets[:-1].long().clamp(0, mask.token_ids.shape[0] - 1), mask.token_ids.long()
+    starts = mask.offsets[:-1].long().clamp(0, mask.token_ids.shape[0] - 1)
+    ids = mask.token_ids.long()
     return torch.where(mask.offsets.diff() > 0, ids[starts], 0).view(shape)
 
 
@@ -327,12 +330,13 @@ class _Planner:
             calls = unpack(signature, tensors, sequences)
         self.gradient_bytes += sum(x.nbytes for x, need in zip(tensors, signature.needs) if need)
         purpose = Pass.STATISTICS if mode is Mode.PER_TOKEN else Pass.SOLVE
-        statistics_alone, several = purpose is Pass.STATISTICS, len(heads) > 1
+        statistics_alone = purpose is Pass.STATISTICS
+        several = len(heads) > 1
         for call, rows in map(resolve_rows, calls):
             if rows.teacher is not None:
                 self.teacher_share = len(rows.teacher.index) / max(1, rows.count)
             with self._on_card():
-                self.plan = plan_for(call, rows, purpose, len(heads), wide=several)
+                self.plan = plan_for(call, rows, purpose, len(heads), fp32_d_weight=several)
             self.planned.append((call, self.plan, purpose))
         if statistics_alone and call.trainable and not keeps_dlogp_dhidden(call):
             with self._on_card():
@@ -381,7 +385,7 @@ class _Planner:
             return chunk, 0, chunk
         solved = [x for x, _, why in self.planned if why is Pass.SOLVE]
         several = len(solved) > 1
-        dtypes = sum_dtypes(call, several_heads=several, wide=several or plan.chunks > 1)
+        dtypes = sum_dtypes(call, multi_head=several, fp32_d_weight=several or plan.chunks > 1)
         sums = []
         if call.needs.weight:
             sums.append((call.weight.numel(), dtypes.weight))

@@ -27,7 +27,8 @@ class Leaves:
 
     def __init__(self, wide: bool):
         self.trained: dict[str, Tensor] = {}  # by d_name
-        self._wide, self._known = wide, {}
+        self._wide = wide
+        self._known = {}
 
     def made(self, name: str, x: object) -> object:
         if isinstance(x, Mapping):

@@ -139,7 +139,8 @@ class ChunkedLoss:
     def note(self, plan: Plan | None) -> None:
         """A loss was computed with this plan, which is None inside a compiled graph."""
         if torch.is_grad_enabled():
-            self.trained, self.plan = True, plan
+            self.trained = True
+            self.plan = plan
         else:
             self.evaluated = True
         # A reference model's pass, which TRL makes after the policy's in a step, says little about the step.
@@ -162,7 +163,8 @@ class ChunkedLoss:
 
     def methods(self) -> Iterator[tuple[str, Callable]]:
         """(name, what takes its place) of the trainer's methods."""
-        patches, adapter = self.adapter.patches, self.adapter
+        patches = self.adapter.patches
+        adapter = self.adapter
         for name in dict.fromkeys((*(place for place in patches if ":" not in place), *adapter.during)):
             stock = getattr(self.trainer, name, None)
             if stock is None:
@@ -283,7 +285,8 @@ class ChunkedLoss:
 
     def describe(self) -> str:
         """One line: trainer, plan, products, whether the model was checked, and what was fused in it."""
-        head, plan = base_of(self.trainer, self.trainer.model).get_output_embeddings(), self.plan
+        head = base_of(self.trainer, self.trainer.model).get_output_embeddings()
+        plan = self.plan
         what, checked = "chunked loss in a compiled model", "model not checked: TRL reads its head"
         if plan is not None:
             what = plan.describe()
@@ -303,7 +306,8 @@ def enable(trainer: Any, adapter: Adapter, budget: int | None) -> Callable[[], N
         ValueError: the trainer, its model or its options are not the adapter's.
         ImportError: TRL has moved something that the adapter replaces.
     """
-    chunked, undo = ChunkedLoss(trainer, adapter, budget), ExitStack()
+    chunked = ChunkedLoss(trainer, adapter, budget)
+    undo = ExitStack()
     chunked.check()
     chunked.heads.update({name: attach(chunked) for name, attach in adapter.heads.items()})
     with ExitStack() as failed:
@@ -344,10 +348,7 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
 
 def base_of(trainer: Any, model: Any) -> PreTrainedModel:
     """The transformers model inside of the wrappers of distribution and PEFT."""
-    model = trainer.accelerator.unwrap_model(model)
-    if type(model).__name__ == "OptimizedModule" and not hasattr(model, "get_base_model"):
-        return model  # the module under torch.compile's wrapper runs uncompiled
-    return heads.base_of(model)
+    return heads.base_of(trainer.accelerator.unwrap_model(model), keep_compiled=True)
 
 
 def any_loss(trainer: Any) -> None:
@@ -357,7 +358,8 @@ def any_loss(trainer: Any) -> None:
     if args.n_gpu > 1:
         found = f"nn.DataParallel over {args.n_gpu} GPUs"
         raise ValueError(message("model", "one process per GPU", found, remedy))
-    own, found = getattr(trainer, "compute_loss_func", None), "a function of the full logits"
+    own = getattr(trainer, "compute_loss_func", None)
+    found = "a function of the full logits"
     # With transformers before 5.19, TRL sets it to a string, which says something else.
     if callable(own):
         raise ValueError(message("compute_loss_func", "None with the chunked loss", found, "leave it out"))

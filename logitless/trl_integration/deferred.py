@@ -85,7 +85,8 @@ def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:
 def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `generalized_jsd_loss`; only IW-OPD's has `top_k`."""
     student, teacher = given.student_logits / given.temperature, given.teacher_logits / given.temperature
-    options, top_k = {"beta": float(given.beta)}, getattr(given, "top_k", 0)
+    options = {"beta": float(given.beta)}
+    top_k = getattr(given, "top_k", 0)
     if 0 < top_k < student.shape[-1]:
         whose = {0.0: "teacher", 1.0: "student"}.get(options["beta"], "union")
         options |= best_ids(whose, top_k, given.add_tail)

@@ -60,7 +60,8 @@ def scored(score_of: Callable[[ChunkedLoss], Score]) -> Attach:
     runs as before."""
 
     def attach(chunked: ChunkedLoss) -> Callable[[PreTrainedModel], AbstractContextManager]:
-        score, last = score_of(chunked), None
+        score = score_of(chunked)
+        last = None
 
         @contextmanager
         def attached(model: PreTrainedModel) -> Iterator[None]:
@@ -272,7 +273,9 @@ class PickedLogits(DeferredLogits):
     def statistics(self, ids: Tensor, **options: Any) -> dict[str, Tensor]:
         """Statistics by `TokenStatistics` of ids (B, T), or by `IdsStatistics` of (B, T, k); 0 where an id is
         -100."""
-        ids, head, options = ids.to(self.device), self.view_now(), self.budget | options
+        ids = ids.to(self.device)
+        head = self.view_now()
+        options = self.budget | options
         with self.chunked.saving():
             if ids.dim() < self.dim():
                 found, plan = TokenStatistics(**options).statistics(self.hidden, head, ids)
@@ -337,7 +340,8 @@ def _picked_forward(model: Any, chunked: ChunkedLoss, stock: Callable, *args: An
     compare_tokens(chunked, model, kwargs.get("input_ids", args[0] if args else None))
     with deferred(model, summed=False):
         out = stock(*args, **kwargs)
-    logits, aux_loss = out.logits, getattr(out, "aux_loss", None)
+    logits = out.logits
+    aux_loss = getattr(out, "aux_loss", None)
     hidden, *own = logits.computed(lambda hidden, head: (hidden, head.weight, head.bias))
     # Not the parameters: FSDP takes them away after the forward pass, and DDP looks for those in use behind
     # its outputs, where a leaf has nothing behind it.

@@ -41,7 +41,8 @@ class FirstStep(TrainerCallback):
     """Logs after the first step what was fused, unless the chunked loss has logged it."""
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.said = trainer, False
+        self.trainer = trainer
+        self.said = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.said and state.is_world_process_zero and "chunked_loss" not in vars(self.trainer):

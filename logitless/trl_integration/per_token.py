@@ -74,7 +74,8 @@ def per_token_score(chunked: ChunkedLoss, *asked: str) -> Score:
         mask = labels != -100
         if shift:
             # TRL's fields have an entry for each label but the first of a row.
-            found, mask = {name: x[:, :-1] for name, x in found.items()}, mask[:, 1:]
+            found = {name: x[:, :-1] for name, x in found.items()}
+            mask = mask[:, 1:]
         if "mean_logits" in asked:
             found["mean_logits"] = found["sum_logits"] / head.shape[0]
         if "is_top1" in asked:
@@ -290,7 +291,8 @@ def smoothing_of(trainer: Any) -> float:
 
 
 def smoothing_is_defined(trainer: Any) -> None:
-    dft, smoother = trainer.args.loss_type == "dft", trainer.label_smoother
+    dft = trainer.args.loss_type == "dft"
+    smoother = trainer.label_smoother
     remedy = "the DFT loss is not smoothed, so leave it out"
     smoothing = getattr(smoother, "epsilon", smoother)
     if dft and smoother:

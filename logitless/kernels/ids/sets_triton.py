@@ -238,7 +238,8 @@ def slot_rows_kernel(
 def slot_products(hidden: Tensor, weight: Tensor, slots, out: Tensor) -> Tensor:
     check_rows(hidden=hidden, weight=weight)
     check_written(out=out)
-    count, H = slots.ids.shape[0], weight.shape[1]
+    count = slots.ids.shape[0]
+    H = weight.shape[1]
     slot_products_kernel[(triton.cdiv(count, SLOTS),)](
         hidden,
         weight,

@@ -347,7 +347,8 @@ def sparse_grad(
 
 def scatter(matrix: Tensor, columns: Tensor, values: Tensor | float) -> None:
     check_rows(matrix=matrix)
-    (n, k), same = columns.shape, not isinstance(values, Tensor)
+    n, k = columns.shape
+    same = not isinstance(values, Tensor)
     value, values = (values, matrix.new_empty(1, dtype=torch.float32)) if same else (0.0, values)
     operands = matrix, dense(columns), dense(values, torch.float32), matrix.stride(0), matrix.shape[1]
     scatter_kernel[(n,)](*operands, k, value, SAME=same, **sizes(k))
