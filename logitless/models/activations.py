@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from logitless.errors import message, warn
+from logitless.errors import type_error, value_error, warn
 from logitless.exchange import exchange, state_of
 from logitless.layers.fused_forwards import KEY as FUSED
 from logitless.models.activation_plan import (
@@ -383,20 +383,20 @@ def fit_activations(model: nn.Module, activation_budget: int | str) -> Fitted:
     """
     budget = to_bytes(activation_budget)
     if not isinstance(model, nn.Module):
-        raise TypeError(message("model", "a module", type(model).__name__, "pass a model"))
+        raise type_error("model", "a module", type(model).__name__, "pass a model")
     base = base_of(model)
     encoder = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
     remedy = "use gradient checkpointing"
     if encoder:
-        raise ValueError(message("model", "a decoder", "an encoder-decoder", remedy))
+        raise value_error("model", "a decoder", "an encoder-decoder", remedy)
     classifies = type(base).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
     if classifies:
-        raise ValueError(message("model", "a language model", type(base).__name__, remedy))
+        raise value_error("model", "a language model", type(base).__name__, remedy)
     backbone = decoder_of(base)
     layers = decoder_layers(backbone)
     if not layers:
         expected = "decoder layers that can be checkpointed (GradientCheckpointingLayer of transformers)"
-        raise ValueError(message("model", expected, f"{type(base).__name__} with none", "leave it as it is"))
+        raise value_error("model", expected, f"{type(base).__name__} with none", "leave it as it is")
     fitted = Fitted(backbone, layers, budget)
     fitted._undo = exchange(backbone, KEY, _forward, fitted, copied=False)
     return fitted
@@ -442,15 +442,11 @@ def _forward(backbone: nn.Module, fitted: Fitted, stock: Callable, *args: Any, *
     if not (backbone.training and torch.is_grad_enabled()):
         return stock(*args, **kwargs)
     if torch.compiler.is_compiling():
-        raise ValueError(
-            message("model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
-        )
+        raise value_error("model", "one that runs eagerly", "torch.compile", "undo fit_activations before")
     given = kwargs.get("past_key_values")
     if given is not None:
         remedy = "train without a cache, and without prefix tuning"
-        raise ValueError(
-            message("past_key_values", "None under an activation budget", type(given).__name__, remedy)
-        )
+        raise value_error("past_key_values", "None under an activation budget", type(given).__name__, remedy)
     if kwargs.get("use_cache") is None and "use_cache" in _arguments(type(backbone)):
         kwargs["use_cache"] = False  # a layer that is run again would add to it twice
     current = Pass(fitted)
