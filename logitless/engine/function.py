@@ -30,7 +30,7 @@ from logitless.engine.call import HeadCall
 from logitless.engine.gradients import finish
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import value_error
 
 
 class Mode(Enum):
@@ -140,7 +140,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
     solved = passes.solve(calls, fixed_dtypes=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
-    # None stands for a factor of 1 that the host knows: it needs no multiplication.
+    # None: the factor is 1, and the host knows it, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
@@ -302,13 +302,11 @@ def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
     expected = "an upstream gradient of 1 with accumulate_into"
     if on_host:
         if upstream.item() != 1:
-            raise ValueError(
-                message(
-                    "loss",
-                    expected,
-                    upstream.item(),
-                    "leave the loss unscaled, and pass the factor as grad_scale",
-                )
+            raise value_error(
+                "loss",
+                expected,
+                upstream.item(),
+                "leave the loss unscaled, and pass the factor as grad_scale",
             )
     else:
         torch._assert_async(

@@ -23,7 +23,7 @@ from logitless.engine.call import HeadCall, Slots, d_hidden_dtype
 from logitless.engine.gradients import Gradients, finish, finished_sums
 from logitless.engine.packing import Part, Signature, unpack
 from logitless.engine.spec import LossSpec
-from logitless.errors import message
+from logitless.errors import value_error
 
 # -- Names of the constants of a graph
 
@@ -50,13 +50,11 @@ class Registered(NamedTuple):
         groups = {name: reference() for name, reference in self.groups.items()}
         for name, group in groups.items():
             if group is None:
-                raise ValueError(
-                    message(
-                        name,
-                        "the group that a graph was compiled with",
-                        "none",
-                        "call torch._dynamo.reset() after a process group was destroyed",
-                    )
+                raise value_error(
+                    name,
+                    "the group that a graph was compiled with",
+                    "none",
+                    "call torch._dynamo.reset() after a process group was destroyed",
                 )
         loss = self.signature.loss
         values = [groups.get(field.name, getattr(loss, field.name)) for field in fields(loss)]

@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.objectives.logits import LogitsObjective
 from logitless.engine.objectives.tokens import TokenObjective
 from logitless.engine.terms import Term
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head.transform import LogitTransform
 from logitless.losses.linear import LinearLoss
 from logitless.losses.output import LossOutput
@@ -62,8 +62,8 @@ class LogitsLoss(LinearLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.scope != "token":
-            raise ValueError(
-                message("scope", "'token' for a LogitsLoss", repr(self.scope), "write it as a TokenLoss")
+            raise value_error(
+                "scope", "'token' for a LogitsLoss", repr(self.scope), "write it as a TokenLoss"
             )
 
     @property

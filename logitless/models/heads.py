@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from logitless.engine.head_view import HeadView, view_of
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.groups import split_over_vocabulary
 
 COMPILED = "OptimizedModule"
@@ -28,10 +28,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, nn.Module):
         name = type(model).__name__
         if name == "DataParallel":
-            raise ValueError(message("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS))
+            raise value_error("model", "one process per GPU", "nn.DataParallel", ONE_PROCESS)
         if name == "FullyShardedDataParallel":
             expected = "a model that is sharded by FSDP2, if at all"
-            raise ValueError(message("model", expected, f"FSDP1's {name}", "shard it with fully_shard"))
+            raise value_error("model", expected, f"FSDP1's {name}", "shard it with fully_shard")
         if name not in WRAPPERS:
             break
         model = getattr(model, WRAPPERS[name])
@@ -57,7 +57,7 @@ def find_head(model: nn.Module) -> nn.Module:
     remedy = "pass AutoModelForCausalLM's"
     if not isinstance(found, nn.Module):
         expected = "a causal language model with an LM head"
-        raise ValueError(message("model", expected, type(model).__name__, remedy))
+        raise value_error("model", expected, type(model).__name__, remedy)
     return found
 
 
@@ -79,7 +79,7 @@ def _readable(x: Tensor) -> Tensor:
     if x.device.type == "meta":
         expected = "an LM head on a device"
         remedy = "give it a device of its own in device_map"
-        raise ValueError(message("model", expected, "one that is offloaded", remedy))
+        raise value_error("model", expected, "one that is offloaded", remedy)
     if not hasattr(x, "ds_id"):
         return x
     if x.numel():

@@ -21,7 +21,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
 from logitless.kernels.head.cross_entropy import TokenBuffers
@@ -58,9 +58,7 @@ class IdsObjective:
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
-            raise ValueError(
-                message("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
-            )
+            raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
         shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
         stats = {
             name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)

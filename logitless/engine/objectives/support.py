@@ -137,7 +137,7 @@ class SupportObjective(IdsObjective):
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
-        """(reader of the teacher's head, the teacher's logits of a chunk in a buffer of their own)."""
+        """(reader of the teacher's head, the teacher's logits of a chunk in a separate buffer)."""
         call = self.call
         rows, _ = chunk.logits.shape
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
