@@ -11,6 +11,7 @@ from benchmarks import (
     activation_budgets,
     compare_trees,
     fsdp,
+    head_speed,
     layers,
     model_commands,
     numbers,
@@ -53,12 +54,14 @@ from benchmarks.own_rows import HOST_CALLS, ROWS
 from benchmarks.policy import POLICY
 from benchmarks.preference import PREFERENCE
 from benchmarks.report import RESULTS, every, new_document, newest, origin, write_json
+from benchmarks.speculators import SPECULATORS
 
 app = typer.Typer(help="Measure logitless beside its peers.", add_completion=False, no_args_is_help=True)
 app.add_typer(model_commands.app)
 
 # The benchmarks with a table in docs/benchmarks.md, and what writes it.
-TABLES = dict.fromkeys(("ce", "distillation", "preference", "policy"), pages.table) | {
+CE_TABLES = ("ce", "ce-few", "ce-ignored")
+TABLES = dict.fromkeys((*CE_TABLES, "distillation", "preference", "policy"), pages.table) | {
     "medusa": multi_head.by_length,
     "trl": trainers.by_trainer,
     "tensor-parallel": shards.by_loss,
@@ -114,6 +117,33 @@ def distillation(
         "distillation",
         DISTILLATION,
         picked,
+        out,
+        quick,
+        device,
+        tuple(only or ()),
+        tuple(skip or ()),
+        seconds,
+    )
+
+
+@app.command()
+def speculators(
+    shapes: Annotated[
+        list[str] | None, typer.Option(help="STEPSxNxHxD or STEPSxNxHxD@frozen, several with commas.")
+    ] = None,
+    out: Out = None,
+    quick: Quick = False,
+    device: Device = "",
+    only: Only = None,
+    skip: Skip = None,
+    seconds: Seconds = 4.0,
+) -> None:
+    """Drafts of speculative decoding, 3 and 7 steps, by the forward KL: us and every installed peer, whose
+    logits of all steps are whole."""
+    compare(
+        "speculators",
+        SPECULATORS,
+        parsed(SPECULATORS, shapes),
         out,
         quick,
         device,
@@ -498,10 +528,16 @@ def plot(
         raise typer.BadParameter(
             f"--results: expected a complete result ({names}) in {results}; run `python -m benchmarks ce`."
         )
+    runs = {name: [pair] for name, pair in found.items()}
     documents = {name: document for name, (_, document) in found.items()}
+    for name in {"preference", "policy", "distillation"} & documents.keys():
+        documents[name], later = head_speed.with_ours(documents[name], results)
+        runs[name] += later
+    for name, (path, document) in head_speed.cross_entropy(found.get("ce"), results).items():
+        documents[name], runs[name] = document, [(path, document)]
     tables = {
-        (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, (path, document)))
-        for name, (path, document) in found.items()
+        (root / "docs" / "benchmarks.md", name): TABLES[name](document, origin(document, *runs[name]))
+        for name, document in documents.items()
         if name in TABLES
     }
     if "ce" in documents:

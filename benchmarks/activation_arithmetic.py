@@ -58,7 +58,7 @@ def table(documents: list[dict], operators: dict) -> str:
     planned = f"layers at this level under {budget / GIB:.1f} GiB"
     body = [
         ["a layer holds, GiB", *(f"{number / GIB:.2f}" for number in cost.values())],
-        ["a layer computes again in, ms", *(f"{number:.2f}" for number in price.values())],
+        ["a layer is recomputed in, ms", *(f"{number:.2f}" for number in price.values())],
         ["step with all layers at this level, ms", f"{off['ms']:.0f}", "", f"{on['ms']:.0f}"],
         ["peak of that step, GiB", f"{off['peak_bytes'] / GIB:.1f}", "", f"{on['peak_bytes'] / GIB:.1f}"],
         [planned, *(str(levels.count(level)) for level in cost)],
@@ -69,9 +69,9 @@ def table(documents: list[dict], operators: dict) -> str:
         (
             found,
             "",
-            f"{MODEL}, 2 x 4,096 tokens, both flags, one H200. Steps, peaks, operators are measured, bytes",
-            f"follow from shapes. By this arithmetic a step under {budget / GIB:.1f} GiB takes {ms:.0f} ms,",
-            f"{saved:.0f}% less than with full checkpointing, at the same peak. Such a step is not measured",
-            "yet. This table by `python -m benchmarks plot`.",
+            f"{MODEL}, 2 x 4,096 tokens, both flags, one H200. Steps, peaks and operators are measured;",
+            "bytes are computed from shapes. By this calculation a step under "
+            f"{budget / GIB:.1f} GiB takes {ms:.0f} ms,",
+            f"{saved:.0f}% less than with full checkpointing, at the same peak. This step was not measured.",
         )
     )

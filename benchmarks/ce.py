@@ -41,9 +41,8 @@ class Shape:
         return f"{self.N}x{self.H}x{self.V}" + (f"@{self.ignored:g}" if self.ignored else "")
 
 
-# The shapes of ../shared/design.md with their targets: (default fp32 accumulation,
-# accum_dtype=torch.bfloat16). The last one is held to the bare products over *all* its rows, of which half
-# carry no label.
+# The shapes that are measured, with their targets: (default fp32 accumulation, accum_dtype=torch.bfloat16).
+# The last one is held to the bare products over *all* its rows, of which half carry no label.
 TARGETS = {
     Shape(8192, 4096, 128256): (1.08, 1.05),
     Shape(16384, 2048, 151936): (1.08, 1.06),

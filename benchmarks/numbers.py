@@ -24,7 +24,7 @@ LEFT_OUT = re.compile(
     r"|^\[[^\]]+\]: \S+$",
     re.MULTILINE | re.DOTALL,
 )
-UNIT = r"(?:GiB|MiB|KiB|GB|MB|ms|us|microseconds|seconds|minutes|times|tokens/s|%|x(?! \d)\b)"
+UNIT = r"(?:GiB|MiB|KiB|GB|MB|ms|us|microseconds|seconds|minutes|times|tokens/s|%|x(?! \d))(?!\w)"
 # The first number of a range (1 to 3%) has the unit of the second.
 NUMBER = re.compile(rf"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)(?=(?:(?: to |-| and | or )\d[\d,.]*)?\s?{UNIT})")
 PRINTED = r"(\d[\d,]*(?:\.\d+)?)"

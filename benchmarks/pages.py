@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks.measure import LOSS_LIMIT
 from benchmarks.report import GIB, sizes
 
 
@@ -41,6 +42,8 @@ def table(document: dict, source: str) -> str:
 def cell(row: dict | None) -> str:
     if row is None:
         return ""
+    if row["verdict"] == "wrong" and row["loss_error"] > LOSS_LIMIT:
+        return f"loss off by {row['loss_error']:.1%}"
     if row["verdict"] != "ok":
         return row["verdict"]
     memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / GIB:.1f} GiB"
@@ -73,5 +76,5 @@ def caption(document: dict, source: str) -> str:
         f"with its defaults. "
         f"Time as a multiple of {products}, interleaved in the same run{over_all_rows(document)}; "
         "peak memory beyond the inputs, returned gradients included; gradient error against fp32, relative "
-        f"L2.\n\n{source}"
+        f"L2.{document.get('note', '')}\n\n{source}"
     )

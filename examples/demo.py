@@ -244,10 +244,13 @@ def run_one(name: str, folder: Path) -> None:
     trainer.train()
     result.held_out.append(held_out_loss(trainer.model, held_out))
     if name == STOCK:
+        from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE as rows
         from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as columns
 
-        result.note = f"stock TRL: all tokens x {min(columns, setup.vocab):,} columns of the head at a time"
-        result.note += "; its fused kernels need a GPU" if setup.device == "cpu" else ""
+        result.note = f"stock TRL: chunks of up to {rows:,} tokens x {columns:,} columns of the head"
+        if setup.rows * setup.row_tokens <= rows and setup.vocab <= columns:
+            result.note += "; this small batch is one chunk"
+        result.note += ", without Triton kernels on a CPU" if setup.device == "cpu" else ""
     result.losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     if plan := getattr(trainer, "last_plan", None):
         result.strategy, result.chunks, result.plan = plan.strategy, plan.chunks, plan.describe()
@@ -319,6 +322,8 @@ def main(
     console.print(table(results, setup.device))
     console.print(results[STOCK].note, highlight=False)
     console.print(f"logitless: {results[OURS].plan}", highlight=False)
+    if setup.device == "cpu":
+        console.print("The budget is small, to show the memory. Small chunks take longer than large ones.")
     picture(results, setup.title, output / "demo.png")
     console.print(f"the picture: {output / 'demo.png'}", highlight=False)
     if missing := failures(results, setup.tolerance):

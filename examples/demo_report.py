@@ -69,7 +69,7 @@ def table(results: dict[str, Result], device: str) -> Table:
         "largest gap\nto full logits",
         "seconds\nper step",
         f"{memory}\nabove start of step",
-        "",
+        "of full\nlogits",
     )
     view = Table(*columns[:1], title="One model, one text, four trainings", title_style="bold")
     for column in columns[1:]:

@@ -21,15 +21,18 @@ from benchmarks import (
     compare_trees,
     distillation,
     fsdp,
+    head_speed,
     layer_tiles,
     layers,
     measure,
     medusa,
     objective,
     own_rows,
+    pages,
     policy,
     preference,
     report,
+    speculators,
     steps,
     summary,
     tensor_parallel,
@@ -53,6 +56,8 @@ from benchmarks.policy_peers import eager_loss as eager_grpo
 from benchmarks.preference import PREFERENCE
 from benchmarks.preference_peers import BETA, dpo, full_logps, orpo
 from benchmarks.preference_peers import eager_loss as eager_preference
+from benchmarks.speculators import SPECULATORS
+from benchmarks.speculators_peers import eager_loss as eager_draft
 from tests.ranks import forked
 from tests.support import run_uncompiled
 
@@ -73,6 +78,7 @@ def first_operator():
 COMMANDS = {
     "ce": (),
     "distillation": ("--skip", "TRL"),
+    "speculators": (),
     "preference": ("--skip", "TRL"),
     "policy": ("--skip", "TRL"),
     "orpo-batch": ("--only", "logitless", "--only", "eager"),
@@ -173,6 +179,7 @@ def test_every_row_of_compare_runs(tmp_path, uncompiled):
         (["ce", "--device", "cpu"], "pass --quick"),
         (["ce", "--quick", "--shapes", "12x3"], "expected NxHxV"),
         (["distillation", "--quick", "--shapes", "1x2x3x4@thawed"], "expected NxHxTxV"),
+        (["speculators", "--quick", "--shapes", "3x4x5x6"], "N >= STEPS + 2"),
         (["preference", "--quick", "--shapes", "kto:1x2x3x4"], "expected orpo:PAIRSxTxHxV"),
         (["policy", "--quick", "--shapes", "0x2x3x4"], "expected BxTxHxV"),
         (["medusa", "--quick", "--shapes", "3x8x4x11@3"], "expected HEADSxTxHxV@STAGE"),
@@ -185,6 +192,17 @@ def test_bad_arguments_end_in_one_message(arguments, message):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+SHAPES = (
+    *(*ce.SHAPES, *distillation.SHAPES, *speculators.SHAPES),
+    *(*preference.SHAPES, *policy.SHAPES, *medusa.SHAPES),
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes_read_what_they_print(shape):
+    assert type(shape).parse(str(shape)) == shape
 
 
 # -- a wrong result is refused
@@ -284,6 +302,20 @@ WRONG = {
         {
             "no term of the row": no_mean_ratio,
             "teacher misaligned": lambda hidden, weight, x, w: eager_jsd(hidden, weight, x.roll(1, 0), w),
+        },
+    ),
+    "draft": (
+        SPECULATORS,
+        speculators.Shape(3, 48, 16, 131),
+        eager_draft,
+        {
+            "verifier misaligned": lambda hiddens, weight, x, w: eager_draft(
+                hiddens, weight, x.roll(1, 0), w
+            ),
+            "no gradient of a step": lambda hiddens, *heads: eager_draft(
+                [hiddens[0], hiddens[1].detach(), hiddens[2]], *heads
+            ),
+            "no mean": lambda hiddens, *heads: eager_draft(hiddens, *heads) / len(hiddens),
         },
     ),
     "ORPO": (
@@ -588,6 +620,42 @@ def test_the_comparison_counts_each_loss_in_the_products_that_it_needs():
     table = summary.implementations({"preference": document})
     (cells,) = [line.split("|") for line in table.splitlines() if "logitless" in line]
     assert cells[3].split("x")[0].strip() == f"{expected:.2f}"
+
+
+def test_the_latest_runs_stand_in_the_tables_until_a_later_result_exists(tmp_path):
+    """A row of the newer run before one of the older, the older where the newer has none."""
+    shutil.copy(report.RESULTS / head_speed.NAME, tmp_path)
+    latest = json.loads((tmp_path / head_speed.NAME).read_text())
+    newer, older = (latest[run]["cross-entropy"][1]["rows"] for run in head_speed.RUNS)
+    earlier = report.newest("ce")
+    tables = head_speed.cross_entropy(earlier, tmp_path)
+    rows = {row["name"]: row for row in tables["ce"][1]["sections"][1]["rows"]}
+    assert rows["logitless"] == newer[0] != older[0]
+    assert rows["CCE (exact)"] in older and "CCE (exact)" not in [row["name"] for row in newer]
+    assert [section["shape"]["N"] for section in tables["ce-few"][1]["sections"]] == [256, 512, 2048]
+    assert [section["shape"]["ignored"] for section in tables["ce-ignored"][1]["sections"]] == [0.5]
+
+    _, document = report.newest("policy")
+    replaced, files = head_speed.with_ours(document, tmp_path)
+    ours, *others = replaced["sections"][0]["rows"]
+    assert ours == latest[head_speed.RUNS[0]]["policy"][0]["rows"][0]
+    assert [row["name"] for row in others] == [
+        "eager, fp32 upcast",
+        "torch.compile",
+        "Liger",
+        "TRL ChunkedLogProb",
+    ]
+    assert files[0][0].name == head_speed.NAME and "2026-11-23" in replaced["note"]
+
+    tomorrow = {"date": "2026-11-24T00:00:00+00:00"}
+    assert head_speed.cross_entropy((earlier[0], earlier[1] | tomorrow), tmp_path) == {}
+    assert head_speed.with_ours(document | tomorrow, tmp_path) == (document | tomorrow, [])
+
+
+def test_a_loss_that_is_off_shows_its_error_in_the_place_of_a_time():
+    row = {"verdict": "wrong", "loss_error": 0.08, "d_hidden_error": 1e-3}
+    assert pages.cell(row) == "loss off by 8.0%"
+    assert pages.cell(row | {"loss_error": 1e-4, "d_hidden_error": 0.5}) == "wrong"
 
 
 def test_newest_result_is_the_latest_complete_one(tmp_path):

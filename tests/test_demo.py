@@ -95,7 +95,8 @@ def test_small_comparison(monkeypatch, tmp_path):
     done = run_demo(monkeypatch, *options)
     assert done.exit_code == 0, done.output
     assert all(name in done.output for name in RUNS) and "logitless: fused" in done.output
-    assert "stock TRL: all tokens x 8,000 columns of the head at a time" in done.output
+    assert "stock TRL: chunks of up to 4,096 tokens x 32,768 columns of the head" in done.output
+    assert "this small batch is one chunk" in done.output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

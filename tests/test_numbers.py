@@ -19,7 +19,8 @@ def test_every_number_has_a_source_that_bears_it_out():
 
 
 PAGE = (
-    "a call takes 41 ms,\nnot 3 to 5% of 1,024 tokens, with torch 2.13\n```\n7 ms\n```\n`8 ms` [9 ms](10ms)"
+    "a call takes 41 ms,\nnot 3 to 5% of 1,024 tokens, with torch 2.13, Gemma 2 used\n"
+    "```\n7 ms\n```\n`8 ms` [9 ms](10ms)"
 )
 
 

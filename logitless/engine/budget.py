@@ -94,7 +94,8 @@ class PeakBytes(TorchDispatchMode):
 
 def measured_row_bytes(call: HeadCall) -> int:
     """Bytes of temporaries per row inside a loss of logits, measured once per loss and vocabulary."""
-    loss, device = call.loss, call.weight.device
+    loss = call.loss
+    device = call.weight.device
     teacher = call.inputs.get("teacher_weight")
     # The largest shard, so that all ranks plan the same chunks.
     teacher_width = 0 if teacher is None else call.vocabulary.max_shard_rows(teacher.shape[0])

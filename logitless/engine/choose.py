@@ -17,7 +17,7 @@ from logitless.engine.replay import kinds_of, replay_of
 from logitless.engine.rows import Grouping, Rows, Shard, VocabSizeChanged, all_rows, compact_rows
 from logitless.engine.spec import Fault
 from logitless.engine.teacher_rows import Ordered
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head.targets import marked
 from logitless.parallel.collectives import ALONE, Peers
 from logitless.parallel.vocabulary import Shards
@@ -94,13 +94,15 @@ def _by_teacher_rows(call: HeadCall, supervised: Tensor) -> Ordered:
     Chunks begin at multiples of a tile if the budget holds enough rows for that. Else the host reads the
     teacher's row of every row, as it does where the width of the logits is not known before the sync.
     """
-    loss, piece = call.loss, 1
+    loss = call.loss
+    piece = 1
     if not call.vocabulary.sharded:
         budget = loss.logits_budget or default_budget(call.weight.device)
         costs = loss.objective.costs(call, budget, Pass.SOLVE)
         needed = (costs.row_bytes + costs.teacher_bytes) * GOOD_CHUNKS[-1]
         piece = TILE if needed <= budget - costs.fixed_bytes else 1
-    rows, count = call.inputs[loss.teacher_rows], call.inputs["teacher_hidden"].shape[0]
+    rows = call.inputs[loss.teacher_rows]
+    count = call.inputs["teacher_hidden"].shape[0]
     return Ordered.of(supervised, rows, count, piece)
 
 
@@ -111,7 +113,8 @@ def every_row(call: HeadCall) -> Rows:
 
 def _grouping(call: HeadCall) -> Grouping:
     loss = call.loss
-    grouped, packed = loss.scope != "token", call.cu_seqlens is not None
+    grouped = loss.scope != "token"
+    packed = call.cu_seqlens is not None
     # With cp_group, ranks may have different numbers of chunks. All sequences form one group, so that every
     # rank evaluates the loss, and runs its collectives, exactly once.
     together = loss.scope == "batch" or loss.cp_group is not None or (grouped and not loss.compact and packed)
@@ -152,9 +155,7 @@ def _seen_outside(targets: Tensor, marks: Tensor, ignore_index: int, remedy: str
         return "", remedy
     wrong_mask = (ids == WRONG_MASK).sum().item()
     if wrong_mask:
-        raise ValueError(
-            message("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
-        )
+        raise value_error("mask", MASKS, f"{wrong_mask} others", "pass which tokens count, such as mask != 0")
     least = ids.min().item()
     greatest = ids.max().item()
     first = ids[0].item()

@@ -56,7 +56,7 @@ def over_rows(call: HeadCall, run: Callable[[HeadCall, Rows], Result]) -> Result
         What `run` returns.
 
     Raises:
-        ValueError: what is wrong with the call's targets and inputs (see `spec.Fault`).
+        ValueError: a target or an input is invalid (see `spec.Fault`).
     """
     streak = _streak(call)
     if streak is not None and streak.length >= streak.needed and _has_faults(call):
@@ -93,8 +93,10 @@ class EarlyProjection:
         num_items = call.num_items if loss.reduction == "mean" else None
         targets, wrong = clamped(call.targets, call.V, loss.ignore_index, num_items)
         inputs = {name: targets if _is_same(x, call.targets) else x for name, x in call.inputs.items()}
-        self.call, self.rows = replace(call, targets=targets, inputs=inputs), every_row(call)
-        self._wrong, self._copied = wrong.to("cpu", non_blocking=True), None
+        self.call = replace(call, targets=targets, inputs=inputs)
+        self.rows = every_row(call)
+        self._wrong = wrong.to("cpu", non_blocking=True)
+        self._copied = None
         if targets.is_cuda:
             self._copied = torch.cuda.current_stream(targets.device).record_event()
 

@@ -30,7 +30,7 @@ from logitless.engine.call import HeadCall
 from logitless.engine.gradients import finish
 from logitless.engine.packing import Signature, pack, unpack
 from logitless.engine.plan import Plan
-from logitless.errors import message
+from logitless.errors import value_error
 
 
 class Mode(Enum):
@@ -98,7 +98,8 @@ def run_calls(
         mode if trainable or mode is Mode.PER_TOKEN else Mode.SOLVED, signature, sequences, main, grad_scale
     )
     outputs = FusedLinearBase.apply(run, *tensors) if trainable else _forward(run, signature, tensors)[0]
-    plan, loss = run.plans[0] if run.plans else None, signature.loss
+    plan = run.plans[0] if run.plans else None
+    loss = signature.loss
     if mode is Mode.PER_TOKEN:
         return CallResult(
             None, None, dict(zip(loss.objective.statistic_names(loss), outputs, strict=True)), plan
@@ -116,7 +117,8 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         (outputs of the Function, tensors that the forward pass computed for the backward pass, `Rows`). The
         rows are None where the backward pass does not use them or must choose them again.
     """
-    sequences, per_token = run.sequences, run.mode is Mode.PER_TOKEN
+    sequences = run.sequences
+    per_token = run.mode is Mode.PER_TOKEN
     if torch.compiler.is_compiling():
         key = operators.graph_key(signature)
         if per_token:
@@ -127,7 +129,7 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         return tuple(outputs[:-kept]), list(outputs[-kept:]), None
     calls = unpack(signature, tensors, sequences)
     if run.mode is Mode.ACCUMULATE_IN_FORWARD:
-        solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, static=False)
+        solved, *gradients = operators.accumulate(calls[0], run.main, run.grad_scale, fixed_dtypes=False)
         run.plans.append(solved.plan)
         return (solved.metrics[0, 0], solved.metrics, *_without_d_logps(run, solved.tokens)), gradients, None
     if per_token:
@@ -135,10 +137,10 @@ def _forward(run: CallSpec, signature: Signature, tensors: Sequence[Tensor | Non
         run.plans.append(statistics.plan)
         names = signature.loss.objective.statistic_names(signature.loss)
         return tuple(statistics.named[name] for name in names), [statistics.dlogp_dhidden], statistics.rows
-    solved = passes.solve(calls, static=False)
+    solved = passes.solve(calls, fixed_dtypes=False)
     run.plans.append(solved.plan)
     sums = [solved.gradients.sums.get(slot) for slot in range(len(signature.needs))]
-    # None stands for a factor of 1 that the host knows: it needs no multiplication.
+    # None: the factor is 1, and the host knows it, so no multiplication is needed.
     deferred = None if solved.is_final else solved.deferred_on_device
     return (solved.loss, solved.metrics, *solved.tokens), [deferred, *sums], None
 
@@ -181,7 +183,8 @@ class FusedLinearBase(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, run: CallSpec, *tensors: Tensor | None):
-        signature, into_main = run.signature, run.mode is Mode.ACCUMULATE_IN_BACKWARD
+        signature = run.signature
+        into_main = run.mode is Mode.ACCUMULATE_IN_BACKWARD
         outputs, kept, ctx.rows = _forward(
             run, signature.without_gradients() if into_main else signature, tensors
         )
@@ -189,7 +192,8 @@ class FusedLinearBase(torch.autograd.Function):
             outputs = _without_d_logps(run, outputs)
         ctx.set_materialize_grads(False)
         trained = tensors[: len(signature.needs)]
-        ctx.run, ctx.count = run, len(tensors)
+        ctx.run = run
+        ctx.count = len(tensors)
         ctx.trained = [None if x is None else (x.dtype, x.shape) for x in trained]
         if run.mode in (Mode.SOLVED, Mode.ACCUMULATE_IN_FORWARD):
             ctx.save_for_backward(*kept)
@@ -199,7 +203,8 @@ class FusedLinearBase(torch.autograd.Function):
             ctx.mark_non_differentiable(*outputs[1:])
         else:
             ctx.save_for_backward(*tensors, *kept, *outputs)
-            objective, loss = signature.loss.objective, signature.loss
+            loss = signature.loss
+            objective = loss.objective
             names, differentiable = objective.statistic_names(loss), objective.differentiable_names(loss)
             plain = [x for name, x in zip(names, outputs, strict=True) if name not in differentiable]
             ctx.mark_non_differentiable(*plain)
@@ -240,7 +245,7 @@ def _backward_per_token(ctx, upstream: Sequence[Tensor | None], compiling: bool)
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
         deferred, found = operators.token_gradients(
-            call, statistics, upstream, dlogp_dhidden, ctx.rows, static=False
+            call, statistics, upstream, dlogp_dhidden, ctx.rows, fixed_dtypes=False
         )
         sums = [found.sums.get(slot) for slot in range(len(run.signature.needs))]
     return _finished(ctx, sums, deferred, owned=not compiling)
@@ -256,7 +261,7 @@ def _backward_into_main(ctx, upstream: Sequence[Tensor | None], compiling: bool)
         )
     else:
         (call,) = unpack(run.signature, tensors, run.sequences)
-        _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, static=False)
+        _, d_hidden, d_bias = operators.accumulate(call, run.main, run.grad_scale, fixed_dtypes=False)
     return _by_slot(run, d_hidden, d_bias)
 
 
@@ -297,13 +302,11 @@ def _expect_one(upstream: Tensor, *, on_host: bool) -> None:
     expected = "an upstream gradient of 1 with accumulate_into"
     if on_host:
         if upstream.item() != 1:
-            raise ValueError(
-                message(
-                    "loss",
-                    expected,
-                    upstream.item(),
-                    "leave the loss unscaled, and pass the factor as grad_scale",
-                )
+            raise value_error(
+                "loss",
+                expected,
+                upstream.item(),
+                "leave the loss unscaled, and pass the factor as grad_scale",
             )
     else:
         torch._assert_async(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.parallel.sequences import WHOLE_SEQUENCES, WholeSequences
 
 
@@ -33,7 +33,8 @@ def is_per_sequence(
         ValueError: a packed call has as many tokens as sequences, and x has shape (N,), which is both.
     """
     packed = targets.dim() == 1
-    flat, aligned = x.shape == (sequences,), x.shape == targets.shape
+    flat = x.shape == (sequences,)
+    aligned = x.shape == targets.shape
     if x.shape == (sequences, 1):
         one = sequences == 1 and targets.shape == (1,)
         return (packed or not slices.sliced) and not (sums and (aligned or one))
@@ -45,7 +46,7 @@ def is_per_sequence(
         expected = f"shape ({sequences}, 1), one per sequence, or (1, {sequences}), one per token"
         got = f"({sequences},) in a call of {sequences} sequences and {sequences} tokens"
         remedy = "reshape it: this shape does not say which of the two it is"
-        raise ValueError(message(name, expected, got, remedy))
+        raise value_error(name, expected, got, remedy)
     return flat and not (aligned and sums)
 
 

@@ -50,7 +50,8 @@ def pack(heads: Sequence[HeadCall]) -> tuple[Signature, list[Tensor | None], int
     trained: list[Tensor] = []
     parts = []
     for given in heads:
-        number, layers = (None, {}) if given.layers is None else (given.layers.head, given.layers.tensors)
+        number = None if given.layers is None else given.layers.head
+        layers = {} if given.layers is None else given.layers.tensors
         slots = []
         for x in (given.hidden, given.weight, given.bias, *layers.values()):
             slot = None if x is None else len(trained)
@@ -80,7 +81,8 @@ def unpack(signature: Signature, tensors: Sequence[Tensor | None], sequence_coun
     needs = signature.needs
     heads = len(signature.parts)
     num_items, cu_seqlens, frozen, *rest = tensors[len(needs) + heads :]
-    sets, inputs = Sets(*rest[: len(NO_SETS)]), rest[len(NO_SETS) :]
+    sets = Sets(*rest[: len(NO_SETS)])
+    inputs = rest[len(NO_SETS) :]
     inputs = dict(zip(loss.roles, inputs, strict=True))
     calls = []
     for part, targets in zip(signature.parts, tensors[len(needs) : len(needs) + heads], strict=True):

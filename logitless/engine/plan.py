@@ -103,15 +103,16 @@ class Plan:
         chunks: number of chunks of logits that are projected.
         token_chunk: rows of the largest chunk.
         parts: the strategies of the groups, if they differ.
-        columns: number of columns of the logits that are computed per row; 0: all.
-        backward: number of products (d_hidden, d_weight) for a chunk whose gradient is written.
-        later: products per token in the backward pass, if that recomputes the logits.
+        columns: number of logits that are computed per row; 0 if the logits of all ids are.
+        backward: number of products for the gradient of a chunk: one for d_hidden, one for d_weight.
+        later: number of products per row that the backward pass adds where the forward pass computes only
+            statistics (`reduction="none"`); 0 where the forward pass computes the gradients.
         fixed_bytes: bytes of `logits_budget` for temporaries that do not grow with the rows.
         heads: number of heads of the call; the plan is that of the last head.
-        logits: the dtype to which the logits are rounded, such as "bfloat16"; "float32" says that they are
-            not rounded.
-        replay: the tokens by kind in a call with a sampling mask. `rows` are then the tokens that are
-            projected.
+        logits: the dtype in which the statistics read the logits, such as "bfloat16" for rounded logits, or
+            "float32" for the accumulators of the product.
+        replay: the number of tokens of each kind, in a call with a sampling mask; `rows` counts the projected
+            tokens alone.
     """
 
     strategy: str
@@ -253,24 +254,29 @@ def make_plan(purpose: Pass, facts: Facts, *, row_bytes: int, budget: int) -> Pl
         C = max(1, -(-rows // -(-rows * row_bytes // budget))) if rows * row_bytes > budget else max(1, rows)
     cached_grad = linear_in_logps and not trainable_head
     everything = Span(0, rows, 0, 0 if groups is None else len(groups))
-    strategy, parts = "recompute", ()
+    strategy = "recompute"
+    parts = ()
     if purpose is Pass.GRADIENTS:
         steps = _chunks(0, rows, C, read=rereads, write=True)
     elif not differentiable:
-        strategy, steps = "loss_only", _chunks(0, rows, C, read=True)
+        strategy = "loss_only"
+        steps = _chunks(0, rows, C, read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif cached_grad and (purpose is Pass.STATISTICS or groups is not None):
-        strategy, steps = "cached_grad", _chunks(0, rows, C, read=True, write=True)
+        strategy = "cached_grad"
+        steps = _chunks(0, rows, C, read=True, write=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif purpose is Pass.STATISTICS:
         steps = _chunks(0, rows, C, read=True)
     elif groups is None:
         steps = _chunks(0, rows, C, read=True, write=True) or [Step(0, 0)]
-        strategy, steps = "fused", [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
+        strategy = "fused"
+        steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
     else:
         strategy, steps, parts = _whole_groups(groups, max(1, budget // row_bytes), C)
     sizes = [step.stop - step.start for step in steps if step.stop > step.start]
-    chunks, longest = len(sizes), max(sizes, default=0)
+    chunks = len(sizes)
+    longest = max(sizes, default=0)
     return Plan(strategy, tuple(steps), rows, row_bytes, budget, chunks, longest, parts, columns, *told)
 
 
@@ -282,7 +288,8 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
     evaluation, then the gradients, for which the projected rows are projected again.
     """
     plain, picked, gathered, certain, *_ = replay
-    projected, chunked = plain + picked, plain + picked + gathered
+    projected = plain + picked
+    chunked = plain + picked + gathered
     rows = chunked + certain
     C = chunk_rows(max(plain, picked), row_bytes, budget)
 
@@ -294,23 +301,27 @@ def make_replay_plan(purpose: Pass, facts: Facts, replay: Replayed, *, row_bytes
         return found
 
     everything = Span(0, rows, 0, 0 if facts.groups is None else len(facts.groups))
-    strategy, parts = "recompute", ()
+    strategy = "recompute"
+    parts = ()
     if purpose is Pass.GRADIENTS:
         steps = steps_of(write=True)
     elif not facts.differentiable:
-        strategy, steps = "loss_only", steps_of(read=True)
+        strategy = "loss_only"
+        steps = steps_of(read=True)
         steps = _evaluating(steps, everything) if purpose is Pass.SOLVE else steps
     elif purpose is Pass.STATISTICS:
         steps = steps_of(read=True)
     elif facts.groups is None:
-        strategy, steps = "fused", steps_of(read=True, write=True)
+        strategy = "fused"
+        steps = steps_of(read=True, write=True)
         steps = [step._replace(evaluate=Span(step.start, step.stop)) for step in steps]
         if certain or not steps:
             steps.append(Step(chunked, chunked, evaluate=Span(chunked, rows)))
     elif projected:
         steps = _evaluating(steps_of(read=True), everything) + steps_of(write=True)
     else:
-        strategy, steps = "resident", _evaluating(steps_of(read=True, write=True), everything)
+        strategy = "resident"
+        steps = _evaluating(steps_of(read=True, write=True), everything)
     sizes = [x.stop - x.start for x in steps if x.stop > x.start and x.kind is not Kind.GATHERED]
     told = facts.backward, facts.later, facts.fixed_bytes, facts.heads, facts.logits
     return Plan(
@@ -360,7 +371,8 @@ def _whole_groups(groups: Sequence[int], capacity: int, C: int) -> tuple[str, li
                 start, stop, C, write=True
             )
             parts.append("recompute")
-            start, first = stop, group + 1
+            start = stop
+            first = group + 1
             continue
         if stop + size - start > min(capacity, C):
             flush(group)

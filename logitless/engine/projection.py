@@ -62,7 +62,7 @@ class Projection:
         x = call.hidden[chunk.row_index].to(self.weight.dtype)
         chunk.features = x if self.layers is None else self.layers.forward(x)
         targets = call.targets[chunk.row_index]
-        chunk.targets, chunk.ignored = call.vocabulary.columns(targets, call.loss.ignore_index)
+        chunk.targets, chunk.ignore_index = call.vocabulary.columns(targets, call.loss.ignore_index)
 
     def project(self, chunk: Chunk) -> None:
         """Product 1: features -> logits."""
@@ -89,7 +89,8 @@ class Projection:
                 isinstance(chunk.row_index, Tensor) or x.dtype != self.call.hidden.dtype
             )
             if self.frozen_columns:
-                x, own = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format), True
+                x = x[:, self.frozen_columns :].clone(memory_format=torch.contiguous_format)
+                own = True
             chunk.trained = x if own or not chunk.factors else torch.empty_like(x)
             pairs.append((x, chunk.trained))
         if chunk.d_features is not None:

@@ -23,7 +23,8 @@ def unit_factors(call: HeadCall, rows: Rows, deferred: Number | None) -> tuple[U
 
     `deferred` None: choose the power of two from the main unit's factor; else use the one that is given.
     """
-    loss, counts = call.loss, unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
+    loss = call.loss
+    counts = unit_counts(rows.tokens, rows.chosen_tokens, call.sequence_count)
     if loss.reduction == "sum":
         normalizers = dict.fromkeys(counts, 1)
     else:

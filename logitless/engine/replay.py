@@ -149,7 +149,8 @@ def replay_of(kinds: Kinds, rows: Rows, V: int, *, compact: bool, grouped: bool)
     if order is not None:
         index = order if index is None else index[order]
     if not grouped:
-        rows, order = rows._replace(index=index), None
+        rows = rows._replace(index=index)
+        order = None
     chunked_count = plain + picked + gathered
     if certain:
         everything = torch.arange(rows.count, device=kind.device) if index is None else index

@@ -239,7 +239,9 @@ def _order(N: int, grouping: Grouping, device: torch.device) -> Tensor | None:
 
 def _packed(supervised: Tensor, grouping: Grouping, cu_seqlens: Tensor, compact: bool) -> _Layout:
     """The layout of packed sequences, between the boundaries."""
-    N, device, (sequences, roles, _) = supervised.shape[0], supervised.device, grouping
+    N = supervised.shape[0]
+    device = supervised.device
+    sequences, roles, _ = grouping
     ends = torch.cat((supervised.new_zeros(1, dtype=torch.int64), supervised.cumsum(0)))
     counts = ends[cu_seqlens[1:]] - ends[cu_seqlens[:-1]] if compact else cu_seqlens.diff()
     order = None
@@ -294,7 +296,8 @@ class RankExchange(NamedTuple):
             VocabSizeChanged: a rank assumed a wrong size of the vocabulary.
             ValueError: a fault on any rank.
         """
-        width, place = 3 + len(faults), self.peers.place
+        width = 3 + len(faults)
+        place = self.peers.place
         rows = [numbers[at : at + width] for at in range(0, self.peers.size * width, width)]
         shards = None
         if self.shard is not None:
@@ -353,7 +356,8 @@ def _supervised_rows(
         index = index if order is None else order[index]
     if layout is None:
         return Rows(count, count, 0, index, None, None, grouping.sequences_per_group, shards, counted)
-    chosen, groups = sum(lengths[: grouping.sequences // 2]), grouping.groups
+    chosen = sum(lengths[: grouping.sequences // 2])
+    groups = grouping.groups
     group_sizes = [sum(lengths[group::groups]) for group in range(groups)] if grouping.grouped else None
     return Rows(
         count, count, chosen, index, group_sizes, layout.sizes, grouping.sequences_per_group, shards, counted

@@ -77,7 +77,8 @@ class SamplingMask:
         filled = (ids != empty).reshape(-1, ids.shape[-1])
         offsets = torch.nn.functional.pad(filled.sum(1).cumsum(0), (1, 0))
         # Without a host sync: the ids move to the front, in order. The last slot is free if any is empty.
-        filled, size = filled.view(-1), ids.numel()
+        filled = filled.view(-1)
+        size = ids.numel()
         place = torch.where(filled, filled.cumsum(0) - 1, max(0, size - 1))
         return cls(
             torch.empty_like(ids.reshape(-1)).scatter_(0, place, ids.reshape(-1)), offsets, missing=missing
@@ -182,9 +183,11 @@ class SamplingMask:
                 f"{NAME}: expected the targets' device {targets.device}, got {offsets.device}; call "
                 ".to(device) on it."
             )
-        starts, lengths = offsets[:-1], offsets.diff()
+        starts = offsets[:-1]
+        lengths = offsets.diff()
         if shift:
-            starts, lengths = offsets[1:], shifted(lengths.view(targets.shape), 0, -1, cu_seqlens).reshape(-1)
+            starts = offsets[1:]
+            lengths = shifted(lengths.view(targets.shape), 0, -1, cu_seqlens).reshape(-1)
         return AlignedMask(Sets(self.token_ids, starts, lengths, self.offsets), self.missing == "add")
 
 

@@ -11,7 +11,8 @@ class cached_property:  # noqa: N801
     """`functools.cached_property` without Python 3.11's lock, which torch.compile does not trace."""
 
     def __init__(self, function):
-        self.function, self.__doc__ = function, function.__doc__
+        self.function = function
+        self.__doc__ = function.__doc__
 
     def __set_name__(self, owner, name):
         self.name = name

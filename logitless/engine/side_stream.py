@@ -29,7 +29,8 @@ def side_stream(device: torch.device, *, useful: bool) -> AbstractContextManager
 
 @contextmanager
 def _beside(device: torch.device, queued_before: torch.cuda.Event) -> Iterator[None]:
-    stream, main = _stream(device), torch.cuda.current_stream(device)
+    stream = _stream(device)
+    main = torch.cuda.current_stream(device)
     stream.wait_event(queued_before)
     with torch.cuda.stream(stream):
         yield

@@ -70,7 +70,8 @@ class Ordered(NamedTuple):
         N = self.order.shape[0]
         piece = self.piece
         distinct = numbers[-1]
-        pieces, whole = -(-count // piece), count // piece
+        pieces = -(-count // piece)
+        whole = count // piece
         first = list(numbers[:pieces])
         last = list(numbers[-(-N // piece) :][:whole])
         if whole < pieces:

@@ -26,10 +26,13 @@ def unreduced_loss(
         values = statistics.pop("values").view(shape)
         metrics = torch.stack(list(statistics.values())) if statistics else values.new_zeros(0)
         return values, metrics, {}, outcome.plan
-    batch, dtype = _whole_batch(given), statistics["lse"].dtype
+    batch = _whole_batch(given)
+    dtype = statistics["lse"].dtype
     terms, metrics = evaluate_terms(loss, statistics, batch)
-    values, first = unreduced(terms), next(iter(terms.values()))
-    supervised, chosen = batch.supervised.sum(), 0
+    values = unreduced(terms)
+    first = next(iter(terms.values()))
+    supervised = batch.supervised.sum()
+    chosen = 0
     if batch.segments is not None:
         chosen = (batch.supervised & batch.is_chosen).sum()
     tokens = loss.sequences.counts(given.targets.device, supervised, chosen)

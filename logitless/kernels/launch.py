@@ -23,7 +23,7 @@ OF_CHUNKS = {
         f"{name}_ptr"
         for name in (
             *("targets", "labels", "columns", "factor", "factors", "result", "row_scale"),
-            *("logps", "lse", "lse_residual", "entropy", "sum_logits", "log_sum_sq", "is_top1"),
+            *("logps", "lse", "lse_residual", "entropy", "is_top1", "sum_logits", "log_sum_sq"),
             *("g_logp", "g_lse", "g_entropy", "g_sum", "soft", "hard", "agreement"),
             *("acceptance", "teacher_rows", "teacher_lse", "teacher_residual"),
             *("ids", "z", "read_lse", "read_residual", "read_entropy", "rest"),
@@ -69,8 +69,10 @@ class CachedLaunch:
             compiled[(*grid, 1, 1)[:3]](*operands, *rest)
             return
         # The same call as `compiled[grid]`, without launch metadata and hooks.
-        stream, unheard = driver.active.get_current_stream(device), (None, None, None)
-        launch, loaded = compiled.run, (compiled.function, compiled.packed_metadata)
+        stream = driver.active.get_current_stream(device)
+        unheard = (None, None, None)
+        launch = compiled.run
+        loaded = (compiled.function, compiled.packed_metadata)
         launch(*(*grid, 1, 1)[:3], stream, *loaded, *unheard, *operands, *rest)
 
     def _compile(self, grid: tuple[int, ...], operands: Sequence, constants: dict) -> tuple:

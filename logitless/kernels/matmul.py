@@ -66,7 +66,8 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 
 def hidden_gradient(d_logits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """`out[C, H] = d_logits @ weight`, summed in fp32 at least; in the dtype of `out`, which may be wider."""
-    device, dtype = d_logits.device.type, d_logits.dtype
+    device = d_logits.device.type
+    dtype = d_logits.dtype
     if out.dtype == dtype and (device != "cpu" or dtype == torch.promote_types(dtype, torch.float32)):
         return torch.mm(d_logits, weight, out=out)
     if out.dtype == torch.float32 != dtype and _has_out_dtype(device, dtype):

@@ -101,7 +101,8 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 def rotations_of(function: FunctionType) -> tuple[dict[str, tuple[Callable, Rotation]], list[str]]:
     """(the known rotations that a forward pass calls, by the name in its source; names of unknown ones)."""
-    known, unknown = {}, []
+    known = {}
+    unknown = []
     for name in _called_rotations(function):
         value = function.__globals__.get(name)
         inner = _function_in(value)
@@ -188,11 +189,13 @@ def _norm_agrees(module: nn.Module, function: Callable, norm: Norm, *, weighted:
     twin.__dict__.update(module.__dict__)
     twin.__dict__.pop("weight", None)
     for dtype in (FP32, BF16):
-        x, weight = _random(8, 32, dtype=dtype), _random(32, dtype=dtype, seed=1) if weighted else None
+        x = _random(8, 32, dtype=dtype)
+        weight = _random(32, dtype=dtype, seed=1) if weighted else None
         twin.__dict__["_parameters"] = {} if weight is None else {"weight": weight}
         try:
             with torch.no_grad():
-                ours, stock = normalized(norm, module, x, weight), function(twin, x)
+                ours = normalized(norm, module, x, weight)
+                stock = function(twin, x)
         except Exception:  # whatever the module does with these rows, it is not what we know
             return False
         if ours.dtype != stock.dtype or not torch.allclose(ours.float(), stock.float(), rtol=1e-2, atol=1e-5):
@@ -204,12 +207,14 @@ def _norm_agrees(module: nn.Module, function: Callable, norm: Norm, *, weighted:
 
 
 def _rotation_agrees(function: Callable, rotation: Rotation) -> bool:
-    q, k = _random(2, 3, 5, 8), _random(2, 1, 5, 8, seed=1)
+    q = _random(2, 3, 5, 8)
+    k = _random(2, 1, 5, 8, seed=1)
     width = 4 if rotation.angles == "pairs" else 8
     cos, sin = _random(2, 5, width, seed=2), _random(2, 5, width, seed=3)
     try:
         with torch.no_grad():
-            ours, stock = rotated(rotation, q, k, cos, sin), function(q, k, cos, sin)
+            ours = rotated(rotation, q, k, cos, sin)
+            stock = function(q, k, cos, sin)
             return all(torch.allclose(*pair, atol=1e-5) for pair in zip(ours, stock, strict=True))
     except Exception:  # as above
         return False

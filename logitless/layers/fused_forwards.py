@@ -127,7 +127,8 @@ class Rotate:
                 if bodies[0].rounding != "llama" or _keeps(q, *weights):
                     cos, sin, width = angles(self.rotation, cos, sin)
                     form = {"rotary_dim": width, "interleaved": self.rotation.interleaved}
-                    eps, rounding = getattr(q_norm, bodies[0].eps), bodies[0].rounding
+                    eps = getattr(q_norm, bodies[0].eps)
+                    rounding = bodies[0].rounding
                     return qk_norm_rope(q, k, cos, sin, *weights, eps=eps, rounding=rounding, **form)
         if before:
             q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in zip(norms, (q, k)))
@@ -145,7 +146,8 @@ class Rotate:
 
 
 def _norm_with(module: nn.Module, body: Norm, x: Tensor, addition: Addition) -> Any:
-    eps, weight = getattr(module, body.eps), getattr(module, "weight", None)
+    eps = getattr(module, body.eps)
+    weight = getattr(module, "weight", None)
     if addition.after:
         return rms_norm_add(x, addition.residual, weight, eps=eps, rounding=body.rounding)
     factor = addition.multiplier

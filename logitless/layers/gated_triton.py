@@ -91,7 +91,8 @@ def gated_backward_kernel(
 
 def _walk(*tensors: Tensor) -> tuple[int, int]:
     """(rows, columns) of the launch: one long row if every tensor is contiguous, so that blocks are full."""
-    columns, elements = tensors[0].shape[-1], tensors[0].numel()
+    columns = tensors[0].shape[-1]
+    elements = tensors[0].numel()
     return (1, elements) if all(x.is_contiguous() for x in tensors) else (elements // columns, columns)
 
 

@@ -204,7 +204,7 @@ def _normalize(
     """y, or (y, h) where h is a sum."""
     _check(x, residual, weight, bias, config)
     if torch.compiler.is_compiling():
-        # The compiler fuses plain PyTorch with what stands around it, which an opaque operator would prevent.
+        # The compiler fuses plain PyTorch with neighbouring operators; an opaque operator would prevent that.
         y, h, *_ = _forward_twin(x, residual, weight, bias, config)
         return (y, h) if config.added == "before" else y
     return _Norm.apply(x, residual, weight, bias, config)
@@ -282,7 +282,8 @@ def _forward_twin(x, residual, weight, bias, config: NormConfig):
     if config.added == "before":
         h = residual.to(wide) + config.multiplier * x.to(wide)
         h = h.to(torch.promote_types(x.dtype, residual.dtype))
-    z, mean = h.to(wide), None
+    z = h.to(wide)
+    mean = None
     if config.center:
         mean = z.mean(-1, keepdim=True)
         z = z - mean

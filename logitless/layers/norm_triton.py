@@ -222,10 +222,10 @@ def stages(loaded: int, most: int = 3) -> int:
 
 
 def parts(columns: int) -> tuple[int, int]:
-    """The largest power of two that is at most `columns`, and one that holds what is left of them, or 0.
+    """Two blocks, powers of two, that together cover the columns; the second is 0 where one block does.
 
-    Of 2,304 columns a single one would be 4,096: nearly half of the arithmetic for nothing. Few columns take
-    one that holds all, as two parts would cost more.
+    One block for 2,304 columns would have 4,096, nearly half of them masked. Up to 1,024 columns take one
+    block, because two would cost more.
     """
     if columns <= 1024:
         return triton.next_power_of_2(columns), 0
@@ -241,16 +241,24 @@ def backward_tile(columns: int, loaded: int) -> tuple[dict[str, int], int]:
     where registers are scarce, two programs do without, and without the weight in registers.
     """
     block, rest = parts(columns)
-    width, hold = block + rest, columns <= 8192
+    width = block + rest
+    hold = columns <= 8192
     # At most 40 numbers a thread.
     warps = max(4, triton.next_power_of_2(triton.cdiv(width, 1280)))
-    rows, programs, most = 1, max(1, 4096 // block), 4
+    rows = 1
+    programs = max(1, 4096 // block)
+    most = 4
     if width <= 512:
-        rows, warps, programs, most = 1024 // triton.next_power_of_2(width), 1, 8, 3
+        rows = 1024 // triton.next_power_of_2(width)
+        warps = 1
+        programs = 8
+        most = 3
     elif width <= 1280:
         rows, programs, most = 2, 3, 3
     elif not hold:
-        warps, programs, most = max(16, warps), 2, 1
+        warps = max(16, warps)
+        programs = 2
+        most = 1
     if rest:  # loads ahead have at least four bytes a thread
         rest = max(rest, 64 * warps // rows)
     ahead = stages(programs * loaded * rows * (block + rest), most)
@@ -281,7 +289,8 @@ def forward(
     rows = x.numel() // columns
     x_rows, x_stride = as_rows(x)
     residual_rows, residual_stride = (None, 0) if residual is None else as_rows(residual)
-    h, h_out = x, None
+    h = x
+    h_out = None
     if config.added == "before":
         h = h_out = _new(x, widest_dtype(x, residual))
     y = _new(x, config.y_dtype(x, residual, weight))
@@ -321,7 +330,8 @@ def backward(
     rows = h.numel() // columns
     (d_y_rows, d_y_stride), (h_rows, h_stride) = as_rows(d_y), as_rows(h)
     d_h_rows, d_h_stride = (None, 0) if d_h is None else as_rows(d_h)
-    d_sum, d_x = _new(h, wanted.residual or wanted.x), None
+    d_sum = _new(h, wanted.residual or wanted.x)
+    d_x = None
     if d_sum.dtype != wanted.x or config.multiplier != 1.0:
         d_x = _new(h, wanted.x)
     loaded = sum(0 if x is None else x.element_size() for x in (d_y, d_h, h))

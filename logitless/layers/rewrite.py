@@ -124,7 +124,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def _joined(self, block: list[ast.stmt]) -> list[ast.stmt]:
         """Join sums and norms that follow each other to one statement."""
-        done, rest = [], block
+        done = []
+        rest = block
         while rest:
             new, used = self._norm_add(rest) or self._add_norm(rest) or (rest[0], 1)
             done.append(new)
@@ -134,7 +135,8 @@ class _Rewriter(ast.NodeTransformer):
     def _norm_add(self, rest: list[ast.stmt]) -> tuple[ast.stmt, int] | None:
         if len(rest) < 2:
             return None
-        call, total = norm_call(rest[0], self.known), sum_of(rest[1])
+        call = norm_call(rest[0], self.known)
+        total = sum_of(rest[1])
         if call is None or call.transpose or total is None or total[0] != call.target:
             return None
         if call.norm not in self.known.rms_norms:

@@ -54,7 +54,8 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
     if not isinstance(tree, ast.FunctionDef):
         raise Unknown("its forward pass is not written as a function")
     ast.increment_lineno(tree, start - 1)
-    tree.decorator_list, tree.returns = [], None
+    tree.decorator_list = []
+    tree.returns = None
     arguments = tree.args
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     for argument in [*named, arguments.vararg, arguments.kwarg]:

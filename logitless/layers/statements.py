@@ -84,11 +84,13 @@ def copy_of(statement: ast.stmt, name: str) -> str | None:
 
 
 def norm_call(statement: ast.stmt, known: Known) -> NormCall | None:
-    target, transpose = _target(statement), None
+    target = _target(statement)
+    transpose = None
     if target is None or not isinstance(call := statement.value, ast.Call):
         return None
     if isinstance(call.func, ast.Attribute) and call.func.attr == "transpose":
-        transpose, call = call, call.func.value
+        transpose = call
+        call = call.func.value
         given = [argument.value for argument in transpose.args if isinstance(argument, ast.Constant)]
         if transpose.keywords or len(transpose.args) != 2 or given != [1, 2]:
             return None
@@ -124,7 +126,8 @@ def halves_of(statement: ast.stmt) -> tuple[str, str] | None:
     """(a, b) of `a, b = x.chunk(2, dim=-1)`."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return None
-    target, call = statement.targets[0], statement.value
+    target = statement.targets[0]
+    call = statement.value
     if not isinstance(target, ast.Tuple) or not all(isinstance(each, ast.Name) for each in target.elts):
         return None
     if (

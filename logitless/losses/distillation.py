@@ -11,7 +11,7 @@ from logitless.engine.batch import Batch
 from logitless.engine.operands import supervised_where
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.kernels.head.divergence import MIN_LOGPROB
 from logitless.losses.arguments import CallArguments
@@ -122,14 +122,15 @@ class DistillationLoss(LogitsLoss):
         check_choice("topk_mode", self.topk_mode, TOPK_MODES)
         for name in ("beta", "skew_alpha", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
-        if type(self).support is None:  # else a subclass has a support of its own
+                raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
+        if type(self).support is None:  # a subclass may define another support
             check_support(self)
 
     def terms(self, logits: Tensor, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         if batch.topk_ids is None:
             common = min(logits.shape[-1], batch.teacher_logits.shape[-1])
-            z, t = logits[:, :common], batch.teacher_logits[:, :common]
+            z = logits[:, :common]
+            t = batch.teacher_logits[:, :common]
             student, teacher = batch.log_softmax(z), batch.log_softmax(t)
             best, argmax_id = batch.argmax(z), batch.argmax(t)
         else:
@@ -138,7 +139,8 @@ class DistillationLoss(LogitsLoss):
             ids = ids.clamp(0, logits.shape[-1] - 1)
             full = logits.log_softmax(-1)
             student, teacher = on_best_ids(full, values, ids, self.topk_mode)
-            best, argmax_id = logits.argmax(-1), ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
+            best = logits.argmax(-1)
+            argmax_id = ids.gather(-1, values.argmax(-1, keepdim=True))[:, 0]
         if self.divergence == COSINE:
             # Leave out ids whose logit is -inf.
             ruled_out = (z == -torch.inf) | (t == -torch.inf)
@@ -187,7 +189,8 @@ class DistillationLoss(LogitsLoss):
             "bias": bias,
             "teacher_bias": batch.teacher_bias,
         }
-        rows, labels = (logits, batch.teacher_logits), batch.labels
+        rows = (logits, batch.teacher_logits)
+        labels = batch.labels
         if not batch.vocabulary.sharded:
             found = kernels.fused_divergence(*rows, labels, factors, **options)
             return self._mixed(*found[: len(self.metric_names)])
@@ -223,11 +226,11 @@ class DistillationLoss(LogitsLoss):
         teacher = {name: call.inputs.pop(name) for name in TEACHER}
         if call.targets is None and self.hard_loss_weight:
             remedy = "or set hard_loss_weight=0.0"
-            raise ValueError(message("targets", "labels for the hard loss", None, remedy))
+            raise value_error("targets", "labels for the hard loss", None, remedy)
         teachers = (teacher["teacher_hidden"] is not None) + (topk is not None)
         if teachers != 1:
             expected = "one of teacher_hidden and teacher_logprobs_topk"
-            raise ValueError(message("teacher_hidden", expected, f"{teachers} of them", "pass one teacher"))
+            raise value_error("teacher_hidden", expected, f"{teachers} of them", "pass one teacher")
         if self.support in SUPPORTS:
             call.loss = on_support(self, given=topk is not None)
         call.inputs["labels"] = call.targets
@@ -244,19 +247,18 @@ class DistillationLoss(LogitsLoss):
 
     def _shared(self, teacher: dict[str, Tensor | None], V: int) -> dict[str, Tensor | None]:
         """The teacher's head, cut to the ids that both vocabularies share (`shared_vocabulary`)."""
-        rows, shared = teacher["teacher_weight"].shape[0], self.shared_vocabulary
+        rows = teacher["teacher_weight"].shape[0]
+        shared = self.shared_vocabulary
         if shared is None:
             if rows != V and self.tp_group is None and not torch.compiler.is_compiling():
                 warn_of_sizes(V, rows)
             return teacher
         if self.tp_group is not None or shared > min(V, rows):
-            raise ValueError(
-                message(
-                    "shared_vocabulary",
-                    f"at most {min(V, rows)}, without tp_group",
-                    shared,
-                    "count the ids that mean the same",
-                )
+            raise value_error(
+                "shared_vocabulary",
+                f"at most {min(V, rows)}, without tp_group",
+                shared,
+                "count the ids that mean the same",
             )
         head = ("teacher_weight", "teacher_bias")
         return teacher | {name: teacher[name][:shared] for name in head if teacher[name] is not None}
@@ -266,16 +268,14 @@ class DistillationLoss(LogitsLoss):
         name = "teacher_logprobs_topk"
         remedy = "pass its hidden states and head"
         if self.tp_group is not None and self.support not in SUPPORTS:
-            raise ValueError(
-                message(name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy)
+            raise value_error(
+                name, "a teacher with a sharded head, with tp_group", "k ids without support", remedy
             )
         if self.divergence == COSINE:
-            raise ValueError(message(name, "a teacher with logits for 'cosine'", "k of them", remedy))
+            raise value_error(name, "a teacher with logits for 'cosine'", "k of them", remedy)
         if not isinstance(topk, (tuple, list)) or len(topk) != 2:
-            raise TypeError(
-                message(
-                    name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
-                )
+            raise type_error(
+                name, "a pair of log-probabilities and ids", type(topk).__name__, "pass (values, ids)"
             )
         values, ids = topk
         check_topk(values, ids, shape)

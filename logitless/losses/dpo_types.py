@@ -74,7 +74,8 @@ class Pairs(NamedTuple):
 
 
 def exo_pair(loss: DPOOptions, p: Pairs) -> Tensor:
-    x, epsilon = loss.beta * p.delta, loss.label_smoothing
+    x = loss.beta * p.delta
+    epsilon = loss.label_smoothing
     better = x.sigmoid() * (logsigmoid(x) - math.log1p(-epsilon))
     return better + (-x).sigmoid() * (logsigmoid(-x) - math.log(epsilon))
 
@@ -85,7 +86,8 @@ def nca_pair(loss: DPOOptions, p: Pairs) -> Tensor:
 
 
 def robust(loss: DPOOptions, p: Pairs) -> Tensor:
-    x, epsilon = loss.beta * p.delta, loss.label_smoothing
+    x = loss.beta * p.delta
+    epsilon = loss.label_smoothing
     return (epsilon * logsigmoid(-x) - (1 - epsilon) * logsigmoid(x)) / (1 - 2 * epsilon)
 
 

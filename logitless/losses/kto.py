@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from logitless.engine.batch import Batch, TokenStats
-from logitless.engine.operands import MASKS, checked_boundaries, holds_flags, shifted
+from logitless.engine.operands import MASKS, check_packed, checked_boundaries, holds_flags, shifted
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, check_number, message
+from logitless.errors import check_choice, check_number, type_error, value_error
 from logitless.losses.arguments import CallArguments
 from logitless.losses.base import LossOutput
 from logitless.losses.heads import resolve_heads
@@ -100,16 +100,18 @@ class KTOLoss(ReferencedLoss):
         super().__post_init__()
         check_choice("loss_type", self.loss_type, KTO_MARGINS)
         if self.beta <= 0:
-            raise ValueError(message("beta", "a positive number", self.beta, "TRL's default is 0.1"))
+            raise value_error("beta", "a positive number", self.beta, "TRL's default is 0.1")
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, labels = batch.sum_by_sequence(stats.logps), batch.labels.bool()
+        logps = batch.sum_by_sequence(stats.logps)
+        labels = batch.labels.bool()
         reward = self.beta * (logps - self.sequence_ref_logps(batch))
         margin = KTO_MARGINS[self.loss_type](reward, self.beta * batch.kl)
         losses = sigmoid(torch.where(labels, -margin, margin))
         losses = torch.where(labels, self.desirable_weight * losses, self.undesirable_weight * losses)
         metrics = {"kl": Term(batch.kl.expand(len(logps)), over="sequences"), "entropy": Term(stats.entropy)}
-        mean_logits, tokens = stats.sum_logits / batch.V, batch.spread(labels)
+        mean_logits = stats.sum_logits / batch.V
+        tokens = batch.spread(labels)
         for side, these, those in (("chosen", labels, tokens), ("rejected", ~labels, ~tokens)):
             metrics[f"rewards/{side}"] = mean_over(reward, these, of="sequences")
             metrics[f"logps/{side}"] = mean_over(logps, these, of="sequences")
@@ -133,10 +135,10 @@ class KTOLoss(ReferencedLoss):
         if labels.dim() != 1:
             expected = "shape (B,), one bool per sequence"
             remedy = "True for a desirable sequence"
-            raise ValueError(message("labels", expected, tuple(labels.shape), remedy))
+            raise value_error("labels", expected, tuple(labels.shape), remedy)
         if not holds_flags(labels):
             remedy = "pass labels > 0, True for a desirable sequence"
-            raise TypeError(message("labels", MASKS, labels.dtype, remedy))
+            raise type_error("labels", MASKS, labels.dtype, remedy)
         call.inputs["kl"] = self._reference_point(call).clamp(min=0)
         super().prepare(call)
 
@@ -146,7 +148,7 @@ class KTOLoss(ReferencedLoss):
         needs_kl = self.loss_type == "kto"
         if (kl is not None) != needs_kl:
             expected = REFERENCE_POINT if needs_kl else f"None for {self.loss_type}"
-            raise ValueError(message("kl", expected, kl, "it is the reference point of 'kto' alone"))
+            raise value_error("kl", expected, kl, "it is the reference point of 'kto' alone")
         if isinstance(kl, Mapping):
             kl = self._mean_log_ratio(kl, call)
         options = {"dtype": torch.promote_types(call.hidden.dtype, torch.float32)}
@@ -157,7 +159,7 @@ class KTOLoss(ReferencedLoss):
             return torch.full((), kl or 0.0, **options)
         if kl.numel() != 1:
             got = f"shape {tuple(kl.shape)}"
-            raise ValueError(message("kl", REFERENCE_POINT, got, "average it first"))
+            raise value_error("kl", REFERENCE_POINT, got, "average it first")
         return kl.detach().to(**options).reshape(())
 
     def finish(self, out: LossOutput, call: CallArguments) -> LossOutput:
@@ -189,7 +191,8 @@ class KTOLoss(ReferencedLoss):
             # The reference's head is that of the reference point alone.
             call.inputs |= {"ref_weight": None, "ref_bias": None}
         sequences, starts = self._check_kl(kl)
-        targets, reference = kl["kl_targets"].long(), kl.get("ref_logps")
+        targets = kl["kl_targets"].long()
+        reference = kl.get("ref_logps")
         per_token = True
         if reference is not None:
             per_token, reference = self.read_ref_logps(reference, targets, sequences, " in kl")
@@ -214,35 +217,24 @@ class KTOLoss(ReferencedLoss):
         known = needed | {"kl_cu_seqlens", "ref_logps", "ref_hidden"}
         one_reference = ("ref_logps" in kl) != ("ref_hidden" in kl)
         if not (needed <= set(kl) <= known and one_reference):
-            raise ValueError(
-                message(
-                    "kl",
-                    "kl_hidden, kl_targets and one of ref_logps and ref_hidden",
-                    sorted(kl),
-                    "pass these, and kl_cu_seqlens where they are packed",
-                )
+            raise value_error(
+                "kl",
+                "kl_hidden, kl_targets and one of ref_logps and ref_hidden",
+                sorted(kl),
+                "pass these, and kl_cu_seqlens where they are packed",
             )
         self.check_call((), **kl)
-        targets, starts = kl["kl_targets"], kl.get("kl_cu_seqlens")
+        targets = kl["kl_targets"]
+        starts = kl.get("kl_cu_seqlens")
         if starts is None:
             if targets.dim() != 2:
-                raise ValueError(
-                    message(
-                        "kl_targets",
-                        "shape (B', T')",
-                        tuple(targets.shape),
-                        "pass their boundaries as kl_cu_seqlens in kl",
-                    )
+                raise value_error(
+                    "kl_targets",
+                    "shape (B', T')",
+                    tuple(targets.shape),
+                    "pass their boundaries as kl_cu_seqlens in kl",
                 )
             return targets.shape[0], None
-        if targets.dim() != 1:
-            raise ValueError(
-                message(
-                    "kl_targets",
-                    "shape (N',) with kl_cu_seqlens",
-                    tuple(targets.shape),
-                    "flatten the tokens or leave kl_cu_seqlens out",
-                )
-            )
+        check_packed("kl_targets", targets, 1, "kl_cu_seqlens")
         starts = checked_boundaries(starts, targets, "kl_cu_seqlens")
         return starts.shape[0] - 1, starts

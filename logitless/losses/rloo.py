@@ -10,7 +10,7 @@ from logitless.engine.layout import SequenceLayout
 from logitless.engine.levels import per_token_shape
 from logitless.engine.sampling_mask import SamplingMask
 from logitless.engine.terms import Term
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.losses.base import LossOutput
 from logitless.losses.grpo_types import FLAGS, clipped
 from logitless.losses.inputs import CallInputs, HeadWeight
@@ -54,7 +54,8 @@ class RLOOLoss(ClippedLoss):
     metric_names: ClassVar = ("entropy", "importance_ratio", *FLAGS[clipped])
 
     def terms(self, stats: TokenStats, batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
-        logps, advantages = batch.sum_by_sequence(stats.logps), batch.sequence_advantages
+        logps = batch.sum_by_sequence(stats.logps)
+        advantages = batch.sequence_advantages
         old = logps.detach()
         if batch.old_sums is not None:
             old = batch.old_sums
@@ -86,13 +87,11 @@ class RLOOLoss(ClippedLoss):
         self, layout: SequenceLayout, advantages: Tensor, *, old_logps: Tensor | None = None
     ) -> dict[str, Tensor | None]:
         if tuple(advantages.shape) not in ((layout.sequences,), (layout.sequences, 1)):
-            raise ValueError(
-                message(
-                    "advantages",
-                    f"shape ({layout.sequences},), one per sequence",
-                    tuple(advantages.shape),
-                    "rewards are of sequences",
-                )
+            raise value_error(
+                "advantages",
+                f"shape ({layout.sequences},), one per sequence",
+                tuple(advantages.shape),
+                "rewards are of sequences",
             )
         inputs = {"sequence_advantages": advantages.detach().reshape(-1).to(layout.dtype)}
         if old_logps is None:

@@ -10,16 +10,17 @@ from torch import Tensor
 from logitless.engine.batch import Batch
 from logitless.engine.head_view import is_head
 from logitless.engine.objectives.speculator import SpeculatorObjective, chain_metrics
-from logitless.engine.operands import WRONG_MASK, checked_boundaries, sequence_numbers
+from logitless.engine.operands import WRONG_MASK, check_packed, checked_boundaries, sequence_numbers
 from logitless.engine.spec import Fault
 from logitless.engine.terms import Term
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, type_error, value_error
 from logitless.kernels.head import divergence as kernels
 from logitless.losses.base import LogitsLoss, LossOutput
 from logitless.losses.declarations import cached_loss
 from logitless.losses.heads import resolve_heads
 from logitless.losses.inputs import HeadWeight
 from logitless.losses.teachers import check_teacher
+from logitless.parallel.groups import check_alike
 
 SpeculatorDivergence = Literal[
     "forward_kl", "reverse_kl", "jsd", "total_variation", "neg_log_acceptance", "lk_hybrid"
@@ -70,6 +71,7 @@ class SpeculatorLoss(LogitsLoss):
         teacher_weight: (V, H'), the verifier's head.
         teacher_bias: (V,), the bias of that head.
         draft_ids: (D,), the verifier's id of each row of `weight`; required if the heads differ in size.
+            Refused with `tp_group`, with which each rank passes the same rows of both heads.
         bias: (D,).
         mask: (B, T), like targets; where it is off, the token is not predicted.
         starts: (B, A) int64, for blocks, whose hidden states are (B, A, H): the positions of the rows of step
@@ -113,6 +115,7 @@ class SpeculatorLoss(LogitsLoss):
     objective: ClassVar[type] = SpeculatorObjective
     teacher: ClassVar = True
     teacher_rows: ClassVar = "teacher_rows"
+    vocab_parallel: ClassVar = True
     prediction_inputs: ClassVar = ("labels", "teacher_rows", "pair_weights")
     shared_inputs: ClassVar = ("draft_ids", "draft_columns", "counted", "problems")
     internal_inputs: ClassVar = (
@@ -133,33 +136,27 @@ class SpeculatorLoss(LogitsLoss):
         check_choice("teacher_softmax", self.teacher_softmax, SOFTMAXES)
         for name in ("beta", "hard_loss_weight"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(message(name, "a number in [0, 1]", getattr(self, name), "it is a share"))
+                raise value_error(name, "a number in [0, 1]", getattr(self, name), "it is a share")
         for name in ("lk_eta", "offset"):
             if getattr(self, name) < 0:
-                raise ValueError(message(name, "at least 0", getattr(self, name), "leave it out"))
+                raise value_error(name, "at least 0", getattr(self, name), "leave it out")
         if self.decay <= 0:
-            raise ValueError(message("decay", "a number above 0", self.decay, "use coefficients for others"))
+            raise value_error("decay", "a number above 0", self.decay, "use coefficients for others")
         if self.coefficients is not None and not any(self.coefficients):
-            raise ValueError(
-                message("coefficients", "one that is not 0", self.coefficients, "a loss needs a step")
-            )
+            raise value_error("coefficients", "one that is not 0", self.coefficients, "a loss needs a step")
         if self.drop_outside and self.teacher_softmax != "full":
-            raise ValueError(
-                message(
-                    "drop_outside",
-                    "False with teacher_softmax='draft'",
-                    True,
-                    "take teacher_softmax='full', which knows the ids that the draft lacks",
-                )
+            raise value_error(
+                "drop_outside",
+                "False with teacher_softmax='draft'",
+                True,
+                "take teacher_softmax='full', which knows the ids that the draft lacks",
             )
         if not self.compact:
-            raise ValueError(
-                message(
-                    "compact",
-                    "True for SpeculatorLoss",
-                    False,
-                    "the host reads which rows of the verifier a chunk needs",
-                )
+            raise value_error(
+                "compact",
+                "True for SpeculatorLoss",
+                False,
+                "the host reads which rows of the verifier a chunk needs",
             )
 
     @property
@@ -174,8 +171,10 @@ class SpeculatorLoss(LogitsLoss):
         if self.teacher_softmax == "draft":
             everything = taught
         log_q, log_p = logits.log_softmax(-1), taught.log_softmax(-1)
-        q, p_of_alpha = log_q.exp(), (taught - everything.logsumexp(-1, keepdim=True)).exp()
-        shared, excess = torch.minimum(q, p_of_alpha).sum(-1), (q - p_of_alpha).clamp(min=0).sum(-1)
+        q = log_q.exp()
+        p_of_alpha = (taught - everything.logsumexp(-1, keepdim=True)).exp()
+        shared = torch.minimum(q, p_of_alpha).sum(-1)
+        excess = (q - p_of_alpha).clamp(min=0).sum(-1)
         kl = kernels.kl(log_p, log_q)
         if self.divergence == "reverse_kl":
             kl = kernels.kl(log_q, log_p)
@@ -188,7 +187,10 @@ class SpeculatorLoss(LogitsLoss):
         best = everything.argmax(-1)
         if ids is not None and self.teacher_softmax == "full":
             best = batch.draft_columns[best]
-        labels = best if batch.labels is None else batch.labels
+        if batch.labels is None:
+            labels = best
+        else:
+            labels = batch.labels if ids is None else batch.draft_columns[batch.labels]
         log_q_at_one = (logits * self.temperature).log_softmax(-1)
         hard = -log_q_at_one.gather(-1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(labels < 0, 0.0)
         weight = self.hard_loss_weight
@@ -246,9 +248,12 @@ class SpeculatorLoss(LogitsLoss):
         rows = hidden.shape[1:-1]
         check_verifier(teacher_hidden, heads["teacher_weight"], heads["teacher_bias"], rows, starts)
         V = heads["teacher_weight"].shape[0]
-        check_draft_ids(draft_ids, weight.shape[0], V)
+        if loss.tp_group is None:
+            check_draft_ids(draft_ids, weight.shape[0], V)
+        else:
+            check_sharded(draft_ids, heads["teacher_weight"], weight)
         tokens = Tokens.of(loss, teacher_hidden, targets, mask, cu_seqlens)
-        pairs = tokens.pairs(loss, chosen, starts, V)
+        pairs = tokens.pairs(loss, chosen, starts)
         ids = DraftIds.of(draft_ids, V, hidden.device)
         inputs = {
             "teacher_hidden": teacher_hidden.reshape(-1, teacher_hidden.shape[-1]),
@@ -256,7 +261,7 @@ class SpeculatorLoss(LogitsLoss):
             "teacher_bias": heads["teacher_bias"],
             "draft_ids": ids.ids,
             "draft_columns": ids.columns,
-            "labels": None if targets is None else ids.column_of(pairs.labels).reshape(-1),
+            "labels": None if targets is None else pairs.labels.reshape(-1),
             "teacher_rows": pairs.teacher_rows.reshape(-1),
             "pair_weights": loss._pair_weights(pairs.counted, num_items, hidden.dtype),
             "counted": pairs.counted,
@@ -282,13 +287,11 @@ class SpeculatorLoss(LogitsLoss):
         """The loss with its coefficients, one per step."""
         if self.coefficients is not None:
             if len(self.coefficients) != steps:
-                raise ValueError(
-                    message(
-                        "coefficients",
-                        f"{steps} numbers, one per step",
-                        len(self.coefficients),
-                        "or leave it None",
-                    )
+                raise value_error(
+                    "coefficients",
+                    f"{steps} numbers, one per step",
+                    len(self.coefficients),
+                    "or leave it None",
                 )
             return self
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -311,7 +314,13 @@ class SpeculatorLoss(LogitsLoss):
         return each[:, None].expand(counted.shape).reshape(-1)
 
     def faults(self, targets: Tensor, inputs: Mapping[str, Tensor | None], V: int) -> list[Fault]:
-        V = inputs["teacher_weight"].shape[0]
+        columns = inputs["draft_columns"]
+        labels = inputs["labels"]
+        counted = inputs["counted"].reshape(-1)
+        V = V if columns is None else columns.shape[0]
+        outside = counted.new_zeros((), dtype=torch.int64)
+        if labels is not None:
+            outside = (((labels < 0) | (labels >= V)) & (labels != WRONG_MASK) & counted).sum()
         texts = (
             ("targets", f"ids in [0, {V}) or ignore_index", "others in {count} pairs", "fix the labels"),
             ("mask", "0 and 1", "{count} others", "pass which tokens count, such as mask != 0"),
@@ -321,7 +330,7 @@ class SpeculatorLoss(LogitsLoss):
             ("draft_ids", f"ids in [0, {V})", "{count} outside", "give the verifier's ids: " + IDS),
             ("draft_ids", "different ids", "{count} repeated", "give one id per row of weight: " + IDS),
         )
-        problems = inputs["problems"].unbind()
+        problems = (outside, *inputs["problems"].unbind())
         return [Fault(count, *text) for count, text in zip(problems, texts, strict=True)]
 
 
@@ -331,14 +340,16 @@ IDS = "d2t + torch.arange(len(d2t)), or t2d.nonzero()[:, 0]"
 
 def check_hiddens(hiddens: Sequence[Tensor]) -> None:
     if not isinstance(hiddens, (tuple, list)) or not all(isinstance(x, Tensor) for x in hiddens):
-        expected, got = "a list or tuple of tensors", type(hiddens).__name__
-        raise TypeError(message("hiddens", expected, got, "pass [hidden] for a single step"))
+        expected = "a list or tuple of tensors"
+        got = type(hiddens).__name__
+        raise type_error("hiddens", expected, got, "pass [hidden] for a single step")
     if not hiddens:
-        raise ValueError(message("hiddens", "at least one step", 0, "pass the draft's hidden states"))
+        raise value_error("hiddens", "at least one step", 0, "pass the draft's hidden states")
     shapes = {tuple(x.shape) for x in hiddens}
     if len(shapes) > 1 or hiddens[0].dim() < 2:
-        expected, got = "tensors of one shape (B, T, H)", ", ".join(map(str, sorted(shapes)))
-        raise ValueError(message("hiddens", expected, got, "give every step all of its rows"))
+        expected = "tensors of one shape (B, T, H)"
+        got = ", ".join(map(str, sorted(shapes)))
+        raise value_error("hiddens", expected, got, "give every step all of its rows")
 
 
 def check_verifier(
@@ -351,20 +362,22 @@ def check_verifier(
     """Check the verifier; `rows` is the shape of a step's hidden states without H."""
     if hidden is None:
         expected = "the verifier's hidden states (B, T, H')"
-        raise TypeError(message("teacher_hidden", expected, None, "pass them with teacher_weight"))
+        raise type_error("teacher_hidden", expected, None, "pass them with teacher_weight")
     if starts is None:
         if hidden.shape[:-1] != rows:
-            expected, got = f"shape {tuple(rows)} + (H',)", tuple(hidden.shape)
+            expected = f"shape {tuple(rows)} + (H',)"
+            got = tuple(hidden.shape)
             remedy = "give one row per position of hiddens, or say with starts where the rows stand"
-            raise ValueError(message("teacher_hidden", expected, got, remedy))
+            raise value_error("teacher_hidden", expected, got, remedy)
     else:
         if starts.shape != rows or starts.is_floating_point() or starts.dtype == torch.bool:
-            expected, got = f"integers of shape {tuple(rows)}", f"{starts.dtype} {tuple(starts.shape)}"
-            raise ValueError(message("starts", expected, got, "give one position per row of hiddens"))
+            expected = f"integers of shape {tuple(rows)}"
+            got = f"{starts.dtype} {tuple(starts.shape)}"
+            raise value_error("starts", expected, got, "give one position per row of hiddens")
         if hidden.dim() != len(rows) + 1 or hidden.shape[:-2] != rows[:-1]:
             expected = f"shape {(*rows[:-1], 'T', 'H_')}".replace("'", "").replace("H_", "H'")
             remedy = "give whole sequences"
-            raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+            raise value_error("teacher_hidden", expected, tuple(hidden.shape), remedy)
     check_teacher(hidden, weight, bias, hidden.shape[:-1])
 
 
@@ -372,11 +385,20 @@ def check_draft_ids(ids: Tensor | None, D: int, V: int) -> None:
     if ids is None:
         if D != V:
             expected = f"the verifier's id of each of the {D} rows of weight, as the verifier has {V}"
-            raise ValueError(message("draft_ids", expected, None, f"pass {IDS}"))
+            raise value_error("draft_ids", expected, None, f"pass {IDS}")
         return
     if ids.shape != (D,) or ids.is_floating_point() or ids.dtype == torch.bool:
-        expected, got = f"integers of shape ({D},)", f"{ids.dtype} {tuple(ids.shape)}"
-        raise ValueError(message("draft_ids", expected, got, f"pass {IDS}"))
+        expected = f"integers of shape ({D},)"
+        got = f"{ids.dtype} {tuple(ids.shape)}"
+        raise value_error("draft_ids", expected, got, f"pass {IDS}")
+
+
+def check_sharded(ids: Tensor | None, teacher_weight: Tensor, weight: Tensor) -> None:
+    """Check the heads and `draft_ids` of a call with `tp_group`."""
+    if ids is not None:
+        remedy = "pass its part of teacher_weight[draft_ids] as teacher_weight, and labels as rows of weight"
+        raise value_error("draft_ids", "None with tp_group", "a tensor", remedy)
+    check_alike("teacher_weight", teacher_weight, weight)
 
 
 class DraftIds(NamedTuple):
@@ -399,14 +421,6 @@ class DraftIds(NamedTuple):
         repeated = len(ids) - (columns >= 0).sum()
         return cls(ids, columns, torch.stack((outside.sum(), torch.where(outside.any(), 0, repeated))))
 
-    def column_of(self, labels: Tensor) -> Tensor:
-        """The draft's columns of ids; -1 for an id that the draft lacks, or that is none."""
-        if self.columns is None:
-            return labels
-        V = self.columns.shape[0]
-        known = (labels >= 0) & (labels < V)
-        return torch.where(known, self.columns[torch.where(known, labels, 0)], -1)
-
 
 class Pairs(NamedTuple):
     """The pairs of a call, (steps, rows) each."""
@@ -414,7 +428,7 @@ class Pairs(NamedTuple):
     counted: Tensor  # bool
     teacher_rows: Tensor  # row of the verifier, flat
     labels: Tensor  # id of the predicted token
-    problems: Tensor  # (5,) counts of wrong targets, mask, boundaries and starts
+    problems: Tensor  # (4,) counts of wrong mask, boundaries and starts
 
 
 class Tokens(NamedTuple):
@@ -436,8 +450,9 @@ class Tokens(NamedTuple):
         shape = hidden.shape[:-1]
         for name, x in (("targets", targets), ("mask", mask)):
             if x is not None and x.shape != shape:
-                expected, got = f"shape {tuple(shape)}", tuple(x.shape)
-                raise ValueError(message(name, expected, got, "give one entry per token of teacher_hidden"))
+                expected = f"shape {tuple(shape)}"
+                got = tuple(x.shape)
+                raise value_error(name, expected, got, "give one entry per token of teacher_hidden")
         any_id = 0 if loss.ignore_index != 0 else 1
         if targets is None:
             labels = torch.full(shape, any_id, dtype=torch.int64, device=hidden.device)
@@ -446,18 +461,18 @@ class Tokens(NamedTuple):
         if mask is not None:
             labels = loss.masked(labels, mask)
         if cu_seqlens is not None:
-            if len(shape) != 1:
-                expected, remedy = "shape (N, H') with cu_seqlens", "flatten the tokens or leave it out"
-                raise ValueError(message("teacher_hidden", expected, tuple(hidden.shape), remedy))
+            check_packed("teacher_hidden", hidden, 2)
             cu_seqlens = checked_boundaries(cu_seqlens, hidden)
         return cls(labels.reshape(-1), shape[-1], cu_seqlens)
 
-    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None, V: int) -> Pairs:
+    def pairs(self, loss: "SpeculatorLoss", steps: Sequence[int], starts: Tensor | None) -> Pairs:
         """The pairs of the steps; `starts` are the positions of step 0, default every position."""
-        N, device = self.labels.shape[0], self.labels.device
+        N = self.labels.shape[0]
+        device = self.labels.device
         problems = self.labels.new_zeros(2)
         if starts is None:
-            positions, known = torch.arange(N, device=device), torch.ones(N, dtype=torch.bool, device=device)
+            positions = torch.arange(N, device=device)
+            known = torch.ones(N, dtype=torch.bool, device=device)
         else:
             at = starts.reshape(-1, starts.shape[-1]).long()
             known = (at >= 0) & (at < self.length)
@@ -465,9 +480,11 @@ class Tokens(NamedTuple):
             repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
             problems = torch.stack(((~known & (at != -1)).sum(), repeated.sum()))
             first = torch.arange(at.shape[0], device=device)[:, None] * self.length
-            positions, known = torch.where(known, at + first, 0).view(-1), known.view(-1)
+            positions = torch.where(known, at + first, 0).view(-1)
+            known = known.view(-1)
         if self.boundaries is None:
-            ends, wrong = (positions // max(1, self.length) + 1) * self.length, problems.new_zeros(())
+            ends = (positions // max(1, self.length) + 1) * self.length
+            wrong = problems.new_zeros(())
         else:
             bounds = self.boundaries
             wrong = (bounds.diff() < 0).sum() + (bounds[0] != 0) + (bounds[-1] != N)
@@ -478,6 +495,5 @@ class Tokens(NamedTuple):
         labels = torch.where(inside, self.labels[predicted], loss.ignore_index)
         counted = inside & (labels != loss.ignore_index)
         masked = (self.labels == WRONG_MASK).sum()
-        outside = (((labels < 0) | (labels >= V)) & counted & (labels != WRONG_MASK)).sum()
-        problems = torch.cat((torch.stack((outside, masked, wrong)), problems))
+        problems = torch.cat((torch.stack((masked, wrong)), problems))
         return Pairs(counted, torch.where(inside, predicted - 1, 0), labels, problems)

@@ -48,7 +48,8 @@ def head_of(model: nn.Module) -> HeadView:
         return view_of(model, "model")
     base = base_of(model)
     view = read_head(find_head(base))
-    options, known = _options(base), _KNOWN.get(base)
+    options = _options(base)
+    known = _KNOWN.get(base)
     if known is None or known.options != options:
         known = _KNOWN[base] = _Known(options, *_told(base, view.weight))
     return view._replace(softcap=known.softcap, logit_scale=known.logit_scale, of_model=True)
@@ -87,7 +88,8 @@ def _told(model: nn.Module, weight: Tensor) -> tuple[float | None, float]:
     # Whole numbers are exact in every dtype.
     numbers = torch.arange(weight.shape[1], dtype=torch.float64).remainder(61).add(1)
     hidden = numbers.to(weight.device)[None, None]
-    ids, reason = torch.zeros(1, 1, dtype=torch.int64, device=weight.device), type(model).__name__
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+    reason = type(model).__name__
     for backbone in (model.base_model, model.get_decoder()):
         # The head is not checked here, where it may be sharded.
         answers = answering(find_head(model), Deferral(checked=True))

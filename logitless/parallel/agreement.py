@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from logitless.errors import message
+from logitless.errors import value_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,9 +33,11 @@ def debugging() -> bool:
 
 def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> dict[int, dict]:
     """The facts of each rank of a group about this call, by rank; ValueError if a rank does not make it."""
-    store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(group)
     place = f"logitless/{','.join(map(str, members))}"
-    number, rank = next(_CALLS[place]), dist.get_rank()
+    number = next(_CALLS[place])
+    rank = dist.get_rank()
     store.set(f"{place}/{number}/{rank}", json.dumps(facts))
     found = {}
     for member in members:
@@ -45,7 +47,7 @@ def exchanged(name: str, group: "ProcessGroup", facts: Mapping[str, object]) -> 
         except RuntimeError:
             expected = f"call number {number + 1} from all ranks {members} of {name}"
             got = f"none from rank {member} within {PATIENCE:.0f} s"
-            raise ValueError(message(name, expected, got, REMEDY)) from None
+            raise value_error(name, expected, got, REMEDY) from None
         found[member] = json.loads(store.get(key))
     if number > 1:  # all ranks that made call n - 1 have read the facts of call n - 2
         store.delete_key(f"{place}/{number - 2}/{rank}")
@@ -60,7 +62,7 @@ def expect_alike(name: str, found: Mapping[int, Mapping[str, object]]) -> None:
         alike = all(value == first.get(fact) for value in values.values())
         if not alike:
             got = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
-            raise ValueError(message(fact, f"the same on all ranks of {name}", got, REMEDY))
+            raise value_error(fact, f"the same on all ranks of {name}", got, REMEDY)
 
 
 def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: str) -> None:
@@ -70,5 +72,5 @@ def expect_different(name: str, fact: str, parts: Mapping[int, object], remedy: 
         got = f"the same numbers on ranks {known.get(str(part))} and {rank}"
         fresh = part is None or str(part) not in known
         if not fresh:
-            raise ValueError(message(fact, f"another part on every rank of {name}", got, remedy))
+            raise value_error(fact, f"another part on every rank of {name}", got, remedy)
         known[str(part)] = rank

@@ -80,7 +80,8 @@ class Peers:
         """The row of this rank in a `table`."""
         place, before = 0, 1
         for group in self.groups:
-            place, before = place + before * group.rank(), before * group.size()
+            place = place + before * group.rank()
+            before = before * group.size()
         return place
 
     def table(self, statistics: Tensor) -> Tensor:

@@ -248,7 +248,8 @@ class ShardedVocabulary(WholeVocabulary):
 
     def best_id(self, values: Tensor, columns: Tensor) -> Tensor:
         """(n,) ids of the largest logits, from each shard's largest logits and their columns."""
-        values, ids = self.gathered(values), self.gathered(columns + self.start)
+        values = self.gathered(values)
+        ids = self.gathered(columns + self.start)
         return ids.gather(0, values.argmax(0, keepdim=True))[0]
 
     def locate(self, ids: Tensor, V: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`python -m logitless doctor`: what is installed, which kernels run here, and whether losses are correct."""
+"""`python -m logitless doctor`: versions, the kernels that run here, and whether losses are correct."""
 
 import platform
 from importlib import metadata
@@ -28,7 +28,8 @@ def examine() -> int:
     )
     for line in (*accelerated(device), *generators()):
         print(line)
-    dtype, passed = torch.bfloat16 if device.type == "cuda" else torch.float32, True
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    passed = True
     print(f"parity with full logits in fp64, {str(dtype).removeprefix('torch.')}, without torch.compile:")
     for loss, inputs in main_losses(device, dtype):
         # Compiling a loss of logits takes ten times as long as all else here.

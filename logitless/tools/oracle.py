@@ -54,7 +54,8 @@ class Oracle:
 
     def _named_statistics(self, call: HeadCall) -> dict[str, Tensor]:
         """The result of an unreduced call: per-token statistics, or the values of a loss of logits."""
-        rows, N = rows_in_order(call), call.targets.shape[0]
+        rows = rows_in_order(call)
+        N = call.targets.shape[0]
         if not issubclass(call.loss.objective, LogitsObjective):
             statistics, _ = self._statistics(call, rows)
             return {name: rows.scattered(x, N) for name, x in statistics.items()}
@@ -69,7 +70,8 @@ class Oracle:
         if not issubclass(call.loss.objective, LogitsObjective):
             statistics, batch = self._statistics(call, rows)
             return evaluate_terms(call.loss, statistics, batch)
-        z, batch = self._noted(logits(call, rows)), _whole_batch(call, rows)
+        z = self._noted(logits(call, rows))
+        batch = _whole_batch(call, rows)
         if call.inputs.get("teacher_hidden") is not None:
             batch.teacher_logits = other_logits(call, rows, "teacher").detach()
         return evaluate_terms(call.loss, z, batch)
@@ -116,7 +118,8 @@ def rows_in_order(call: HeadCall) -> Rows:
     S = call.sequence_count
     supervised = call.targets != loss.ignore_index
     index = (supervised if loss.compact else torch.ones_like(supervised)).nonzero()[:, 0]
-    count, tokens = index.shape[0], int(supervised.sum())
+    count = index.shape[0]
+    tokens = int(supervised.sum())
     if loss.scope == "token":
         return Rows(count, tokens, 0, index, None, None)
     positions = torch.arange(N, device=index.device)
@@ -174,7 +177,8 @@ def other_logits(call: HeadCall, rows: Rows, name: str) -> Tensor:
     """(rows, V') logits of the teacher or the reference model."""
     hidden, weight, bias = (call.inputs[f"{name}_{part}"] for part in ("hidden", "weight", "bias"))
     weight = weight if name == "teacher" else weight.to(call.dtype)
-    index, looked_up = rows.index, call.loss.teacher_rows
+    index = rows.index
+    looked_up = call.loss.teacher_rows
     if name == "teacher" and looked_up is not None:
         index = call.inputs[looked_up][index]
     head = getattr(call.loss, f"{name}_head")
@@ -193,9 +197,9 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
         "lse": lse,
         "lse_residual": torch.zeros_like(lse),
         "entropy": -(log_p.exp() * finite).sum(-1),
+        "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
         "sum_logits": z.sum(-1) if weights is None else z @ weights.to(z.dtype),
         "log_sum_sq_probs": (2 * log_p).logsumexp(-1),
-        "is_top1": (z.argmax(-1) == batch.targets).to(z.dtype),
         "predictions": z.argmax(-1),
     }
     return {name: x.masked_fill(~batch.supervised, 0.0) for name, x in found.items()}
@@ -203,12 +207,15 @@ def token_statistics(z: Tensor, batch: Batch, weights: Tensor | None) -> dict[st
 
 def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSpec) -> dict[str, Tensor]:
     """Every statistic of several ids per token, from logits (n, V) and a teacher's (n, V')."""
-    log_p, zero = z.log_softmax(-1), torch.zeros_like(z[:, 0])
+    log_p = z.log_softmax(-1)
+    zero = torch.zeros_like(z[:, 0])
     finite = log_p.masked_fill(log_p == -torch.inf, 0.0)
     common = z.shape[1] if teacher is None else min(z.shape[1], teacher.shape[1])
-    ids, best = getattr(batch, "ids", None), {"student": _best(z, z.shape[1])}
+    ids = getattr(batch, "ids", None)
+    best = {"student": _best(z, z.shape[1])}
     if teacher is not None:
-        best["teacher"], k = _best(teacher, common), loss.k
+        best["teacher"] = _best(teacher, common)
+        k = loss.k
         shared = {"student": _best(z, common), "teacher": best["teacher"]}
         names = ("teacher", "student") if loss.support == "union" else (loss.support,)
         ids = torch.cat([shared[name][:, :k] for name in names], 1)
@@ -235,7 +242,8 @@ def ids_statistics(z: Tensor, teacher: Tensor | None, batch: Batch, loss: LossSp
     found |= {"agreement": (best["student"][:, 0] == argmax_id).to(z.dtype), "hard": zero}
     found |= {"hard_lse": zero, "hard_lse_residual": zero, "token_accuracy": zero}
     if batch.labels is not None:
-        known, warm = (batch.labels >= 0) & (batch.labels < z.shape[1]), z * loss.temperature
+        known = (batch.labels >= 0) & (batch.labels < z.shape[1])
+        warm = z * loss.temperature
         labels = torch.where(known, batch.labels, 0)[:, None]
         found["hard"] = torch.where(known, warm.log_softmax(-1).gather(1, labels)[:, 0], 0.0)
         found["token_accuracy"] = (best["student"][:, 0] == batch.labels).to(z.dtype)
@@ -249,7 +257,8 @@ def _best(z: Tensor, common: int) -> Tensor:
 
 def _of_ids(log_p: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of ids (n, k), -inf in empty slots, and of all others together."""
-    filled, columns = ids >= 0, ids.clamp(min=0)
+    filled = ids >= 0
+    columns = ids.clamp(min=0)
     covered = torch.zeros_like(log_p).scatter_add(1, columns, filled.to(log_p.dtype)) > 0
     rest = log_p.masked_fill(covered, -torch.inf)
     whole = covered.all(1)

@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from .adapter import swapped
 
-    script, pair = import_module(f"trl.scripts.{command}"), COMMANDS[command]
+    script = import_module(f"trl.scripts.{command}")
+    pair = COMMANDS[command]
     # The script imports these names when it runs.
     with swapped(trl, **{name: getattr(ours, name) for name in (f"{pair}Config", f"{pair}Trainer")}):
         parser = script.make_parser(prog=f"python -m logitless.trl_integration {command}")

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from logitless import DistillationLoss
-from logitless.errors import check_choice, message
+from logitless.errors import check_choice, value_error
 from logitless.losses.base import LossOutput
 
 from .adapter import Adapter, ChunkedLoss, Seam
@@ -85,7 +85,8 @@ def best_ids(whose: str, k: int, add_tail: bool) -> dict[str, Any]:
 def chunked_jsd(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:
     """TRL's `generalized_jsd_loss`; only IW-OPD's has `top_k`."""
     student, teacher = given.student_logits / given.temperature, given.teacher_logits / given.temperature
-    options, top_k = {"beta": float(given.beta)}, getattr(given, "top_k", 0)
+    options = {"beta": float(given.beta)}
+    top_k = getattr(given, "top_k", 0)
     if 0 < top_k < student.shape[-1]:
         whose = {0.0: "teacher", 1.0: "student"}.get(options["beta"], "union")
         options |= best_ids(whose, top_k, given.add_tail)
@@ -96,7 +97,7 @@ def one_vocabulary(trainer: Any) -> None:
     if trainer.args.use_uld_loss:
         expected = "False with use_chunked_loss=True"
         remedy = "it sorts whole distributions: leave the flag out"
-        raise ValueError(message("use_uld_loss", expected, True, remedy))
+        raise value_error("use_uld_loss", expected, True, remedy)
 
 
 ALWAYS = {"generalized_jsd_loss": Seam(chunked_jsd, train=True, evaluate=True)}
@@ -121,7 +122,7 @@ def known_mode(trainer: Any) -> None:
     check_choice("distillation_mode", mode, MODES)
     if mode == "topk_logits" and top_k is None:
         expected = "a number of tokens with distillation_mode='topk_logits'"
-        raise ValueError(message("distillation_topk", expected, top_k, "set it"))
+        raise value_error("distillation_topk", expected, top_k, "set it")
 
 
 def counted_tokens(chunked: ChunkedLoss, stock: Callable, given: Any) -> Tensor:

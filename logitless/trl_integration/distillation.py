@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless import DistillationLoss
 from logitless.engine.head_view import HeadView
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.models.heads import split_head
 
 from .adapter import Adapter, ChunkedLoss, Seam, base_of
@@ -33,8 +33,10 @@ def given_head(given: Any, prefix: str = "") -> HeadView:
 
 def chunked_divergence(chunked: ChunkedLoss, stock: Callable, given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """TRL's `_chunked_divergence_loss`: (loss, sum of the student's entropies, number of counted tokens)."""
-    hidden, student = given.student_hidden_states, given_head(given, "student_")
-    taught, teacher = given.teacher_hidden_states.to(hidden.device), given_head(given, "teacher_")
+    hidden = given.student_hidden_states
+    student = given_head(given, "student_")
+    taught = given.teacher_hidden_states.to(hidden.device)
+    teacher = given_head(given, "teacher_")
     loss = DistillationLoss(beta=given.beta, temperature=given.temperature, logits_budget=chunked.budget)
     others = {"mask": given.completion_mask, "num_items": given.num_items_in_batch}
     out = chunked.solved(loss, hidden, student, teacher_hidden=taught, teacher_weight=teacher, **others)
@@ -94,7 +96,7 @@ def no_plan(trainer: Any) -> None:
     if not whole:
         expected = f"no tensor-parallel plan in {type(trainer).__name__}"
         remedy = "shard it by FSDP2 or ZeRO-3"
-        raise ValueError(message("model", expected, "one", remedy))
+        raise value_error("model", expected, "one", remedy)
 
 
 Distillation = Adapter("trl:Distillation", (no_plan,), patches={SYNC: Seam(chunked_divergence, True, True)})

@@ -41,7 +41,8 @@ class Forwards:
 
 
 def forwards_of(model: nn.Module) -> Forwards:
-    found, original = instance_forward(model), vars(model).get("_original_forward")
+    found = instance_forward(model)
+    original = vars(model).get("_original_forward")
     prepared = False
     fused = None
     below = found

@@ -28,7 +28,9 @@ def newest_minor(trainer: Any) -> None:
     """Raises `ImportError` for a trainer that was tested with the newer of the two minors of TRL alone."""
     found = installed("trl")
     if not _fits(found, NEWEST):
-        expected, got, remedy = f"trl {NEWEST}", f"trl {found}", f"pip install 'trl{NEWEST}'"
+        expected = f"trl {NEWEST}"
+        got = f"trl {found}"
+        remedy = f"pip install 'trl{NEWEST}'"
         raise ImportError(message(type(trainer).__name__, expected, got, remedy))
 
 
@@ -72,7 +74,8 @@ def owner_in_trl(place: str) -> tuple[Any, str]:
 
 def moved(place: str) -> ImportError:
     """The error for a name of TRL that is not in its expected place."""
-    wanted, found = SUPPORTED["trl"], installed("trl")
+    wanted = SUPPORTED["trl"]
+    found = installed("trl")
     return ImportError(
         f"{place}: expected in trl {wanted}, got trl {found} without it; pip install 'trl{wanted}'."
     )

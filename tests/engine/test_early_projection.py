@@ -30,7 +30,7 @@ from tests.support import DEVICE
 # A LogitsLoss has the same numbers uncompiled.
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
-N, H, V, K = 40, 8, 30, 3
+N, H, V, K = 120, 8, 30, 3
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,8 @@ class Operands:
         return [x for x in found if x is not None]
 
 
-BUDGET = 16 * V * 4 * 3  # a few chunks
+# Several chunks, also on a GPU, whose kernels need no temporaries beside the logits.
+BUDGET = 16 * V * 4 * 3
 
 
 def of_targets(x, targets):
@@ -119,15 +120,15 @@ def of_several_ids(x, targets):
 def of_pairs(x, targets):
     options = {"ref_logps": torch.linspace(-9.0, -3.0, 4), "num_items": 2.0}
     loss = DPOLoss(logits_budget=BUDGET)
-    value = loss(x.hidden.view(4, 10, H), x.weight, targets.view(4, 10), **options).loss
+    value = loss(x.hidden.view(4, N // 4, H), x.weight, targets.view(4, N // 4), **options).loss
     value.backward()
     return value
 
 
 def of_sequences(x, targets):
-    given = {"advantages": torch.linspace(-1.0, 1.0, 4), "old_logps": torch.full((4, 10), -3.0)}
+    given = {"advantages": torch.linspace(-1.0, 1.0, 4), "old_logps": torch.full((4, N // 4), -3.0)}
     loss = GRPOLoss(importance_sampling_level="sequence", logits_budget=BUDGET)
-    value = loss(x.hidden.view(4, 10, H), x.weight, targets.view(4, 10), **given).loss
+    value = loss(x.hidden.view(4, N // 4, H), x.weight, targets.view(4, N // 4), **given).loss
     value.backward()
     return value
 
@@ -325,8 +326,12 @@ def test_a_normalizer_of_zero_is_named_as_ever(begun):
 def test_what_is_not_guessed(begun):
     """Without a sync, onto a main gradient, with boundaries, integers per token, faults, and without rows."""
     x = Operands()
-    three, whole, bounds = x.hidden.view(4, 10, H), x.targets.view(4, 10), torch.tensor([0, 10, 20, 30, N])
-    some = torch.where(torch.arange(N).view(4, 10) == 3, -100, whole)
+    three, whole, bounds = (
+        x.hidden.view(4, N // 4, H),
+        x.targets.view(4, N // 4),
+        torch.tensor([0, 30, 60, 90, N]),
+    )
+    some = torch.where(torch.arange(N).view(4, N // 4) == 3, -100, whole)
     main, ce = torch.zeros(V, H), CrossEntropyLoss()
     for _ in range(LIKELY + 1):
         linear_cross_entropy(x.hidden, x.weight, x.targets, compact=False)
@@ -344,7 +349,7 @@ def test_of_several_heads_none_is_guessed(begun):
     several = [call(CrossEntropyLoss(), x.hidden, x.weight, x.targets) for _ in range(2)]
     for _ in range(LIKELY + 1):
         with torch.no_grad():  # as below autograd
-            passes.solve(several, static=False)
+            passes.solve(several, fixed_dtypes=False)
     assert not begun
 
 

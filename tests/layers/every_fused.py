@@ -106,8 +106,9 @@ def markdown(found: list[Row]) -> str:
     untouched = [row.model for row in found if row.verdict == "untouched"]
     absent = [row.model for row in found if row.verdict == "not run"]
     return "\n".join(lines) + (
-        f"\n\nNothing in them is known, and `fuse_layers` says so: {', '.join(untouched)}.\n\n"
-        f"Could not be run tiny, or not with text alone: {', '.join(absent)}."
+        "\n\nNo part of these classes is recognized, so `fuse_layers` raises an error: "
+        f"{', '.join(untouched)}.\n\n"
+        f"Not run, as a tiny model or text only is not possible: {', '.join(absent)}."
     )
 
 

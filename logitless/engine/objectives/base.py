@@ -122,8 +122,10 @@ def logits_bytes(call: HeadCall) -> tuple[int, int]:
 
 def batch_of(call: HeadCall, rows: Rows, span: Span) -> Batch:
     """The targets and inputs of a loss, cut to a span of rows."""
-    at, loss = rows.at(span.start, span.stop), call.loss
-    inputs, sequences = {}, None
+    at = rows.at(span.start, span.stop)
+    loss = call.loss
+    inputs = {}
+    sequences = None
     for name, role in loss.roles.items():
         x = call.inputs[name]
         if role is Role.FEATURES:

@@ -37,13 +37,14 @@ class GatheredProjection(Projection):
 
     def take(self, chunk: Chunk) -> None:
         super().take(chunk)
-        call, inputs = self.call, self.call.inputs
+        call = self.call
+        inputs = call.inputs
         ids, values = inputs["ids"][chunk.row_index], inputs["teacher_logps"][chunk.row_index]
         found = first_slots(ids, values, *call.vocabulary.row_range(call.V), call.stat_dtype)
         self.columns, self.teacher = found
         chunk.features = chunk.features.contiguous()
         if not call.loss.compact:
-            self.columns.masked_fill_((chunk.targets == chunk.ignored)[:, None], -1)
+            self.columns.masked_fill_((chunk.targets == chunk.ignore_index)[:, None], -1)
 
     def project(self, chunk: Chunk) -> None:
         gathered_logits(chunk.features, self.weight, self.columns, chunk.logits)
@@ -66,14 +67,16 @@ class GatheredObjective(IdsObjective):
 
     @classmethod
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
-        shape, device = (rows.count, plan.columns), call.targets.device
+        shape = (rows.count, plan.columns)
+        device = call.targets.device
         names = ("logps", "teacher_logps")
         stats = {name: torch.empty(shape, dtype=call.stat_dtype, device=device) for name in names}
         return cls(call, rows, stats, {}, factors)
 
     def named_statistics(self) -> dict[str, Tensor]:
         """The statistics; 0 for those that the loss does not use."""
-        call, count = self.call, self.rows.count
+        call = self.call
+        count = self.rows.count
         shapes = call.loss.objective.statistic_shapes(call.loss, count, call.inputs)
         others = {name: shape for name, shape in shapes.items() if name not in self.stats}
         zeros = {
@@ -101,7 +104,8 @@ class GatheredObjective(IdsObjective):
             super()._keep(chunk, found)
 
     def evaluate(self, span: Span) -> None:
-        call, logits = self.call, self.stats["logps"]
+        call = self.call
+        logits = self.stats["logps"]
         if not call.loss.has_kernel(logits.device, logits.dtype):
             super().evaluate(span)
             return

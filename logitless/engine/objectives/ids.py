@@ -21,7 +21,7 @@ from logitless.engine.rows import Rows
 from logitless.engine.several_ids import Reader
 from logitless.engine.spec import LossSpec
 from logitless.engine.terms import Terms, UnitFactors, differentiated, evaluate_terms, reported
-from logitless.errors import message
+from logitless.errors import value_error
 from logitless.kernels.head import cross_entropy as kernels
 from logitless.kernels.head import select as selection
 from logitless.kernels.head.cross_entropy import TokenBuffers
@@ -58,9 +58,7 @@ class IdsObjective:
     def for_loss(cls, call: HeadCall, rows: Rows, plan: Plan, factors: UnitFactors | None) -> Self:
         V = call.V
         if call.loss.k is not None and call.loss.k > V:
-            raise ValueError(
-                message("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
-            )
+            raise value_error("k", f"at most the {V} ids of the vocabulary", call.loss.k, "ask for fewer")
         shapes = cls.statistic_shapes(call.loss, rows.count, call.inputs)
         stats = {
             name: cls.new_statistics(shape, dtype=dtype or call.stat_dtype, device=call.targets.device)
@@ -141,7 +139,7 @@ class IdsObjective:
         chunk.factor = reader.ids_statistics(chunk.logits, ids, out, chunk.gradient)
 
     def _reader(self, chunk: Chunk) -> Reader:
-        call, ignored = self.call, chunk.ignored
+        call, ignored = self.call, chunk.ignore_index
         if self._targets is None:
             unused_column = OUT_OF_RANGE_COLUMN if ignored != OUT_OF_RANGE_COLUMN else OUT_OF_RANGE_COLUMN - 1
             self._targets = torch.where(call.targets == call.loss.ignore_index, ignored, unused_column)
@@ -154,8 +152,10 @@ class IdsObjective:
                 self.stats[name][chunk.step.start : chunk.step.stop] = x
 
     def evaluate(self, span: Span) -> None:
-        call, rows = self.call, slice(span.start, span.stop)
-        stats, batch = {name: x[rows] for name, x in self.stats.items()}, batch_of(self.call, self.rows, span)
+        call = self.call
+        rows = slice(span.start, span.stop)
+        stats = {name: x[rows] for name, x in self.stats.items()}
+        batch = batch_of(call, self.rows, span)
         names = call.loss.differentiates if call.trainable else ()
 
         def evaluate(variables: dict[str, Tensor]) -> Terms:
@@ -170,8 +170,10 @@ class IdsObjective:
         self.reports.append(Report(*reported(result, self.factors)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        reader, rows = self._reader(chunk), slice(chunk.step.start, chunk.step.stop)
-        stats, upstream = self._at(rows), Upstream(None)
+        reader = self._reader(chunk)
+        rows = slice(chunk.step.start, chunk.step.stop)
+        stats = self._at(rows)
+        upstream = Upstream(None)
         if self.keeps_dlogp_dhidden:
             ids = stats["ids"]
             entries = 0.0
@@ -188,7 +190,7 @@ class IdsObjective:
         # Without a target in the chunk the kernel does not use log-probabilities; pass any (n,) tensor.
         logps = stats["hard" if grads.logps is not None else "lse"]
         known = TokenBuffers(logps, stats["lse"], stats["lse_residual"], stats.get("entropy"))
-        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignored}
+        options = {"head": reader.head, "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.logits_gradient(
             chunk.logits, reader.targets, known, grads, gradient=chunk.grad_buffer, **options
         )
@@ -216,7 +218,8 @@ class IdsObjective:
 
         The share of the input ids is computed from their rows of the head and added, so nothing cancels.
         """
-        call, loss = self.call, self.call.loss
+        call = self.call
+        loss = call.loss
         options = {"head": loss.head, "targets": call.targets[at], "ignore_index": loss.ignore_index}
         ids, entries, factor = slots.sparse_grad(self._at(rows), self._upstream(rows), **options)
         columns = call.vocabulary.to_local_ids(ids)
@@ -239,22 +242,25 @@ class TopkObjective(IdsObjective):
 
     def fill(self, chunk: Chunk, head: Projection) -> None:
         head.project(chunk)
-        reader, k = self._reader(chunk), self.call.loss.k
+        reader = self._reader(chunk)
+        k = self.call.loss.k
         maxima = selection.new_maxima(chunk.logits, min(k, chunk.logits.shape[1]))
         stats = reader.statistics(chunk.logits, ("entropy",), maxima)
         reader.vocabulary.merge_stats(stats, reader.targets)
         ids = best(chunk.logits, k, reader, maxima)
         logps = (reader.pop_logits(chunk.logits, ids) - stats.lse[:, None]) - stats.lse_residual[:, None]
         if not self.call.loss.compact:
-            kept = (chunk.targets != chunk.ignored)[:, None]
-            ids, logps = torch.where(kept, ids, 0), torch.where(kept, logps, 0.0)
+            kept = (chunk.targets != chunk.ignore_index)[:, None]
+            ids = torch.where(kept, ids, 0)
+            logps = torch.where(kept, logps, 0.0)
         self._keep(chunk, {"ids": ids, "logps": logps, "lse": stats.lse, "entropy": stats.entropy})
 
 
 def best(logits: Tensor, k: int, reader: Reader, maxima: Tensor | None = None) -> Tensor:
     """(n, k) ids of the largest logits of the whole vocabulary, in descending order; of equal logits the
     lowest id first."""
-    vocabulary, width = reader.vocabulary, logits.shape[1]
+    vocabulary = reader.vocabulary
+    width = logits.shape[1]
     own = {"head": reader.head, "bias": reader.bias, "maxima": maxima}
     columns = selection.select(logits, min(k, width), **own)
     if not vocabulary.sharded:

@@ -103,7 +103,8 @@ class LogitsObjective:
 
     def _evaluate(self, span: Span, logits: Tensor, written: Chunk | None) -> None:
         """Compute the loss on the logits of a span and, if `written` is a chunk, its gradient."""
-        call, batch = self.call, batch_of(self.call, self.rows, span)
+        call = self.call
+        batch = batch_of(call, self.rows, span)
         if call.loss.teacher:
             taught = call.inputs["teacher_hidden"] is not None
             batch.teacher_logits = self._teacher_logits(span, logits) if taught else None
@@ -147,7 +148,8 @@ class LogitsObjective:
         return compiled.settle((batch.masked(terms), batch.masked(metrics)), self.factors, None)
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        chunk.gradient, self._gradient = self._gradient.to(self.call.dtype), None
+        chunk.gradient = self._gradient.to(self.call.dtype)
+        self._gradient = None
 
     def row_factors(self, chunk: Chunk) -> tuple[Tensor, ...]:
         return ()

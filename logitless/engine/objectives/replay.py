@@ -41,7 +41,8 @@ class ReplayProjection(Projection):
         self._rows = 0
 
     def new_buffer(self, plan: Plan, *, fused_epilogue: bool) -> tuple[Tensor, Tensor]:
-        self._stored, self._rows = not fused_epilogue, plan.token_chunk
+        self._stored = not fused_epilogue
+        self._rows = plan.token_chunk
         return super().new_buffer(plan, fused_epilogue=fused_epilogue)
 
     def take(self, chunk: Chunk) -> None:
@@ -49,7 +50,8 @@ class ReplayProjection(Projection):
         self.gathers = chunk.step.kind is Kind.GATHERED
         if chunk.step.kind is Kind.PICKED and not self._stored:
             if self._picked is None:
-                shape, dtype = (self._rows, self.weight.shape[0]), self.call.logits_dtype
+                shape = (self._rows, self.weight.shape[0])
+                dtype = self.call.logits_dtype
                 self._picked = self.weight.new_empty(shape, dtype=dtype)
             chunk.logits = self._picked[: chunk.step.stop - chunk.step.start]
             chunk.grad_buffer = chunk.logits
@@ -153,16 +155,20 @@ class ReplayObjective(TokenObjective):
 
     def _fill_picked(self, chunk: Chunk, head: ReplayProjection) -> None:
         call = self.call
-        slots, stats = self._picked_slots(chunk, head), self._stats(chunk)
+        slots = self._picked_slots(chunk, head)
+        stats = self._stats(chunk)
         if chunk.step.read and self.ref_logps is not None:
-            inputs, rest = call.inputs, self._without_sets(chunk, slots)
+            inputs = call.inputs
+            rest = self._without_sets(chunk, slots)
             hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
             project(hidden, self.ref_weight, chunk.logits)
             z = self._picked_logits(chunk, slots, call.loss.ref_head, inputs["ref_bias"])
             if rest is not None:
                 found = kernels.allocate_stats((), len(rest), call.stat_dtype, rest.device)
                 options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"]}
-                kernels.token_statistics(chunk.logits, rest, found, **options, ignore_index=chunk.ignored)
+                kernels.token_statistics(
+                    chunk.logits, rest, found, **options, ignore_index=chunk.ignore_index
+                )
                 call.vocabulary.merge_stats(found, rest)
                 self.ref_logps[chunk.step.start : chunk.step.stop] = found.logps
             self._keep_reference(chunk, z, slots)
@@ -173,7 +179,7 @@ class ReplayObjective(TokenObjective):
         if not chunk.step.read:
             return
         if rest is not None:
-            options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignored}
+            options = {"head": call.loss.head, "bias": call.bias, "ignore_index": chunk.ignore_index}
             kernels.token_statistics(chunk.logits, rest, stats, **options)
             call.vocabulary.merge_stats(stats, rest)
         sets.set_statistics(z, slots, stats)
@@ -192,7 +198,7 @@ class ReplayObjective(TokenObjective):
         """(C,) targets, ignored in rows with a set; None where the host knows that every row has one."""
         if self.call.loss.compact:
             return None
-        return torch.where(slots.bounds.diff() > 0, chunk.ignored, chunk.targets)
+        return torch.where(slots.bounds.diff() > 0, chunk.ignore_index, chunk.targets)
 
     def _stats(self, chunk: Chunk) -> TokenBuffers:
         return self.stats[chunk.step.start : chunk.step.stop]
@@ -224,16 +230,19 @@ class ReplayObjective(TokenObjective):
         if kind is Kind.PLAIN:
             super().write(chunk, head)
             return
-        stats, grads = self._stats(chunk), self.grads[chunk.step.start : chunk.step.stop]
+        stats = self._stats(chunk)
+        grads = self.grads[chunk.step.start : chunk.step.stop]
         if kind is Kind.GATHERED:
-            z, slots = self.replay.logits[GATHERED], head.local[GATHERED]
+            z = self.replay.logits[GATHERED]
+            slots = head.local[GATHERED]
             chunk.gradient = sets.set_gradient(z, slots, stats, grads, loss.head)
             return
-        slots, chunk.gradient = self._picked_slots(chunk, head), chunk.grad_buffer
+        slots = self._picked_slots(chunk, head)
+        chunk.gradient = chunk.grad_buffer
         rest = self._without_sets(chunk, slots)
         if rest is None:
             chunk.grad_buffer.zero_()
         else:
-            options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+            options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(chunk.logits, rest, stats, grads, gradient=chunk.grad_buffer, **options)
         sets.scatter_gradient(chunk.grad_buffer, self.replay.logits[PICKED], slots, stats, grads, loss.head)

@@ -27,6 +27,8 @@ from logitless.kernels.matmul import piece_bytes, project
 
 # Bytes of a pair's or a verifier row's vectors: statistics, factors, labels, indices.
 VECTOR_BYTES = 64
+# The same of the statistics that the ranks of a sharded vocabulary exchange.
+SHARD_BYTES = 256
 
 
 class Verifier(NamedTuple):
@@ -36,7 +38,8 @@ class Verifier(NamedTuple):
     # Log-sum-exp of all of the verifier's ids, and its rounding error; None: there are no others, or they
     # do not count.
     lse: tuple[Tensor, Tensor] | None = None
-    label: Tensor | None = None  # (R,) the draft's column of the best id, -1 where it has none
+    # (R,) the draft's id of the verifier's best one, -1 where it has none.
+    label: Tensor | None = None
     covered: Tensor | None = None  # (R,) bool, whether the draft has the best id; None: always
 
 
@@ -61,7 +64,11 @@ class SpeculatorObjective(LogitsObjective):
         if _reads_all_ids(call):
             teacher_bytes += D * dtype.itemsize
             temporaries.append(twin_bytes(device, dtype, V, budget))
-        if _reads_all_ids(call) or _labels_itself(call):
+        if call.vocabulary.sharded:
+            row += select.row_bytes(D, 1) + SHARD_BYTES
+            teacher_bytes += select.row_bytes(V, 1) + SHARD_BYTES
+            temporaries.append(select.fixed_bytes(device, dtype, max(D, V), 1, budget))
+        elif _reads_all_ids(call) or _labels_itself(call):
             teacher_bytes += select.row_bytes(V, 1)
             temporaries.append(select.fixed_bytes(device, dtype, V, 1, budget))
         return Costs(
@@ -90,13 +97,12 @@ class SpeculatorObjective(LogitsObjective):
         call = self.call
         loss = self.call.loss
         step = chunk.step
-        rows, inputs = slice(step.start, step.stop), call.inputs
+        rows = slice(step.start, step.stop)
+        inputs = call.inputs
         first, last = self.rows.teacher.between(step.start, step.stop)
         verifier = self._verifier(self.rows.teacher.index[first:last], chunk.logits)
         own = self.rows.teacher.ranks[rows] - first
-        labels = None
-        if loss.hard_loss_weight:
-            labels = verifier.label[own] if inputs["labels"] is None else inputs["labels"][chunk.row_index]
+        labels = self._labels(chunk, verifier, own) if loss.hard_loss_weight else None
         covered = None if verifier.covered is None else verifier.covered[own]
         weights = inputs["pair_weights"][chunk.row_index]
         if loss.drop_outside and covered is not None:
@@ -104,10 +110,8 @@ class SpeculatorObjective(LogitsObjective):
         factors = gradient = None
         if step.write:
             factor = self.factors.loss["tokens"] if self.upstream is None else self.upstream[rows]
-            factors, gradient = (
-                (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32)),
-                chunk.grad_buffer,
-            )
+            factors = (weights * factor).to(torch.promote_types(chunk.logits.dtype, torch.float32))
+            gradient = chunk.grad_buffer
         found = self._divergence(chunk, verifier, labels, factors, gradient, own)
         self._gradient = gradient
         pair_loss = found.soft
@@ -132,7 +136,8 @@ class SpeculatorObjective(LogitsObjective):
         gradient: Tensor | None,
         own: Tensor,
     ) -> divergence.DivergenceStats:
-        call, loss = self.call, self.call.loss
+        call = self.call
+        loss = call.loss
         options = {
             "gradient": gradient,
             "divergence": loss.divergence,
@@ -146,14 +151,33 @@ class SpeculatorObjective(LogitsObjective):
             "teacher_rows": own,
             "lk_eta": loss.lk_eta,
         }
-        return divergence.fused_divergence(
-            chunk.logits, verifier.logits, labels, factors, teacher_lse=verifier.lse, **options
+        ranks = call.vocabulary
+        if not ranks.sharded:
+            return divergence.fused_divergence(
+                chunk.logits, verifier.logits, labels, factors, teacher_lse=verifier.lse, **options
+            )
+        if labels is None:
+            labels = torch.full_like(own, -1)
+        return divergence.sharded_divergence(
+            chunk.logits, verifier.logits, labels, factors, ranks=ranks, **options
         )
+
+    def _labels(self, chunk: Chunk, verifier: Verifier, own: Tensor) -> Tensor:
+        """(C,) columns of the labels among the logits; negative for a label that the draft lacks."""
+        inputs = self.call.inputs
+        if inputs["labels"] is None:
+            columns = verifier.label[own]
+        else:
+            columns = inputs["labels"][chunk.row_index]
+            if inputs["draft_columns"] is not None:
+                columns = inputs["draft_columns"][columns]
+        return self.call.vocabulary.columns(columns, -1)[0]
 
     @cached_property
     def _teacher(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The verifier's head: (rows to multiply with, their bias, bias of the draft's ids alone)."""
-        inputs, ids = self.call.inputs, self.call.inputs["draft_ids"]
+        inputs = self.call.inputs
+        ids = inputs["draft_ids"]
         weight, bias = inputs["teacher_weight"], inputs["teacher_bias"]
         if ids is None:
             return weight, bias, bias
@@ -172,7 +196,8 @@ class SpeculatorObjective(LogitsObjective):
         if not _reads_all_ids(call):
             label = self._best(logits, bias) if _labels_itself(call) else None
             return Verifier(logits, label=label)
-        ids, head = call.inputs["draft_ids"], call.loss.teacher_head
+        ids = call.inputs["draft_ids"]
+        head = call.loss.teacher_head
         stats = allocate_stats((), len(index), torch.promote_types(like.dtype, torch.float32), like.device)
         token_statistics(logits, torch.zeros_like(index), stats, head=head, bias=bias, ignore_index=-1)
         label = call.inputs["draft_columns"][self._best(logits, bias)]
@@ -182,8 +207,12 @@ class SpeculatorObjective(LogitsObjective):
         return Verifier(selected, (stats.lse, stats.lse_residual), label, label >= 0)
 
     def _best(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        """(R,) columns of the largest logits of the verifier."""
-        return select.select(logits, 1, head=self.call.loss.teacher_head, bias=bias)[:, 0]
+        """(R,) ids of the largest logits of the verifier."""
+        head = self.call.loss.teacher_head
+        ranks = self.call.vocabulary
+        if ranks.sharded:
+            return divergence.sharded_best(logits, head, bias, ranks)
+        return select.select(logits, 1, head=head, bias=bias)[:, 0]
 
     def _keep(self, rows: slice, found: Mapping[str, Tensor]) -> None:
         for name, x in found.items():
@@ -199,7 +228,8 @@ class SpeculatorObjective(LogitsObjective):
 
     def _metrics(self) -> Tensor:
         """(metrics,) in the order of `metric_names`."""
-        N, dtype = self.call.targets.shape[0], self.call.stat_dtype
+        N = self.call.targets.shape[0]
+        dtype = self.call.stat_dtype
         device = self.call.targets.device
         counted = self.rows.scattered(torch.ones(self.rows.count, dtype=dtype, device=device), N)
         zero = torch.zeros(self.rows.count, dtype=dtype, device=device)

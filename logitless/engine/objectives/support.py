@@ -88,7 +88,8 @@ class SupportObjective(IdsObjective):
 
     @classmethod
     def costs(cls, call: HeadCall, budget: int, purpose: Pass) -> Costs:
-        costs, loss = super().costs(call, budget, purpose), call.loss
+        costs = super().costs(call, budget, purpose)
+        loss = call.loss
         if columns := gathered_columns(call):
             row = costs.row_bytes - logits_bytes(call)[0]
             return costs._replace(row_bytes=row, fixed_bytes=0, columns=columns)
@@ -104,8 +105,10 @@ class SupportObjective(IdsObjective):
         head.project(chunk)
         if not chunk.step.read:
             return
-        reader, inputs = self._reader(chunk), self.call.inputs
-        found, argmax_ids = self._read_label(chunk, reader), {"student": best(chunk.logits, 1, reader)[:, 0]}
+        reader = self._reader(chunk)
+        inputs = self.call.inputs
+        found = self._read_label(chunk, reader)
+        argmax_ids = {"student": best(chunk.logits, 1, reader)[:, 0]}
         if inputs["ids"] is None:
             teacher, taught = self._teacher_logits(chunk, reader)
             ids, argmax_ids["teacher"] = self._support(chunk.logits, reader, taught, teacher)
@@ -134,8 +137,9 @@ class SupportObjective(IdsObjective):
         return ids, torch.where(ids >= 0, given.to(self.call.stat_dtype), -torch.inf)
 
     def _teacher_logits(self, chunk: Chunk, reader: Reader) -> tuple[Reader, Tensor]:
-        """(reader of the teacher's head, the teacher's logits of a chunk in a buffer of their own)."""
-        call, (rows, _) = self.call, chunk.logits.shape
+        """(reader of the teacher's head, the teacher's logits of a chunk in a separate buffer)."""
+        call = self.call
+        rows, _ = chunk.logits.shape
         hidden, weight = call.inputs["teacher_hidden"], call.inputs["teacher_weight"]
         columns = weight.shape[0]
         if self._teacher_buffer is None or self._teacher_buffer.shape[0] < rows:
@@ -154,12 +158,14 @@ class SupportObjective(IdsObjective):
         self, logits: Tensor, reader: Reader, taught: Tensor, teacher: Reader
     ) -> tuple[Tensor, Tensor]:
         """(ids (n, slots) of the divergence, duplicates replaced by -1; the teacher's best id (n,))."""
-        loss, found = self.call.loss, {}
+        loss = self.call.loss
+        found = {}
         for name, z, own in (("student", logits, reader), ("teacher", taught, teacher)):
             if not own.vocabulary.sharded:
                 # A support has only ids that both vocabularies have.
                 common = min(logits.shape[1], taught.shape[1])
-                z, own = z[:, :common], own._replace(bias=None if own.bias is None else own.bias[:common])
+                z = z[:, :common]
+                own = own._replace(bias=None if own.bias is None else own.bias[:common])
             wanted = loss.support in (name, "union")
             found[name] = best(z, loss.k if wanted else 1, own)
         argmax_id = found["teacher"][:, 0]
@@ -174,7 +180,7 @@ class SupportObjective(IdsObjective):
             return {}
         columns, known = self._labels(chunk)
         stats = kernels.allocate_stats((), len(columns), reader.dtype, chunk.logits.device)
-        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignored}
+        options = {"head": self._warm(reader), "bias": reader.bias, "ignore_index": chunk.ignore_index}
         kernels.token_statistics(chunk.logits, columns, stats, **options)
         reader.vocabulary.merge_stats(stats, columns)
         return {
@@ -189,9 +195,10 @@ class SupportObjective(IdsObjective):
         The column is the ignored value for ignored tokens, and the chunk's width for a label on another rank
         or outside the vocabulary.
         """
-        labels, width = self.call.inputs["labels"][chunk.row_index].long(), chunk.logits.shape[1]
+        labels = self.call.inputs["labels"][chunk.row_index].long()
+        width = chunk.logits.shape[1]
         columns, here = self.call.vocabulary.locate(labels, self.call.V)
-        ignored = chunk.targets == chunk.ignored
+        ignored = chunk.targets == chunk.ignore_index
         known = (labels >= 0) & (labels < self.call.V) & ~ignored
         return torch.where(ignored, chunk.targets, torch.where(here, columns, width)), known
 
@@ -213,8 +220,9 @@ class SupportObjective(IdsObjective):
             self._spread(chunk, reader._replace(targets=columns), stats, both)
         else:
             # The softmax at temperature 1, before `_spread` overwrites the logits.
-            own, other = self._of_label(stats), torch.empty_like(chunk.grad_buffer)
-            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignored}
+            own = self._of_label(stats)
+            other = torch.empty_like(chunk.grad_buffer)
+            options = {"head": warm, "bias": reader.bias, "ignore_index": chunk.ignore_index}
             kernels.logits_gradient(
                 chunk.logits, columns, own, TokenBuffers(logps=g), gradient=other, **options
             )

@@ -159,10 +159,10 @@ class TokenObjective:
             head.project(chunk)
         stats = self.stats[chunk.step.start : chunk.step.stop]
         if self.predictions is not None:
-            how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignored
+            how = loss.head, self.call.bias, vocabulary, self.call.V, chunk.targets, chunk.ignore_index
             ids = best(chunk.logits, 1, Reader(*how, self.call.stat_dtype))
             self.predictions[chunk.step.start : chunk.step.stop] = ids[:, 0]
-        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
             options["sums"] = self._head_sums(head)
         if chunk.step.write and self.is_multiple:
@@ -192,10 +192,11 @@ class TokenObjective:
 
     def _read_reference(self, chunk: Chunk) -> None:
         """Compute the reference model's log-probabilities of the chunk's rows, in the chunk's buffer."""
-        call, inputs = self.call, self.call.inputs
+        call = self.call
+        inputs = call.inputs
         hidden = inputs["ref_hidden"][chunk.row_index].to(call.dtype)
         stats = kernels.allocate_stats((), len(chunk.targets), self.ref_logps.dtype, chunk.targets.device)
-        options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignored}
+        options = {"head": call.loss.ref_head, "bias": inputs["ref_bias"], "ignore_index": chunk.ignore_index}
         if self.fused_epilogue:
             fused.read(hidden, self.ref_weight, chunk.targets, stats, gradient=None, **options)
         else:
@@ -210,7 +211,8 @@ class TokenObjective:
         return None if name is None else self.call.vocabulary.local(self.call.inputs[name])
 
     def evaluate(self, span: Span) -> None:
-        call, stats = self.call, self.stats[span.start : span.stop]
+        call = self.call
+        stats = self.stats[span.start : span.stop]
         batch = batch_of(call, self.rows, span)
         if self.ref_logps is not None:
             batch.ref_logps = self.ref_logps[span.start : span.stop]
@@ -231,11 +233,12 @@ class TokenObjective:
         self.reports.append(Report(*reported(result, self.factors, sequences)))
 
     def write(self, chunk: Chunk, head: Projection) -> None:
-        step, loss = chunk.step, self.call.loss
+        step = chunk.step
+        loss = self.call.loss
         stats, grads = self.stats[step.start : step.stop], self.grads[step.start : step.stop]
         if self.keeps_dlogp_dhidden:
             grads = TokenBuffers(logps=torch.ones_like(stats.lse))
-        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignored}
+        options = {"head": loss.head, "bias": self.call.bias, "ignore_index": chunk.ignore_index}
         options |= {"gradient": chunk.grad_buffer, "class_weights": self._sum_weights()}
         if self.fused_epilogue:
             fused.write(chunk.features, head.weight, chunk.targets, stats, grads, **options)
@@ -304,6 +307,6 @@ def target_apart(loss: LossSpec) -> bool:
 def _clear_target(chunk: Chunk) -> None:
     """Zero the target's entry in each row of a chunk's gradient, if the target is on this rank."""
     columns, gradient = chunk.targets, chunk.gradient
-    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignored)
+    here = (columns >= 0) & (columns < gradient.shape[1]) & (columns != chunk.ignore_index)
     at = torch.where(here, columns, 0)[:, None]
     gradient.scatter_(1, at, torch.where(here[:, None], 0.0, gradient.gather(1, at)))

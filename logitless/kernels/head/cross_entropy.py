@@ -34,20 +34,30 @@ from logitless.kernels.head.transform import LogitTransform
 class TokenBuffers:
     """Per-token statistics `[n]`, fp32 (fp64 for fp64 logits); None for a statistic that is not wanted.
 
-    Ranks with shards of the vocabulary gather the statistics in the order of the fields (`shards.py`).
+    The order of the fields is that of the kernels' pointers, of the table that ranks with shards of the
+    vocabulary gather (`shards.py`), and of the levels: one pass over the logits computes the statistics of a
+    level and of all levels before it.
     """
 
+    # First level.
     logps: Tensor | None = None
     lse: Tensor | None = None
     # Rounding error of lse: exp((z - lse) - lse_residual) is exact also where lse is large.
     lse_residual: Tensor | None = None
+    # Second level.
     entropy: Tensor | None = None
-    sum_logits: Tensor | None = None
-    log_sum_sq_probs: Tensor | None = None
     is_top1: Tensor | None = None
+    # Third level.
+    sum_logits: Tensor | None = None
+    # Fourth level.
+    log_sum_sq_probs: Tensor | None = None
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, x) for name in _NAMES if (x := getattr(self, name)) is not None)
+
+    def pointers(self) -> list[Tensor]:
+        """Every statistic in order, as kernels take them; lse in the place of one that is not wanted."""
+        return [self.lse if (x := getattr(self, name)) is None else x for name in _NAMES]
 
     def __getitem__(self, rows: slice | Tensor) -> "TokenBuffers":
         found = dict(self.items())
@@ -60,23 +70,21 @@ class TokenBuffers:
 _NAMES = tuple(f.name for f in fields(TokenBuffers))
 # Statistics that `logits_gradient` differentiates.
 DIFFERENTIABLE = ("logps", "lse", "entropy", "sum_logits")
-# Levels of statistics: one pass over the logits computes those of a level and of all levels before it.
-_TOGETHER = (("logps", "lse", "lse_residual"), ("entropy", "is_top1"), ("sum_logits",), ("log_sum_sq_probs",))
-# All statistics of each level, in the order of `TokenBuffers`.
-_LEVELS = tuple(
-    tuple(name for name in _NAMES if any(name in found for found in _TOGETHER[: level + 1]))
-    for level in range(len(_TOGETHER))
-)
+# The last statistic of each level, and by name: all statistics up to the end of a statistic's level.
+_LAST_OF_LEVEL = ("lse_residual", "is_top1", "sum_logits", "log_sum_sq_probs")
+_UP_TO_LEVEL: dict[str, tuple[str, ...]] = {}
+for _last in _LAST_OF_LEVEL:
+    _up_to = _NAMES[: _NAMES.index(_last) + 1]
+    _UP_TO_LEVEL |= {name: _up_to for name in _up_to if name not in _UP_TO_LEVEL}
 
 
 def stat_names(names: Sequence[str]) -> tuple[str, ...]:
     """The named statistics and those that are computed with them, always including logps and lse."""
-    level = 0
-    for number, found in enumerate(_TOGETHER):
-        for name in names:
-            if name in found:
-                level = number
-    return _LEVELS[level]
+    found = _UP_TO_LEVEL["lse"]
+    for name in names:
+        if len(_UP_TO_LEVEL[name]) > len(found):
+            found = _UP_TO_LEVEL[name]
+    return found
 
 
 def allocate_stats(names: Sequence[str], n: int, dtype: torch.dtype, device: torch.device) -> TokenBuffers:
@@ -225,7 +233,8 @@ def _token_statistics_twin(
 ) -> None:
     """Write the statistics to `out` and, if it is given, d logp / d logits to `gradient`."""
     for rows, z, slope in _row_blocks(logits, head, bias):
-        supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
+        supervised = targets[rows] != ignore_index
+        known = targets[rows] < z.shape[1]
         target = torch.where(supervised & known, targets[rows], 0)[:, None]
         top, arg_max = z.max(1)
         log_p = torch.log_softmax(z, 1)
@@ -259,7 +268,8 @@ def _logits_gradient_twin(
     # At the target, log p is known with more digits than z - lse has, and 1 - p must not cancel.
     g_target = g_lse * stats.logps.exp() - g_logp * torch.expm1(stats.logps)
     for rows, z, slope in _row_blocks(logits, head, bias):
-        supervised, known = targets[rows] != ignore_index, targets[rows] < z.shape[1]
+        supervised = targets[rows] != ignore_index
+        known = targets[rows] < z.shape[1]
         log_p = (z - stats.lse[rows, None]).sub_(stats.lse_residual[rows, None])
         here = (supervised & known)[:, None]
         target = torch.where(here, targets[rows, None], 0)

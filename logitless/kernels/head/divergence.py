@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from logitless.kernels import uses_triton
+from logitless.kernels.head import select
 from logitless.kernels.head.cross_entropy import (
     TokenBuffers,
     allocate_stats,
@@ -193,7 +194,8 @@ def _divergence_twin(
 ) -> DivergenceStats:
     """`fused_divergence` in PyTorch, a few rows at a time."""
     C, V = student.shape
-    common, dtype = min(V, teacher.shape[1]), torch.promote_types(student.dtype, torch.float32)
+    common = min(V, teacher.shape[1])
+    dtype = torch.promote_types(student.dtype, torch.float32)
     names = DivergenceStats._fields if overlap else DivergenceStats._fields[:-1]
     out = {name: torch.zeros(C, dtype=dtype, device=student.device) for name in names}
     taught = teacher_head._replace(temperature=head.temperature)
@@ -255,7 +257,8 @@ def of_acceptance(
         lk_eta: as in `fused_divergence`.
     """
     is_near = excess < 0.5
-    alpha, tv = torch.where(is_near, 1 - excess, shared), torch.where(is_near, excess, 1 - shared)
+    alpha = torch.where(is_near, 1 - excess, shared)
+    tv = torch.where(is_near, excess, 1 - shared)
     none, one = torch.zeros_like(alpha), torch.ones_like(alpha)
     if divergence == "total_variation":
         return alpha, tv, none, one
@@ -279,14 +282,13 @@ def _compared(
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(divergence (n,), its gradient with respect to the student's logits, acceptance rate (n,) or None)."""
-    if divergence == "jsd" and beta in (0.0, 1.0):
-        divergence = "reverse_kl" if beta else "forward_kl"
     log_s, log_t = log_s.clamp(min=MIN_LOGPROB), log_t.clamp(min=MIN_LOGPROB)
     s, t = log_s.exp(), log_t.exp()
     shared = excess = None
     if overlap:
         p = t if isinstance(outside, float) else (log_t + outside).exp()
-        shared, excess = torch.minimum(s, p).sum(1), (s - p).clamp(min=0.0).sum(1)
+        shared = torch.minimum(s, p).sum(1)
+        excess = (s - p).clamp(min=0.0).sum(1)
     if divergence in OF_ACCEPTANCE:
         hybrid = divergence == "lk_hybrid"
         kl = kl_terms(t, s, log_s - log_t).sum(1) if hybrid else shared
@@ -294,25 +296,26 @@ def _compared(
         accepted = s * (s < p)
         d_z = (s * accepted.sum(1, keepdim=True)).sub_(accepted).mul_(b[:, None])
         return soft, d_z.add_((s - t).mul_(a[:, None])) if hybrid else d_z, alpha
-    soft, d_z = _plain(log_s, log_t, s, t, divergence, beta)
+    soft, score = _scored(log_s, log_t, s, t, divergence, beta)
+    d_z = s - t if score is None else s * (score - (s * score).sum(1, keepdim=True))
     return soft, d_z, None if shared is None else of_acceptance(shared, excess, soft, divergence, lk_eta)[0]
 
 
-def _plain(
+def _scored(
     log_s: Tensor, log_t: Tensor, s: Tensor, t: Tensor, divergence: str, beta: float
-) -> tuple[Tensor, Tensor]:
-    """A divergence without the acceptance rate: (divergence (n,), its gradient)."""
+) -> tuple[Tensor, Tensor | None]:
+    """(divergence (n,), score) of rows, or of a shard's part of them; no score for the forward KL."""
+    if divergence == "jsd" and beta in (0.0, 1.0):
+        divergence = "reverse_kl" if beta else "forward_kl"
     if divergence == "forward_kl":
-        return kl_terms(t, s, log_s - log_t).sum(1), s - t
+        return kl_terms(t, s, log_s - log_t).sum(1), None
     if divergence == "reverse_kl":
         score = log_s - log_t
-        soft = kl_terms(s, t, -score).sum(1)
-    else:
-        to_student, to_teacher = mixture(log_s, log_t, beta)
-        m = torch.lerp(s, t, beta)
-        soft = ((1 - beta) * kl_terms(s, m, to_student) + beta * kl_terms(t, m, to_teacher)).sum(1)
-        score = -(1 - beta) * to_student
-    return soft, s * (score - (s * score).sum(1, keepdim=True))
+        return kl_terms(s, t, -score).sum(1), score
+    to_student, to_teacher = mixture(log_s, log_t, beta)
+    m = torch.lerp(s, t, beta)
+    soft = ((1 - beta) * kl_terms(s, m, to_student) + beta * kl_terms(t, m, to_teacher)).sum(1)
+    return soft, -(1 - beta) * to_student
 
 
 class Ranks(Protocol):
@@ -327,8 +330,11 @@ class Ranks(Protocol):
     def best_id(self, values: Tensor, columns: Tensor) -> Tensor: ...
 
 
-# Rows of logits whose arg-max is taken at a time, with the transform of the head.
-ARG_MAX_ROWS = 64
+def sharded_best(logits: Tensor, head: LogitTransform, bias: Tensor | None, ranks: Ranks) -> Tensor:
+    """(C,) ids of the largest logits of the whole vocabulary; `logits` are products with a shard."""
+    columns = select.select(logits, 1, head=head, bias=bias)
+    found = select.compared(logits.gather(1, columns), head, None if bias is None else bias[columns])
+    return ranks.best_id(found[:, 0], columns[:, 0])
 
 
 def sharded_divergence(
@@ -351,23 +357,21 @@ def sharded_divergence(
     lk_eta: float = 3.0,
 ) -> DivergenceStats:
     """`fused_divergence` of a shard: the same three passes, with an all-reduce of the sums after each."""
-    from logitless.kernels.head import divergence_shard_triton
-
     overlap = overlap or divergence in OF_ACCEPTANCE
-
+    dtype = torch.promote_types(student.dtype, torch.float32)
     nowhere = torch.full_like(labels, ranks.width)
     targets = torch.where(labels < 0, nowhere, labels)
 
     def statistics(
         logits: Tensor, ids: Tensor, names: tuple[str, ...], head: LogitTransform, bias: Tensor | None
     ) -> TokenBuffers:
-        found = allocate_stats(names, len(ids), torch.float32, logits.device)
+        found = allocate_stats(names, len(ids), dtype, logits.device)
         token_statistics(logits, ids, found, head=head, bias=bias, ignore_index=-1)
         ranks.merge_stats(found, ids)
         return found
 
     cold = statistics(student, targets, ("entropy",), head, bias)
-    # Of the teacher, one column per row of its own.
+    # Statistics of each row of the teacher.
     elsewhere = labels.new_full((teacher.shape[0],), ranks.width)
     taught = statistics(
         teacher, elsewhere, (), teacher_head._replace(temperature=head.temperature), teacher_bias
@@ -380,11 +384,10 @@ def sharded_divergence(
     )
     known = torch.stack([x for found in (cold, taught, plain) for x in (found.lse, found.lse_residual)])
 
-    def arg_max(logits: Tensor, head: LogitTransform, bias: Tensor | None) -> Tensor:
-        found = [head.logits(x, bias)[0].max(-1) for x in logits.split(ARG_MAX_ROWS)]
-        return ranks.best_id(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-    best, argmax_id = arg_max(student, head, bias), arg_max(teacher, teacher_head, teacher_bias)
+    best, argmax_id = (
+        sharded_best(logits, *transform, ranks)
+        for logits, transform in ((student, (head, bias)), (teacher, (teacher_head, teacher_bias)))
+    )
     argmax_id = argmax_id if teacher_rows is None else argmax_id[teacher_rows]
     options = {
         "divergence": divergence,
@@ -396,17 +399,84 @@ def sharded_divergence(
         "teacher_bias": teacher_bias,
         "teacher_rows": teacher_rows,
     }
-    sums = torch.empty(4 if overlap else 2, len(labels), dtype=torch.float32, device=student.device)
-    divergence_shard_triton.shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
+    shard_pass = _shard_pass_twin
+    if uses_triton(student.device, student.dtype):
+        from logitless.kernels.head import divergence_shard_triton
+
+        shard_pass = divergence_shard_triton.shard_pass
+    sums = torch.empty(4 if overlap else 2, len(labels), dtype=dtype, device=student.device)
+    shard_pass(student, teacher, labels, None, known, sums, gradient=None, **options)
     ranks.all_reduce(sums)
-    soft, acceptance = sums[0], None
+    soft = sums[0]
+    acceptance = None
     if overlap:
         acceptance, soft, a, b = of_acceptance(sums[2], sums[3], sums[0], divergence, lk_eta)
         known = torch.cat((known, torch.stack((a, b))))
     if factors is not None:
-        divergence_shard_triton.shard_pass(
-            student, teacher, labels, factors, known, sums, gradient=gradient, **options
-        )
+        shard_pass(student, teacher, labels, factors, known, sums, gradient=gradient, **options)
     hard = torch.where(labels < 0, 0.0, -plain.logps)
-    top1, agreement = torch.where(labels < 0, 0.0, cold.is_top1), (best == argmax_id).float()
+    top1 = torch.where(labels < 0, 0.0, cold.is_top1)
+    agreement = (best == argmax_id).to(dtype)
     return DivergenceStats(soft, hard, cold.entropy, top1, agreement, acceptance)
+
+
+def _shard_pass_twin(
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    factors: Tensor | None,
+    known: Tensor,
+    sums: Tensor,
+    *,
+    gradient: Tensor | None,
+    divergence: str,
+    beta: float,
+    hard_weight: float,
+    head: LogitTransform,
+    teacher_head: LogitTransform,
+    bias: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher_rows: Tensor | None,
+) -> None:
+    """`divergence_shard_triton.shard_pass` in PyTorch, a few rows at a time."""
+    C, V = student.shape
+    taught = teacher_head._replace(temperature=head.temperature)
+    step = max(1, twin_rows(student) // 2)
+    for start in range(0, C, step):
+        rows = slice(start, min(start + step, C))
+        z, slope = head.logits(student[rows], bias)
+        t = taught.logits(teacher[rows if teacher_rows is None else teacher_rows[rows]], teacher_bias)[0]
+        lse_s, rest_s, lse_t, rest_t, lse_1, rest_1 = known[:6, rows, None]
+        log_s = ((z - lse_s) - rest_s).clamp(min=MIN_LOGPROB)
+        log_t = ((t - lse_t) - rest_t).clamp(min=MIN_LOGPROB)
+        del t
+        s, p = log_s.exp(), log_t.exp()
+        if gradient is None:
+            if divergence in OF_ACCEPTANCE:
+                sums[0, rows] = kl_terms(p, s, log_s - log_t).sum(1)
+                sums[1, rows] = (s * (s < p)).sum(1)
+            else:
+                sums[0, rows], score = _scored(log_s, log_t, s, p, divergence, beta)
+                sums[1, rows] = 0.0 if score is None else (s * score).sum(1)
+            if sums.shape[0] > 2:
+                sums[2, rows] = torch.minimum(s, p).sum(1)
+                sums[3, rows] = (s - p).clamp(min=0.0).sum(1)
+            continue
+        mean = sums[1, rows, None]
+        if divergence in OF_ACCEPTANCE:
+            a, b = known[6:, rows, None]
+            d_z = a * (s - p) - b * (s * ((s < p).to(s.dtype) - mean))
+        else:
+            _, score = _scored(log_s, log_t, s, p, divergence, beta)
+            d_z = s - p if score is None else s * (score - mean)
+        del log_s, log_t, s, p
+        d_z *= 1 - hard_weight
+        if hard_weight:
+            label = labels[rows, None]
+            at_one = ((z * head.temperature - lse_1) - rest_1).exp()
+            here = (label >= 0) & (label < V)
+            at_one.scatter_add_(1, torch.where(here, label, 0), -here.to(at_one.dtype))
+            d_z += at_one.mul_(hard_weight * head.temperature).mul_(label >= 0)
+        factor = factors[rows, None].to(d_z.dtype)
+        d_z *= factor * slope
+        gradient[rows] = d_z.masked_fill_(factor == 0, 0.0)

@@ -74,7 +74,8 @@ def shard_kernel(
     teacher_ptr += teacher_row * teacher_stride
     grad_ptr += row * grad_stride
     lane = tl.arange(0, BLOCK)
-    lse_s, rest_s = tl.load(known_ptr + row), tl.load(known_ptr + rows + row)
+    lse_s = tl.load(known_ptr + row)
+    rest_s = tl.load(known_ptr + rows + row)
     lse_t, rest_t = tl.load(known_ptr + 2 * rows + row), tl.load(known_ptr + 3 * rows + row)
     unit = unit_of(beta, MODE)
     loss = tl.zeros([BLOCK], tl.float32)
@@ -83,7 +84,8 @@ def shard_kernel(
     if WRITE:
         average = tl.load(sums_ptr + rows + row)
         factor = tl.load(factors_ptr + row)
-        soft_factor, hard_factor = factor * (1.0 - hard_weight) * cold, factor * hard_weight
+        soft_factor = factor * (1.0 - hard_weight) * cold
+        hard_factor = factor * hard_weight
         y = tl.load(labels_ptr + row)
         lse_1, rest_1 = tl.load(known_ptr + 4 * rows + row), tl.load(known_ptr + 5 * rows + row)
         if MODE >= TV:
@@ -157,7 +159,8 @@ def shard_pass(
     teacher_bias: Tensor | None,
     teacher_rows: Tensor | None,
 ) -> None:
-    (C, V), write = student.shape, gradient is not None
+    C, V = student.shape
+    write = gradient is not None
     plain, vectors = biases(student, V, head, teacher_head, bias, teacher_bias)
     grad = gradient if write else student
     check_rows(student=student, teacher=teacher, gradient=grad)

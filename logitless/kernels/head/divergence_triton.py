@@ -39,7 +39,8 @@ MODES = {
 # The least acceptance whose negative logarithm has a gradient.
 LEAST = tl.constexpr(1e-5)
 # Logarithms to the base 2: of nothing, and by how much a row may rise above its shift.
-MIN_LOGPROB, DRIFT = tl.constexpr(-1e30), tl.constexpr(80.0)
+MIN_LOGPROB = tl.constexpr(-1e30)
+DRIFT = tl.constexpr(80.0)
 LOG2E, LN2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
@@ -66,7 +67,8 @@ def values(ptr, cols, mask, bias_ptr, scale, softcap, PLAIN: tl.constexpr):
     masked."""
     x = tl.load(ptr + cols, mask=mask, other=-float("inf"))
     if PLAIN:
-        z, slope = x.to(tl.float32), 1.0
+        z = x.to(tl.float32)
+        slope = 1.0
     else:
         z, slope = head_at_one(x, bias_ptr, cols, mask, scale, softcap, PLAIN)
         z = tl.where(mask, z, -float("inf"))
@@ -132,10 +134,13 @@ def scored(log_s, log_t, beta, MODE: tl.constexpr):
             far = tl.where(above, beta, 1.0 - beta) + smaller * ratio
             shrunk = tl.log2(tl.where(ratio > 0.5, near, far))
         # log m/s and log m/t; the difference of the former and a huge d would have no digits.
-        to_s, to_t = tl.where(above, shrunk + d, shrunk), tl.where(above, shrunk, shrunk - d)
+        to_s = tl.where(above, shrunk + d, shrunk)
+        to_t = tl.where(above, shrunk, shrunk - d)
         ours = s * to_s
         return s, t, ours + (beta / (1.0 - beta)) * (t * to_t), to_s, ours
-    s, t, d = tl.exp2(log_s), tl.exp2(log_t), d * LN2
+    s = tl.exp2(log_s)
+    t = tl.exp2(log_t)
+    d = d * LN2
     if (MODE == FORWARD) | (MODE >= TV):
         return s, t, (s - t) + t * d, d, s
     terms = (t - s) - s * d
@@ -156,7 +161,9 @@ def of_acceptance(shared, excess, kl, eta, MODE: tl.constexpr):
     near = excess < 0.5
     alpha = tl.where(near, 1.0 - excess, shared)
     tv = tl.where(near, excess, 1.0 - shared)
-    loss, a, b = tv, 0.0 * tv, 1.0 + 0.0 * tv
+    loss = tv
+    a = 0.0 * tv
+    b = 1.0 + 0.0 * tv
     if MODE == NLA:
         # -log(1 - excess), with the rounding error of 1 - excess divided out.
         lost = 1.0 - alpha
@@ -320,7 +327,7 @@ def divergence_kernel(
         )
         rejected = tl.sum(below, 0)
     if write != 0:
-        # Nobody may store over a logit before everybody has read it.
+        # No thread may overwrite a logit before all threads have read it.
         tl.debug_barrier()
         average = tl.sum(mean, 0)
         soft_factor = factor * (1.0 - hard_weight) * cold * unit * slope_all
@@ -407,7 +414,8 @@ def divergence_pass(
     teacher_lse: tuple[Tensor, Tensor] | None,
     lk_eta: float,
 ) -> tuple[Tensor, ...]:
-    (C, V), common = student.shape, min(student.shape[1], teacher.shape[1])
+    C, V = student.shape
+    common = min(student.shape[1], teacher.shape[1])
     mode = mode_of(divergence, beta)
     overlap = overlap or mode >= TV.value
     found = [torch.empty(C, dtype=torch.float32, device=student.device) for _ in range(5 + overlap)]

@@ -16,7 +16,8 @@ from logitless.kernels.launch import OF_CHUNKS, cached_launch
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # ln 2 as the sum of two constants; the first has so few digits that its product with a shift is exact.
-LN2_HIGH, LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
+LN2_HIGH = tl.constexpr(0.693359375)
+LN2_LOW = tl.constexpr(-2.12194440e-4)
 # A row is recomputed if its sum of exponentials is above 2^DRIFT or below 2^-DRIFT. bf16 and fp32 represent
 # 2^58, and row factors that contain its inverse times a small upstream gradient do not underflow.
 DRIFT = tl.constexpr(58.0)
@@ -128,8 +129,8 @@ def finish_kernel(
     lse_residual_ptr,
     entropy_ptr,
     is_top1_ptr,
-    log_sum_sq_ptr,
     sum_logits_ptr,
+    log_sum_sq_ptr,
     row_scale_ptr,
     grad_stride,
     partial_stride,
@@ -196,7 +197,8 @@ def finish_kernel(
             logit_sum += tl.load(at + 3 * partial_stride, mask=mask, other=0.0)
         if SQUARES:
             rest_sq += tl.load(at + (3 + SUM) * partial_stride, mask=mask, other=0.0)
-    others, supervised = tl.sum(rest, 0), y != ignore_index
+    others = tl.sum(rest, 0)
+    supervised = y != ignore_index
     if not AGAIN:
         why, rise = chosen_again(y, others, tl.max(top, 0), target_logit, shift, tl.max(tie, 0), ignore_index)
         tl.store(again_ptr + rows, why, mask=here)

@@ -102,10 +102,12 @@ def scale_all_kernel(
 
 
 def scale_all(pairs: Sequence[tuple[Tensor, Tensor]], factors: Sequence[Tensor]) -> None:
-    factor, more = factors[0], factors[-1]
+    factor = factors[0]
+    more = factors[-1]
     for number in range(0, len(pairs), 2):
         two = pairs[number : number + 2]
-        (x, out), (y, y_out) = two[0], two[-1]
+        x, out = two[0]
+        y, y_out = two[-1]
         options = {"PAIR": len(two) == 2, "IN_PLACE": _same(x, out), "Y_IN_PLACE": _same(y, y_out)}
         options |= {"BLOCK": BLOCK, "num_warps": WARPS}
         flat = all(a.is_contiguous() and b.is_contiguous() for a, b in two)

@@ -79,7 +79,8 @@ def fixed_bytes(device: torch.device, dtype: torch.dtype, V: int, k: int, budget
 
 def _select_twin(z: Tensor, k: int) -> Tensor:
     least = z.topk(k, -1).values[:, -1:]
-    above, equal = z > least, z == least
+    above = z > least
+    equal = z == least
     missing = k - above.sum(-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= missing))
     ids = torch.nonzero_static(chosen, size=z.shape[0] * k)[:, 1].view(-1, k)

@@ -60,7 +60,8 @@ def first_largest(key, k, low):
         low = tl.where(enough, middle, low)
         reached = tl.where(enough, count, reached)
         high = tl.where(enough, high, middle - 1)
-    above, equal = key > low, key == low
+    above = key > low
+    equal = key == low
     missing = k - tl.sum(above.to(tl.int32), 0)
     counts = tl.cumsum(above.to(tl.int32) | (equal.to(tl.int32) << 16), 0)
     equals = counts >> 16
@@ -162,13 +163,15 @@ def select(
 ) -> Tensor:
     check_rows(logits=logits)
     C, V = logits.shape
-    K, known = max(16, triton.next_power_of_2(k)), maxima is not None
+    K = max(16, triton.next_power_of_2(k))
+    known = maxima is not None
     maxima = maxima if known else new_maxima(logits)
     tiles = maxima.shape[1]
     scratch = torch.empty((C, 2 * K), dtype=torch.int32, device=logits.device)
     ids = torch.empty((C, k), dtype=torch.int64, device=logits.device)
     bias_or_nothing = maxima if bias is None else dense(bias, torch.float32)
-    strides, flags = (logits.stride(0), tiles, V), {"HAS_BIAS": bias is not None, "TILE": TILE}
+    strides = (logits.stride(0), tiles, V)
+    flags = {"HAS_BIAS": bias is not None, "TILE": TILE}
     if not known:
         options = {"BLOCK": BLOCK, "num_warps": WARPS}
         tile_max_kernel[(C,)](logits, bias_or_nothing, maxima, *strides, sign, **flags, **options)

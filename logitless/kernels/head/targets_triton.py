@@ -39,7 +39,8 @@ def mark_kernel(
 
 
 def marked(targets: Tensor, V: int, ignore_index: int, others: Tensor | None) -> Tensor:
-    N, count = targets.shape[0], 0 if others is None else others.shape[0]
+    N = targets.shape[0]
+    count = 0 if others is None else others.shape[0]
     marks = torch.empty(2 + count, N, dtype=torch.int8, device=targets.device)
     own = marks if others is None else dense(others).view(torch.int8)
     flags = {"OTHERS": count, "BLOCK": BLOCK, "num_warps": WARPS}
@@ -64,7 +65,8 @@ def mask_kernel(
 
 def masked(targets: Tensor, mask: Tensor, ignore_index: int, wrong: int) -> Tensor:
     targets = dense(targets, torch.int64)
-    out, N = torch.empty_like(targets), targets.numel()
+    out = torch.empty_like(targets)
+    N = targets.numel()
     flags = {"WRONG": wrong, "BLOCK": BLOCK, "num_warps": WARPS}
     mask_kernel[(triton.cdiv(N, BLOCK),)](targets, dense(mask), out, N, ignore_index, **flags)
     return out
@@ -131,7 +133,9 @@ def one_per_position_kernel(
 
 def one_per_position(ids: Tensor, ignore_index: int) -> Tensor:
     found = torch.empty(ids.shape[:-1], dtype=torch.int64, device=ids.device)
-    rows, k, ids = found.numel(), ids.shape[-1], dense(ids, torch.int64)
+    rows = found.numel()
+    k = ids.shape[-1]
+    ids = dense(ids, torch.int64)
     flags = {"POSITIONS": POSITIONS, "SLOTS": SLOTS, "num_warps": WARPS}
     one_per_position_kernel[(triton.cdiv(rows, POSITIONS),)](ids, found, rows, k, ignore_index, **flags)
     return found
@@ -149,9 +153,11 @@ def shard_columns_kernel(
 
 
 def shard_columns(targets: Tensor, start: int, width: int, ignore_index: int, ignored: int) -> Tensor:
-    rows, targets = targets.shape[0], dense(targets, torch.int64)
+    rows = targets.shape[0]
+    targets = dense(targets, torch.int64)
     columns = torch.empty_like(targets)
-    grid, numbers = (triton.cdiv(rows, BLOCK),), (rows, start, width, ignore_index, ignored)
+    grid = (triton.cdiv(rows, BLOCK),)
+    numbers = (rows, start, width, ignore_index, ignored)
     shard_columns_kernel[grid](targets, columns, *numbers, BLOCK=BLOCK, num_warps=WARPS)
     return columns
 
@@ -182,8 +188,10 @@ def clamp_kernel(
 
 
 def clamped(targets: Tensor, V: int, ignore_index: int, num_items: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows, targets = targets.shape[0], dense(targets, torch.int64)
-    parts, ids = triton.cdiv(rows, BLOCK), torch.empty_like(targets)
+    rows = targets.shape[0]
+    targets = dense(targets, torch.int64)
+    parts = triton.cdiv(rows, BLOCK)
+    ids = torch.empty_like(targets)
     wrong = torch.empty(parts, dtype=torch.int64, device=targets.device)
     items = wrong if num_items is None else num_items
     flags = {"HAS_ITEMS": num_items is not None, "BLOCK": BLOCK, "num_warps": WARPS}

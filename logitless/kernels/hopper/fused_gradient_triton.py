@@ -111,7 +111,9 @@ def gradient_kernel(
             g_y -= g_entropy * tl.where(p_y > 0.0, p_y * (logp + entropy), 0.0)
             offset = entropy - residual
         # p = exp(z - lse) exp(-residual)
-        correction, a, ignored = 1.0 - complement(-residual), g_lse - g_logp, y == ignore_index
+        correction = 1.0 - complement(-residual)
+        a = g_lse - g_logp
+        ignored = y == ignore_index
         statistics = (y, ignored, lse, correction, a, g_y, g_entropy, offset, g_sum)
         given = (grad, bias_ptr, class_weights_ptr, m0, V, gain, squash, cap)
         gradient_half(left, n0, statistics, given, BN // 2, HAS_BIAS, HAS_SOFTCAP, EXTRA, HAS_WEIGHTS)
@@ -133,7 +135,8 @@ def write(
     class_weights,
     ignore_index,
 ) -> None:
-    (C, H), V = features.shape, weight.shape[0]
+    C, H = features.shape
+    V = weight.shape[0]
     check_rows(gradient=gradient)
     extra = grads.entropy is not None or grads.sum_logits is not None
     zeros = torch.zeros_like(stats.lse)

@@ -183,17 +183,23 @@ def row_bytes(V: int, *, stored: bool) -> int:
 def read(
     features: Tensor, weight: Tensor, targets: Tensor, out, *, gradient, head, bias, ignore_index, sums
 ) -> Tensor | None:
-    (C, H), V = features.shape, weight.shape[0]
+    C, H = features.shape
+    V = weight.shape[0]
     check_written(**dict(out.items()))
-    write, extra, squares = gradient is not None, out.entropy is not None, out.log_sum_sq_probs is not None
+    write = gradient is not None
+    extra = out.entropy is not None
+    squares = out.log_sum_sq_probs is not None
     summed = out.sum_logits is not None and sums is not None  # not in the epilogue
     total = out.sum_logits is not None and not summed
-    features, targets, tiles = aligned(features), dense(targets), -(-V // BLOCK_N)
+    features = aligned(features)
+    targets = dense(targets)
+    tiles = -(-V // BLOCK_N)
     (bias, _), scalars, flags = vocabulary_arguments(head, bias, None, out.lse)
     gain, _, cap = scalars
     transform = {name: flags[name] for name in ("HAS_BIAS", "HAS_SOFTCAP")}
     shift, own = torch.empty_like(out.lse), torch.empty_like(out.lse)
-    strides, sizes = (features.stride(0), weight.stride(0)), (V, H, *scalars)
+    strides = (features.stride(0), weight.stride(0))
+    sizes = (V, H, *scalars)
     shift_kernel[(C,)](
         features,
         weight,
@@ -213,19 +219,19 @@ def read(
     )
     partials = out.lse.new_empty(2 + extra + total + squares, tiles, C)
     again = torch.empty(C, dtype=torch.int32, device=features.device)
-    programs, grid = programs_of(features), (-(-C // ROWS),)
+    programs = programs_of(features)
+    grid = (-(-C // ROWS),)
     found = (targets, shift, own, again, partials, partials.stride(0))
     operands = (*described(features, weight, gradient), bias, *found, C, V, H, *scalars)
     levels = {"EXTRA": extra, "SUM": total, "SQUARES": squares, "WRITE": write}
     options = transform | levels | TILE | LAUNCH | {"GROUP": group_of(features), "PROGRAMS": programs}
     row_scale = torch.empty_like(out.lse) if write else None
-    results = (out.logps, out.lse, out.lse_residual, out.entropy, out.is_top1)
-    results += (out.log_sum_sq_probs, out.sum_logits, row_scale)
     grad = out.lse if gradient is None else gradient
     statistics = (
         grad,
         *found[:-1],
-        *(out.lse if x is None else x for x in results),
+        *out.pointers(),
+        out.lse if row_scale is None else row_scale,
         grad.stride(0),
         partials.stride(0),
         *(C, V, tiles, ignore_index, gain, cap),

@@ -185,7 +185,8 @@ def piece_kernel(
     """Sum each piece whose slots have one id. `ids` (N k,) sorted; `pieces` (N k // length, H) fp32."""
     piece = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start, stop = piece * length, (piece + 1) * length
+    start = piece * length
+    stop = (piece + 1) * length
     token = tl.load(ids_ptr + start)
     if (token >= 0) & (token == tl.load(ids_ptr + stop - 1)):
         total = tl.zeros([BLOCK], tl.float32)
@@ -234,7 +235,8 @@ def run_kernel(
     start = tl.load(starts_ptr + token)
     stop = tl.load(starts_ptr + token + 1)
     # The id's slots before and after the pieces that it fills.
-    first, last = tl.cdiv(start, length), stop // length
+    first = tl.cdiv(start, length)
+    last = stop // length
     before = tl.where(first < last, first * length, stop)
     after = tl.where(first < last, last * length, stop)
     total = tl.zeros([BLOCK], tl.float32)
@@ -279,7 +281,8 @@ def run_kernel(
 
 
 def wrong_slots(ids: Tensor, values: Tensor, V: int, largest: float) -> Tensor:
-    (n, k), wrong = ids.shape, torch.empty(2, ids.shape[0], dtype=torch.int8, device=ids.device)
+    n, k = ids.shape
+    wrong = torch.empty(2, ids.shape[0], dtype=torch.int8, device=ids.device)
     given = dense(ids, torch.int64), dense(values, torch.float32)
     wrong_slots_kernel[(n,)](*given, wrong, n, k, V, largest, SLOTS=COMPARED, num_warps=WARPS)
     return wrong.view(torch.bool)
@@ -304,7 +307,8 @@ def first_slots(ids: Tensor, values: Tensor, start: int, width: int) -> tuple[Te
 def gathered_logits(hidden: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Tensor:
     check_rows(hidden=hidden, weight=weight)
     check_written(out=out)
-    (n, k), H = ids.shape, weight.shape[1]
+    n, k = ids.shape
+    H = weight.shape[1]
     gathered_logits_kernel[(n, triton.cdiv(k, SLOTS))](
         hidden,
         weight,
@@ -329,8 +333,10 @@ def weighted_rows(
     base: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> Tensor:
-    (n, k), H = ids.shape, weight.shape[1]
-    coefficients, has_base = dense(coefficients, torch.float32), base is not None
+    n, k = ids.shape
+    H = weight.shape[1]
+    coefficients = dense(coefficients, torch.float32)
+    has_base = base is not None
     base = out if base is None else base
     check_rows(weight=weight, out=out, base=base)
     weighted_rows_kernel[(n, triton.cdiv(H, BLOCK))](
@@ -363,7 +369,9 @@ def add_rows(
     tokens: Tensor | None = None,  # (n,) int32 token of each slot, for ids (n, 1)
 ) -> None:
     check_rows(total=total, hidden=hidden)
-    (V, H), (n, k), coefficients = total.shape, ids.shape, dense(coefficients, torch.float32)
+    V, H = total.shape
+    n, k = ids.shape
+    coefficients = dense(coefficients, torch.float32)
     ragged = tokens is not None
     ids, order = dense(ids, torch.int32).view(-1).sort(stable=True)
     starts = torch.searchsorted(ids, torch.arange(V + 1, dtype=torch.int32, device=ids.device))

@@ -198,7 +198,8 @@ def set_statistics(z: Tensor, slots: Slots, out: TokenBuffers) -> None:
         sets_triton.set_statistics(z, slots, out)
         return
     part, rows = _of_chunk(slots)
-    n, filled = slots.own.shape[0], slots.bounds.diff() > 0
+    n = slots.own.shape[0]
+    filled = slots.bounds.diff() > 0
     z_y = z[slots.own]
     is_own = torch.arange(part.start, part.stop, device=z.device) == slots.own[rows]
     d = torch.where(is_own, 0.0, z[part] - z_y[rows])

@@ -95,14 +95,16 @@ def statistics(
 ) -> None:
     """Write the statistics that `out` names; 0 in ignored rows."""
     options = {"head": head, "bias": bias}
-    taken, width = taken_out(logits.dtype, head), logits.shape[1]
+    taken = taken_out(logits.dtype, head)
+    width = logits.shape[1]
     if exchange is None and _runs(z, ids):
         from logitless.kernels.ids import slots_triton
 
         options |= {"targets": targets, "ignore_index": ignore_index}
         slots_triton.statistics(z, ids, stats, out, taken, width, **options)
         return
-    first, kept = distinct(ids), targets != ignore_index
+    first = distinct(ids)
+    kept = targets != ignore_index
     there, at = _found(columns, width)
     taken = torch.full(z.shape, taken, dtype=logits.dtype, device=z.device)
     taken, _ = head.logits(taken, None if bias is None else bias[at])
@@ -134,8 +136,10 @@ def sparse_grad(
 
         options = {"head": head, "targets": targets, "ignore_index": ignore_index, "least": LEAST_REST}
         return slots_triton.sparse_grad(known, upstream, **options)
-    kept, first = targets != ignore_index, distinct(ids)
-    p, g = logps.exp(), torch.zeros_like(logps)
+    kept = targets != ignore_index
+    first = distinct(ids)
+    p = logps.exp()
+    g = torch.zeros_like(logps)
     if upstream.logps is not None:
         # The gradient of an empty slot, whose log-probability is -inf, may be NaN; it does not spread.
         g = _merged(ids, upstream.logps)
@@ -143,7 +147,8 @@ def sparse_grad(
     d_z = g * -torch.expm1(logps) - (total - g) * p
     factor = -total[:, 0]
     if upstream.lse is not None:
-        d_z, factor = d_z + upstream.lse[:, None] * p, factor + upstream.lse
+        d_z = d_z + upstream.lse[:, None] * p
+        factor = factor + upstream.lse
     if upstream.rest is not None:
         d_z = d_z - upstream.rest[:, None] * p
         rest = known["rest"]
@@ -197,7 +202,8 @@ def _found(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _merged(ids: Tensor, x: Tensor) -> Tensor:
     """(n, k): in each slot, the sum of `x` over all slots with the same id. Deterministic."""
     ordered, order = ids.sort(dim=-1, stable=True)
-    total, distance = x.gather(-1, order), 1
+    total = x.gather(-1, order)
+    distance = 1
     while distance < ids.shape[-1]:
         same = ordered[:, distance:] == ordered[:, :-distance]
         total = torch.cat(
@@ -244,7 +250,8 @@ def _whole(
     e = (x - top + rounding).exp()
     # The sum of all parts but the largest, whose rounding error alone is added.
     others = e.scatter(1, at, rounding.gather(1, at).expm1()).sum(1)
-    log_total, top = others.log1p(), top[:, 0]
+    log_total = others.log1p()
+    top = top[:, 0]
     whole = top + log_total
     part = lse - top + residual - log_total
     found = {
