@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from logitless.integrations.llamafactory import EXCLUDED, LogitlessCallback, check_arguments, main
-from tests.integrations.support import REQUIRED, check_text, require
+from tests.integrations.support import REQUIRED, another_version, check_text, require
 from tests.trl_integration.tiny import VOCAB, tiny_model
 
 ROWS = [
@@ -51,6 +51,18 @@ def test_the_callback_in_a_trainer(tmp_path, caplog):
     assert type(trainer.model) is type(stock.model)  # undone
 
 
+def test_fused_layers(tmp_path):
+    seen = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, *, model, **kwargs):
+            seen.append(type(model.model.layers[0].mlp))
+
+    trainer, _ = trained(tmp_path, LogitlessCallback(fused_layers=True), Watch())
+    stock = type(trainer.model.model.layers[0].mlp)
+    assert len(seen) == 3 and stock not in seen and stock is type(tiny_model().model.layers[0].mlp)
+
+
 def test_label_smoothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 with a patched model, got 0.1"):
         trained(tmp_path, LogitlessCallback(), label_smoothing_factor=0.1)
@@ -84,7 +96,10 @@ def stub(monkeypatch):
     hparams.read_args = read_args
     for module in (ModuleType("llamafactory"), ModuleType("llamafactory.train"), tuner, hparams):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return calls
+    logger = logging.getLogger("logitless")
+    level = logger.level
+    yield calls
+    logger.setLevel(level)
 
 
 def test_the_command(stub):
@@ -101,6 +116,9 @@ def test_the_command(stub):
     with pytest.raises(ValueError, match="^use_dft_loss: expected nothing with logitless"):
         main(["train.yaml", "use_dft_loss=true"])
     assert len(stub) == 3
+    assert logging.getLogger("logitless").level == logging.INFO  # LLaMA-Factory shows its own loggers alone
+    with another_version():
+        main(["train.yaml"])
 
 
 def test_arguments_without_a_file(monkeypatch, stub):
